@@ -1,0 +1,5 @@
+"""Everyone who can answer a Problem, one file per family; importing this package registers them."""
+
+from flashattn.impls import flash_attn, flex, own, sdpa
+
+__all__ = ["flash_attn", "flex", "own", "sdpa"]

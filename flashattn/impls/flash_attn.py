@@ -1,0 +1,55 @@
+"""FlashAttention 2, 3 and 4 of the flash-attn project, when they are installed.
+
+Their tensors are [B, T, H, D]; their causal mask is bottom-right.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from flashattn.problem import Causal, Problem
+from flashattn.registry import register
+
+MODULES = {"flash_attn_2": "flash_attn", "flash_attn_3": "flash_attn_interface", "flash_attn_4": "flash_attn.cute"}
+HOPPER = (9, 0)
+
+
+@cache
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a submodule of a package that is not there
+        return False
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None, module: str
+) -> torch.Tensor:
+    flash = import_module(module).flash_attn_func
+    result = flash(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=bool(causal))
+    o = result[0] if isinstance(result, tuple) else result
+    return o.transpose(1, 2)
+
+
+def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
+    if not _installed(MODULES[name]):
+        return f"{name} is not installed (module {MODULES[name]})"
+    if device.type != "cuda":
+        return f"{name} runs on CUDA only"
+    reasons = {
+        "takes fp16 and bf16 only": problem.dtype not in ("float16", "bfloat16"),
+        "takes head dimensions up to 256 in multiples of 8": problem.head_dim > 256 or problem.head_dim % 8 != 0,  # noqa: PLR2004
+        "knows the bottom-right mask only": problem.causal == "top_left" and problem.seq_q != problem.seq_kv,
+        "is not asked for empty problems": 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
+        "does not test its gradients where a query sees no key": problem.dead_rows > 0,
+        "needs a Hopper GPU": name != "flash_attn_2" and torch.cuda.get_device_capability(device) < HOPPER,
+    }
+    return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), None)
+
+
+for _name, _module in MODULES.items():
+    register(_name, why_not=partial(_limits, name=_name))(partial(_attend, module=_module))

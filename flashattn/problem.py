@@ -1,0 +1,219 @@
+"""What is asked: the shapes, mask and dtype of one attention, checked, with its exact costs.
+
+The legend, used everywhere in this package: ``B`` batch, ``H`` query heads, ``G`` key/value heads,
+``T`` queries, ``S`` keys, ``D`` head dimension. q is ``[B, H, T, D]``, k and v ``[B, G, S, D]``,
+the logsumexp and delta ``[B, H, T]``. Query head ``h`` reads key/value head ``h // (H // G)``.
+
+A causal mask lets query ``t`` see keys ``0 ... t + diagonal``. Top-left (PyTorch's ``is_causal`` and
+the paper's) has ``diagonal = 0``; bottom-right (flash-attn's since 2.1), where the last query sees
+every key, has ``diagonal = S - T``. They differ only when ``T != S``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Causal = bool | Literal["top_left", "bottom_right"]
+
+DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
+SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+MASKS: dict[object, Literal["top_left", "bottom_right"] | None] = {
+    False: None,
+    True: "top_left",
+    "top_left": "top_left",
+    "bottom_right": "bottom_right",
+}
+
+
+def diagonal(causal: Causal, seq_q: int, seq_kv: int) -> int | None:
+    """Return the last key that query 0 sees (may be negative), or None when nothing is masked.
+
+    Raises:
+        ValueError: ``causal`` is none of False, True, "top_left" and "bottom_right".
+    """
+    try:
+        corner = MASKS[causal]
+    except (KeyError, TypeError):
+        msg = f'causal: wanted False, True, "top_left" or "bottom_right", got {causal!r}'
+        raise ValueError(msg) from None
+    if corner is None:
+        return None
+    return 0 if corner == "top_left" else seq_kv - seq_q
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention: softmax(scale * q @ k.T + mask) @ v over ``batch * heads`` score matrices.
+
+    Args:
+        batch: B.
+        heads: H, query heads.
+        kv_heads: G, key/value heads; must divide H; None means H.
+        seq_q: T, queries.
+        seq_kv: S, keys; None means T.
+        head_dim: D.
+        causal: False, "top_left" (or True) or "bottom_right".
+        dtype: the name of q's, k's and v's ``torch.dtype``.
+
+    Raises:
+        ValueError: a size is negative, G does not divide H, or causal or dtype is unknown.
+    """
+
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int | None = None
+    seq_q: int = 128
+    seq_kv: int | None = None
+    head_dim: int = 64
+    causal: Causal = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Fill in what was left to its default, then check."""
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.seq_kv is None:
+            object.__setattr__(self, "seq_kv", self.seq_q)
+        for name, least in {"batch": 0, "heads": 0, "kv_heads": 0, "seq_q": 0, "seq_kv": 0, "head_dim": 1}.items():
+            if getattr(self, name) < least:
+                msg = f"{name}: wanted at least {least}, got {getattr(self, name)}"
+                raise ValueError(msg)
+        if self.heads != 0 and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
+            msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
+            raise ValueError(msg)
+        if self.dtype not in DTYPES:
+            msg = f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype}"
+            raise ValueError(msg)
+        diagonal(self.causal, self.seq_q, self.seq_kv)
+        object.__setattr__(self, "causal", MASKS[self.causal] or False)
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False) -> Problem:
+        """Check three tensors against each other and name the problem they pose.
+
+        Args:
+            q: [B, H, T, D], or [B, T, D] for one head.
+            k: [B, G, S, D], or [B, S, D].
+            v: like k.
+            causal: see ``diagonal``.
+
+        Raises:
+            ValueError: names the argument that does not fit, what was wanted and what came.
+        """
+        for name, x in {"q": q, "k": k, "v": v}.items():
+            _check_tensor(name, x, q)
+        one_head = q.ndim == 3  # noqa: PLR2004 - [B, T, D]
+        batch, heads, (seq_q, head_dim) = q.shape[0], 1 if one_head else q.shape[1], q.shape[-2:]
+        kv_heads, seq_kv = 1 if one_head else k.shape[1], k.shape[-2]
+        _check_shape("k", k, (batch, seq_kv, head_dim) if one_head else (batch, kv_heads, seq_kv, head_dim))
+        _check_shape("v", v, k.shape)
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            head_dim=head_dim,
+            causal=causal,
+            dtype=str(q.dtype).removeprefix("torch."),
+        )
+
+    def __str__(self) -> str:
+        """Return the name used as a test id: what departs from one head of square attention shows."""
+        grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
+        keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
+        mask = {False: "full", "top_left": "causal", "bottom_right": "causal_br"}[self.causal]
+        return (
+            f"{SHORT[self.dtype]}-b{self.batch}h{self.heads}{grouped}-q{self.seq_q}{keys}-d{self.head_dim}-{mask}"
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The ``torch.dtype`` that ``dtype`` names."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def diagonal(self) -> int | None:
+        """The last key that query 0 sees, or None when nothing is masked."""
+        return diagonal(self.causal, self.seq_q, self.seq_kv)
+
+    @property
+    def pairs(self) -> int:
+        """Scores that count, over all heads: exact, so a causal problem has about half."""
+        if self.diagonal is None:
+            return self.batch * self.heads * self.seq_q * self.seq_kv
+        # Query t sees clamp(t + diagonal + 1, 0, S) keys: an arithmetic ramp, then a plateau of S.
+        first = min(max(0, -self.diagonal), self.seq_q)  # the first query that sees a key
+        full = min(max(first, self.seq_kv - self.diagonal - 1), self.seq_q)  # ... that sees every key
+        ramp = (full - first) * (first + full + 1 + 2 * self.diagonal) // 2
+        return self.batch * self.heads * (ramp + (self.seq_q - full) * self.seq_kv)
+
+    @property
+    def dead_rows(self) -> int:
+        """Queries of each head that see no key."""
+        if self.seq_kv == 0:
+            return self.seq_q
+        return 0 if self.diagonal is None else min(max(0, -self.diagonal), self.seq_q)
+
+    def flops(self, passes: Literal["forward", "backward"] = "forward") -> int:
+        """Multiply-adds counted as two: two products forward, five backward (with recomputation)."""
+        products = {"forward": 2, "backward": 5}[passes]
+        return 2 * products * self.pairs * self.head_dim
+
+    def bytes(self, passes: Literal["forward", "backward"] = "forward") -> int:
+        """Return the fewest bytes that can move: each input read once, each output written once.
+
+        Forward reads q, k, v and writes o and the fp32 logsumexp; backward reads those and o's
+        gradient and writes the gradients of q, k and v.
+        """
+        wide = DTYPES[self.dtype] * self.head_dim * self.batch
+        queries, keys = wide * self.heads * self.seq_q, wide * self.kv_heads * self.seq_kv
+        lse = 4 * self.batch * self.heads * self.seq_q
+        return {"forward": 2 * queries + 2 * keys + lse, "backward": 4 * queries + 4 * keys + lse}[passes]
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor on the scores: ``head_dim ** -0.5`` unless given.
+
+    Raises:
+        ValueError: ``scale`` is not a finite number.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        msg = f"scale: wanted a finite number or None, got {scale!r}"
+        raise ValueError(msg)
+    return float(scale)
+
+
+def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        msg = f"{name}: wanted a tensor, got {type(x).__name__}"
+        raise ValueError(msg)  # noqa: TRY004 - one kind of error for one kind of mistake
+    if x.layout != torch.strided or x.is_nested:
+        msg = f"{name}: wanted a dense (strided) tensor, got {'nested' if x.is_nested else x.layout}"
+        raise ValueError(msg)
+    if str(x.dtype).removeprefix("torch.") not in DTYPES:
+        msg = f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}"
+        raise ValueError(msg)
+    if x.ndim not in (3, 4):
+        msg = f"{name}: wanted [batch, heads, sequence, head_dim] or [batch, sequence, head_dim], got {x.ndim} dimensions"
+        raise ValueError(msg)
+    for what, got, wanted in (
+        ("number of dimensions", x.ndim, q.ndim),
+        ("dtype", x.dtype, q.dtype),
+        ("device", x.device, q.device),
+    ):
+        if got != wanted:
+            msg = f"{name}: wanted q's {what}, {wanted}, got {got}"
+            raise ValueError(msg)
+
+
+def _check_shape(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(wanted):
+        msg = f"{name}: wanted shape {list(wanted)}, got {list(x.shape)}"
+        raise ValueError(msg)

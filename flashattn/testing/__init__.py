@@ -1,0 +1,1 @@
+"""What tests share, ours and those of anyone who registers an implementation."""

@@ -1,0 +1,191 @@
+"""FlashAttention-2 in plain PyTorch, tile by tile: the algorithm, readable, with no score matrix.
+
+Algorithms 1 (forward, online softmax) and 2 (backward by recomputation) of Dao, 2023,
+"FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning". The letters are
+the paper's: ``m`` running maximum, ``l`` running sum, ``lse`` logsumexp (the paper's L), ``delta``
+its D = rowsum(dO * O). Half-precision inputs are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashattn.problem import Causal, Problem, check_scale, diagonal
+
+BLOCK_Q = 64
+BLOCK_KV = 64
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _tiles(size: int, block: int) -> list[slice]:
+    return [slice(start, min(start + block, size)) for start in range(0, size, block)]
+
+
+def _hidden(rows: slice, keys: slice, last: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return where a tile is masked [rows, keys], or None when all of it is seen."""
+    if last is None or keys.stop - 1 <= rows.start + last:
+        return None
+    t = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    return torch.arange(keys.start, keys.stop, device=device)[None, :] > t + last
+
+
+def _skipped(rows: slice, keys: slice, last: int | None) -> bool:
+    """Whether no query of the tile sees a key of it."""
+    return last is not None and keys.start > rows.stop - 1 + last
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, last: int | None, scale: float
+) -> torch.Tensor:
+    s = (_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT) * scale
+    hidden = _hidden(rows, keys, last, q.device)
+    return s if hidden is None else s.masked_fill(hidden, -torch.inf)
+
+
+def tiled_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, diagonal: int | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run algorithm 1.
+
+    Args:
+        q: [..., T, D].
+        k: [..., S, D], its leading dimensions broadcastable to q's.
+        v: like k.
+        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        scale: factor on the scores.
+
+    Returns:
+        o like q, and lse [..., T] in fp32 (fp64 for fp64 inputs).
+    """
+    o = torch.empty_like(q)
+    lse = torch.empty_like(q[..., 0], dtype=_wide(q[..., :0, :0]).dtype)
+    for rows in _tiles(q.shape[-2], BLOCK_Q):
+        acc = torch.zeros_like(_wide(q[..., rows, :]))  # [..., BLOCK_Q, D]
+        m = torch.full_like(acc[..., :1], -torch.inf)
+        l = torch.zeros_like(m)  # noqa: E741 - the paper's letter
+        for keys in _tiles(k.shape[-2], BLOCK_KV):
+            if _skipped(rows, keys, diagonal):
+                break
+            s = _scores(q, k, rows, keys, diagonal, scale)
+            m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+            finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
+            alpha, p = (m - finite).exp(), (s - finite).exp()
+            l = l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
+            acc = acc * alpha + p @ _wide(v[..., keys, :])
+            m = m_new
+        o[..., rows, :] = acc / l.masked_fill(l == 0, 1)
+        lse[..., rows] = (m + l.log())[..., 0]
+    return o, lse
+
+
+def tiled_backward(
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    saved: tuple[torch.Tensor, ...],
+    *,
+    diagonal: int | None,
+    scale: float,
+) -> Gradients:
+    """Run algorithm 2.
+
+    Args:
+        grads: the gradients of o and of lse (None when lse was not used).
+        saved: q, k, v, o, lse as ``tiled_forward`` took and returned them.
+        diagonal: as forward.
+        scale: as forward.
+
+    Returns:
+        The gradients of q, k and v, in their dtypes.
+    """
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    dq = torch.zeros_like(_wide(q))
+    # Leading dimensions that k and v are broadcast over are summed at the end.
+    dk, dv = (dq.new_zeros(*q.shape[:-2], *x.shape[-2:]) for x in (k, v))
+    delta = (_wide(grad_o) * _wide(o)).sum(dim=-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    for keys in _tiles(k.shape[-2], BLOCK_KV):
+        for rows in _tiles(q.shape[-2], BLOCK_Q):
+            if _skipped(rows, keys, diagonal):
+                continue
+            s = _scores(q, k, rows, keys, diagonal, scale)
+            row_lse = lse[..., rows, None]
+            p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()  # dead rows: 0
+            do = _wide(grad_o[..., rows, :])
+            ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None]) * scale
+            dv[..., keys, :] += p.mT @ do
+            dk[..., keys, :] += ds.mT @ _wide(q[..., rows, :])
+            dq[..., rows, :] += ds @ _wide(k[..., keys, :])
+    return dq.to(q.dtype), dk.sum_to_size(k.shape).to(k.dtype), dv.sum_to_size(v.shape).to(v.dtype)
+
+
+class _TiledGradients(torch.autograd.Function):
+    """Algorithm 2 as one step, so that a second derivative meets a sentence and not a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, last: int | None, scale: float, *tensors: torch.Tensor | None) -> Gradients:  # noqa: ANN401, ARG004
+        return tiled_backward(tensors[:2], tensors[2:], diagonal=last, scale=scale)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:  # noqa: ANN401, ARG004
+        msg = 'the tiled attention has no second derivative; impl="reference" has'
+        raise NotImplementedError(msg)
+
+
+class FlashAttentionPyTorch(torch.autograd.Function):
+    """FlashAttention-2 as an autograd function: ``apply(Q, K, V, is_causal=False)``.
+
+    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q, K,
+    V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L. More leading dimensions work, too;
+    K's and V's are broadcast to Q's. With ``return_lse=True`` it returns ``(O, L)``, both differentiable.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102, PLR0913 - autograd's names; its arguments are positional
+        ctx: Any,  # noqa: ANN401
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: Causal = False,  # noqa: FBT001, FBT002
+        scale: float | None = None,
+        return_lse: bool = False,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.diagonal = diagonal(is_causal, q.shape[-2], k.shape[-2])
+        ctx.scale = check_scale(scale, q.shape[-1])
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = tiled_forward(q, k, v, diagonal=ctx.diagonal, scale=ctx.scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        return (o, lse) if return_lse else o
+
+    @staticmethod
+    def backward(  # noqa: D102
+        ctx: Any,  # noqa: ANN401
+        grad_o: torch.Tensor | None,
+        grad_lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        q = ctx.saved_tensors[0]
+        grad_o = torch.zeros_like(q) if grad_o is None else grad_o
+        grads = _TiledGradients.apply(ctx.diagonal, ctx.scale, grad_o, grad_lse, *ctx.saved_tensors)
+        return *grads, None, None, None
+
+
+def tiled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with grouped heads: o [B, H, T, D] and lse [B, H, T] from q [B, H, T, D], k, v [B, G, S, D].
+
+    Raises:
+        ValueError: see ``Problem.of``.
+        NotImplementedError: on a second derivative, which only the reference has.
+    """
+    problem = Problem.of(q, k, v, causal=causal)
+    grouped = q.unflatten(1, (problem.kv_heads, problem.heads // max(problem.kv_heads, 1)))
+    o, lse = FlashAttentionPyTorch.apply(grouped, k[:, :, None], v[:, :, None], causal, scale, True)  # noqa: FBT003
+    return o.flatten(1, 2), lse.flatten(1, 2)

@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("impl", metafunc.config.stash[IMPLS], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def impl(request: pytest.FixtureRequest) -> registry.Impl:
     """One implementation of attention."""
     return registry.get(request.param)
@@ -90,8 +90,3 @@ def impl(request: pytest.FixtureRequest) -> registry.Impl:
 def device() -> torch.device:
     """Where tests and benchmarks run."""
     return torch.device("cuda" if ON_GPU else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)

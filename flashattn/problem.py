@@ -184,10 +184,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not (number and -math.inf < scale < math.inf):
         msg = f"scale: wanted a finite number or None, got {scale!r}"
         raise ValueError(msg)
-    return float(scale)
+    return scale
 
 
 def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:

@@ -41,6 +41,8 @@ class Impl:
         limits: the sentence that says why it cannot solve a problem on a device, or None.
         lse: whether it returns the logsumexp.
         grad: whether it is differentiable.
+        strict: whether it claims the contract on unusual values, strides and scales, too; tests hold it
+            to that.
         compiles: whether every new shape costs it seconds (torch.compile).
     """
 
@@ -49,6 +51,7 @@ class Impl:
     limits: WhyNot
     lse: bool = False
     grad: bool = True
+    strict: bool = True
     compiles: bool = False
 
     def why_not(
@@ -80,9 +83,14 @@ _impls: dict[str, Impl] = {}
 
 
 def register(
-    name: str, *, why_not: WhyNot | None = None, lse: bool = False, grad: bool = True, compiles: bool = False
+    name: str, *, why_not: WhyNot | None = None, **facts: bool
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Make the decorated callable known as ``name``; see ``Impl`` for the arguments.
+    """Make the decorated callable known as ``name``.
+
+    Args:
+        name: not "auto", and not taken.
+        why_not: ``Impl.limits``; None for an implementation that can solve everything.
+        facts: ``Impl``'s ``lse``, ``grad``, ``strict`` and ``compiles``.
 
     Raises:
         ValueError: another callable has that name.
@@ -93,7 +101,7 @@ def register(
             msg = f"name: wanted one that is not taken, got {name!r}"
             raise ValueError(msg)
         limits = why_not or (lambda problem, device: None)  # noqa: ARG005
-        _impls[name] = Impl(name=name, call=call, limits=limits, lse=lse, grad=grad, compiles=compiles)
+        _impls[name] = Impl(name=name, call=call, limits=limits, **facts)
         return call
 
     return decorate

@@ -144,6 +144,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q, K,
     V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L. More leading dimensions work, too;
     K's and V's are broadcast to Q's. With ``return_lse=True`` it returns ``(O, L)``, both differentiable.
+
+    Raises:
+        ValueError: three-dimensional arguments that do not fit (see ``Problem.of``).
     """
 
     @staticmethod
@@ -156,6 +159,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         scale: float | None = None,
         return_lse: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if q.ndim == 3:  # noqa: PLR2004 - (batch, N, d); with more, the caller has checked
+            Problem.of(q, k, v, causal=is_causal)
         ctx.diagonal = diagonal(is_causal, q.shape[-2], k.shape[-2])
         ctx.scale = check_scale(scale, q.shape[-1])
         with torch.autocast(q.device.type, enabled=False):
@@ -179,13 +184,21 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 def tiled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with grouped heads: o [B, H, T, D] and lse [B, H, T] from q [B, H, T, D], k, v [B, G, S, D].
+    """Attend with grouped heads; the caller has checked the arguments.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        causal: see ``attention``.
+        scale: see ``attention``.
+
+    Returns:
+        o [B, H, T, D] and lse [B, H, T].
 
     Raises:
-        ValueError: see ``Problem.of``.
         NotImplementedError: on a second derivative, which only the reference has.
     """
-    problem = Problem.of(q, k, v, causal=causal)
-    grouped = q.unflatten(1, (problem.kv_heads, problem.heads // max(problem.kv_heads, 1)))
+    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     o, lse = FlashAttentionPyTorch.apply(grouped, k[:, :, None], v[:, :, None], causal, scale, True)  # noqa: FBT003
     return o.flatten(1, 2), lse.flatten(1, 2)

@@ -1,5 +1,8 @@
 """Everyone who can answer a Problem, one file per family; importing this package registers them."""
 
-from flashattn.impls import flash_attn, flex, own, sdpa
+from flashattn.impls import own  # ours come first in names()
+
+# isort: split
+from flashattn.impls import flash_attn, flex, sdpa
 
 __all__ = ["flash_attn", "flex", "own", "sdpa"]

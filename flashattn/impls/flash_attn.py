@@ -52,4 +52,4 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 for _name, _module in MODULES.items():
-    register(_name, why_not=partial(_limits, name=_name))(partial(_attend, module=_module))
+    register(_name, why_not=partial(_limits, name=_name), strict=False)(partial(_attend, module=_module))

@@ -49,7 +49,7 @@ def _group(problem: Problem) -> int:
     return problem.heads // max(problem.kv_heads or 0, 1)
 
 
-@register("flex", why_not=_limits, compiles=True)
+@register("flex", why_not=_limits, strict=False, compiles=True)
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
 ) -> torch.Tensor:

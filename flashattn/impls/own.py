@@ -61,7 +61,7 @@ def _compiled_limits(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-@register("compiled", why_not=_compiled_limits, lse=True, compiles=True)
+@register("compiled", why_not=_compiled_limits, lse=True, strict=False, compiles=True)
 def _compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
 ) -> Pair:

@@ -7,7 +7,7 @@ boolean mask, which only the math and the memory-efficient backends take.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,15 +37,16 @@ def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=_mask(q, k, last) if last else None,
-        is_causal=last == 0,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    if scale is not None and scale <= 0:
+        # The CPU's kernel multiplies its -inf mask by the scale: NaN at 0, +inf below (PyTorch 2.13).
+        q, scale = q * scale, 1.0
+    # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
+    options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if last == 0:
+        options["is_causal"] = True
+    elif last is not None:
+        options["attn_mask"] = _mask(q, k, last)
+    return scaled_dot_product_attention(q, k, v, scale=scale, **options)
 
 
 def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
@@ -77,7 +78,7 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
     return next((f"{backend} {reason}" for reason, holds in reasons.items() if holds), None)
 
 
-register("sdpa", why_not=_limits)(_sdpa)
+register("sdpa", why_not=_limits, strict=False)(_sdpa)
 for _name, _kind in BACKENDS.items():
     _why_not: WhyNot = partial(_limits, backend=_name)
-    register(_name, why_not=_why_not)(_backend(_kind))
+    register(_name, why_not=_why_not, strict=False)(_backend(_kind))

@@ -7,40 +7,104 @@ dk, dv::
     max e(got)  <=  2.0 * max e(naive)  + eps * max |exact|  + max stored
     mean e(got) <=  1.1 * mean e(naive) + eps * mean |exact| + mean stored
 
-``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is for
-gradients of q and k only: a fused backward finds dS = P * (dP - delta) from delta = rowsum(dO * O)
-with the O that forward stored in its own dtype, so delta is off by up to eps * rowsum(|dO * O|) where
-naive, which keeps P, is not. Propagated, that is scale * eps * rowsum(|dO * O|) * (P @ |K|) for dq and
-its transpose for dk. It matters where the exact gradient cancels: with one key, dS is exactly 0.
+``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is what
+recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and dS = P * (dP -
+delta), delta = rowsum(dO * O), from the O and lse that forward stored. Rounding lse in fp32 makes P
+relatively wrong by up to eps32 * |lse|; rounding O makes delta wrong by up to eps * rowsum(|dO * O|)::
+
+    stored(dS) = P * (eps32 * |lse| * |dP - delta| + eps * rowsum(|dO * O|))
+    stored(dq) = scale * stored(dS) @ |K|        stored(dk) = scale * stored(dS).T @ |Q|
+    stored(dv) = (P * eps32 * |lse|).T @ |dO|
+
+These matter where naive is exact: with one key, its P is 1 and its dS 0.
+
+A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is run
+on further draws of a small problem, until there are ``POOL`` elements. And a mean is judged only from
+``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors, 4 * 0.76 /
+sqrt(n), fit into the tenth that the budget allows.
+
+In fp64 naive is the exact result itself; there its error is that of fp32, scaled by the ratio of eps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from flashattn.problem import Problem
+from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
+from flashattn.testing.inputs import make_grads, make_inputs
 
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Outputs = dict[str, torch.Tensor]
 
+POOL = 4096
+MEAN_SAMPLE = 1024
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is drawn: a problem, and how its inputs are made.
+
+    Args:
+        problem: shapes, mask and dtype.
+        seed: of the draw.
+        device: where.
+        values: a key of ``inputs.VALUES``.
+        layout: a key of ``inputs.LAYOUTS``.
+        scale: factor on the scores; None is D ** -0.5.
+        grad: whether the gradients are asked for, too.
+        lse: whether the logsumexp (and, with ``grad``, its gradient) is.
+    """
+
+    problem: Problem
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    values: str = "normal"
+    layout: str = "contiguous"
+    scale: float | None = None
+    grad: bool = True
+    lse: bool = True
+
+    def draw(self) -> Case:
+        """Make the inputs and gradients."""
+        inputs = make_inputs(
+            self.problem, seed=self.seed, device=self.device, values=self.values, layout=self.layout
+        )
+        grad_o, grad_lse = make_grads(self.problem, seed=self.seed, device=self.device)
+        return Case(
+            problem=self.problem,
+            inputs=inputs,
+            scale=check_scale(self.scale, self.problem.head_dim),
+            grad_o=grad_o if self.grad else None,
+            grad_lse=grad_lse if self.grad and self.lse else None,
+            lse=self.lse,
+        )
+
+    def enlarged(self) -> Question:
+        """Return the same question with other draws of it side by side, ``POOL`` elements in all."""
+        p = self.problem
+        elements = p.batch * p.heads * min(p.seq_q, p.seq_kv or 0) * p.head_dim
+        copies = -(-POOL // elements) if elements else 1
+        return replace(self, problem=replace(p, batch=p.batch * copies), seed=self.seed + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """Inputs, and the gradients of o and lse when the backward is judged, too."""
+    """A drawn question: inputs, and gradients where they are asked for."""
 
     problem: Problem
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     scale: float
     grad_o: torch.Tensor | None = None
     grad_lse: torch.Tensor | None = None
+    lse: bool = True
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
-    """Return what ``call(q, k, v)`` gives: o, lse (if any) and, if the case has grad_o, dq, dk, dv.
+    """Return what ``call(q, k, v)`` gives: o, lse (if asked for) and, if grad_o is given, dq, dk, dv.
 
     Args:
         call: the implementation, with its mask and scale bound.
@@ -48,45 +112,37 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
         dtype: cast them first; None leaves them as they are.
     """
     q, k, v = (x.detach() if dtype is None else x.detach().to(dtype) for x in case.inputs)
+    if case.grad_o is not None:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with torch.set_grad_enabled(case.grad_o is not None):
+        o, lse = call(q, k, v)
+    results = {"o": o} | ({"lse": lse} if case.lse else {})
     if case.grad_o is None:
-        with torch.no_grad():
-            o, lse = call(q, k, v)
-        return {"o": o} | ({} if lse is None else {"lse": lse})
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    o, lse = call(q, k, v)
-    results = {"o": o} | ({} if lse is None else {"lse": lse})
+        return results
     outputs, grads = [o], [case.grad_o.to(o.dtype)]
-    if lse is not None and case.grad_lse is not None:
+    if case.grad_lse is not None:
         outputs, grads = [o, lse], [*grads, case.grad_lse.to(lse.dtype)]
-    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
-    return {name: x.detach() for name, x in results.items()} | {"dq": dq, "dk": dk, "dv": dv}
+    gradients = torch.autograd.grad(outputs, (q, k, v), grads)
+    results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return {name: x.detach() for name, x in results.items()}
 
 
-def run_reference(case: Case, dtype: torch.dtype | None = None, *, lse: bool = True) -> Outputs:
-    """Return the reference's outputs in ``dtype``: fp64 for exact, None for naive.
+def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
+    """Return the reference's outputs in ``dtype``: fp64 for exact, None for naive."""
 
-    Args:
-        case: inputs and gradients.
-        dtype: computed in; None for the inputs' own.
-        lse: False leaves the logsumexp and its gradient out.
-    """
-
-    def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        o, l = reference_attention(q, k, v, diagonal=case.problem.diagonal, scale=case.scale)  # noqa: E741
-        return o, l if lse else None
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_attention(q, k, v, diagonal=case.problem.diagonal, scale=case.scale)
 
     return run(call, case, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Error:
-    """Error of one output: max, mean and signed mean of the elements' errors."""
+    """Error of one output: max, mean and signed mean of its elements' errors."""
 
-    max: float
-    mean: float
-    bias: float
+    max: float = 0.0
+    mean: float = 0.0
+    bias: float = 0.0
 
     @classmethod
     def of(cls, got: torch.Tensor, exact: torch.Tensor) -> Error:
@@ -94,61 +150,110 @@ class Error:
         finite = exact.isfinite()
         errors = (got.double() - exact)[finite]
         if errors.numel() == 0:
-            return cls(0.0, 0.0, 0.0)
+            return cls()
         return cls(errors.abs().max().item(), errors.abs().mean().item(), errors.mean().item())
 
+    def joined(self, other: Error) -> Error:
+        """Return the larger of each."""
+        return Error(max(self.max, other.max), max(self.mean, other.mean), max(self.bias, other.bias))
 
-def stored_output_term(case: Case, exact: Outputs) -> Outputs:
-    """Return what rounding the stored o does to dq and dk, for eps = 1 (see the module)."""
+    def scaled(self, factor: float) -> Error:
+        """Return each times ``factor``."""
+        return Error(self.max * factor, self.mean * factor, self.bias * factor)
+
+
+def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
+    """Return how wrong the reference is in the case's own dtype."""
+    if case.problem.dtype != "float64":
+        return {name: Error.of(x, exact[name]) for name, x in run_reference(case).items()}
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    narrow = run_reference(case, torch.float32)
+    return {name: Error.of(x, exact[name]).scaled(ratio) for name, x in narrow.items()}
+
+
+def stored_terms(case: Case, exact: Outputs) -> Outputs:
+    """Return what rounding the stored o and lse does to dq, dk and dv (see the module)."""
     if case.grad_o is None:
         return {}
-    q, k, _ = (x.double() for x in case.inputs)
-    shaken = (case.grad_o.double() * exact["o"]).abs().sum(dim=-1, keepdim=True) * abs(case.scale)
-    keys = k.abs().requires_grad_()  # in v's place, so that o is P @ |K| and v's gradient P.T @ (shaken * |Q|)
-    o, _ = reference_attention(q, k, keys, diagonal=case.problem.diagonal, scale=case.scale)
-    (dk,) = torch.autograd.grad(o, keys, shaken * q.abs())
-    return {"dq": shaken * o.detach(), "dk": dk}
+    dtype = case.problem.torch_dtype
+    q, k, v = (x.double() for x in case.inputs)
+    do = case.grad_o.double()
+    ones = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+    # With V = 1, o is P [B, H, T, S].
+    p, lse = reference_attention(q, k, ones, diagonal=case.problem.diagonal, scale=case.scale)
+    accumulated = torch.promote_types(dtype, torch.float32)
+    shaken = lse.abs().nan_to_num(posinf=0.0)[..., None] * torch.finfo(accumulated).eps
+    group = case.problem.heads // max(case.problem.kv_heads or 0, 1)
+    all_k, all_v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    delta = (do * exact["o"]).sum(-1, keepdim=True)
+    if case.grad_lse is not None:
+        delta = delta - case.grad_lse.double()[..., None]
+    delta_error = (do * exact["o"]).abs().sum(-1, keepdim=True) * torch.finfo(dtype).eps
+    ds = p * (shaken * (do @ all_v.mT - delta).abs() + delta_error) * abs(case.scale)
+    dk, dv = ds.mT @ q.abs(), (p * shaken).mT @ do.abs()
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else k[:, :0] for x in (dk, dv))
+    return {"dq": ds @ all_k.abs(), "dk": dk, "dv": dv}
 
 
-def check_accuracy(got: Outputs, exact: Outputs, naive: Outputs, stored: Outputs) -> list[str]:
-    """Return a sentence for each budget that is broken."""
-    broken = []
-    for name, x in got.items():
-        truth = exact[name]
-        if x.shape != truth.shape:
-            broken.append(f"{name}: shape {list(x.shape)}, wanted {list(truth.shape)}")
-            continue
-        infinite = ~truth.isfinite()
-        if not torch.equal(x.double()[infinite], truth[infinite]) or x[~infinite].isfinite().all().logical_not():
-            broken.append(f"{name}: infinities or NaN where the exact result has none, or the reverse")
-            continue
-        eps = torch.finfo(x.dtype).eps
-        mine, theirs = Error.of(x, truth), Error.of(naive[name], truth)
-        size = truth[~infinite].abs()
-        extra = stored.get(name, size.new_zeros(1))
-        if size.numel() == 0:
-            continue
-        budgets = {
-            "max": (mine.max, 2.0 * theirs.max + eps * (size.max() + extra.max()).item()),
-            "mean": (mine.mean, 1.1 * theirs.mean + eps * (size.mean() + extra.mean()).item()),
-        }
-        broken += [
-            f"{name}: {which} error {error:.3g} above its budget {budget:.3g} (naive: {theirs})"
-            for which, (error, budget) in budgets.items()
-            if not error <= budget
+def largest(outputs: Outputs) -> dict[str, float]:
+    """Return the largest finite magnitude of each output."""
+    finite = {name: x[x.isfinite()].abs() for name, x in outputs.items()}
+    return {name: x.max().item() if x.numel() else 0.0 for name, x in finite.items()}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What an answer is held against: exact outputs, naive's errors, sizes and stored terms."""
+
+    exact: Outputs
+    naive: dict[str, Error]
+    sizes: dict[str, float]
+    stored: Outputs
+
+    @classmethod
+    def of(cls, case: Case, enlarged: Case | None = None) -> Truth:
+        """Compute it; ``enlarged`` adds further draws to naive's errors."""
+        exact = run_reference(case, torch.float64)
+        naive, sizes = naive_errors(case, exact), largest(exact)
+        if enlarged is not None:
+            more = run_reference(enlarged, torch.float64)
+            others = naive_errors(enlarged, more)
+            naive = {name: error.joined(others[name]) for name, error in naive.items()}
+            sizes = {name: max(size, largest(more)[name]) for name, size in sizes.items()}
+        return cls(exact, naive, sizes, stored_terms(case, exact))
+
+    def complaints(self, got: Outputs) -> list[str]:
+        """Return a sentence for each budget that ``got`` breaks."""
+        return [sentence for name, x in got.items() for sentence in self._complaints(name, x)]
+
+    def _complaints(self, name: str, x: torch.Tensor) -> list[str]:
+        exact = self.exact[name]
+        if x.shape != exact.shape:
+            return [f"{name}: shape {list(x.shape)}, wanted {list(exact.shape)}"]
+        finite = exact.isfinite()
+        if not torch.equal(x.double()[~finite], exact[~finite]) or not x[finite].isfinite().all():
+            return [f"{name}: infinite or NaN where the exact result is not, or the reverse"]
+        if not finite.any():
+            return []
+        eps, error, naive = torch.finfo(x.dtype).eps, Error.of(x, exact), self.naive[name]
+        stored = self.stored.get(name, exact.new_zeros(1))
+        budgets = {"max": 2.0 * naive.max + eps * self.sizes[name] + stored.max().item()}
+        if x.numel() >= MEAN_SAMPLE:
+            typical = exact[finite].abs().mean().item()
+            budgets["mean"] = 1.1 * naive.mean + eps * typical + stored.mean().item()
+        return [
+            f"{name}: {which} error {getattr(error, which):.3g}, budget {budget:.3g} (naive: {naive})"
+            for which, budget in budgets.items()
+            if not getattr(error, which) <= budget
         ]
-    return broken
 
 
-def assert_accurate(call: Call, case: Case) -> None:
-    """Run ``call`` on the case and hold every output to its budget.
+def assert_accurate(call: Call, question: Question) -> None:
+    """Ask ``call`` the question and hold every output to its budgets.
 
     Raises:
         AssertionError: which outputs are off, by how much, and what was allowed.
     """
-    got = run(call, case)
-    lse = "lse" in got
-    exact = run_reference(case, torch.float64, lse=lse)
-    naive = run_reference(case, lse=lse)
-    broken = check_accuracy(got, exact, naive, stored_output_term(case, exact))
-    assert not broken, f"{case.problem}: " + "; ".join(broken)
+    case = question.draw()
+    complaints = Truth.of(case, question.enlarged().draw()).complaints(run(call, case))
+    assert not complaints, f"{question.problem}: " + "; ".join(complaints)

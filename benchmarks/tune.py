@@ -1,0 +1,163 @@
+"""Search tiles on this GPU: check every candidate, time it, print the rows that kernels/tiles.py stores.
+
+    python benchmarks/tune.py --head-dim 64 128 --dtype bfloat16 --kernel fwd bwd_dkdv bwd_dq
+
+A candidate that spills, does not fit, or gives another result than the reference is never timed. The
+figure is the kernel's own TFLOP/s, products that it recomputes included, for full and causal attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+
+from flashattn.kernels import backward, forward
+from flashattn.kernels.offline import Variant, compile_variant
+from flashattn.kernels.tiles import Kernel, Tile
+from flashattn.problem import Problem
+from flashattn.reference import reference_attention
+from flashattn.testing.inputs import make_grads, make_inputs
+
+PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each kernel
+TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
+RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
+BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
+REGISTERS = range(24, 241)  # a thread's part of the accumulators: fewer is idle, more must spill
+SHARED = 227 << 10
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+def problem(head_dim: int, dtype: str, *, causal: bool) -> Problem:
+    """Return what a tile is judged by."""
+    heads = max(WIDTH // head_dim, 1)
+    batch = TOKENS // LENGTH
+    return Problem(batch=batch, heads=heads, seq_q=LENGTH, head_dim=head_dim, dtype=dtype, causal=causal)
+
+
+def candidates(kernel: Kernel, size: int, head_dim: int, *, descriptors: bool) -> list[Tile]:
+    """Return the tiles whose accumulators can fit the registers and whose loads the shared memory."""
+    owned, scores = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (1, 2)}[kernel]
+    found = []
+    for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES):
+        own, walked = (block_kv, block_q) if kernel == "bwd_dkdv" else (block_q, block_kv)
+        registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
+        resident = own * (1 if kernel == "fwd" else 2)
+        shared = size * head_dim * (resident + 2 * stages * walked)
+        if own >= 8 * warps and registers in REGISTERS and shared <= SHARED:
+            found.append(Tile(block_q, block_kv, warps, stages, descriptors))
+    return found
+
+
+@functools.lru_cache(2)
+def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], Outputs]:
+    """Return the kernel as a function of its tile, and what it must give for the first head."""
+    q, k, v = make_inputs(asked, device="cuda")
+    grad_o, _ = make_grads(asked, device="cuda")
+    options = {"diagonal": asked.diagonal, "scale": asked.head_dim**-0.5}
+    one = [x[:1, :1].float().requires_grad_() for x in (q, k, v)]
+    exact, exact_lse = reference_attention(*one, **options)
+    if kernel == "fwd":
+        return lambda tile: forward.forward(q, k, v, tile=tile, **options)[:1], (exact.detach(),)
+    dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
+    o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
+    o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
+    lse2, delta = backward.row_terms(grad_o, None, o, lse)
+    given = backward.Recomputation(
+        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **options
+    )
+    if kernel == "bwd_dkdv":
+        return lambda tile: backward.key_gradients(given, tile), (dk, dv)
+    return lambda tile: (backward.query_gradients(given, tile),), (dq,)
+
+
+def check(kernel: Kernel, asked: Problem, tile: Tile) -> None:
+    """Run the kernel once.
+
+    Raises:
+        ValueError: its result is wrong.
+    """
+    call, wanted = prepare(kernel, asked)
+    for got, exact in zip(call(tile), wanted, strict=True):
+        error = ((got[:1, :1] - exact).norm() / exact.norm()).item()
+        if not error < RELATIVE[asked.dtype]:
+            msg = f"relative error {error:.1e}"
+            raise ValueError(msg)
+
+
+def fault(kernel: Kernel, asked: Problem, tile: Tile) -> str | None:
+    """Return what keeps a tile out of the race, or None; compiles it into Triton's cache."""
+    arch = f"sm_{torch.cuda.get_device_capability()[0]}0"
+    size = asked.torch_dtype.itemsize
+    try:
+        variant = Variant(arch, kernel, size, asked.head_dim, tile, bool(asked.causal))
+        complaint = compile_variant(variant).complaint(arch)
+        if complaint is None:
+            check(kernel, replace(asked, batch=1), tile)
+    except Exception as error:  # noqa: BLE001 - one that the compiler refuses is out, as well
+        return f"{type(error).__name__}: {str(error)[:100]}"
+    return complaint
+
+
+def rate(kernel: Kernel, asked: Problem, tile: Tile) -> float:
+    """Return the kernel's flop/s on this problem, after checking its result."""
+    check(kernel, asked, tile)
+    call, _ = prepare(kernel, asked)
+    seconds = triton.testing.do_bench(lambda: call(tile), warmup=15, rep=50, return_mode="median") / 1e3
+    return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
+
+
+def tune(
+    kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool, pool: ProcessPoolExecutor
+) -> list[dict[str, object]]:
+    """Return every candidate's row, the fastest first."""
+    full, causal = (problem(head_dim, dtype, causal=mask) for mask in (False, True))
+    tiles = candidates(kernel, full.torch_dtype.itemsize, head_dim, descriptors=descriptors)
+    jobs = [(kernel, asked, tile) for tile in tiles for asked in (full, causal)]
+    faults = list(pool.map(fault, *zip(*jobs, strict=True)))
+    rows = []
+    for tile, *reasons in zip(tiles, faults[::2], faults[1::2], strict=True):
+        reason = next((x for x in reasons if x), None)
+        rates = [] if reason else [rate(kernel, asked, tile) for asked in (full, causal)]
+        row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, **asdict(tile)}
+        rows.append(row | {"rates": rates, "score": math.sqrt(math.prod(rates)) if rates else 0.0, "fault": reason})
+    return sorted(rows, key=lambda row: row["score"], reverse=True)
+
+
+def main() -> None:
+    """Search and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kernel", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(RELATIVE))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--pointers", action="store_true", help="load by pointers, not descriptors")
+    parser.add_argument("--show", type=int, default=4, help="rows printed for each search")
+    parser.add_argument("--save", type=Path, help="write every row to this JSON file")
+    options = parser.parse_args()
+    everything: list[dict[str, object]] = []
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for dtype, head_dim, kernel in itertools.product(options.dtype, options.head_dim, options.kernel):
+            rows = tune(kernel, dtype, head_dim, descriptors=not options.pointers, pool=pool)
+            everything += rows
+            for row in rows[: options.show]:
+                rates = " ".join(f"{x * 1e-12:.0f}" for x in row["rates"]) or row["fault"]
+                tile = tuple(row[name] for name in ("block_q", "block_kv", "warps", "stages"))
+                print(f"{dtype} {head_dim} {kernel} {tile} {rates}", flush=True)
+            if options.save:
+                options.save.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

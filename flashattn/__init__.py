@@ -1,0 +1,19 @@
+"""FlashAttention in Triton, proven against naive attention and measured against everything else."""
+
+from flashattn.attention import attention
+from flashattn.ops import FlashAttentionTriton
+from flashattn.problem import Problem
+from flashattn.registry import get, names, register
+from flashattn.tiled import FlashAttentionPyTorch
+from flashattn.weighted_sum import weighted_sum
+
+__all__ = [
+    "FlashAttentionPyTorch",
+    "FlashAttentionTriton",
+    "Problem",
+    "attention",
+    "get",
+    "names",
+    "register",
+    "weighted_sum",
+]

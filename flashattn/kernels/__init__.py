@@ -1,0 +1,1 @@
+"""Device code and its launchers: the only place that imports Triton."""

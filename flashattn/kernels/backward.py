@@ -1,0 +1,410 @@
+"""The gradients, in two deterministic passes: algorithm 2 of FlashAttention-2 (Dao, 2023), split.
+
+``flashattn_bwd_delta`` prepares two numbers a row; ``flashattn_bwd_dkdv`` owns a tile of keys and walks
+over queries; ``flashattn_bwd_dq`` owns a tile of queries and walks over keys. Each output element is
+written by one program, in one order: no atomics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from flashattn.kernels import launch
+from flashattn.kernels.primitives import (
+    LOG2E,
+    dot,
+    load_rows,
+    load_tile,
+    program_tile,
+    seen_keys,
+    store_rows,
+    store_tile,
+    visited_keys,
+)
+from flashattn.kernels.tiles import Tile, block_d
+
+DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
+ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
+
+
+@triton.jit
+def flashattn_bwd_delta(
+    o,
+    grad_o,
+    lse,
+    grad_lse,
+    lse2,
+    delta,
+    o_strides,
+    grad_o_strides,
+    heads,
+    seq_q,
+    pitch,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write lse2 = lse * log2(e) and delta = rowsum(dO * O) - dlse; a program takes BLOCK rows.
+
+    Rows that see no key, and those that only pad, get lse2 = +inf and delta = 0: their P is then 0.
+    """
+    block, batch, head = program_tile(pitch // BLOCK, heads, False)
+    start, row = block * BLOCK, batch * heads + head
+    o_tile = load_tile(o, o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False)
+    do_tile = load_tile(
+        grad_o, grad_o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False
+    )
+    delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    rows = start + tl.arange(0, BLOCK)
+    offsets = row.to(tl.int64) * seq_q + rows
+    lse_rows = tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
+    if grad_lse is not None:
+        delta_rows -= tl.load(grad_lse + offsets, mask=rows < seq_q, other=0.0)
+    dead = lse_rows == float("-inf")
+    store_rows(lse2, row, pitch, start, pitch, tl.where(dead, float("inf"), lse_rows * LOG2E), BLOCK)
+    store_rows(delta, row, pitch, start, pitch, tl.where(dead, 0.0, delta_rows), BLOCK)
+
+
+@triton.jit
+def fold_queries(
+    state,
+    k_tile,
+    v_tile,
+    q,
+    grad_o,
+    lse2,
+    delta,
+    q_strides,
+    grad_o_strides,
+    batch,
+    head,
+    row,
+    pitch,
+    start_kv,
+    first,
+    end,
+    seq_q,
+    seq_kv,
+    diagonal,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
+
+    The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one product
+    in the layout in which the next one takes them.
+    """
+    dk, dv = state
+    for start_q in tl.range(first, end, BLOCK_Q):
+        q_tile = load_tile(
+            q, q_strides, batch, head, start_q, seq_q,
+            HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+        )  # fmt: skip
+        lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
+        s = dot(k_tile, q_tile.T, None, PRECISION)
+        p = tl.exp2(s * scale_log2 - lse2_rows[None, :])
+        if MASKED:
+            rows = start_q + tl.arange(0, BLOCK_Q)[None, :]
+            p = tl.where(start_kv + tl.arange(0, BLOCK_KV)[:, None] <= rows + diagonal, p, 0.0)
+        do_tile = load_tile(
+            grad_o, grad_o_strides, batch, head, start_q, seq_q,
+            HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+        )  # fmt: skip
+        dv = dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
+        dp = dot(v_tile, do_tile.T, None, PRECISION)
+        delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
+        ds = p * (dp - delta_rows[None, :])
+        dk = dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def flashattn_bwd_dkdv(
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dk,
+    dv,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dk_strides,
+    dv_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    scale,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Compute dk and dv; a program owns a tile of keys of one head and sums over its query heads."""
+    kv_heads = heads // group
+    # Under a causal mask the first keys are seen by most queries, so they come first.
+    block, batch, kv_head = program_tile(tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
+    start_kv = block * BLOCK_KV
+    k_tile = load_tile(
+        k, k_strides, batch, kv_head, start_kv, seq_kv,
+        HEAD_DIM, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+    )  # fmt: skip
+    v_tile = load_tile(
+        v, v_strides, batch, kv_head, start_kv, seq_kv,
+        HEAD_DIM, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+    )  # fmt: skip
+    dk_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    first, full = 0, 0  # queries from ``full`` on see all of the tile, those before ``first`` none
+    if CAUSAL:
+        first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q
+        full = tl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0)
+        full = tl.minimum(tl.cdiv(full, BLOCK_Q) * BLOCK_Q, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
+    for head in tl.range(kv_head * group, kv_head * group + group):
+        row = batch * heads + head
+        if CAUSAL:
+            dk_acc, dv_acc = fold_queries(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
+                batch, head, row, pitch, start_kv, first, full, seq_q, seq_kv, diagonal, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
+            )  # fmt: skip
+        dk_acc, dv_acc = fold_queries(
+            (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
+            batch, head, row, pitch, start_kv, full, seq_q, seq_q, seq_kv, diagonal, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
+        )  # fmt: skip
+    store_tile(
+        dk, dk_strides, batch, kv_head, start_kv, seq_kv, dk_acc * scale, HEAD_DIM, BLOCK_KV, BLOCK_D
+    )
+    store_tile(dv, dv_strides, batch, kv_head, start_kv, seq_kv, dv_acc, HEAD_DIM, BLOCK_KV, BLOCK_D)
+
+
+@triton.jit
+def fold_keys_dq(
+    dq,
+    q_tile,
+    do_tile,
+    lse2_rows,
+    delta_rows,
+    k,
+    v,
+    k_strides,
+    v_strides,
+    batch,
+    kv_head,
+    start_q,
+    first,
+    end,
+    seq_kv,
+    diagonal,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Add what keys ``first ... end`` give to dq of a tile of queries."""
+    for start_kv in tl.range(first, end, BLOCK_KV):
+        k_tile = load_tile(
+            k, k_strides, batch, kv_head, start_kv, seq_kv,
+            HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+        )  # fmt: skip
+        s = dot(q_tile, k_tile.T, None, PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
+        if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
+            seen = seen_keys(start_q, start_kv, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
+            p = tl.where(seen, p, 0.0)
+        v_tile = load_tile(
+            v, v_strides, batch, kv_head, start_kv, seq_kv,
+            HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+        )  # fmt: skip
+        dp = dot(do_tile, v_tile.T, None, PRECISION)
+        ds = p * (dp - delta_rows[:, None])
+        dq = dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
+    return dq
+
+
+@triton.jit
+def flashattn_bwd_dq(
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dq,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dq_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    scale,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Compute dq; a program owns a tile of queries of one head."""
+    block, batch, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    start_q, row = block * BLOCK_Q, batch * heads + head
+    q_tile = load_tile(
+        q, q_strides, batch, head, start_q, seq_q, HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS
+    )
+    do_tile = load_tile(
+        grad_o, grad_o_strides, batch, head, start_q, seq_q,
+        HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+    )  # fmt: skip
+    lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
+    delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
+    acc = fold_keys_dq(
+        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head // group,
+        start_q, 0, full, seq_kv, diagonal, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    acc = fold_keys_dq(
+        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head // group,
+        start_q, full, end, seq_kv, diagonal, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    store_tile(dq, dq_strides, batch, head, start_q, seq_q, acc * scale, HEAD_DIM, BLOCK_Q, BLOCK_D)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """What both passes find P and dS from: q, k, v, grad_o, and two padded rows [B * H, pitch] of each.
+
+    The tensors' last dimensions are dense; lse2, delta and pitch come from ``row_terms``.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_o: torch.Tensor
+    lse2: torch.Tensor
+    delta: torch.Tensor
+    diagonal: int | None
+    scale: float
+    precision: str
+
+    def arguments(self, tile: Tile, *grads: torch.Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the positional and keyword arguments of a pass that writes ``grads``."""
+        inputs = (self.q, self.k, self.v, self.grad_o)
+        rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
+        operands = (launch.operand(x, tile, n) for x, n in zip(inputs, rows, strict=True))
+        strides = (x.stride()[:3] for x in (*inputs, *grads))
+        heads, kv_heads = self.q.shape[1], self.k.shape[1]
+        sizes = (heads, heads // kv_heads, self.q.shape[2], self.k.shape[2], self.lse2.shape[1])
+        scales = (self.scale, self.scale * LOG2E.value)
+        head_dim = self.q.shape[3]
+        options = {
+            "HEAD_DIM": head_dim,
+            "CAUSAL": self.diagonal is not None,
+            "PRECISION": launch.input_precision(self.precision, self.q.dtype),
+            **tile.options(head_dim),
+        }
+        positional = (*operands, self.lse2, self.delta, *grads, *strides, *sizes, self.diagonal or 0, *scales)
+        return positional, options
+
+
+def row_terms(
+    grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, pitch], from [B, H, T, D] and [B, H, T]."""
+    batch, heads, seq_q, head_dim = o.shape
+    pitch = triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    lse2, delta = torch.empty((2, batch * heads, pitch), device=o.device, dtype=torch.float32)
+    flashattn_bwd_delta[(pitch // DELTA_BLOCK * batch * heads,)](
+        o, grad_o, lse, grad_lse, lse2, delta, o.stride()[:3], grad_o.stride()[:3], heads, seq_q, pitch,
+        HEAD_DIM=head_dim, BLOCK=DELTA_BLOCK, BLOCK_D=block_d(head_dim), num_warps=4,
+    )  # fmt: skip
+    return lse2, delta
+
+
+def key_gradients(given: Recomputation, tile: Tile | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch flashattn_bwd_dkdv with the table's tile or another: the gradients of k and v."""
+    tile = tile or launch.pick_tile("bwd_dkdv", given.q, given.k, given.v, given.grad_o)
+    dk, dv = torch.empty_like(given.k), torch.empty_like(given.v)
+    batch, kv_heads, seq_kv, _ = given.k.shape
+    positional, options = given.arguments(tile, dk, dv)
+    flashattn_bwd_dkdv[(triton.cdiv(seq_kv, tile.block_kv) * batch * kv_heads,)](*positional, **options)
+    return dk, dv
+
+
+def query_gradients(given: Recomputation, tile: Tile | None = None) -> torch.Tensor:
+    """Launch flashattn_bwd_dq with the table's tile or another: the gradient of q."""
+    tile = tile or launch.pick_tile("bwd_dq", given.q, given.k, given.v, given.grad_o)
+    dq = torch.empty_like(given.q)
+    batch, heads, seq_q, _ = given.q.shape
+    positional, options = given.arguments(tile, dq)
+    flashattn_bwd_dq[(triton.cdiv(seq_q, tile.block_q) * batch * heads,)](*positional, **options)
+    return dq
+
+
+def backward(
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the three kernels.
+
+    Args:
+        grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        precision: as in ``forward``.
+
+    Returns:
+        The gradients of q, k and v, in their dtype.
+    """
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    if 0 in (lse.numel(), k.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    with launch.on_device(q):
+        lse2, delta = row_terms(grad_o, grad_lse, o, lse)
+        given = Recomputation(
+            q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta,
+            diagonal=diagonal, scale=scale, precision=precision,
+        )  # fmt: skip
+        dk, dv = key_gradients(given)
+        dq = query_gradients(given)
+    return dq, dk, dv

@@ -1,0 +1,155 @@
+"""Jitted sentences that the kernels are written in: load a tile, multiply, find the keys to visit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Triton's interpreter multiplies the bit patterns of bf16, so there the operands are widened first.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """Return acc + a @ b, in fp32; PRECISION says how fp32 operands are multiplied."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def program_tile(blocks, heads, LAST_FIRST: tl.constexpr):
+    """Return (block, batch, head) of this program: neighbours share a head, hence its keys in L2."""
+    block, row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block  # under a causal mask the longest first, so that none is left over
+    return block, row // heads, row % heads
+
+
+@triton.jit
+def tile_pointers(x, strides, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers [BLOCK, BLOCK_D] to rows ``start ...`` of one head; offsets are 64-bit."""
+    stride_b, stride_h, stride_t = strides
+    origin = tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    rows = start + tl.arange(0, BLOCK)
+    return x + origin + rows.to(tl.int64)[:, None] * stride_t + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def tile_mask(
+    start,
+    size,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Return which elements of a tile exist, or None when all do; WHOLE says that all rows do."""
+    rows = (start + tl.arange(0, BLOCK) < size)[:, None]
+    cols = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    if WHOLE and HEAD_DIM == BLOCK_D:
+        mask = None
+    elif HEAD_DIM == BLOCK_D:
+        mask = rows
+    elif WHOLE:
+        mask = cols
+    else:
+        mask = rows & cols
+    return mask
+
+
+@triton.jit
+def load_tile(
+    x,
+    strides,
+    batch,
+    head,
+    start,
+    size,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Load rows ``start ...`` of one head [BLOCK, BLOCK_D]; what lies outside is 0."""
+    if DESCRIPTORS:
+        tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        pointers = tile_pointers(x, strides, batch, head, start, BLOCK, BLOCK_D)
+        mask = tile_mask(start, size, HEAD_DIM, BLOCK, BLOCK_D, WHOLE)
+        if mask is None:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    x,
+    strides,
+    batch,
+    head,
+    start,
+    size,
+    tile,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store rows ``start ...`` of one head, rounded to x's dtype; what lies outside is left alone."""
+    pointers = tile_pointers(x, strides, batch, head, start, BLOCK, BLOCK_D)
+    mask = tile_mask(start, size, HEAD_DIM, BLOCK, BLOCK_D, False)
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_rows(x, row, pitch, start, size, values, BLOCK: tl.constexpr):
+    """Store a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, up to ``size``."""
+    offsets = start + tl.arange(0, BLOCK)
+    tl.store(x + row.to(tl.int64) * pitch + offsets, values, mask=offsets < size)
+
+
+@triton.jit
+def load_rows(x, row, pitch, start, BLOCK: tl.constexpr):
+    """Load a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, padded to whole tiles."""
+    return tl.load(x + row.to(tl.int64) * pitch + start + tl.arange(0, BLOCK))
+
+
+@triton.jit
+def visited_keys(
+    start_q,
+    seq_q,
+    seq_kv,
+    diagonal,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Return (full, end): a tile of queries sees all of keys 0 ... full and some of full ... end."""
+    full = seq_kv // BLOCK_KV * BLOCK_KV
+    end = seq_kv
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(start_q + diagonal + 1, 0) // BLOCK_KV * BLOCK_KV)
+        end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))
+    return full, end
+
+
+@triton.jit
+def seen_keys(
+    start_q,
+    start_kv,
+    seq_kv,
+    diagonal,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Return which scores of a tile count [BLOCK_Q, BLOCK_KV]: the key exists and is not hidden."""
+    last = tl.full([BLOCK_Q], seq_kv - 1, tl.int32)
+    if CAUSAL:
+        last = tl.minimum(last, start_q + tl.arange(0, BLOCK_Q) + diagonal)
+    return (start_kv + tl.arange(0, BLOCK_KV))[None, :] <= last[:, None]

@@ -1,0 +1,1 @@
+"""Any callable in; seconds, bytes, flops out."""

@@ -1,0 +1,80 @@
+"""What the machine can do, measured and never a data sheet's: matrix products and a copy."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashattn.measure.timing import Clock, clock_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WARM_CALLS, CALLS = 3, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much work shows the roof of a kind of machine.
+
+    Args:
+        side: of the square matrices.
+        copied: bytes that are read, and written.
+        kinds: of products: names of dtypes, and "tf32" for fp32 products on tensor cores.
+    """
+
+    side: int
+    copied: int
+    kinds: tuple[str, ...]
+
+
+SIZES = {
+    "cuda": Sizes(side=8192, copied=2**31, kinds=("bfloat16", "float16", "tf32", "float32")),
+    "cpu": Sizes(side=1024, copied=2**28, kinds=("float32",)),
+}
+
+
+def measure_roofs(
+    device: torch.device, *, sizes: Sizes | None = None, clock: Clock | None = None
+) -> dict[str, float]:
+    """Measure the roofs on random normal data (zeros need less power and would run faster).
+
+    Args:
+        device: where.
+        sizes: how much; by default what suits the device.
+        clock: tells the seconds; by default the device's.
+
+    Returns:
+        Flops per second of each kind of product, and under "copy" bytes per second, read + written.
+    """
+    sizes, clock = sizes or SIZES[device.type], clock or clock_of(device)
+    roofs = {}
+    for kind in sizes.kinds:
+        dtype = getattr(torch, "float32" if kind == "tf32" else kind)
+        a, b = (torch.randn(sizes.side, sizes.side, device=device).to(dtype) for _ in range(2))
+        with _tf32(allowed=kind == "tf32"):
+            roofs[kind] = 2 * sizes.side**3 / _seconds(partial(torch.mm, a, b), clock)
+    source = torch.randn(sizes.copied // 4, device=device)
+    target = torch.empty_like(source)
+    return roofs | {"copy": 2 * sizes.copied / _seconds(partial(target.copy_, source), clock)}
+
+
+def _seconds(call: Callable[[], object], clock: Clock) -> float:
+    clock.samples(call, WARM_CALLS)
+    return median(clock.samples(call, CALLS)[0])
+
+
+@contextmanager
+def _tf32(*, allowed: bool) -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

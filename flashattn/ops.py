@@ -1,0 +1,213 @@
+"""How PyTorch sees the Triton kernels: operators with fakes, autograd and vmap.
+
+``torch.ops.flashattn.forward`` and ``.backward`` are opaque to ``torch.compile``, which keeps them
+whole. Triton is imported, and a kernel compiled, when it is first called.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from flashattn.problem import Causal, Problem, check_scale, diagonal
+
+LARGEST_HEAD_DIM = 256
+OLDEST_GPU = (8, 0)
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def why_not(problem: Problem, device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot solve ``problem`` on ``device``, or None."""
+    if problem.dtype == "float64":
+        return "triton takes fp32, fp16 and bf16; tiled and reference take fp64"
+    if problem.head_dim > LARGEST_HEAD_DIM:
+        return f"triton takes head dimensions up to {LARGEST_HEAD_DIM}; tiled and reference take any"
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "triton runs on a CPU only interpreted: set TRITON_INTERPRET=1 before the first call"
+    if device.type != "cuda":
+        return f"triton runs on CUDA GPUs here, not on {device.type}"
+    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        return "triton needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x with a dense last dimension: x itself, or one copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@torch.library.custom_op(
+    "flashattn::forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision)"
+    " -> (Tensor o, Tensor lse)",
+)
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flashattn.kernels.forward import forward  # noqa: PLC0415 - Triton is imported here
+
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
+
+
+@_forward.register_fake
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(_dense(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "flashattn::backward",
+    mutates_args=(),
+    schema="(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    " SymInt? diagonal, float scale, str precision) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+def _backward(  # noqa: PLR0913 - an operator's arguments are flat
+    grad_o: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+) -> Gradients:
+    from flashattn.kernels.backward import backward  # noqa: PLC0415 - Triton is imported here
+
+    saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
+    grads = _dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
+    return backward(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
+
+
+@_backward.register_fake
+def _(
+    grad_o: torch.Tensor, grad_lse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> Gradients:
+    del grad_o, grad_lse
+    return tuple(torch.empty_like(_dense(x)) for x in (q, k, v))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:  # noqa: ANN401
+    *tensors, ctx.diagonal, ctx.scale, ctx.precision = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any,  # noqa: ANN401
+    grad_o: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, o, lse = ctx.saved_tensors
+    grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+    grads = _backward(grad_o, grad_lse, q, k, v, o, lse, ctx.diagonal, ctx.scale, ctx.precision)
+    return *grads, None, None, None
+
+
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor) -> None:  # noqa: ANN401
+    del ctx, grads
+    msg = 'the Triton attention has no second derivative; impl="reference" has'
+    raise NotImplementedError(msg)
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+_backward.register_autograd(_no_second_derivative)
+
+
+def _vmap(op: Any, batched: int) -> Any:  # noqa: ANN401 - an operator in, torch's vmap rule out
+    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:  # noqa: ANN401
+        def fold(x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
+            if x is None:
+                return None
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1)
+
+        tensors = [fold(x, dim) for x, dim in zip(args[:batched], in_dims, strict=False)]
+        results = op(*tensors, *args[batched:])
+        split = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
+        return split, (0,) * len(split)
+
+    return rule
+
+
+_forward.register_vmap(_vmap(_forward, batched=3))
+_backward.register_vmap(_vmap(_backward, batched=7))
+
+
+def triton_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    precision: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with the Triton kernels; the caller has checked the arguments and asked ``why_not``.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        causal: see ``attention``.
+        scale: see ``attention``.
+        precision: of fp32 products: "tf32x3", "tf32", "ieee", or "auto": "tf32" where torch's setting
+            for matrix products on CUDA allows it, else "tf32x3".
+
+    Returns:
+        o [B, H, T, D] and lse [B, H, T].
+
+    Raises:
+        NotImplementedError: on a second derivative, which only the reference has.
+    """
+    last = diagonal(causal, q.shape[2], k.shape[2])
+    return _forward(q, k, v, last, check_scale(scale, q.shape[3]), precision)
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """FlashAttention-2 in Triton as an autograd function: ``apply(Q, K, V, is_causal=False)``.
+
+    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q, K,
+    V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L.
+
+    Raises:
+        ValueError: bad arguments (see ``Problem.of``), or a problem that ``why_not`` refuses.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102 - autograd's name; its arguments are positional
+        ctx: Any,  # noqa: ANN401
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: Causal = False,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor:
+        reason = why_not(Problem.of(q, k, v, causal=is_causal), q.device)
+        if reason is not None:
+            raise ValueError(reason)
+        heads = (x.unsqueeze(-3) for x in (q, k, v))
+        o, lse = (x.squeeze(1) for x in triton_attention(*heads, causal=is_causal))
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.diagonal = diagonal(is_causal, q.shape[1], k.shape[1])
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401, D102
+        grad_o, q, k, v, o, lse = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
+        scale = check_scale(None, q.shape[-1])
+        grads = _backward(grad_o, None, q, k, v, o, lse, ctx.diagonal, scale, "auto")
+        return *(x.squeeze(1) for x in grads), None

@@ -1,0 +1,120 @@
+"""Every implementation, within the derived budgets of the reference in fp64: o, lse, dq, dk, dv."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from flashattn.problem import Problem, check_scale
+from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.inputs import LAYOUTS, VALUES
+from flashattn.testing.strategies import layouts, problems, scales, values
+
+CASES = [
+    Problem(seq_q=64, head_dim=64, dtype="bfloat16"),  # whole tiles of everything
+    Problem(seq_q=129, head_dim=64, dtype="bfloat16", causal=True),  # one row into the next tile
+    Problem(seq_q=127, head_dim=32, causal=True),  # one row short of it, fp32
+    Problem(seq_q=33, seq_kv=1, head_dim=16),  # one key: dS is exactly 0
+    Problem(seq_q=1, seq_kv=300, head_dim=64, dtype="float16"),  # decoding
+    Problem(seq_q=1, seq_kv=70, head_dim=32, causal="bottom_right"),  # decoding sees every key
+    Problem(seq_q=1, seq_kv=70, head_dim=32, causal="top_left"),  # ... and here only the first
+    Problem(seq_q=50, seq_kv=130, head_dim=16, causal="top_left"),  # keys that no query sees
+    Problem(seq_q=50, seq_kv=130, head_dim=16, causal="bottom_right"),  # chunked prefill
+    Problem(seq_q=130, seq_kv=50, head_dim=16, causal="top_left"),  # a plateau of full rows
+    Problem(seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right"),  # 80 rows see no key
+    Problem(seq_q=96, seq_kv=32, head_dim=16, causal="bottom_right"),  # ... whole tiles of them
+    Problem(heads=4, kv_heads=1, seq_q=65, head_dim=16, causal=True),  # multi-query
+    Problem(batch=2, heads=6, kv_heads=2, seq_q=40, head_dim=32, dtype="bfloat16"),  # grouped
+    Problem(batch=3, heads=2, seq_q=17, head_dim=8),  # smaller than any tile
+    Problem(seq_q=48, head_dim=1),  # the smallest head
+    Problem(seq_q=40, head_dim=80, dtype="bfloat16", causal=True),  # padded to 128
+    Problem(seq_q=40, head_dim=256, dtype="float16"),  # the largest head
+    Problem(seq_q=36, head_dim=300),  # larger than the kernels take
+    Problem(seq_q=40, head_dim=16, dtype="float64", causal=True),  # wider than the kernels take
+    Problem(batch=0, seq_q=8, head_dim=16),  # nothing at all
+    Problem(heads=0, seq_q=8, head_dim=16),
+    Problem(seq_q=0, seq_kv=9, head_dim=16),  # keys, but no one asks
+    Problem(seq_q=9, seq_kv=0, head_dim=16),  # every row sees no key
+]
+BIG = [
+    Problem(batch=2, heads=4, seq_q=1024, head_dim=64, dtype="bfloat16", causal=True),
+    Problem(batch=2, heads=8, kv_heads=2, seq_q=1000, head_dim=128, dtype="bfloat16", causal=True),
+    Problem(heads=2, seq_q=4096, head_dim=128, dtype="float16"),  # long rows
+    Problem(heads=2, seq_q=2047, seq_kv=4095, head_dim=64, causal="bottom_right"),
+    Problem(heads=2, seq_q=777, seq_kv=3001, head_dim=192, dtype="bfloat16"),
+    Problem(heads=1, seq_q=1, seq_kv=32768, head_dim=128, dtype="bfloat16"),
+    Problem(batch=300, heads=300, seq_q=16, head_dim=16, dtype="bfloat16"),  # above 65 535 heads
+]
+
+
+def judge(impl, device, problem, **how):
+    """Hold an implementation to its budgets, or skip with the sentence that says why not."""
+    reason = impl.why_not(problem, device, grad=True)
+    if reason is not None:
+        pytest.skip(reason)
+    question = Question(problem=problem, device=device, lse=impl.lse, **how)
+    scale = check_scale(question.scale, problem.head_dim)
+    assert_accurate(lambda q, k, v: impl(q, k, v, causal=problem.causal, scale=scale), question)
+
+
+def judge_strictly(impl, device, problem, **how):
+    """Judge on unusual inputs, which only implementations that claim the whole contract must take."""
+    if not impl.strict:
+        pytest.skip(f"{impl.name} does not claim the contract beyond ordinary inputs")
+    judge(impl, device, problem, **how)
+
+
+@pytest.mark.parametrize("problem", CASES, ids=str)
+def test_cases(impl, device, problem):
+    """Hand-picked problems stay within the budgets."""
+    judge(impl, device, problem)
+
+
+@pytest.mark.parametrize("problem", BIG, ids=str)
+def test_big_cases(impl, device, problem):
+    """Problems of many tiles, which only a GPU has the time for, stay within the budgets."""
+    if device.type != "cuda":
+        pytest.skip("a GPU's problem: the interpreter would need minutes")
+    if impl.name in ("tiled", "reference"):
+        pytest.skip(f"{impl.name} is the same code at any size")
+    judge(impl, device, problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", VALUES)
+def test_values(impl, device, name, dtype):
+    """Large, negative, tied, constant, zero, huge and tiny inputs stay within the budgets."""
+    problem = Problem(heads=2, seq_q=70, head_dim=32, causal=True, dtype=dtype)
+    judge_strictly(impl, device, problem, values=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(impl, device, layout):
+    """Inputs are read where they lie, whatever their strides."""
+    problem = Problem(batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="float16")
+    judge_strictly(impl, device, problem, layout=layout)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-45, 3.0])
+def test_scales(impl, device, scale):
+    """A scale may be zero, negative, denormal or large."""
+    problem = Problem(heads=2, seq_q=40, head_dim=16, causal=True)
+    judge_strictly(impl, device, problem, scale=scale)
+
+
+@hypothesis.given(data=st.data(), seed=st.integers(0, 2**31))
+def test_any_problem(impl, device, data, seed):
+    """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
+    longest = 100 if device.type == "cpu" else 700
+    problem = data.draw(problems(longest=longest), label="problem")
+    hypothesis.assume(impl.why_not(problem, device, grad=True) is None)
+    judge_strictly(
+        impl,
+        device,
+        problem,
+        values=data.draw(values(), label="values"),
+        layout=data.draw(layouts(), label="layout"),
+        scale=data.draw(scales(), label="scale"),
+        seed=seed,
+    )

@@ -9,12 +9,15 @@ dk, dv::
 
 ``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is what
 recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and dS = P * (dP -
-delta), delta = rowsum(dO * O), from the O and lse that forward stored. Rounding lse in fp32 makes P
-relatively wrong by up to eps32 * |lse|; rounding O makes delta wrong by up to eps * rowsum(|dO * O|)::
+delta), delta = rowsum(dO * O), from the O and lse that forward stored. Rounding lse in fp32 changes a
+row of P by the factor 1 + a, a = eps32 * |lse|. Rounding O changes a row's delta by b = eps * |dO * O|,
+the root of the squares' sum, as D independent roundings do (3.5 standard deviations: one is eps /
+sqrt(12) of its element). Both are one number a row, so they are carried exactly along a row, and as
+independent between rows::
 
-    stored(dS) = P * (eps32 * |lse| * |dP - delta| + eps * rowsum(|dO * O|))
-    stored(dq) = scale * stored(dS) @ |K|        stored(dk) = scale * stored(dS).T @ |Q|
-    stored(dv) = (P * eps32 * |lse|).T @ |dO|
+    stored(dq) = a * |dq| + scale * b * |P @ K|
+    stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
+    stored(dv) = root of ((P * a) ** 2).T @ (dO ** 2)
 
 These matter where naive is exact: with one key, its P is 1 and its dS 0.
 
@@ -175,24 +178,24 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     """Return what rounding the stored o and lse does to dq, dk and dv (see the module)."""
     if case.grad_o is None:
         return {}
-    dtype = case.problem.torch_dtype
+    dtype, group = case.problem.torch_dtype, case.problem.heads // max(case.problem.kv_heads or 0, 1)
     q, k, v = (x.double() for x in case.inputs)
     do = case.grad_o.double()
     ones = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
     # With V = 1, o is P [B, H, T, S].
     p, lse = reference_attention(q, k, ones, diagonal=case.problem.diagonal, scale=case.scale)
-    accumulated = torch.promote_types(dtype, torch.float32)
-    shaken = lse.abs().nan_to_num(posinf=0.0)[..., None] * torch.finfo(accumulated).eps
-    group = case.problem.heads // max(case.problem.kv_heads or 0, 1)
-    all_k, all_v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
+    a = lse.abs().nan_to_num(posinf=0.0)[..., None] * accumulated.eps
     delta = (do * exact["o"]).sum(-1, keepdim=True)
     if case.grad_lse is not None:
         delta = delta - case.grad_lse.double()[..., None]
-    delta_error = (do * exact["o"]).abs().sum(-1, keepdim=True) * torch.finfo(dtype).eps
-    ds = p * (shaken * (do @ all_v.mT - delta).abs() + delta_error) * abs(case.scale)
-    dk, dv = ds.mT @ q.abs(), (p * shaken).mT @ do.abs()
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else k[:, :0] for x in (dk, dv))
-    return {"dq": ds @ all_k.abs(), "dk": dk, "dv": dv}
+    b = (do * exact["o"]).square().sum(-1, keepdim=True).sqrt() * torch.finfo(dtype).eps
+    dk = (p * (a * (do @ v.mT - delta).abs() + b)).square().mT @ q.square() * case.scale**2
+    dv = (p * a).square().mT @ do.square()
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
+    dq = a * exact["dq"].abs() + abs(case.scale) * b * (p @ k).abs()
+    return {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
 
 
 def largest(outputs: Outputs) -> dict[str, float]:

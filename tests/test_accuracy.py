@@ -1,0 +1,99 @@
+"""The budgets themselves: they let rounding through, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn.problem import Problem
+from flashattn.reference import reference_attention
+from flashattn.testing.accuracy import Error, Question, Truth, assert_accurate, run, run_reference
+
+PROBLEM = Problem(heads=4, kv_heads=2, seq_q=70, head_dim=32, causal=True, dtype="bfloat16")
+QUESTION = Question(problem=PROBLEM, scale=0.2)
+
+
+def naive(q, k, v, scale=0.2, last=0):
+    """The reference with a scale and a mask that can be got wrong."""
+    return reference_attention(q, k, v, diagonal=last, scale=scale)
+
+
+def test_naive_is_within():
+    """The reference in the case's own dtype meets its own budgets."""
+    assert_accurate(naive, QUESTION)
+
+
+def test_the_question_repeats():
+    """The same question draws the same numbers."""
+    one, other = QUESTION.draw(), QUESTION.draw()
+    assert all(torch.equal(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
+    assert torch.equal(one.grad_o, other.grad_o)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q, k, v: naive(q, k, v, scale=0.2 * 1.02),
+        lambda q, k, v: naive(q, k, v, last=1),
+        lambda q, k, v: naive(q, k, v, last=None),
+        lambda q, k, v: naive(q, k.flip(1), v),
+        lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1] / 0.693),
+        lambda q, k, v: (naive(q, k, v)[0] * 1.03, naive(q, k, v)[1]),
+        lambda q, k, v: (naive(q, k, v)[0][..., :-1, :], naive(q, k, v)[1]),
+        lambda q, k, v: (naive(q, k, v.detach() + v * 0.5 - v.detach() * 0.5)[0], naive(q, k, v)[1]),
+        lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1].detach() + 0 * naive(q, k, v)[1]),
+    ],
+    ids="scale mask-late no-mask grouping lse-base o+3% lost-row half-dv no-dlse".split(),
+)
+def test_errors_are_seen(wrong):
+    """A scale off by 2%, a mask off by one, a wrong group, base, row or gradient breaks a budget."""
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_accurate(wrong, QUESTION)
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize("damage", [1.03, torch.nan, torch.inf])
+def test_each_output_is_judged(name, damage):
+    """One output that is 3% off, or NaN or infinite in one place, is reported by its name."""
+    case = QUESTION.draw()
+    got = run(naive, case)
+    if damage == 1.03:
+        got[name] = got[name] * damage
+    else:
+        got[name].view(-1)[17] = damage
+    complaints = Truth.of(case).complaints(got)
+    assert complaints
+    assert all(sentence.startswith(f"{name}: ") for sentence in complaints)
+
+
+def test_the_mean_is_judged():
+    """Errors below the largest allowed, but everywhere, break the mean's budget."""
+    case = QUESTION.draw()
+    truth = Truth.of(case)
+    got = run_reference(case)
+    got["o"] = truth.exact["o"] + truth.naive["o"].max
+    assert [sentence.split(" error")[0] for sentence in truth.complaints(got)] == ["o: mean"]
+
+
+def test_infinities_are_compared():
+    """A dead row's lse is -inf, and neither a number nor +inf will do."""
+    case = Question(problem=Problem(seq_q=4, seq_kv=2, head_dim=4, causal="bottom_right"), grad=False).draw()
+    truth = Truth.of(case)
+    for wrong in (0.0, torch.inf, torch.nan):
+        got = run_reference(case)
+        got["lse"][0, 0, 0] = wrong
+        assert truth.complaints(got) == ["lse: infinite or NaN where the exact result is not, or the reverse"]
+
+
+def test_fp64_is_judged_too():
+    """In fp64, where naive is exact, an error of fp32's size breaks the budget."""
+    question = Question(problem=Problem(seq_q=40, head_dim=16, dtype="float64"))
+    assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25, last=None), question)
+    with pytest.raises(AssertionError):
+        assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25 * (1 + 1e-9), last=None), question)
+
+
+def test_error_statistics():
+    """Max, mean and bias of known errors."""
+    exact = torch.zeros(4, dtype=torch.float64)
+    assert Error.of(torch.tensor([1.0, -1.0, 3.0, 1.0]), exact) == Error(3.0, 1.5, 1.0)

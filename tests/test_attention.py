@@ -1,0 +1,184 @@
+"""attention(): what a user calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashattn
+from flashattn import attention
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_inputs
+
+OURS = pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=33, seq_kv=40, head_dim=16)
+
+
+def tensors(device, **changes):
+    """Return q, k, v."""
+    return make_inputs(Problem(**{"batch": 2, "heads": 2, "seq_q": 20, "head_dim": 16} | changes), device=device)
+
+
+@OURS
+def test_one_head(name, device):
+    """A [B, T, D] input is one head, in and out."""
+    q, k, v = tensors(device, heads=1)
+    o, lse = attention(q, k, v, causal=True, return_lse=True, impl=name)
+    flat_o, flat_lse = attention(q[:, 0], k[:, 0], v[:, 0], causal=True, return_lse=True, impl=name)
+    assert torch.equal(flat_o, o[:, 0])
+    assert torch.equal(flat_lse, lse[:, 0])
+
+
+@OURS
+def test_bottom_right_is_not_top_left(name, device):
+    """Off the square the alignments differ, and the last query of bottom-right sees every key."""
+    q, k, v = make_inputs(PROBLEM, device=device)
+    top, bottom = (attention(q, k, v, causal=c, impl=name) for c in ("top_left", "bottom_right"))
+    full = attention(q, k, v, impl=name)
+    assert not torch.allclose(top, bottom)
+    torch.testing.assert_close(bottom[:, :, -1], full[:, :, -1])
+    torch.testing.assert_close(top[:, :, 0], v[:, :, 0].repeat_interleave(2, 1))
+    assert torch.equal(attention(q, k, v, causal=True, impl=name), top)
+
+
+@OURS
+def test_dead_rows(name, device):
+    """A query that sees no key has o = 0 and lse = -inf, and gives no gradient to anything."""
+    q, k, v = (x.requires_grad_() for x in tensors(device, seq_kv=8))
+    o, lse = attention(q, k, v, causal="bottom_right", return_lse=True, impl=name)
+    assert torch.equal(o[:, :, :12], torch.zeros_like(o[:, :, :12]))
+    assert (lse[:, :, :12] == -torch.inf).all()
+    for x in torch.autograd.grad((o[:, :, :12].sum(), lse[:, :, :12].sum()), (q, k, v)):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@OURS
+def test_a_poisoned_future_is_not_seen(name, device):
+    """NaN and inf in keys that a query must not see leave its row bit-identical."""
+    q, k, v = tensors(device)
+    clean = attention(q, k, v, causal=True, impl=name)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        k[:, :, 13:] = poison
+        assert torch.equal(attention(q, k, v, causal=True, impl=name)[:, :, :13], clean[:, :, :13])
+
+
+@OURS
+def test_lse_alone_is_differentiable(name, device):
+    """The gradient of the logsumexp alone is softmax(S) pulled back: dq = scale * P @ K."""
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+    _, lse = attention(q, k, v, return_lse=True, impl=name)
+    (dq,) = torch.autograd.grad(lse.sum(), q)
+    torch.testing.assert_close(dq, 0.25 * (q @ k.mT * 0.25).softmax(-1) @ k)
+
+
+@OURS
+def test_autocast(name, device):
+    """Under autocast the inputs are cast to its dtype, and computed as if they had been."""
+    q, k, v = tensors(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        o = attention(q, k, v, impl=name)
+    assert o.dtype == torch.bfloat16
+    assert torch.equal(o, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), impl=name))
+
+
+def test_auto(device):
+    """On a GPU auto is ours; on a CPU PyTorch's own, or the reference where that has no answer."""
+    q, k, v = tensors(device)
+    fastest = "triton" if device.type == "cuda" else "sdpa"
+    assert torch.equal(attention(q, k, v), attention(q, k, v, impl=fastest))
+    o, lse = attention(q, k, v, return_lse=True)
+    wanted = attention(q, k, v, return_lse=True, impl="triton" if device.type == "cuda" else "reference")
+    assert torch.equal(o, wanted[0])
+    assert torch.equal(lse, wanted[1])
+
+
+def test_auto_takes_fp64_and_large_heads(device):
+    """What the kernels lack, auto still answers."""
+    for changes in ({"dtype": "float64"}, {"head_dim": 300}):
+        q, k, v = tensors(device, **changes)
+        torch.testing.assert_close(attention(q, k, v), attention(q, k, v, impl="reference"))
+
+
+def test_a_name_never_falls_back(device):
+    """An implementation asked for by name that cannot is an error with its reason."""
+    q, k, v = tensors(device, dtype="float64")
+    with pytest.raises(ValueError, match="triton takes fp32, fp16 and bf16"):
+        attention(q, k, v, impl="triton")
+    with pytest.raises(ValueError, match="sdpa does not return the logsumexp"):
+        attention(q, k, v, impl="sdpa", return_lse=True)
+    with pytest.raises(ValueError, match="impl: wanted one of triton, tiled, reference"):
+        attention(q, k, v, impl="nobody")
+
+
+def test_options_reach_the_implementation(device):
+    """precision is Triton's own option, checked there."""
+    q, k, v = tensors(device)
+    exact = attention(q, k, v, impl="reference")
+    for precision in ("tf32x3", "ieee"):
+        torch.testing.assert_close(attention(q, k, v, impl="triton", precision=precision), exact)
+    with pytest.raises(ValueError, match="precision: wanted one of auto"):
+        attention(q, k, v, impl="triton", precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q, k.half(), v), "k: wanted q's dtype, torch.float32, got torch.float16"),
+        (lambda q, k, v: (q, k, v[:, :, :-1]), r"v: wanted shape \[2, 2, 20, 16\], got \[2, 2, 19, 16\]"),
+        (lambda q, k, v: (q, k[:, :, :, :8], v), r"k: wanted shape \[2, 2, 20, 16\], got \[2, 2, 20, 8\]"),
+        (lambda q, k, v: (q[:1], k, v), r"k: wanted shape \[1, 2, 20, 16\]"),
+        (lambda q, k, v: (q[:, :1], k, v), "kv_heads: wanted a divisor of the 1 query heads, got 2"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), "q: wanted dtype float64, float32"),
+        (lambda q, k, v: (q, k[0], v), "k: wanted q's number of dimensions, 4, got 3"),
+        (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]), "q: wanted .* got 2 dimensions"),
+        (lambda q, k, v: (q.to_sparse(), k, v), "q: wanted a dense .* got torch.sparse_coo"),
+        (lambda q, k, v: (q, k, [1.0]), "v: wanted a tensor, got list"),
+        (lambda q, k, v: (q, k, v.to("meta")), "v: wanted q's device"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "head_dim: wanted at least 1, got 0"),
+    ],
+)
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+def test_bad_tensors(name, change, words, device):
+    """Tensors that do not fit each other are refused by name before anything runs."""
+    with pytest.raises(ValueError, match=words):
+        attention(*change(*tensors(device)), impl=name)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [({"scale": float("nan")}, "scale: wanted a finite number"), ({"causal": "left"}, "causal: wanted False")],
+)
+def test_bad_keywords(keyword, words, device):
+    """So are a mask and a scale that are none."""
+    with pytest.raises(ValueError, match=words):
+        attention(*tensors(device), **keyword)
+
+
+def test_public_names():
+    """The package exports its names, sorted, and each of them exists."""
+    assert flashattn.__all__ == sorted(flashattn.__all__)
+    assert all(hasattr(flashattn, name) for name in flashattn.__all__)
+
+
+def test_triton_on_a_cpu_needs_the_interpreter():
+    """Without TRITON_INTERPRET=1 the kernels refuse CPU tensors, and say what would help."""
+    code = (
+        "import torch, flashattn\n"
+        "q = torch.randn(1, 1, 4, 4)\n"
+        "try:\n"
+        "    flashattn.attention(q, q, q, impl='triton')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "x = torch.randn(2, 3)\n"
+        "try:\n"
+        "    flashattn.weighted_sum(x, x[0])\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], env={"PATH": ""}, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.count("TRITON_INTERPRET=1") == 2

@@ -1,0 +1,212 @@
+"""``pytest benchmarks`` from end to end, on implementations made to behave, or not to."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from pathlib import Path
+from weakref import ref
+
+import pytest
+import torch
+import torch._dynamo  # an inner run forgets what it imported, and these two
+import triton  # noqa: F401 - cannot be imported twice
+
+from flashattn import registry
+from flashattn.measure import roofline, timing
+from flashattn.measure.device import accelerator
+from flashattn.report.runs import load
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[1]
+FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+ONE = ("-k", "q128 and full")  # one problem in two passes
+reference = registry.get("reference")
+
+
+def good(q, k, v, **options):
+    """Answer as the definition does."""
+    return reference.call(q, k, v, **options)[0]
+
+
+def wrong(q, k, v, **options):
+    """Answer wrongly in the last head alone, by a factor of one part in a thousand."""
+    o = good(q, k, v, **options)
+    return torch.cat([o[:, :-1], o[:, -1:] * 1.001], dim=1)
+
+
+def hungry(q, k, v, **options):
+    """Run out of memory with an intermediate in hand, which must not outlive the case."""
+    assert not any(x() is not None for x in held), "the last case's tensors are still there"
+    intermediate = good(q, k, v, **options)
+    held.append(ref(intermediate))
+    raise torch.OutOfMemoryError
+
+
+held: list[ref] = []
+
+
+@pytest.fixture
+def bench(pytester, monkeypatch):
+    """Return a function that runs the real benchmarks on some callables, in their own folder."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, pytester.path)
+    (pytester.path / "benchmarks").mkdir()
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        if path.name == "conftest.py" or path.name in ("bench_forward.py", "bench_backward.py"):
+            shutil.copy(path, pytester.path / "benchmarks")
+    monkeypatch.setattr(
+        roofline, "measure_roofs", lambda _: {"float32": 1e12, "bfloat16": 1e13, "copy": 1e11}
+    )
+    monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)
+    monkeypatch.setattr(timing, "WARM_UP", 0.0)
+    held.clear()
+
+    def run(impls, *arguments):
+        made = {
+            name: impl if isinstance(impl, registry.Impl) else made_impl(name, impl)
+            for name, impl in impls.items()
+        }
+        monkeypatch.setattr(registry, "_impls", made)
+        return pytester.runpytest_inprocess("benchmarks", "--sweep", "smoke", *arguments)
+
+    return run
+
+
+def made_impl(name, call=good, *, reason=None, compiles=False):
+    """Return an implementation that gives ``reason`` for doing nothing, or does everything."""
+    limits = lambda problem, device: reason  # noqa: ARG005, E731
+    return registry.Impl(name=name, call=call, limits=limits, compiles=compiles)
+
+
+def kept(pytester):
+    """Return the paths of the runs that were kept."""
+    return sorted((pytester.path / ".benchmarks").glob("**/*.json"))
+
+
+def test_green_run_is_kept_with_all_it_takes(bench, pytester):
+    """A green run leaves one file: raw samples, facts, roofs, reasons; no host, no path."""
+    impls = {
+        "good": good,
+        "hungry": hungry,
+        "limited": made_impl("limited", reason="limited by nature"),
+    }
+    result = bench(impls, *ONE)
+    result.assert_outcomes(passed=2, skipped=4)
+    (path,) = kept(pytester)
+    assert path.parent == pytester.path / ".benchmarks" / FOLDER
+    saved, run = json.loads(path.read_text()), load(path)
+    assert [len(case["stats"]["data"]) for case in saved["benchmarks"]] == [
+        case["stats"]["rounds"] for case in saved["benchmarks"]
+    ]
+    assert {(r["impl"], r["status"], r["reason"]) for r in run.rows} == {
+        ("good", "ok", None),
+        ("hungry", "oom", "hungry ran out of memory"),
+        ("limited", "unsupported", "limited by nature"),
+    }
+    measured = run.rows[0]
+    assert (measured["impl"], measured["pass"]) == ("good", "backward")
+    assert measured["flops"] == 5 * 2 * 4 * 4 * 128 * 128 * 64
+    assert measured["seconds"] > 0
+    assert run.roofs["float32"] == 1e12
+    assert run.machine["accelerator"] == FOLDER
+    assert set(saved["commit_info"]) == {"id", "dirty", "time"}
+    for secret in (platform.node(), str(pytester.path), str(ROOT), str(Path.home()) + "/"):
+        assert secret not in path.read_text()
+    result.stdout.no_fnmatch_line("*Name (time in *")  # the plugin's own table
+    result.stdout.fnmatch_lines(
+        [
+            "*### forward*",
+            "*limited by nature*2 cases*",
+            f"Kept in .benchmarks/{FOLDER}/0001_*.json",
+        ]
+    )
+
+
+def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
+    """One head wrong by a thousandth is a failure without a sample, and the run is not kept."""
+    result = bench({"good": good, "wrong": wrong}, *ONE)
+    result.assert_outcomes(passed=2, failed=2)  # and no error besides
+    assert kept(pytester) == []
+    rows = load(pytester.path / ".benchmarks" / FOLDER / "partial.jsonl").rows
+    assert {(r["impl"], r["status"], bool(r["samples"])) for r in rows} == {
+        ("good", "ok", True),
+        ("wrong", "failed", False),
+    }
+    result.stdout.fnmatch_lines(["*wrong: * error * budget*", "Not kept;*partial.jsonl"])
+
+
+def test_rows_are_on_disk_before_the_next_case(bench, pytester):
+    """When a case starts, the one before it is in the journal already."""
+    journal, seen = pytester.path / ".benchmarks" / FOLDER / "partial.jsonl", []
+
+    def nosy(q, k, v, **options):
+        seen.append(load(journal).rows[-1]["impl"])
+        return good(q, k, v, **options)
+
+    bench({"good": good, "nosy": nosy}, *ONE).assert_outcomes(passed=4)
+    assert set(seen) == {"good"}
+
+
+def test_implementations_of_a_problem_are_neighbours(bench):
+    """The problem is the outer loop, so that a drifting clock hits all implementations alike."""
+    result = bench({"a": good, "b": good, "c": good}, "--collect-only", "-q")
+    names = [line for line in result.outlines if "bench_forward[" in line]
+    assert [name[-2] for name in names] == ["a", "b", "c"] * (len(names) // 3)
+    assert len(names) >= 6
+
+
+def test_interpreted_kernels_have_no_speed(bench, pytester):
+    """A Triton kernel that was interpreted is a row with a reason, under whatever name."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are not interpreted")
+    plugin = made_impl("mine", registry.get("triton").call)
+    bench({"mine": plugin}, *ONE).assert_outcomes(skipped=2)
+    rows = load(pytester.path / ".benchmarks" / FOLDER / "partial.jsonl").rows
+    assert {r["reason"] for r in rows} == {"mine is interpreted: not a speed"}
+    assert kept(pytester) == []  # a run without a number
+
+
+def test_study_and_compiled_are_left_out_with_a_reason(bench):
+    """What would take too long is a row that says so."""
+    result = bench({"slow": made_impl("slow", compiles=True), "good": good}, *ONE)
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["*slow compiles every shape*2 cases*"])
+
+
+def test_another_machines_baseline_is_refused(bench, pytester):
+    """Seconds of another accelerator are no baseline: a usage error that names both."""
+    folder = pytester.path / ".benchmarks" / FOLDER
+    folder.mkdir(parents=True)
+    other = {"machine_info": {"accelerator": "nvidia-other"}, "benchmarks": []}
+    (folder / "0001_other.json").write_text(json.dumps(other))
+    result = bench({"good": good}, *ONE, "--benchmark-compare")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*wanted a run made on {FOLDER}, got nvidia-other*"])
+
+
+def test_compare_with_the_last_run(bench, pytester):
+    """The first comparison says that there is nothing to compare with; the second compares."""
+    first = bench({"good": good}, *ONE, "--benchmark-compare")
+    first.assert_outcomes(passed=2)
+    first.stdout.fnmatch_lines(["Compared with nothing*"])
+    second = bench({"good": good}, *ONE, "--benchmark-compare")
+    second.assert_outcomes(passed=2)
+    assert len(kept(pytester)) == 2
+    second.stdout.fnmatch_lines(["*(NOW)*", "*(0001_*)*"], consecutive=False)
+
+
+def test_disabled_benchmarks_check_and_keep_nothing(bench, pytester):
+    """--benchmark-disable still finds a wrong result, and leaves no number behind."""
+    result = bench({"good": good, "wrong": wrong}, *ONE, "--benchmark-disable")
+    result.assert_outcomes(passed=2, failed=2)
+    assert kept(pytester) == []
+
+
+def test_own_storage_is_respected(bench, pytester):
+    """A folder named by --benchmark-storage is used as it is."""
+    bench({"good": good}, *ONE, "--benchmark-storage", "file://elsewhere").assert_outcomes(passed=2)
+    assert kept(pytester) == []
+    assert len(list((pytester.path / "elsewhere").glob("*.json"))) == 1

@@ -1,0 +1,79 @@
+"""The import rule: arrows point down, siblings never meet, and importing the package stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashattn
+
+PACKAGE = Path(flashattn.__file__).parent
+# Whom each room may import, of the package. A room that is not listed fails.
+ALLOWED = {
+    "problem": set(),
+    "reference": set(),
+    "tiled": {"problem"},
+    "kernels": {"kernels"},
+    "ops": {"problem", "kernels"},
+    "weighted_sum": {"kernels"},
+    "registry": {"problem"},
+    "impls": {"impls", "ops", "tiled", "reference", "registry", "problem"},
+    "attention": {"impls", "registry", "problem"},
+    "testing": {"testing", "reference", "problem"},
+    "measure": {"measure", "problem"},
+    "report": {"report"},
+    "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
+}
+ONLY_IN = {"triton": {"kernels", "measure"}, "hypothesis": {"testing"}, "matplotlib": {"report"}}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path):
+    """Return the first part of a module's name below the package."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path):
+    """Return every module name that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            if node.module == "flashattn":
+                yield from (f"flashattn.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    """A module imports only rooms below its own, and outside packages only where they belong."""
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "flashattn" and rest:
+            assert rest.split(".")[0] in ALLOWED[room(path)], f"{name} in {path.name}"
+        assert room(path) in ONLY_IN.get(top, {room(path)}), f"{name} in {path.name}"
+
+
+def test_report_draws_without_torch():
+    """The report's modules name neither torch nor triton: a laptop can draw a cluster's run."""
+    for path in (PACKAGE / "report").rglob("*.py"):
+        assert not {name.partition(".")[0] for name in imports(path)} & {"torch", "triton"}
+
+
+def test_cold_import():
+    """A fresh process that imports flashattn has loaded torch, and neither triton nor matplotlib."""
+    code = "import sys, flashattn; print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "['torch']"
+
+
+def test_every_module_has_a_caption():
+    """A module's docstring says what it is."""
+    for path in MODULES:
+        assert ast.get_docstring(ast.parse(path.read_text())), path

@@ -1,0 +1,107 @@
+"""The operators: PyTorch's own checks, the compiler, vmap, and the same bits every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn import attention, ops
+from flashattn.problem import Problem
+from flashattn.testing.inputs import LAYOUTS, make_grads, make_inputs
+
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=24, head_dim=16)
+
+
+def arguments(device, layout="contiguous"):
+    """Return q, k, v that need gradients."""
+    return [x.detach().requires_grad_() for x in make_inputs(PROBLEM, device=device, layout=layout)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided", "expanded"])
+@pytest.mark.parametrize("diagonal", [None, 0, -16])
+def test_opcheck(device, layout, diagonal):
+    """Schema, fake tensors, autograd and dynamic shapes agree with what the forward operator does."""
+    q, k, v = arguments(device, layout)
+    torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, diagonal, 0.25, "auto"))
+
+
+def test_opcheck_backward(device):
+    """So for the backward operator."""
+    q, k, v = (x.detach() for x in arguments(device))
+    grad_o, grad_lse = make_grads(PROBLEM, device=device)
+    o, lse = torch.ops.flashattn.forward(q, k, v, None, 0.25, "auto")
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    for gradient in (grad_lse, None):
+        saved = (grad_o, gradient, q, k, v, o, lse, None, 0.25, "auto")
+        torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
+
+
+@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(device, causal, dynamic):
+    """torch.compile takes attention whole, forward and backward, and changes no bit."""
+    q, k, v = arguments(device)
+
+    def call(q, k, v):
+        return attention(q, k, v, causal=causal, return_lse=True, impl="triton")
+
+    torch.compiler.reset()
+    o, lse = torch.compile(call, fullgraph=True, dynamic=dynamic)(q, k, v)
+    wanted = call(q, k, v)
+    assert torch.equal(o, wanted[0])
+    assert torch.equal(lse, wanted[1])
+    got, gradients = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (o, wanted[0]))
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
+
+
+def test_compile_auto(device):
+    """So does attention left to choose."""
+    q, k, v = arguments(device)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, causal=True))
+
+
+def test_vmap(device):
+    """vmap folds the mapped dimension into the batch; a tensor that is not mapped is shared."""
+    q, k, v = (x.detach() for x in arguments(device))
+    stacked = torch.stack([q, q + 1, q - 1], dim=1)
+    got = torch.func.vmap(lambda q, k: attention(q, k, v, impl="triton"), in_dims=(1, None))(stacked, k)
+    wanted = torch.stack([attention(x, k, v, impl="triton") for x in stacked.unbind(1)])
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeats_bit_by_bit(device, layout):
+    """The same inputs give the same bits, forward and backward, every time."""
+    q, k, v = arguments(device, layout)
+    runs = []
+    for _ in range(3 if device.type == "cpu" else 50):
+        o, lse = attention(q, k, v, causal=True, return_lse=True, impl="triton")
+        runs.append([o, lse, *torch.autograd.grad((o.sum(), lse[..., 1:].sum()), (q, k, v))])
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_outputs_keep_the_layout(device):
+    """o lies in memory as q does, so that merging heads after a projection copies nothing."""
+    q, k, v = (x.detach() for x in arguments(device, "sequence_first"))
+    assert attention(q, k, v, impl="triton").stride() == q.stride()
+
+
+def test_expanded_gradients_sum(device):
+    """The gradient of an expanded input is the sum over its copies."""
+    q, k, v = make_inputs(PROBLEM, device=device)
+    one = k[:, :1].detach().requires_grad_()
+    copies = one.expand_as(k).contiguous().detach().requires_grad_()
+    (expanded,) = torch.autograd.grad(attention(q, one.expand_as(k), v, impl="triton").sum(), one)
+    (separate,) = torch.autograd.grad(attention(q, copies, v, impl="triton").sum(), copies)
+    torch.testing.assert_close(expanded, separate.sum(1, keepdim=True))
+
+
+def test_why_not():
+    """Limits are sentences that say what would do instead."""
+    cpu = torch.device("cpu")
+    assert "tiled and reference" in ops.why_not(Problem(dtype="float64"), cpu)
+    assert "up to 256" in ops.why_not(Problem(head_dim=257), cpu)
+    assert "not on meta" in ops.why_not(Problem(), torch.device("meta"))

@@ -1,0 +1,96 @@
+"""Problem: what is asked, checked, with its exact costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import pytest
+import torch
+
+from flashattn.problem import Problem, check_scale, diagonal
+from flashattn.testing.inputs import make_inputs
+from flashattn.testing.strategies import problems
+
+
+def seen(problem):
+    """Return the mask [T, S] by its definition."""
+    t, s = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_kv)[None, :]
+    return {
+        False: torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool),
+        "top_left": s <= t,
+        "bottom_right": s <= t + problem.seq_kv - problem.seq_q,
+    }[problem.causal]
+
+
+@hypothesis.given(problem=problems(longest=40))
+def test_pairs(problem):
+    """Score pairs are those that the mask lets through, one by one."""
+    assert problem.pairs == problem.batch * problem.heads * int(seen(problem).sum())
+
+
+@hypothesis.given(problem=problems(longest=40))
+def test_dead_rows(problem):
+    """Dead rows are those of the mask that let nothing through."""
+    assert problem.dead_rows == int((~seen(problem).any(-1)).sum())
+
+
+def test_costs():
+    """Flops and bytes of one head of 2 x 3 x 4 fp32, counted by hand."""
+    problem = Problem(seq_q=2, seq_kv=3, head_dim=4)
+    assert problem.flops() == 2 * 2 * (2 * 3) * 4
+    assert problem.flops("backward") == 2.5 * problem.flops()
+    q, kv, lse = 2 * 4 * 4, 3 * 4 * 4, 2 * 4
+    assert problem.bytes() == q + 2 * kv + lse + q
+    assert problem.bytes("backward") == (3 * q + 2 * kv + lse) + (q + 2 * kv)
+
+
+def test_alignments_differ_only_off_the_square():
+    """Top-left and bottom-right are one mask when T = S, and two otherwise."""
+    assert diagonal("top_left", 5, 5) == diagonal("bottom_right", 5, 5) == diagonal(True, 5, 5) == 0
+    assert (diagonal("top_left", 5, 8), diagonal("bottom_right", 5, 8)) == (0, 3)
+    assert diagonal(False, 5, 8) is None
+
+
+@hypothesis.given(problem=problems())
+def test_problem_of_its_own_inputs(problem):
+    """The problem that made the inputs is the one they pose."""
+    assert Problem.of(*make_inputs(problem), causal=problem.causal) == problem
+
+
+def test_names_are_unique():
+    """Problems that differ have names that differ."""
+    base = Problem(batch=2, heads=4, kv_heads=2, seq_q=5, seq_kv=7, head_dim=8, causal=True)
+    others = {"batch": 3, "heads": 6, "kv_heads": 1, "seq_q": 6, "seq_kv": 8, "head_dim": 9}
+    others |= {"causal": "bottom_right", "dtype": "float16"}
+    changed = [dataclasses.replace(base, **{name: value}) for name, value in others.items()]
+    assert len({str(problem) for problem in [base, *changed]}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"batch": -1}, "batch: wanted at least 0, got -1"),
+        ({"head_dim": 0}, "head_dim: wanted at least 1, got 0"),
+        ({"heads": 3, "kv_heads": 2}, "kv_heads: wanted a divisor of the 3 query heads, got 2"),
+        ({"heads": 3, "kv_heads": 0}, "kv_heads: wanted a divisor of the 3 query heads, got 0"),
+        ({"dtype": "int8"}, "dtype: wanted one of"),
+        ({"causal": "middle"}, "causal: wanted False, True"),
+    ],
+)
+def test_impossible_problems(wrong, words):
+    """A problem that cannot be is refused by name."""
+    with pytest.raises(ValueError, match=words):
+        Problem(**wrong)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", True])
+def test_impossible_scales(scale):
+    """A scale is a finite number."""
+    with pytest.raises(ValueError, match="scale: wanted a finite number"):
+        check_scale(scale, 64)
+
+
+def test_default_scale():
+    """The default scale is one over the root of the head dimension."""
+    assert check_scale(None, 64) == 0.125

@@ -1,0 +1,245 @@
+"""The device's clock, on a simulated device that runs behind its host, and its fixture."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from flashattn.measure import timing
+from flashattn.measure.timing import DeviceBenchmark, DeviceClock, HostClock, interprets, warm_up
+from flashattn.registry import get
+
+MICRO = 1e-6
+
+
+class SimulatedDevice:
+    """A host that queues work and a device that does it, each with its own time."""
+
+    def __init__(self):
+        """Start both at 0 with nothing queued."""
+        self.host = self.done = 0.0
+        self.log = []
+
+    def queue(self, name, *, host, device):
+        """Spend the host's time, then the device's, behind what it has to do already."""
+        self.log.append(name)
+        self.host += host
+        self.done = max(self.done, self.host) + device
+
+    def flush(self):
+        """Queue what takes the device ten times as long as the host."""
+        self.queue("flush", host=4 * MICRO, device=40 * MICRO)
+
+    def synchronize(self):
+        """Let the host catch up."""
+        self.log.append("wait")
+        self.host = self.done = max(self.host, self.done)
+
+    def event(self):
+        """Return a moment on the device's timeline."""
+        device = self
+
+        class Moment:
+            def record(self):
+                device.log.append("event")
+                self.at = max(device.done, device.host)
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        return Moment()
+
+    def clock(self):
+        """Return the clock under test on this device."""
+        return DeviceClock(self.event, self.flush, self.synchronize)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A simulated device whose host time is the time that the module under test sees."""
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: simulated.host))
+    return simulated
+
+
+def stock_fixture(*, disabled=False):
+    """pytest-benchmark's fixture as its plugin makes it, and the stats it hands on."""
+    stats = []
+    fixture = BenchmarkFixture(
+        SimpleNamespace(name="case", nodeid="case"),
+        disable_gc=False,
+        timer=SimpleNamespace(target=timing.time.perf_counter),
+        min_rounds=5,
+        min_time=5e-6,
+        max_time=1.0,
+        precision=None,
+        confidence=None,
+        warmup=False,
+        warmup_iterations=0,
+        calibration_precision=10,
+        add_stats=stats.append,
+        logger=None,
+        warner=None,
+        disabled=disabled,
+        cprofile=None,
+        cprofile_loops=None,
+        cprofile_dump=None,
+    )
+    return fixture, stats
+
+
+def test_plugin_calls_make_runner():
+    """The private method that is replaced exists, with the arguments it is replaced with."""
+    stock, ours = (
+        list(inspect.signature(cls._make_runner).parameters)
+        for cls in (BenchmarkFixture, DeviceBenchmark)
+    )
+    assert stock == ours == ["self", "function_to_benchmark", "args", "kwargs"]
+
+
+def test_device_time_is_not_launch_time(simulated):
+    """A call that is queued in 7 us and runs for 2 ms took 2 ms."""
+    samples, _ = simulated.clock().samples(
+        lambda: simulated.queue("kernel", host=7 * MICRO, device=2e-3), 3
+    )
+    assert samples == pytest.approx([2e-3] * 3)
+
+
+def test_launch_gaps_are_not_measured(simulated):
+    """Three kernels of 5 us, 60 us apart on the host, took 15 us once the clock covers them."""
+
+    def call():
+        for _ in range(3):
+            simulated.queue("kernel", host=60 * MICRO, device=5 * MICRO)
+
+    clock = simulated.clock()
+    (bare,), _ = clock.samples(call, 1)
+    assert bare > 100 * MICRO  # what is wrong without: mostly gaps
+    lead = clock.cover(warm_up(call, clock=clock).launch)
+    samples, _ = clock.samples(call, 4)
+    assert samples == pytest.approx([15 * MICRO] * 4)
+    assert lead >= 180 * MICRO
+
+
+def test_lead_is_bounded(simulated):
+    """A call that the host queues for a second is not waited for with a second of writes."""
+    assert simulated.clock().cover(1.0) < 1.1 * timing.LONGEST_LEAD
+
+
+def test_cache_is_cold_and_one_wait_ends_the_samples(simulated):
+    """Each call follows a flush that its events leave out, and the host waits once, at the end."""
+    simulated.clock().samples(lambda: simulated.log.append("call"), 2)
+    assert simulated.log == ["flush", "event", "call", "event"] * 2 + ["wait"]
+
+
+def test_samples_return_the_result(simulated):
+    """What the last call returned comes back beside the seconds, from either clock."""
+    for clock in (simulated.clock(), HostClock()):
+        samples, result = clock.samples(lambda: "o", 2)
+        assert (len(samples), result) == (2, "o")
+
+
+def test_warm_up_absorbs_the_cold_call(simulated):
+    """Three seconds of compiling in the first call, and a slow second one, leave no trace."""
+    costs = iter([3.0, 0.01])
+
+    def call():
+        simulated.queue("kernel", host=next(costs, 0.0) + 10 * MICRO, device=1e-3)
+
+    pace = warm_up(call, clock=simulated.clock())
+    assert pace.wall == pytest.approx(1e-3 + 10 * MICRO)
+    assert pace.launch == pytest.approx(10 * MICRO)
+
+
+@pytest.mark.parametrize(
+    ("device", "rounds"),
+    [
+        (1e-6, timing.MOST_ROUNDS),
+        (12.48e-3, 19),  # 20, did the flushes cost nothing
+        (2.0, timing.FEWEST_ROUNDS),
+    ],
+)
+def test_every_sample_is_kept_within_the_budget(simulated, device, rounds):
+    """As many calls as fit in the budget are made, and each is one raw sample of device seconds."""
+    stock, kept = stock_fixture()
+    benchmark = DeviceBenchmark.adopt(stock, simulated.clock())
+    benchmark.time(lambda: simulated.queue("kernel", host=7 * MICRO, device=device))
+    assert kept[0].stats.data == pytest.approx([device] * rounds)
+    assert benchmark.extra_info["seconds"] == pytest.approx(device)
+    assert benchmark.extra_info["status"] == "ok"
+
+
+def test_setup_is_outside_the_clock(simulated):
+    """What makes a call's arguments is done anew for every call and costs it nothing."""
+    stock, kept = stock_fixture()
+    made = []
+
+    def setup():
+        simulated.queue("graph", host=10 * MICRO, device=5e-3)
+        made.append(len(made))
+        return (made[-1],)
+
+    seen = []
+
+    def call(argument):
+        seen.append(argument)
+        simulated.queue("kernel", host=7 * MICRO, device=1e-3)
+
+    DeviceBenchmark.adopt(stock, simulated.clock()).time(call, setup=setup)
+    assert seen == made
+    assert kept[0].stats.data == pytest.approx([1e-3] * len(kept[0].stats.data))
+
+
+def test_looped_rounds_are_device_time(simulated):
+    """The plugin's own calibrated way of calling, several calls a round, tells device time."""
+    stock, _ = stock_fixture()
+    benchmark = DeviceBenchmark.adopt(stock, simulated.clock())
+    cost = {"host": 7 * MICRO, "device": 1e-3}
+    runner = benchmark._make_runner(simulated.queue, ("kernel",), cost)  # noqa: SLF001
+    assert runner(range(4)) == pytest.approx(4e-3)
+
+
+def test_disabled_benchmark_calls_once(simulated):
+    """--benchmark-disable makes one call and no number."""
+    stock, kept = stock_fixture(disabled=True)
+    benchmark = DeviceBenchmark.adopt(stock, simulated.clock())
+    assert benchmark.time(lambda: simulated.log.append("call") or "o") == "o"
+    assert simulated.log.count("call") == 1
+    assert (kept, benchmark.extra_info) == ([], {})
+
+
+def test_interpreted_kernels_are_recognised():
+    """A Triton kernel that the interpreter would run is told from one that runs, and not run."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are not interpreted")
+    q = torch.randn(1, 1, 16, 16)
+    done = []
+
+    def call(impl):
+        get(impl)(q, q, q, causal=False, scale=1.0)
+        done.append(impl)
+
+    assert interprets(lambda: call("triton"))
+    assert not interprets(lambda: call("tiled"))
+    imported = compile("import math", f"site-packages/{timing.INTERPRETER}", "exec")
+    assert not interprets(lambda: exec(imported))  # noqa: S102
+    assert done == ["tiled"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_clock_tells_device_time():
+    """On a real device ten products take ten times as long as one, although they queue at once."""
+    clock = timing.clock_of(torch.device("cuda"))
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def product(times):
+        for _ in range(times):
+            torch.mm(a, a)
+
+    product(10)
+    one, ten = (min(clock.samples(lambda n=n: product(n), 10)[0]) for n in (1, 10))
+    assert 7 < ten / one < 13

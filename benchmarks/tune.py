@@ -15,7 +15,6 @@ import json
 import math
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,8 +32,11 @@ from flashattn.testing.inputs import make_grads, make_inputs
 PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each kernel
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
-BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
-REGISTERS = range(24, 241)  # a thread's part of the accumulators: fewer is idle, more must spill
+BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
+STAGES = {2: (1, 2, 3, 4), 4: (1, 2)}  # fp32 has no room for more
+# A thread's part of the accumulators: with fewer it idles, with more it must spill. Three TF32 products
+# split their operands in registers, which leaves less of them.
+REGISTERS = {2: range(24, 241), 4: range(4, 129)}
 SHARED = 227 << 10
 
 Outputs = tuple[torch.Tensor, ...]
@@ -51,12 +53,12 @@ def candidates(kernel: Kernel, size: int, head_dim: int, *, descriptors: bool) -
     """Return the tiles whose accumulators can fit the registers and whose loads the shared memory."""
     owned, scores = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (1, 2)}[kernel]
     found = []
-    for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES):
+    for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES[size]):
         own, walked = (block_kv, block_q) if kernel == "bwd_dkdv" else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if kernel == "fwd" else 2)
         shared = size * head_dim * (resident + 2 * stages * walked)
-        if own >= 8 * warps and registers in REGISTERS and shared <= SHARED:
+        if (size == 4 or own >= 8 * warps) and registers in REGISTERS[size] and shared <= SHARED:  # noqa: PLR2004
             found.append(Tile(block_q, block_kv, warps, stages, descriptors))
     return found
 
@@ -119,20 +121,35 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile) -> float:
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 
-def tune(
-    kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool, pool: ProcessPoolExecutor
-) -> list[dict[str, object]]:
+def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
+    """Return every job's fault, found side by side.
+
+    A kernel that reads where it must not breaks its whole process: what else failed there in that way is
+    tried again in a process of its own.
+    """
+    context = get_context("spawn")
+    with context.Pool(os.cpu_count()) as pool:
+        found = pool.starmap(fault, jobs, chunksize=1)
+    broken = [i for i, reason in enumerate(found) if reason and "CUDA error" in reason]
+    with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        again = pool.starmap(fault, [jobs[i] for i in broken], chunksize=1)
+    for i, reason in zip(broken, again, strict=True):
+        found[i] = reason
+    return found
+
+
+def tune(kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool) -> list[dict[str, object]]:
     """Return every candidate's row, the fastest first."""
     full, causal = (problem(head_dim, dtype, causal=mask) for mask in (False, True))
     tiles = candidates(kernel, full.torch_dtype.itemsize, head_dim, descriptors=descriptors)
-    jobs = [(kernel, asked, tile) for tile in tiles for asked in (full, causal)]
-    faults = list(pool.map(fault, *zip(*jobs, strict=True)))
+    found = faults([(kernel, asked, tile) for tile in tiles for asked in (full, causal)])
     rows = []
-    for tile, *reasons in zip(tiles, faults[::2], faults[1::2], strict=True):
+    for tile, *reasons in zip(tiles, found[::2], found[1::2], strict=True):
         reason = next((x for x in reasons if x), None)
         rates = [] if reason else [rate(kernel, asked, tile) for asked in (full, causal)]
         row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, **asdict(tile)}
-        rows.append(row | {"rates": rates, "score": math.sqrt(math.prod(rates)) if rates else 0.0, "fault": reason})
+        score = math.sqrt(math.prod(rates)) if rates else 0.0
+        rows.append(row | {"rates": rates, "score": score, "fault": reason})
     return sorted(rows, key=lambda row: row["score"], reverse=True)
 
 
@@ -147,16 +164,15 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")
     options = parser.parse_args()
     everything: list[dict[str, object]] = []
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for dtype, head_dim, kernel in itertools.product(options.dtype, options.head_dim, options.kernel):
-            rows = tune(kernel, dtype, head_dim, descriptors=not options.pointers, pool=pool)
-            everything += rows
-            for row in rows[: options.show]:
-                rates = " ".join(f"{x * 1e-12:.0f}" for x in row["rates"]) or row["fault"]
-                tile = tuple(row[name] for name in ("block_q", "block_kv", "warps", "stages"))
-                print(f"{dtype} {head_dim} {kernel} {tile} {rates}", flush=True)
-            if options.save:
-                options.save.write_text(json.dumps(everything, indent=1))
+    for dtype, head_dim, kernel in itertools.product(options.dtype, options.head_dim, options.kernel):
+        rows = tune(kernel, dtype, head_dim, descriptors=not options.pointers)
+        everything += rows
+        for row in rows[: options.show]:
+            rates = " ".join(f"{x * 1e-12:.0f}" for x in row["rates"]) or row["fault"]
+            tile = tuple(row[name] for name in ("block_q", "block_kv", "warps", "stages"))
+            print(f"{dtype} {head_dim} {kernel} {tile} {rates}", flush=True)
+        if options.save:
+            options.save.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def problem(head_dim: int, dtype: str, *, causal: bool) -> Problem:
     """Return what a tile is judged by."""
     heads = max(WIDTH // head_dim, 1)
     batch = TOKENS // LENGTH
-    return Problem(batch=batch, heads=heads, seq_q=LENGTH, head_dim=head_dim, dtype=dtype, causal=causal)
+    return Problem(
+        batch=batch, heads=heads, seq_q=LENGTH, head_dim=head_dim, dtype=dtype, causal=causal
+    )
 
 
 def candidates(kernel: Kernel, size: int, head_dim: int, *, descriptors: bool) -> list[Tile]:
@@ -117,7 +119,9 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile) -> float:
     """Return the kernel's flop/s on this problem, after checking its result."""
     check(kernel, asked, tile)
     call, _ = prepare(kernel, asked)
-    seconds = triton.testing.do_bench(lambda: call(tile), warmup=15, rep=50, return_mode="median") / 1e3
+    seconds = (
+        triton.testing.do_bench(lambda: call(tile), warmup=15, rep=50, return_mode="median") / 1e3
+    )
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 
@@ -138,7 +142,9 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
     return found
 
 
-def tune(kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool) -> list[dict[str, object]]:
+def tune(
+    kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool
+) -> list[dict[str, object]]:
     """Return every candidate's row, the fastest first."""
     full, causal = (problem(head_dim, dtype, causal=mask) for mask in (False, True))
     tiles = candidates(kernel, full.torch_dtype.itemsize, head_dim, descriptors=descriptors)
@@ -155,7 +161,9 @@ def tune(kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool) -> lis
 
 def main() -> None:
     """Search and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--kernel", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(RELATIVE))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
@@ -164,7 +172,9 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")
     options = parser.parse_args()
     everything: list[dict[str, object]] = []
-    for dtype, head_dim, kernel in itertools.product(options.dtype, options.head_dim, options.kernel):
+    for dtype, head_dim, kernel in itertools.product(
+        options.dtype, options.head_dim, options.kernel
+    ):
         rows = tune(kernel, dtype, head_dim, descriptors=not options.pointers)
         everything += rows
         for row in rows[: options.show]:

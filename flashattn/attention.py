@@ -78,7 +78,9 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
         for x in tensors
     )
 

@@ -24,7 +24,9 @@ def why_not(problem: Problem, device: torch.device) -> str | None:
     if problem.dtype == "float64":
         return "triton takes fp32, fp16 and bf16; tiled and reference take fp64"
     if problem.head_dim > LARGEST_HEAD_DIM:
-        return f"triton takes head dimensions up to {LARGEST_HEAD_DIM}; tiled and reference take any"
+        return (
+            f"triton takes head dimensions up to {LARGEST_HEAD_DIM}; tiled and reference take any"
+        )
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
@@ -93,7 +95,12 @@ def _backward(  # noqa: PLR0913 - an operator's arguments are flat
 
 @_backward.register_fake
 def _(
-    grad_o: torch.Tensor, grad_lse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+    grad_o: torch.Tensor,
+    grad_lse: object,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *_: object,
 ) -> Gradients:
     del grad_o, grad_lse
     return tuple(torch.empty_like(_dense(x)) for x in (q, k, v))
@@ -194,7 +201,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        is_causal: Causal = False,  # noqa: FBT001, FBT002
+        is_causal: Causal = False,  # noqa: FBT002
     ) -> torch.Tensor:
         reason = why_not(Problem.of(q, k, v, causal=is_causal), q.device)
         if reason is not None:

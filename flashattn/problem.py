@@ -78,7 +78,14 @@ class Problem:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.seq_kv is None:
             object.__setattr__(self, "seq_kv", self.seq_q)
-        for name, least in {"batch": 0, "heads": 0, "kv_heads": 0, "seq_q": 0, "seq_kv": 0, "head_dim": 1}.items():
+        for name, least in {
+            "batch": 0,
+            "heads": 0,
+            "kv_heads": 0,
+            "seq_q": 0,
+            "seq_kv": 0,
+            "head_dim": 1,
+        }.items():
             if getattr(self, name) < least:
                 msg = f"{name}: wanted at least {least}, got {getattr(self, name)}"
                 raise ValueError(msg)
@@ -92,7 +99,9 @@ class Problem:
         object.__setattr__(self, "causal", MASKS[self.causal] or False)
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False) -> Problem:
+    def of(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False
+    ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
 
         Args:
@@ -109,7 +118,9 @@ class Problem:
         one_head = q.ndim == 3  # noqa: PLR2004 - [B, T, D]
         batch, heads, (seq_q, head_dim) = q.shape[0], 1 if one_head else q.shape[1], q.shape[-2:]
         kv_heads, seq_kv = 1 if one_head else k.shape[1], k.shape[-2]
-        _check_shape("k", k, (batch, seq_kv, head_dim) if one_head else (batch, kv_heads, seq_kv, head_dim))
+        _check_shape(
+            "k", k, (batch, seq_kv, head_dim) if one_head else (batch, kv_heads, seq_kv, head_dim)
+        )
         _check_shape("v", v, k.shape)
         return cls(
             batch=batch,
@@ -127,9 +138,7 @@ class Problem:
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
         mask = {False: "full", "top_left": "causal", "bottom_right": "causal_br"}[self.causal]
-        return (
-            f"{SHORT[self.dtype]}-b{self.batch}h{self.heads}{grouped}-q{self.seq_q}{keys}-d{self.head_dim}-{mask}"
-        )
+        return f"{SHORT[self.dtype]}-b{self.batch}h{self.heads}{grouped}-q{self.seq_q}{keys}-d{self.head_dim}-{mask}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -148,7 +157,9 @@ class Problem:
             return self.batch * self.heads * self.seq_q * self.seq_kv
         # Query t sees clamp(t + diagonal + 1, 0, S) keys: an arithmetic ramp, then a plateau of S.
         first = min(max(0, -self.diagonal), self.seq_q)  # the first query that sees a key
-        full = min(max(first, self.seq_kv - self.diagonal - 1), self.seq_q)  # ... that sees every key
+        full = min(
+            max(first, self.seq_kv - self.diagonal - 1), self.seq_q
+        )  # ... that sees every key
         ramp = (full - first) * (first + full + 1 + 2 * self.diagonal) // 2
         return self.batch * self.heads * (ramp + (self.seq_q - full) * self.seq_kv)
 
@@ -173,7 +184,9 @@ class Problem:
         wide = DTYPES[self.dtype] * self.head_dim * self.batch
         queries, keys = wide * self.heads * self.seq_q, wide * self.kv_heads * self.seq_kv
         lse = 4 * self.batch * self.heads * self.seq_q
-        return {"forward": 2 * queries + 2 * keys + lse, "backward": 4 * queries + 4 * keys + lse}[passes]
+        return {"forward": 2 * queries + 2 * keys + lse, "backward": 4 * queries + 4 * keys + lse}[
+            passes
+        ]
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -196,7 +209,9 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
         msg = f"{name}: wanted a tensor, got {type(x).__name__}"
         raise ValueError(msg)  # noqa: TRY004 - one kind of error for one kind of mistake
     if x.layout != torch.strided or x.is_nested:
-        msg = f"{name}: wanted a dense (strided) tensor, got {'nested' if x.is_nested else x.layout}"
+        msg = (
+            f"{name}: wanted a dense (strided) tensor, got {'nested' if x.is_nested else x.layout}"
+        )
         raise ValueError(msg)
     if str(x.dtype).removeprefix("torch.") not in DTYPES:
         msg = f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}"

@@ -72,7 +72,11 @@ class Impl:
         return self.limits(problem, torch.device(device))
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any  # noqa: ANN401 - each has its own
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        **options: Any,  # noqa: ANN401 - each has its own
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute (o, lse); lse is None where it returns none."""
         result = self.call(q, k, v, **options)

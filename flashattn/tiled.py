@@ -28,7 +28,9 @@ def _tiles(size: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, size)) for start in range(0, size, block)]
 
 
-def _hidden(rows: slice, keys: slice, last: int | None, device: torch.device) -> torch.Tensor | None:
+def _hidden(
+    rows: slice, keys: slice, last: int | None, device: torch.device
+) -> torch.Tensor | None:
     """Return where a tile is masked [rows, keys], or None when all of it is seen."""
     if last is None or keys.stop - 1 <= rows.start + last:
         return None
@@ -69,7 +71,7 @@ def tiled_forward(
     for rows in _tiles(q.shape[-2], BLOCK_Q):
         acc = torch.zeros_like(_wide(q[..., rows, :]))  # [..., BLOCK_Q, D]
         m = torch.full_like(acc[..., :1], -torch.inf)
-        l = torch.zeros_like(m)  # noqa: E741 - the paper's letter
+        l = torch.zeros_like(m)
         for keys in _tiles(k.shape[-2], BLOCK_KV):
             if _skipped(rows, keys, diagonal):
                 break
@@ -77,7 +79,7 @@ def tiled_forward(
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
             finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
             alpha, p = (m - finite).exp(), (s - finite).exp()
-            l = l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
+            l = l * alpha + p.sum(dim=-1, keepdim=True)
             acc = acc * alpha + p @ _wide(v[..., keys, :])
             m = m_new
         o[..., rows, :] = acc / l.masked_fill(l == 0, 1)
@@ -129,11 +131,13 @@ class _TiledGradients(torch.autograd.Function):
     """Algorithm 2 as one step, so that a second derivative meets a sentence and not a zero."""
 
     @staticmethod
-    def forward(ctx: Any, last: int | None, scale: float, *tensors: torch.Tensor | None) -> Gradients:  # noqa: ANN401, ARG004
+    def forward(
+        ctx: Any, last: int | None, scale: float, *tensors: torch.Tensor | None
+    ) -> Gradients:
         return tiled_backward(tensors[:2], tensors[2:], diagonal=last, scale=scale)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> None:  # noqa: ANN401, ARG004
+    def backward(ctx: Any, *_: torch.Tensor) -> None:  # noqa: ANN401
         msg = 'the tiled attention has no second derivative; impl="reference" has'
         raise NotImplementedError(msg)
 
@@ -155,7 +159,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        is_causal: Causal = False,  # noqa: FBT001, FBT002
+        is_causal: Causal = False,  # noqa: FBT002
         scale: float | None = None,
         return_lse: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +186,12 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
 
 def tiled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with grouped heads; the caller has checked the arguments.
 

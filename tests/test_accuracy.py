@@ -40,10 +40,13 @@ def test_the_question_repeats():
         lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1] / 0.693),
         lambda q, k, v: (naive(q, k, v)[0] * 1.03, naive(q, k, v)[1]),
         lambda q, k, v: (naive(q, k, v)[0][..., :-1, :], naive(q, k, v)[1]),
-        lambda q, k, v: (naive(q, k, v.detach() + v * 0.5 - v.detach() * 0.5)[0], naive(q, k, v)[1]),
+        lambda q, k, v: (
+            naive(q, k, v.detach() + v * 0.5 - v.detach() * 0.5)[0],
+            naive(q, k, v)[1],
+        ),
         lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1].detach() + 0 * naive(q, k, v)[1]),
     ],
-    ids="scale mask-late no-mask grouping lse-base o+3% lost-row half-dv no-dlse".split(),
+    ids=["scale", "mask-late", "no-mask", "grouping", "lse-base", "o+3%", "lost-row", "half-dv", "no-dlse"],
 )
 def test_errors_are_seen(wrong):
     """A scale off by 2%, a mask off by one, a wrong group, base, row or gradient breaks a budget."""
@@ -77,12 +80,16 @@ def test_the_mean_is_judged():
 
 def test_infinities_are_compared():
     """A dead row's lse is -inf, and neither a number nor +inf will do."""
-    case = Question(problem=Problem(seq_q=4, seq_kv=2, head_dim=4, causal="bottom_right"), grad=False).draw()
+    case = Question(
+        problem=Problem(seq_q=4, seq_kv=2, head_dim=4, causal="bottom_right"), grad=False
+    ).draw()
     truth = Truth.of(case)
     for wrong in (0.0, torch.inf, torch.nan):
         got = run_reference(case)
         got["lse"][0, 0, 0] = wrong
-        assert truth.complaints(got) == ["lse: infinite or NaN where the exact result is not, or the reverse"]
+        assert truth.complaints(got) == [
+            "lse: infinite or NaN where the exact result is not, or the reverse"
+        ]
 
 
 def test_fp64_is_judged_too():
@@ -90,7 +97,9 @@ def test_fp64_is_judged_too():
     question = Question(problem=Problem(seq_q=40, head_dim=16, dtype="float64"))
     assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25, last=None), question)
     with pytest.raises(AssertionError):
-        assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25 * (1 + 1e-9), last=None), question)
+        assert_accurate(
+            lambda q, k, v: naive(q, k, v, scale=0.25 * (1 + 1e-9), last=None), question
+        )
 
 
 def test_error_statistics():

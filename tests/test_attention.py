@@ -19,7 +19,9 @@ PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=33, seq_kv=40, head_dim=16
 
 def tensors(device, **changes):
     """Return q, k, v."""
-    return make_inputs(Problem(**{"batch": 2, "heads": 2, "seq_q": 20, "head_dim": 16} | changes), device=device)
+    return make_inputs(
+        Problem(**{"batch": 2, "heads": 2, "seq_q": 20, "head_dim": 16} | changes), device=device
+    )
 
 
 @OURS
@@ -90,7 +92,9 @@ def test_auto(device):
     fastest = "triton" if device.type == "cuda" else "sdpa"
     assert torch.equal(attention(q, k, v), attention(q, k, v, impl=fastest))
     o, lse = attention(q, k, v, return_lse=True)
-    wanted = attention(q, k, v, return_lse=True, impl="triton" if device.type == "cuda" else "reference")
+    wanted = attention(
+        q, k, v, return_lse=True, impl="triton" if device.type == "cuda" else "reference"
+    )
     assert torch.equal(o, wanted[0])
     assert torch.equal(lse, wanted[1])
 
@@ -114,7 +118,7 @@ def test_a_name_never_falls_back(device):
 
 
 def test_options_reach_the_implementation(device):
-    """precision is Triton's own option, checked there."""
+    """Precision is Triton's own option, checked there."""
     q, k, v = tensors(device)
     exact = attention(q, k, v, impl="reference")
     for precision in ("tf32x3", "ieee"):
@@ -127,17 +131,29 @@ def test_options_reach_the_implementation(device):
     ("change", "words"),
     [
         (lambda q, k, v: (q, k.half(), v), "k: wanted q's dtype, torch.float32, got torch.float16"),
-        (lambda q, k, v: (q, k, v[:, :, :-1]), r"v: wanted shape \[2, 2, 20, 16\], got \[2, 2, 19, 16\]"),
-        (lambda q, k, v: (q, k[:, :, :, :8], v), r"k: wanted shape \[2, 2, 20, 16\], got \[2, 2, 20, 8\]"),
+        (
+            lambda q, k, v: (q, k, v[:, :, :-1]),
+            r"v: wanted shape \[2, 2, 20, 16\], got \[2, 2, 19, 16\]",
+        ),
+        (
+            lambda q, k, v: (q, k[:, :, :, :8], v),
+            r"k: wanted shape \[2, 2, 20, 16\], got \[2, 2, 20, 8\]",
+        ),
         (lambda q, k, v: (q[:1], k, v), r"k: wanted shape \[1, 2, 20, 16\]"),
-        (lambda q, k, v: (q[:, :1], k, v), "kv_heads: wanted a divisor of the 1 query heads, got 2"),
+        (
+            lambda q, k, v: (q[:, :1], k, v),
+            "kv_heads: wanted a divisor of the 1 query heads, got 2",
+        ),
         (lambda q, k, v: (q.int(), k.int(), v.int()), "q: wanted dtype float64, float32"),
         (lambda q, k, v: (q, k[0], v), "k: wanted q's number of dimensions, 4, got 3"),
         (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]), "q: wanted .* got 2 dimensions"),
         (lambda q, k, v: (q.to_sparse(), k, v), "q: wanted a dense .* got torch.sparse_coo"),
         (lambda q, k, v: (q, k, [1.0]), "v: wanted a tensor, got list"),
         (lambda q, k, v: (q, k, v.to("meta")), "v: wanted q's device"),
-        (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "head_dim: wanted at least 1, got 0"),
+        (
+            lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]),
+            "head_dim: wanted at least 1, got 0",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
@@ -149,7 +165,10 @@ def test_bad_tensors(name, change, words, device):
 
 @pytest.mark.parametrize(
     ("keyword", "words"),
-    [({"scale": float("nan")}, "scale: wanted a finite number"), ({"causal": "left"}, "causal: wanted False")],
+    [
+        ({"scale": float("nan")}, "scale: wanted a finite number"),
+        ({"causal": "left"}, "causal: wanted False"),
+    ],
 )
 def test_bad_keywords(keyword, words, device):
     """So are a mask and a scale that are none."""

@@ -28,7 +28,10 @@ def test_forward_and_saved_lse(function, is_causal, device):
     o = function.apply(q, k, v, is_causal)
     last = 0 if is_causal else None
     wanted, wanted_lse = (
-        x[:, 0] for x in reference_attention(q[:, None], k[:, None], v[:, None], diagonal=last, scale=D**-0.5)
+        x[:, 0]
+        for x in reference_attention(
+            q[:, None], k[:, None], v[:, None], diagonal=last, scale=D**-0.5
+        )
     )
     torch.testing.assert_close(o, wanted)
     saved = [x for x in o.grad_fn.saved_tensors if x.shape == (BATCH, N_Q)]

@@ -92,7 +92,9 @@ def test_values(impl, device, name, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(impl, device, layout):
     """Inputs are read where they lie, whatever their strides."""
-    problem = Problem(batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="float16")
+    problem = Problem(
+        batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="float16"
+    )
     judge_strictly(impl, device, problem, layout=layout)
 
 

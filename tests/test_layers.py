@@ -69,7 +69,9 @@ def test_report_draws_without_torch():
 def test_cold_import():
     """A fresh process that imports flashattn has loaded torch, and neither triton nor matplotlib."""
     code = "import sys, flashattn; print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert output.strip() == "['torch']"
 
 

@@ -63,10 +63,12 @@ def test_compile_auto(device):
 
 
 def test_vmap(device):
-    """vmap folds the mapped dimension into the batch; a tensor that is not mapped is shared."""
+    """Vmap folds the mapped dimension into the batch; a tensor that is not mapped is shared."""
     q, k, v = (x.detach() for x in arguments(device))
     stacked = torch.stack([q, q + 1, q - 1], dim=1)
-    got = torch.func.vmap(lambda q, k: attention(q, k, v, impl="triton"), in_dims=(1, None))(stacked, k)
+    got = torch.func.vmap(lambda q, k: attention(q, k, v, impl="triton"), in_dims=(1, None))(
+        stacked, k
+    )
     wanted = torch.stack([attention(x, k, v, impl="triton") for x in stacked.unbind(1)])
     assert torch.equal(got, wanted)
 
@@ -84,7 +86,7 @@ def test_repeats_bit_by_bit(device, layout):
 
 
 def test_outputs_keep_the_layout(device):
-    """o lies in memory as q does, so that merging heads after a projection copies nothing."""
+    """O lies in memory as q does, so that merging heads after a projection copies nothing."""
     q, k, v = (x.detach() for x in arguments(device, "sequence_first"))
     assert attention(q, k, v, impl="triton").stride() == q.stride()
 

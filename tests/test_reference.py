@@ -19,12 +19,17 @@ def by_hand(q, k, v, last, scale):
     rows, lses = [], []
     for t, query in enumerate(q.tolist()):
         keys = [s for s in range(len(k)) if last is None or s <= t + last]
-        scores = [scale * sum(a * b for a, b in zip(query, k[s].tolist(), strict=True)) for s in keys]
+        scores = [
+            scale * sum(a * b for a, b in zip(query, k[s].tolist(), strict=True)) for s in keys
+        ]
         weights = [math.exp(x) for x in scores]
         total = sum(weights)
         lses.append(math.log(total) if keys else -math.inf)
         rows.append(
-            [sum(w * v[s, d].item() for w, s in zip(weights, keys, strict=True)) / total for d in range(len(v[0]))]
+            [
+                sum(w * v[s, d].item() for w, s in zip(weights, keys, strict=True)) / total
+                for d in range(len(v[0]))
+            ]
             if keys
             else [0.0] * q.shape[1]
         )

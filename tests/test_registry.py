@@ -69,7 +69,9 @@ def test_a_name_is_taken_once(name):
 
 def test_sentences():
     """Limits are asked in order: gradients, logsumexp, then the implementation's own."""
-    registry.register("poor", grad=False, why_not=lambda problem, device: f"poor has no {device}")(print)
+    registry.register("poor", grad=False, why_not=lambda problem, device: f"poor has no {device}")(
+        print
+    )
     poor = registry.get("poor")
     assert poor.why_not(Problem(), "cpu", grad=True) == "poor is not differentiable"
     assert poor.why_not(Problem(), "cpu", lse=True) == "poor does not return the logsumexp"

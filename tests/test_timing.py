@@ -199,7 +199,7 @@ def test_looped_rounds_are_device_time(simulated):
     stock, _ = stock_fixture()
     benchmark = DeviceBenchmark.adopt(stock, simulated.clock())
     cost = {"host": 7 * MICRO, "device": 1e-3}
-    runner = benchmark._make_runner(simulated.queue, ("kernel",), cost)  # noqa: SLF001
+    runner = benchmark._make_runner(simulated.queue, ("kernel",), cost)
     assert runner(range(4)) == pytest.approx(4e-3)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from flashattn import weighted_sum
 
-
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -46,7 +45,9 @@ def test_sums_in_fp32(device, dtype):
     assert weighted_sum(x, x[0]).tolist() == [4096.0] * 3
 
 
-@pytest.mark.parametrize("change", [lambda x: x.T, lambda x: x[:, ::2], lambda x: x[:1].expand(4, -1)])
+@pytest.mark.parametrize(
+    "change", [lambda x: x.T, lambda x: x[:, ::2], lambda x: x[:1].expand(4, -1)]
+)
 def test_strides(device, change):
     """Transposed, strided and expanded inputs are taken as they are."""
     x = change(torch.randn(6, 6, device=device))

@@ -14,7 +14,11 @@ import torch
 from flashattn.problem import Causal, Problem
 from flashattn.registry import register
 
-MODULES = {"flash_attn_2": "flash_attn", "flash_attn_3": "flash_attn_interface", "flash_attn_4": "flash_attn.cute"}
+MODULES = {
+    "flash_attn_2": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute",
+}
 HOPPER = (9, 0)
 
 
@@ -27,10 +31,18 @@ def _installed(module: str) -> bool:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None, module: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    module: str,
 ) -> torch.Tensor:
     flash = import_module(module).flash_attn_func
-    result = flash(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=bool(causal))
+    result = flash(
+        *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=bool(causal)
+    )
     o = result[0] if isinstance(result, tuple) else result
     return o.transpose(1, 2)
 
@@ -42,14 +54,20 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         return f"{name} runs on CUDA only"
     reasons = {
         "takes fp16 and bf16 only": problem.dtype not in ("float16", "bfloat16"),
-        "takes head dimensions up to 256 in multiples of 8": problem.head_dim > 256 or problem.head_dim % 8 != 0,  # noqa: PLR2004
-        "knows the bottom-right mask only": problem.causal == "top_left" and problem.seq_q != problem.seq_kv,
-        "is not asked for empty problems": 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
+        "takes head dimensions up to 256 in multiples of 8": problem.head_dim > 256
+        or problem.head_dim % 8 != 0,
+        "knows the bottom-right mask only": problem.causal == "top_left"
+        and problem.seq_q != problem.seq_kv,
+        "is not asked for empty problems": 0
+        in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
         "does not test its gradients where a query sees no key": problem.dead_rows > 0,
-        "needs a Hopper GPU": name != "flash_attn_2" and torch.cuda.get_device_capability(device) < HOPPER,
+        "needs a Hopper GPU": name != "flash_attn_2"
+        and torch.cuda.get_device_capability(device) < HOPPER,
     }
     return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), None)
 
 
 for _name, _module in MODULES.items():
-    register(_name, why_not=partial(_limits, name=_name), strict=False)(partial(_attend, module=_module))
+    register(_name, why_not=partial(_limits, name=_name), strict=False)(
+        partial(_attend, module=_module)
+    )

@@ -36,11 +36,14 @@ def _block_mask(seq_q: int, seq_kv: int, last: int, device: torch.device) -> Blo
 def _limits(problem: Problem, device: torch.device) -> str | None:
     reasons = {
         "is compiled for CUDA only here: on a CPU it has no backward": device.type != "cuda",
-        "is not asked for empty problems": 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
+        "is not asked for empty problems": 0
+        in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
         "takes no fp64": problem.dtype == "float64",
         "takes head dimensions from 16 on, powers of two": problem.head_dim < 16  # noqa: PLR2004
         or problem.head_dim & (problem.head_dim - 1) != 0,
-        "needs a power-of-two number of query heads for each key head": _group(problem) & (_group(problem) - 1) != 0,
+        "needs a power-of-two number of query heads for each key head": _group(problem)
+        & (_group(problem) - 1)
+        != 0,
     }
     return next((f"flex {reason}" for reason, holds in reasons.items() if holds), None)
 
@@ -51,7 +54,12 @@ def _group(problem: Problem) -> int:
 
 @register("flex", why_not=_limits, strict=False, compiles=True)
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
     mask = None if last is None else _block_mask(q.shape[2], k.shape[2], last, q.device)

@@ -34,14 +34,24 @@ def triton(
 
 @register("tiled", lse=True)
 def _tiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
 ) -> Pair:
     return tiled.tiled_attention(q, k, v, causal=causal, scale=scale)
 
 
 @register("reference", lse=True)
 def _reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
 ) -> Pair:
     last = diagonal(causal, q.shape[-2], k.shape[-2])
     return reference_attention(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))
@@ -63,7 +73,12 @@ def _compiled_limits(problem: Problem, device: torch.device) -> str | None:
 
 @register("compiled", why_not=_compiled_limits, lse=True, strict=False, compiles=True)
 def _compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
 ) -> Pair:
     last = diagonal(causal, q.shape[-2], k.shape[-2])
     return _compiled_reference()(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))

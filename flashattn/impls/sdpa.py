@@ -34,7 +34,12 @@ def _mask(q: torch.Tensor, k: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
     if scale is not None and scale <= 0:
@@ -50,7 +55,9 @@ def _sdpa(
 
 
 def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float) -> torch.Tensor:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float
+    ) -> torch.Tensor:
         with sdpa_kernel(backend):
             return _sdpa(q, k, v, causal=causal, scale=scale)
 
@@ -66,9 +73,12 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
     reasons = {
         "does not say what an empty problem gives": empty,
         "runs on CUDA only": not on_cuda and backend in ("sdpa_efficient", "sdpa_cudnn"),
-        "takes fp16 and bf16 only": on_cuda and backend in ("sdpa_flash", "sdpa_cudnn") and problem.dtype not in HALF,
+        "takes fp16 and bf16 only": on_cuda
+        and backend in ("sdpa_flash", "sdpa_cudnn")
+        and problem.dtype not in HALF,
         "takes no fp64": on_cuda and backend == "sdpa_efficient" and problem.dtype == "float64",
-        "takes no mask tensor, so no bottom-right mask when T != S": own_mask and backend in ("sdpa_flash", "sdpa_cudnn"),
+        "takes no mask tensor, so no bottom-right mask when T != S": own_mask
+        and backend in ("sdpa_flash", "sdpa_cudnn"),
         "takes no grouped heads": grouped and backend == "sdpa_efficient",
         "takes head dimensions up to 256 in multiples of 8": on_cuda
         and fused

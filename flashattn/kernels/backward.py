@@ -25,7 +25,7 @@ from flashattn.kernels.primitives import (
     store_tile,
     visited_keys,
 )
-from flashattn.kernels.tiles import Tile, block_d
+from flashattn.kernels.tiles import Kernel, Tile, block_d
 
 DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
 ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
@@ -54,7 +54,9 @@ def flashattn_bwd_delta(
     """
     block, batch, head = program_tile(pitch // BLOCK, heads, False)
     start, row = block * BLOCK, batch * heads + head
-    o_tile = load_tile(o, o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False)
+    o_tile = load_tile(
+        o, o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False
+    )
     do_tile = load_tile(
         grad_o, grad_o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False
     )
@@ -65,7 +67,9 @@ def flashattn_bwd_delta(
     if grad_lse is not None:
         delta_rows -= tl.load(grad_lse + offsets, mask=rows < seq_q, other=0.0)
     dead = lse_rows == float("-inf")
-    store_rows(lse2, row, pitch, start, pitch, tl.where(dead, float("inf"), lse_rows * LOG2E), BLOCK)
+    store_rows(
+        lse2, row, pitch, start, pitch, tl.where(dead, float("inf"), lse_rows * LOG2E), BLOCK
+    )
     store_rows(delta, row, pitch, start, pitch, tl.where(dead, 0.0, delta_rows), BLOCK)
 
 
@@ -194,9 +198,20 @@ def flashattn_bwd_dkdv(
             HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
         )  # fmt: skip
     store_tile(
-        dk, dk_strides, batch, kv_head, start_kv, seq_kv, dk_acc * scale, HEAD_DIM, BLOCK_KV, BLOCK_D
+        dk,
+        dk_strides,
+        batch,
+        kv_head,
+        start_kv,
+        seq_kv,
+        dk_acc * scale,
+        HEAD_DIM,
+        BLOCK_KV,
+        BLOCK_D,
     )
-    store_tile(dv, dv_strides, batch, kv_head, start_kv, seq_kv, dv_acc, HEAD_DIM, BLOCK_KV, BLOCK_D)
+    store_tile(
+        dv, dv_strides, batch, kv_head, start_kv, seq_kv, dv_acc, HEAD_DIM, BLOCK_KV, BLOCK_D
+    )
 
 
 @triton.jit
@@ -322,7 +337,14 @@ class Recomputation:
     scale: float
     precision: str
 
-    def arguments(self, tile: Tile, *grads: torch.Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
+    def pick_tile(self, kernel: Kernel) -> Tile:
+        """Return the table's tile for one of the passes."""
+        inputs = (self.q, self.k, self.v, self.grad_o)
+        return launch.pick_tile(kernel, *inputs, causal=self.diagonal is not None)
+
+    def arguments(
+        self, tile: Tile, *grads: torch.Tensor
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the positional and keyword arguments of a pass that writes ``grads``."""
         inputs = (self.q, self.k, self.v, self.grad_o)
         rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
@@ -338,7 +360,16 @@ class Recomputation:
             "PRECISION": launch.input_precision(self.precision, self.q.dtype),
             **tile.options(head_dim),
         }
-        positional = (*operands, self.lse2, self.delta, *grads, *strides, *sizes, self.diagonal or 0, *scales)
+        positional = (
+            *operands,
+            self.lse2,
+            self.delta,
+            *grads,
+            *strides,
+            *sizes,
+            self.diagonal or 0,
+            *scales,
+        )
         return positional, options
 
 
@@ -356,19 +387,23 @@ def row_terms(
     return lse2, delta
 
 
-def key_gradients(given: Recomputation, tile: Tile | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def key_gradients(
+    given: Recomputation, tile: Tile | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_dkdv with the table's tile or another: the gradients of k and v."""
-    tile = tile or launch.pick_tile("bwd_dkdv", given.q, given.k, given.v, given.grad_o)
+    tile = tile or given.pick_tile("bwd_dkdv")
     dk, dv = torch.empty_like(given.k), torch.empty_like(given.v)
     batch, kv_heads, seq_kv, _ = given.k.shape
     positional, options = given.arguments(tile, dk, dv)
-    flashattn_bwd_dkdv[(triton.cdiv(seq_kv, tile.block_kv) * batch * kv_heads,)](*positional, **options)
+    flashattn_bwd_dkdv[(triton.cdiv(seq_kv, tile.block_kv) * batch * kv_heads,)](
+        *positional, **options
+    )
     return dk, dv
 
 
 def query_gradients(given: Recomputation, tile: Tile | None = None) -> torch.Tensor:
     """Launch flashattn_bwd_dq with the table's tile or another: the gradient of q."""
-    tile = tile or launch.pick_tile("bwd_dq", given.q, given.k, given.v, given.grad_o)
+    tile = tile or given.pick_tile("bwd_dq")
     dq = torch.empty_like(given.q)
     batch, heads, seq_q, _ = given.q.shape
     positional, options = given.arguments(tile, dq)

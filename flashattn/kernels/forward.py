@@ -50,7 +50,7 @@ def fold_keys(
     DESCRIPTORS: tl.constexpr,
 ):
     """Fold keys ``first ... end`` into (acc, m, l), the online softmax; ``m`` is in base 2."""
-    acc, m, l = state  # noqa: E741 - the paper's letters
+    acc, m, l = state
     if POSITIVE_SCALE:  # it does not move the maximum, so it folds into exp2's multiply-add
         factor = scale_log2
     else:
@@ -70,7 +70,7 @@ def fold_keys(
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = tl.exp2(s * factor - finite[:, None])
         alpha = tl.exp2(m - finite)
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, start_kv, seq_kv,
             HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
@@ -114,20 +114,20 @@ def flashattn_fwd(
     )
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
+    l = tl.zeros([BLOCK_Q], tl.float32)
     full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-    acc, m, l = fold_keys(  # noqa: E741
+    acc, m, l = fold_keys(
         (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
         start_q, 0, full, seq_kv, diagonal, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE, PRECISION, DESCRIPTORS,
     )  # fmt: skip
-    acc, m, l = fold_keys(  # noqa: E741
+    acc, m, l = fold_keys(
         (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
         start_q, full, end, seq_kv, diagonal, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, POSITIVE_SCALE, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     dead = l == 0.0  # rows that see no key
-    l = tl.where(dead, 1.0, l)  # noqa: E741
+    l = tl.where(dead, 1.0, l)
     acc = acc / l[:, None]
     store_tile(o, o_strides, batch, head, start_q, seq_q, acc, HEAD_DIM, BLOCK_Q, BLOCK_D)
     lse_tile = tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
@@ -163,7 +163,7 @@ def forward(
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     if lse.numel() == 0 or seq_kv == 0:
         return o.zero_(), lse.fill_(-torch.inf)
-    tile = tile or launch.pick_tile("fwd", q, k, v)
+    tile = tile or launch.pick_tile("fwd", q, k, v, causal=diagonal is not None)
     scale_log2 = scale * LOG2E.value
     with launch.on_device(q):
         flashattn_fwd[(triton.cdiv(seq_q, tile.block_q) * batch * heads,)](

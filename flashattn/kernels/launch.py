@@ -43,12 +43,14 @@ def _describable(x: torch.Tensor) -> bool:
     )
 
 
-def pick_tile(kernel: Kernel, *inputs: torch.Tensor) -> Tile:
+def pick_tile(kernel: Kernel, *inputs: torch.Tensor, causal: bool) -> Tile:
     """Return the table's tile for these inputs; one with descriptors only if all can have one."""
     x = inputs[0]
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
     describable = all(_describable(x) for x in inputs)
-    return pick(kernel, x.element_size(), x.shape[-1], capability, descriptors=describable)
+    return pick(
+        kernel, x.element_size(), x.shape[-1], capability, causal=causal, descriptors=describable
+    )
 
 
 def operand(x: torch.Tensor, tile: Tile, rows: int) -> torch.Tensor | TensorDescriptor:
@@ -57,8 +59,12 @@ def operand(x: torch.Tensor, tile: Tile, rows: int) -> torch.Tensor | TensorDesc
         return x
     # A dimension of size 1 may carry any stride; the engine wants one that is aligned.
     dense = x.shape[-1] * x.shape[-2]
-    strides = [s if n > 1 else -(-dense // 16) * 16 for n, s in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], [1, 1, rows, tile.block_d(x.shape[-1])])
+    strides = [
+        s if n > 1 else -(-dense // 16) * 16 for n, s in zip(x.shape, x.stride(), strict=True)
+    ]
+    return TensorDescriptor(
+        x, list(x.shape), [*strides[:-1], 1], [1, 1, rows, tile.block_d(x.shape[-1])]
+    )
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

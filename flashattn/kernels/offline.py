@@ -50,7 +50,9 @@ class Variant:
     def __str__(self) -> str:
         """Return a row's label."""
         mask = "causal" if self.causal else "full"
-        return f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim} {mask} {self.tile}"
+        return (
+            f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim} {mask} {self.tile}"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ def _source(variant: Variant) -> ASTSource:
         else:
             signature[name] = "*fp32" if name in ("lse", "lse2", "delta") else f"*{element}"
             attributes[(i,)] = aligned
-    return ASTSource(fn, signature, {n: constants[n] for n in fn.arg_names if n in constants}, attributes)
+    return ASTSource(
+        fn, signature, {n: constants[n] for n in fn.arg_names if n in constants}, attributes
+    )
 
 
 @cache
@@ -118,7 +122,9 @@ def compile_variant(variant: Variant) -> Resources:
         Exception: whatever Triton's compiler raises.
     """
     if triton.knobs.runtime.interpret:
-        msg = "wanted a process without TRITON_INTERPRET=1: an interpreted kernel cannot be compiled"
+        msg = (
+            "wanted a process without TRITON_INTERPRET=1: an interpreted kernel cannot be compiled"
+        )
         raise RuntimeError(msg)
     options = {"num_warps": variant.tile.warps, "num_stages": variant.tile.stages}
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
@@ -138,8 +144,7 @@ def variants(arches: list[str]) -> list[Variant]:
     return [
         Variant(arch, kernel, size, head_dim, tile, causal)
         for arch in arches
-        for (kernel, size, head_dim, _), tile in TABLES[arch].items()
-        for causal in (False, True)
+        for (kernel, size, head_dim, causal, _), tile in TABLES[arch].items()
     ]
 
 
@@ -153,7 +158,9 @@ def _report(variant: Variant) -> tuple[Variant, str | None, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile the tables; return how many variants are wrong."""
-    parser = argparse.ArgumentParser(prog="python -m flashattn.kernels.offline", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m flashattn.kernels.offline", description=__doc__
+    )
     arches = [arch for arch in TABLES if arch in SHARED_LIMIT]
     parser.add_argument("arch", nargs="*", default=arches, help=f"of {', '.join(arches)}")
     wanted = variants(parser.parse_args(arguments).arch)

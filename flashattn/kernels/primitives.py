@@ -24,7 +24,9 @@ def program_tile(blocks, heads, LAST_FIRST: tl.constexpr):
     """Return (block, batch, head) of this program: neighbours share a head, hence its keys in L2."""
     block, row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if LAST_FIRST:
-        block = blocks - 1 - block  # under a causal mask the longest first, so that none is left over
+        block = (
+            blocks - 1 - block
+        )  # under a causal mask the longest first, so that none is left over
     return block, row // heads, row % heads
 
 

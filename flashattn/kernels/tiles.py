@@ -5,13 +5,13 @@ A first call never searches. ``benchmarks/tune.py`` measures candidates on a GPU
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 Kernel = Literal["fwd", "bwd_dkdv", "bwd_dq"]
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
-LARGEST_HEAD_DIM = 256
 
 
 def block_d(head_dim: int) -> int:
@@ -67,37 +67,165 @@ class Tile:
         }
 
 
-# (kernel, bytes per element, BLOCK_D, descriptors): tile. TODO replaced below
-Table = dict[tuple[Kernel, int, int, bool], Tile]
+# What picks a tile: kernel, bytes per element, BLOCK_D, causal, descriptors.
+Key = tuple[Kernel, int, int, bool, bool]
+Table = dict[Key, Tile]
+Numbers = tuple[int, int, int, int]  # block_q, block_kv, warps, stages
 
 
-def _interpreted() -> Table:
-    """Small tiles, so that small problems have several; speed does not matter there."""
-    return {
-        (kernel, size, d, descriptors): Tile(32, 64, 4, 1, descriptors)
-        for kernel in ("fwd", "bwd_dkdv", "bwd_dq")
-        for size in (2, 4)
-        for d in (16, 32, 64, 128, 256)
-        for descriptors in (False, True)
+def _table(
+    rows: dict[tuple[Kernel, int, int], Numbers | tuple[Numbers, Numbers]],
+    *,
+    descriptors: bool = False,
+) -> Table:
+    """Spell out rows (kernel, bytes, BLOCK_D): one tile, or one for full and one for causal."""
+    table: Table = {}
+    for (kernel, size, d), numbers in rows.items():
+        full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
+        table[kernel, size, d, False, descriptors] = Tile(*full, descriptors)
+        table[kernel, size, d, True, descriptors] = Tile(*causal, descriptors)
+    return table
+
+
+# Measured: one H200, 700 W, driver 580.159.04, torch 2.11, triton 3.6, bf16, N = 4096, 2026-11-21.
+H200_DESCRIPTORS = _table(
+    {
+        ("fwd", 2, 16): (64, 64, 4, 3),
+        ("fwd", 2, 32): (64, 128, 4, 3),
+        ("fwd", 2, 64): (64, 128, 4, 2),
+        ("fwd", 2, 128): ((64, 128, 4, 1), (64, 64, 4, 3)),
+        ("fwd", 2, 256): (128, 64, 8, 2),
+        ("bwd_dkdv", 2, 16): (64, 64, 4, 3),
+        ("bwd_dkdv", 2, 32): (64, 64, 4, 3),
+        ("bwd_dkdv", 2, 64): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 128): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 256): (32, 64, 8, 3),
+        ("bwd_dq", 2, 16): (64, 64, 4, 3),
+        ("bwd_dq", 2, 32): (64, 64, 4, 3),
+        ("bwd_dq", 2, 64): (64, 64, 4, 2),
+        ("bwd_dq", 2, 128): (64, 64, 4, 2),
+        ("bwd_dq", 2, 256): (128, 32, 8, 3),
+    },
+    descriptors=True,
+)
+# Not measured, chosen by compiling without a GPU: nothing spills with Triton 3.6 or 3.9. For inputs that
+# no descriptor can address (expanded, misaligned), and for fp32.
+H200_POINTERS = _table(
+    {
+        ("fwd", 2, 16): (128, 64, 8, 2),
+        ("fwd", 2, 32): (128, 64, 8, 2),
+        ("fwd", 2, 64): (128, 64, 8, 2),
+        ("fwd", 2, 128): (128, 64, 8, 2),
+        ("fwd", 2, 256): (128, 64, 8, 2),
+        ("bwd_dkdv", 2, 16): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 32): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 64): (64, 64, 8, 2),
+        ("bwd_dkdv", 2, 128): (32, 64, 8, 2),
+        ("bwd_dkdv", 2, 256): (16, 32, 8, 1),
+        ("bwd_dq", 2, 16): (64, 64, 4, 2),
+        ("bwd_dq", 2, 32): (64, 64, 4, 2),
+        ("bwd_dq", 2, 64): (64, 64, 4, 2),
+        ("bwd_dq", 2, 128): (64, 64, 4, 2),
+        ("bwd_dq", 2, 256): (64, 32, 4, 2),
+        ("fwd", 4, 16): (64, 32, 4, 1),
+        ("fwd", 4, 32): (64, 32, 4, 1),
+        ("fwd", 4, 64): (64, 32, 4, 1),
+        ("fwd", 4, 128): (32, 32, 8, 1),
+        ("fwd", 4, 256): (16, 16, 8, 1),
+        ("bwd_dkdv", 4, 16): (32, 32, 4, 1),
+        ("bwd_dkdv", 4, 32): (32, 32, 4, 1),
+        ("bwd_dkdv", 4, 64): (32, 32, 8, 1),
+        ("bwd_dkdv", 4, 128): (16, 16, 8, 1),
+        ("bwd_dkdv", 4, 256): (16, 16, 8, 1),
+        ("bwd_dq", 4, 16): (64, 32, 4, 1),
+        ("bwd_dq", 4, 32): (64, 32, 4, 1),
+        ("bwd_dq", 4, 64): (64, 32, 4, 1),
+        ("bwd_dq", 4, 128): (16, 16, 8, 1),
+        ("bwd_dq", 4, 256): (16, 16, 8, 1),
     }
-
-
-TABLES = {"interpreter": _interpreted(), "sm_90": {
- (k, size, d, desc): t for desc in (False, True) for size in (2, 4) for d in (16, 32, 64, 128, 256) for k, t in (
-   ("fwd", Tile(64, 32 if size == 4 or d == 256 else 64, 4, 2, desc)),
-   ("bwd_dkdv", Tile(32 if size == 4 or d == 256 else 64, 64 if d < 256 else 32, 8 if d >= 128 else 4, 1 if size == 4 else 2, desc)),
-   ("bwd_dq", Tile(64, 32 if size == 4 or d == 256 else 64, 8 if d == 256 else 4, 1 if size == 4 else 2, desc)))}}
-
-
-def architecture(capability: tuple[int, int] | None) -> str:
-    if capability is None:
-        return "interpreter"
-    return f"sm_{capability[0]}0"
+)
+# Not measured, likewise; they fit the 99 KiB of consumer cards, so they serve all of 8.x and 12.x.
+SM_80 = _table(
+    {
+        ("fwd", 2, 16): (128, 64, 8, 2),
+        ("fwd", 2, 32): (128, 64, 8, 2),
+        ("fwd", 2, 64): (128, 64, 8, 2),
+        ("fwd", 2, 128): (64, 64, 4, 2),
+        ("fwd", 2, 256): (32, 32, 4, 2),
+        ("bwd_dkdv", 2, 16): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 32): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 64): (32, 64, 8, 2),
+        ("bwd_dkdv", 2, 128): (32, 64, 8, 2),
+        ("bwd_dkdv", 2, 256): (16, 32, 8, 1),
+        ("bwd_dq", 2, 16): (64, 64, 4, 2),
+        ("bwd_dq", 2, 32): (64, 32, 4, 2),
+        ("bwd_dq", 2, 64): (64, 64, 4, 2),
+        ("bwd_dq", 2, 128): (64, 64, 8, 2),
+        ("bwd_dq", 2, 256): (32, 32, 8, 1),
+        ("fwd", 4, 16): (64, 32, 4, 1),
+        ("fwd", 4, 32): (64, 32, 4, 1),
+        ("fwd", 4, 64): (64, 32, 4, 1),
+        ("fwd", 4, 128): (32, 32, 8, 1),
+        ("fwd", 4, 256): (16, 16, 8, 1),
+        ("bwd_dkdv", 4, 16): (32, 32, 4, 1),
+        ("bwd_dkdv", 4, 32): (32, 32, 4, 1),
+        ("bwd_dkdv", 4, 64): (32, 32, 8, 1),
+        ("bwd_dkdv", 4, 128): (16, 16, 8, 1),
+        ("bwd_dkdv", 4, 256): (16, 16, 8, 1),
+        ("bwd_dq", 4, 16): (64, 32, 4, 1),
+        ("bwd_dq", 4, 32): (64, 32, 4, 1),
+        ("bwd_dq", 4, 64): (32, 32, 8, 1),
+        ("bwd_dq", 4, 128): (16, 16, 8, 1),
+        ("bwd_dq", 4, 256): (16, 16, 8, 1),
+    }
+)
+# Not measured, likewise; without the tensor memory of that architecture's own matrix instructions.
+SM_100 = SM_80 | _table(
+    {
+        ("bwd_dkdv", 2, 32): (64, 64, 8, 2),
+        ("bwd_dkdv", 2, 64): (64, 64, 8, 2),
+        ("bwd_dkdv", 2, 128): (32, 64, 8, 1),
+        ("bwd_dq", 2, 32): (64, 64, 8, 2),
+        ("bwd_dq", 2, 128): (64, 64, 4, 2),
+    }
+)
+# Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
+INTERPRETER = {
+    (kernel, size, d, causal, descriptors): Tile(32, 64, 4, 1, descriptors)
+    for kernel, size, d, causal, descriptors in itertools.product(
+        ("fwd", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256), (False, True), (False, True)
+    )
+}
+TABLES: dict[str, Table] = {
+    "sm_80": SM_80,
+    "sm_90": H200_DESCRIPTORS | H200_POINTERS,
+    "sm_100": SM_100,
+    "interpreter": INTERPRETER,
+}
+ARCHITECTURES = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}  # by compute capability
 
 
 @cache
 def pick(
-    kernel: Kernel, size: int, head_dim: int, capability: tuple[int, int] | None, *, descriptors: bool
+    kernel: Kernel,
+    size: int,
+    head_dim: int,
+    capability: tuple[int, int] | None,
+    *,
+    causal: bool,
+    descriptors: bool,
 ) -> Tile:
-    table = TABLES[architecture(capability)]
-    return table.get((kernel, size, block_d(head_dim), descriptors)) or table[kernel, size, block_d(head_dim), False]
+    """Return the table's tile.
+
+    Args:
+        kernel: which.
+        size: bytes per element.
+        head_dim: D.
+        capability: of the GPU; None for the interpreter. One that is not known is taken for an sm_80.
+        causal: whether scores are masked.
+        descriptors: whether the inputs can have descriptors; the tile may still do without.
+    """
+    arch = "interpreter" if capability is None else ARCHITECTURES.get(capability[0], "sm_80")
+    table, d = TABLES[arch], block_d(head_dim)
+    by_pointers = table[kernel, size, d, causal, False]
+    return table.get((kernel, size, d, causal, True), by_pointers) if descriptors else by_pointers

@@ -72,6 +72,13 @@ def backward(
     if x.numel() != 0:
         with on_device(x):
             flashattn_weighted_sum_bwd[(programs,)](
-                x, w, grad_y, grad_x, partial_w, *x.shape, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS
+                x,
+                w,
+                grad_y,
+                grad_x,
+                partial_w,
+                *x.shape,
+                BLOCK_ROWS=BLOCK_ROWS,
+                BLOCK_COLS=BLOCK_COLS,
             )
     return grad_x, partial_w.sum(0).to(w.dtype)

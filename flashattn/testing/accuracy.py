@@ -133,7 +133,9 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
 def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
     """Return the reference's outputs in ``dtype``: fp64 for exact, None for naive."""
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return reference_attention(q, k, v, diagonal=case.problem.diagonal, scale=case.scale)
 
     return run(call, case, dtype=dtype)
@@ -158,7 +160,9 @@ class Error:
 
     def joined(self, other: Error) -> Error:
         """Return the larger of each."""
-        return Error(max(self.max, other.max), max(self.mean, other.mean), max(self.bias, other.bias))
+        return Error(
+            max(self.max, other.max), max(self.mean, other.mean), max(self.bias, other.bias)
+        )
 
     def scaled(self, factor: float) -> Error:
         """Return each times ``factor``."""
@@ -178,7 +182,10 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     """Return what rounding the stored o and lse does to dq, dk and dv (see the module)."""
     if case.grad_o is None:
         return {}
-    dtype, group = case.problem.torch_dtype, case.problem.heads // max(case.problem.kv_heads or 0, 1)
+    dtype, group = (
+        case.problem.torch_dtype,
+        case.problem.heads // max(case.problem.kv_heads or 0, 1),
+    )
     q, k, v = (x.double() for x in case.inputs)
     do = case.grad_o.double()
     ones = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)

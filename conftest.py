@@ -37,7 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--impl",
         action="append",
         metavar="NAME|FILE.py",
-        help="run on this implementation only: a registered name, or a file that registers some; may be repeated",
+        help="run on this implementation only: a registered name, or a file that registers some"
+        " (may be repeated)",
     )
 
 

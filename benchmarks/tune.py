@@ -1,9 +1,10 @@
-"""Search tiles on this GPU: check every candidate, time it, print the rows that kernels/tiles.py stores.
+"""Search tiles on this GPU: check every candidate, time it, print what kernels/tiles.py stores.
 
     python benchmarks/tune.py --head-dim 64 128 --dtype bfloat16 --kernel fwd bwd_dkdv bwd_dq
 
-A candidate that spills, does not fit, or gives another result than the reference is never timed. The
-figure is the kernel's own TFLOP/s, products that it recomputes included, for full and causal attention.
+A candidate that spills, does not fit, or gives another result than the reference is never timed.
+The figure is the kernel's own TFLOP/s, products that it recomputes included, for full and causal
+attention.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
 STAGES = {2: (1, 2, 3, 4), 4: (1, 2)}  # fp32 has no room for more
-# A thread's part of the accumulators: with fewer it idles, with more it must spill. Three TF32 products
-# split their operands in registers, which leaves less of them.
+# A thread's part of the accumulators: with fewer it idles, with more it must spill. Three TF32
+# products split their operands in registers, which leaves less of them.
 REGISTERS = {2: range(24, 241), 4: range(4, 129)}
 SHARED = 227 << 10
 
@@ -52,7 +53,7 @@ def problem(head_dim: int, dtype: str, *, causal: bool) -> Problem:
 
 
 def candidates(kernel: Kernel, size: int, head_dim: int, *, descriptors: bool) -> list[Tile]:
-    """Return the tiles whose accumulators can fit the registers and whose loads the shared memory."""
+    """Return the tiles whose accumulators fit the registers and whose loads the shared memory."""
     owned, scores = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (1, 2)}[kernel]
     found = []
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES[size]):
@@ -128,13 +129,13 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile) -> float:
 def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
     """Return every job's fault, found side by side.
 
-    A kernel that reads where it must not breaks its whole process: what else failed there in that way is
-    tried again in a process of its own.
+    A kernel that reads where it must not breaks its whole process: what else failed there in that
+    way is tried again in a process of its own.
     """
     context = get_context("spawn")
     with context.Pool(os.cpu_count()) as pool:
         found = pool.starmap(fault, jobs, chunksize=1)
-    broken = [i for i, reason in enumerate(found) if reason and "CUDA error" in reason]
+    broken = [i for i, reason in enumerate(found) if reason and "CUDA" in reason]
     with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         again = pool.starmap(fault, [jobs[i] for i in broken], chunksize=1)
     for i, reason in zip(broken, again, strict=True):

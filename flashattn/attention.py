@@ -23,37 +23,38 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
-    **options: Any,  # noqa: ANN401 - each implementation has its own
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale * q @ k.T + mask) @ v without holding the score matrix.
 
     Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
-    sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in flash-attn,
-    so that the last query sees every key. Products are accumulated in fp32. Under ``torch.autocast``
-    q, k and v are cast to its dtype first.
+    sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
+    flash-attn, so that the last query sees every key. Products are accumulated in fp32. Under
+    ``torch.autocast`` q, k and v are cast to its dtype first.
 
     Args:
-        q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64: only by implementations in
-            PyTorch). Any strides are taken as they are when the last dimension is dense; otherwise
-            the tensor is copied once.
+        q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64: only by
+            implementations in PyTorch). Any strides are taken as they are when the last dimension
+            is dense; otherwise the tensor is copied once.
         k: [B, G, S, D], G a divisor of H, or [B, S, D].
         v: like k.
         causal: False, True, "top_left" or "bottom_right".
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
-        impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can solve the
-            problem; on a CPU, where ours are for study, PyTorch's own scaled_dot_product_attention, or
-            the reference where that cannot. A name never falls back to another.
+        impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
+            solve the problem; on a CPU, where ours are for study, PyTorch's own
+            scaled_dot_product_attention, or the reference where that cannot. A name never falls
+            back to another.
         options: the implementation's own, such as Triton's ``precision="tf32x3"``.
 
     Returns:
-        o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32. A query that
-        sees no key has o = 0 and lse = -inf and passes no gradient. Both are differentiable, once (any
-        number of times by ``impl="reference"``).
+        o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32. A query
+        that sees no key has o = 0 and lse = -inf and passes no gradient. Both are differentiable,
+        once (any number of times by ``impl="reference"``).
 
     Raises:
-        ValueError: an argument that does not fit, or a problem that ``impl`` cannot solve; the message
-            names the argument, what was wanted and what came, or says why.
+        ValueError: an argument that does not fit, or a problem that ``impl`` cannot solve; the
+            message names the argument, what was wanted and what came, or says why.
 
     Source: Dao, 2023, "FlashAttention-2".
     """

@@ -19,7 +19,7 @@ OLDEST_GPU = (8, 0)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def why_not(problem: Problem, device: torch.device) -> str | None:
+def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0911 - one a reason
     """Return why the Triton kernels cannot solve ``problem`` on ``device``, or None."""
     if problem.dtype == "float64":
         return "triton takes fp32, fp16 and bf16; tiled and reference take fp64"
@@ -74,7 +74,7 @@ def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     schema="(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
     " SymInt? diagonal, float scale, str precision) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
-def _backward(  # noqa: PLR0913 - an operator's arguments are flat
+def _backward(
     grad_o: torch.Tensor,
     grad_lse: torch.Tensor | None,
     q: torch.Tensor,
@@ -106,14 +106,14 @@ def _(
     return tuple(torch.empty_like(_dense(x)) for x in (q, k, v))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.diagonal, ctx.scale, ctx.precision = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     grad_o: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -123,7 +123,7 @@ def _differentiate(
     return *grads, None, None, None
 
 
-def _no_second_derivative(ctx: Any, *grads: torch.Tensor) -> None:  # noqa: ANN401
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor) -> None:
     del ctx, grads
     msg = 'the Triton attention has no second derivative; impl="reference" has'
     raise NotImplementedError(msg)
@@ -133,10 +133,10 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 _backward.register_autograd(_no_second_derivative)
 
 
-def _vmap(op: Any, batched: int) -> Any:  # noqa: ANN401 - an operator in, torch's vmap rule out
+def _vmap(op: Any, batched: int) -> Any:
     """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:  # noqa: ANN401
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
         def fold(x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
             if x is None:
                 return None
@@ -172,8 +172,8 @@ def triton_attention(
         v: [B, G, S, D].
         causal: see ``attention``.
         scale: see ``attention``.
-        precision: of fp32 products: "tf32x3", "tf32", "ieee", or "auto": "tf32" where torch's setting
-            for matrix products on CUDA allows it, else "tf32x3".
+        precision: of fp32 products: "tf32x3", "tf32", "ieee", or "auto": "tf32" where torch's
+            setting for matrix products on CUDA allows it, else "tf32x3".
 
     Returns:
         o [B, H, T, D] and lse [B, H, T].
@@ -188,8 +188,8 @@ def triton_attention(
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 in Triton as an autograd function: ``apply(Q, K, V, is_causal=False)``.
 
-    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q, K,
-    V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L.
+    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q,
+    K, V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L.
 
     Raises:
         ValueError: bad arguments (see ``Problem.of``), or a problem that ``why_not`` refuses.
@@ -197,7 +197,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102 - autograd's name; its arguments are positional
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -213,7 +213,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401, D102
+    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, q, k, v, o, lse = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
         scale = check_scale(None, q.shape[-1])
         grads = _backward(grad_o, None, q, k, v, o, lse, ctx.diagonal, scale, "auto")

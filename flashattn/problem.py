@@ -4,9 +4,9 @@ The legend, used everywhere in this package: ``B`` batch, ``H`` query heads, ``G
 ``T`` queries, ``S`` keys, ``D`` head dimension. q is ``[B, H, T, D]``, k and v ``[B, G, S, D]``,
 the logsumexp and delta ``[B, H, T]``. Query head ``h`` reads key/value head ``h // (H // G)``.
 
-A causal mask lets query ``t`` see keys ``0 ... t + diagonal``. Top-left (PyTorch's ``is_causal`` and
-the paper's) has ``diagonal = 0``; bottom-right (flash-attn's since 2.1), where the last query sees
-every key, has ``diagonal = S - T``. They differ only when ``T != S``.
+A causal mask lets query ``t`` see keys ``0 ... t + diagonal``. Top-left (PyTorch's ``is_causal``
+and the paper's) has ``diagonal = 0``; bottom-right (flash-attn's since 2.1), where the last query
+sees every key, has ``diagonal = S - T``. They differ only when ``T != S``.
 """
 
 from __future__ import annotations
@@ -134,11 +134,12 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        """Return the name used as a test id: what departs from one head of square attention shows."""
+        """Return the name used as a test id; equal numbers of heads or of rows are said once."""
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
         mask = {False: "full", "top_left": "causal", "bottom_right": "causal_br"}[self.causal]
-        return f"{SHORT[self.dtype]}-b{self.batch}h{self.heads}{grouped}-q{self.seq_q}{keys}-d{self.head_dim}-{mask}"
+        heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{mask}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -171,7 +172,7 @@ class Problem:
         return 0 if self.diagonal is None else min(max(0, -self.diagonal), self.seq_q)
 
     def flops(self, passes: Literal["forward", "backward"] = "forward") -> int:
-        """Multiply-adds counted as two: two products forward, five backward (with recomputation)."""
+        """Multiply-adds counted as two: two products forward, five backward (one recomputes)."""
         products = {"forward": 2, "backward": 5}[passes]
         return 2 * products * self.pairs * self.head_dim
 
@@ -217,7 +218,8 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
         msg = f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}"
         raise ValueError(msg)
     if x.ndim not in (3, 4):
-        msg = f"{name}: wanted [batch, heads, sequence, head_dim] or [batch, sequence, head_dim], got {x.ndim} dimensions"
+        wanted = "[batch, heads, sequence, head_dim] or [batch, sequence, head_dim]"
+        msg = f"{name}: wanted {wanted}, got {x.ndim} dimensions"
         raise ValueError(msg)
     for what, got, wanted in (
         ("number of dimensions", x.ndim, q.ndim),

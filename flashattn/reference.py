@@ -35,7 +35,8 @@ def reference_attention(
     last = k.shape[2] if diagonal is None else rows + diagonal
     hidden = (keys > last).expand(scores.shape[-2:])  # [T, S]
     dead = hidden.all(dim=-1, keepdim=True)  # [T, 1]; an empty row of keys is dead, too
-    # A dead row is computed as if it saw everything, then replaced: softmax never meets a row of -inf.
+    # A dead row is computed as if it saw everything, then replaced: softmax never meets a row of
+    # -inf.
     scores = scores.masked_fill(hidden & ~dead, -torch.inf)
     p = scores.softmax(dim=-1).masked_fill(dead, 0)
     lse = scores.logsumexp(dim=-1).masked_fill(dead[:, 0], -torch.inf)

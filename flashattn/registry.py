@@ -9,7 +9,8 @@ A plugin is one callable and one decorator::
         ...
         return o  # or (o, lse)
 
-An installed package announces the module that does so under the entry-point group ``flashattn.impls``.
+An installed package announces the module that does so under the entry-point group
+``flashattn.impls``.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Impl:
         limits: the sentence that says why it cannot solve a problem on a device, or None.
         lse: whether it returns the logsumexp.
         grad: whether it is differentiable.
-        strict: whether it claims the contract on unusual values, strides and scales, too; tests hold it
-            to that.
+        strict: whether it claims the contract on unusual values, strides and scales, too; tests
+            hold it to that.
         compiles: whether every new shape costs it seconds (torch.compile).
     """
 
@@ -76,7 +77,7 @@ class Impl:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        **options: Any,  # noqa: ANN401 - each has its own
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute (o, lse); lse is None where it returns none."""
         result = self.call(q, k, v, **options)

@@ -132,12 +132,12 @@ class _TiledGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, last: int | None, scale: float, *tensors: torch.Tensor | None
+        _: Any, last: int | None, scale: float, *tensors: torch.Tensor | None
     ) -> Gradients:
         return tiled_backward(tensors[:2], tensors[2:], diagonal=last, scale=scale)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> None:  # noqa: ANN401
+    def backward(*_: object) -> None:
         msg = 'the tiled attention has no second derivative; impl="reference" has'
         raise NotImplementedError(msg)
 
@@ -145,17 +145,18 @@ class _TiledGradients(torch.autograd.Function):
 class FlashAttentionPyTorch(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``apply(Q, K, V, is_causal=False)``.
 
-    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q, K,
-    V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L. More leading dimensions work, too;
-    K's and V's are broadcast to Q's. With ``return_lse=True`` it returns ``(O, L)``, both differentiable.
+    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q,
+    K, V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L. More leading dimensions work,
+    too; K's and V's are broadcast to Q's. With ``return_lse=True`` it returns ``(O, L)``, both
+    differentiable.
 
     Raises:
         ValueError: three-dimensional arguments that do not fit (see ``Problem.of``).
     """
 
     @staticmethod
-    def forward(  # noqa: D102, PLR0913 - autograd's names; its arguments are positional
-        ctx: Any,  # noqa: ANN401
+    def forward(  # noqa: D102 - autograd's names; its arguments are positional
+        ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -175,7 +176,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(  # noqa: D102
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         grad_o: torch.Tensor | None,
         grad_lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:

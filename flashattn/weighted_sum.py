@@ -1,8 +1,8 @@
 """The teaching operation: a row-wise weighted sum as a Triton kernel inside an autograd function.
 
-The smallest thing that has all the parts of the attention kernels: a forward tiled over rows and over
-the summed dimension, a backward that writes one gradient per element and one that is a sum over all
-rows, and a ``torch.autograd.Function`` around them.
+The smallest thing that has all the parts of the attention kernels: a forward tiled over rows and
+over the summed dimension, a backward that writes one gradient per element and one that is a sum
+over all rows, and a ``torch.autograd.Function`` around them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class WeightedSum(torch.autograd.Function):
     """``apply(x, w)``: see ``weighted_sum``, which checks what this takes for granted."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # noqa: ANN401, D102
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # noqa: D102
         from flashattn.kernels.weighted_sum import forward  # noqa: PLC0415 - Triton is imported here
 
         rows, w = x.reshape(-1, x.shape[-1]).contiguous(), w.contiguous()
@@ -26,7 +26,7 @@ class WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401, D102
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
         from flashattn.kernels.weighted_sum import backward  # noqa: PLC0415
 
         grad_x, grad_w = backward(*ctx.saved_tensors, grad_y.contiguous().view(-1))
@@ -37,7 +37,8 @@ def weighted_sum(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Compute y[..., i] = sum over d of x[..., i, d] * w[d], summed in fp32.
 
     Args:
-        x: [..., D], D at least 1, fp32, fp16 or bf16, on a GPU, or on a CPU under TRITON_INTERPRET=1.
+        x: [..., D], D at least 1, fp32, fp16 or bf16, on a GPU, or on a CPU under
+            TRITON_INTERPRET=1.
         w: [D], of x's dtype and device.
 
     Returns:

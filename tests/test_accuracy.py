@@ -46,10 +46,20 @@ def test_the_question_repeats():
         ),
         lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1].detach() + 0 * naive(q, k, v)[1]),
     ],
-    ids=["scale", "mask-late", "no-mask", "grouping", "lse-base", "o+3%", "lost-row", "half-dv", "no-dlse"],
+    ids=[
+        "scale",
+        "mask-late",
+        "no-mask",
+        "grouping",
+        "lse-base",
+        "o+3%",
+        "lost-row",
+        "half-dv",
+        "no-dlse",
+    ],
 )
 def test_errors_are_seen(wrong):
-    """A scale off by 2%, a mask off by one, a wrong group, base, row or gradient breaks a budget."""
+    """A scale off by 2%, a mask off by one, a wrong group, row or gradient breaks a budget."""
     with pytest.raises((AssertionError, RuntimeError)):
         assert_accurate(wrong, QUESTION)
 

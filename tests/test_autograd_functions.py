@@ -1,4 +1,4 @@
-"""FlashAttentionPyTorch and FlashAttentionTriton: apply(Q, K, V, is_causal=False) on (batch, N, d)."""
+"""FlashAttentionPyTorch and FlashAttentionTriton: apply(Q, K, V, is_causal) on (batch, N, d)."""
 
 from __future__ import annotations
 

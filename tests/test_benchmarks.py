@@ -77,7 +77,7 @@ def bench(pytester, monkeypatch):
 
 def made_impl(name, call=good, *, reason=None, compiles=False):
     """Return an implementation that gives ``reason`` for doing nothing, or does everything."""
-    limits = lambda problem, device: reason  # noqa: ARG005, E731
+    limits = lambda problem, device: reason  # noqa: E731
     return registry.Impl(name=name, call=call, limits=limits, compiles=compiles)
 
 

@@ -59,7 +59,7 @@ def judge(impl, device, problem, **how):
 
 
 def judge_strictly(impl, device, problem, **how):
-    """Judge on unusual inputs, which only implementations that claim the whole contract must take."""
+    """Judge on unusual inputs, which only implementations that claim the contract must take."""
     if not impl.strict:
         pytest.skip(f"{impl.name} does not claim the contract beyond ordinary inputs")
     judge(impl, device, problem, **how)

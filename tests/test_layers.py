@@ -1,4 +1,4 @@
-"""The import rule: arrows point down, siblings never meet, and importing the package stays cheap."""
+"""The import rule: arrows point down, siblings never meet, and the package imports fast."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def test_report_draws_without_torch():
 
 
 def test_cold_import():
-    """A fresh process that imports flashattn has loaded torch, and neither triton nor matplotlib."""
-    code = "import sys, flashattn; print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
+    """A process that imports flashattn has loaded torch, and neither triton nor matplotlib."""
+    names = ("torch", "triton", "matplotlib")
+    code = f"import sys, flashattn; print([m for m in {names} if m in sys.modules])"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

@@ -20,7 +20,7 @@ def arguments(device, layout="contiguous"):
 @pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided", "expanded"])
 @pytest.mark.parametrize("diagonal", [None, 0, -16])
 def test_opcheck(device, layout, diagonal):
-    """Schema, fake tensors, autograd and dynamic shapes agree with what the forward operator does."""
+    """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
     torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, diagonal, 0.25, "auto"))
 

@@ -54,8 +54,8 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         return f"{name} runs on CUDA only"
     reasons = {
         "takes fp16 and bf16 only": problem.dtype not in ("float16", "bfloat16"),
-        "takes head dimensions up to 256 in multiples of 8": problem.head_dim > 256
-        or problem.head_dim % 8 != 0,
+        "takes head dimensions up to 256 in multiples of 8": problem.head_dim
+        not in range(8, 257, 8),
         "knows the bottom-right mask only": problem.causal == "top_left"
         and problem.seq_q != problem.seq_kv,
         "is not asked for empty problems": 0

@@ -43,7 +43,8 @@ def _sdpa(
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
     if scale is not None and scale <= 0:
-        # The CPU's kernel multiplies its -inf mask by the scale: NaN at 0, +inf below (PyTorch 2.13).
+        # The CPU's kernel multiplies its -inf mask by the scale: NaN at 0, +inf below (PyTorch
+        # 2.13).
         q, scale = q * scale, 1.0
     # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}

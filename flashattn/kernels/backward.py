@@ -1,8 +1,8 @@
 """The gradients, in two deterministic passes: algorithm 2 of FlashAttention-2 (Dao, 2023), split.
 
-``flashattn_bwd_delta`` prepares two numbers a row; ``flashattn_bwd_dkdv`` owns a tile of keys and walks
-over queries; ``flashattn_bwd_dq`` owns a tile of queries and walks over keys. Each output element is
-written by one program, in one order: no atomics.
+``flashattn_bwd_delta`` prepares two numbers a row; ``flashattn_bwd_dkdv`` owns a tile of keys and
+walks over queries; ``flashattn_bwd_dq`` owns a tile of queries and walks over keys. Each output
+element is written by one program, in one order: no atomics.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton.language as tl
 from flashattn.kernels import launch
 from flashattn.kernels.primitives import (
     LOG2E,
+    SIZES,
     dot,
     load_rows,
     load_tile,
@@ -31,7 +32,7 @@ DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduc
 ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flashattn_bwd_delta(
     o,
     grad_o,
@@ -44,7 +45,8 @@ def flashattn_bwd_delta(
     heads,
     seq_q,
     pitch,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -55,10 +57,21 @@ def flashattn_bwd_delta(
     block, batch, head = program_tile(pitch // BLOCK, heads, False)
     start, row = block * BLOCK, batch * heads + head
     o_tile = load_tile(
-        o, o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False
+        o, o_strides, batch, head, start, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False, False
     )
     do_tile = load_tile(
-        grad_o, grad_o_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK, BLOCK_D, False, False
+        grad_o,
+        grad_o_strides,
+        batch,
+        head,
+        start,
+        seq_q,
+        head_dim,
+        PADDED,
+        BLOCK,
+        BLOCK_D,
+        False,
+        False,
     )
     delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     rows = start + tl.arange(0, BLOCK)
@@ -92,10 +105,10 @@ def fold_queries(
     first,
     end,
     seq_q,
-    seq_kv,
     diagonal,
     scale_log2,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -105,14 +118,14 @@ def fold_queries(
 ):
     """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
 
-    The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one product
-    in the layout in which the next one takes them.
+    The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one
+    product in the layout in which the next one takes them.
     """
     dk, dv = state
     for start_q in tl.range(first, end, BLOCK_Q):
         q_tile = load_tile(
             q, q_strides, batch, head, start_q, seq_q,
-            HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
         )  # fmt: skip
         lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
         s = dot(k_tile, q_tile.T, None, PRECISION)
@@ -122,7 +135,7 @@ def fold_queries(
             p = tl.where(start_kv + tl.arange(0, BLOCK_KV)[:, None] <= rows + diagonal, p, 0.0)
         do_tile = load_tile(
             grad_o, grad_o_strides, batch, head, start_q, seq_q,
-            HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
         )  # fmt: skip
         dv = dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
         dp = dot(v_tile, do_tile.T, None, PRECISION)
@@ -132,7 +145,7 @@ def fold_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flashattn_bwd_dkdv(
     q,
     k,
@@ -156,7 +169,8 @@ def flashattn_bwd_dkdv(
     diagonal,
     scale,
     scale_log2,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -164,18 +178,18 @@ def flashattn_bwd_dkdv(
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Compute dk and dv; a program owns a tile of keys of one head and sums over its query heads."""
+    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
     kv_heads = heads // group
     # Under a causal mask the first keys are seen by most queries, so they come first.
     block, batch, kv_head = program_tile(tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
     start_kv = block * BLOCK_KV
     k_tile = load_tile(
         k, k_strides, batch, kv_head, start_kv, seq_kv,
-        HEAD_DIM, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
     )  # fmt: skip
     v_tile = load_tile(
         v, v_strides, batch, kv_head, start_kv, seq_kv,
-        HEAD_DIM, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
     )  # fmt: skip
     dk_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
@@ -189,13 +203,13 @@ def flashattn_bwd_dkdv(
         if CAUSAL:
             dk_acc, dv_acc = fold_queries(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
-                batch, head, row, pitch, start_kv, first, full, seq_q, seq_kv, diagonal, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
+                batch, head, row, pitch, start_kv, first, full, seq_q, diagonal, scale_log2,
+                head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
             )  # fmt: skip
         dk_acc, dv_acc = fold_queries(
             (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
-            batch, head, row, pitch, start_kv, full, seq_q, seq_q, seq_kv, diagonal, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
+            batch, head, row, pitch, start_kv, full, seq_q, seq_q, diagonal, scale_log2,
+            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
         )  # fmt: skip
     store_tile(
         dk,
@@ -205,12 +219,23 @@ def flashattn_bwd_dkdv(
         start_kv,
         seq_kv,
         dk_acc * scale,
-        HEAD_DIM,
+        head_dim,
+        PADDED,
         BLOCK_KV,
         BLOCK_D,
     )
     store_tile(
-        dv, dv_strides, batch, kv_head, start_kv, seq_kv, dv_acc, HEAD_DIM, BLOCK_KV, BLOCK_D
+        dv,
+        dv_strides,
+        batch,
+        kv_head,
+        start_kv,
+        seq_kv,
+        dv_acc,
+        head_dim,
+        PADDED,
+        BLOCK_KV,
+        BLOCK_D,
     )
 
 
@@ -233,7 +258,8 @@ def fold_keys_dq(
     seq_kv,
     diagonal,
     scale_log2,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -246,7 +272,7 @@ def fold_keys_dq(
     for start_kv in tl.range(first, end, BLOCK_KV):
         k_tile = load_tile(
             k, k_strides, batch, kv_head, start_kv, seq_kv,
-            HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
         )  # fmt: skip
         s = dot(q_tile, k_tile.T, None, PRECISION)  # [BLOCK_Q, BLOCK_KV]
         p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
@@ -255,7 +281,7 @@ def fold_keys_dq(
             p = tl.where(seen, p, 0.0)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, start_kv, seq_kv,
-            HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
         )  # fmt: skip
         dp = dot(do_tile, v_tile.T, None, PRECISION)
         ds = p * (dp - delta_rows[:, None])
@@ -263,7 +289,7 @@ def fold_keys_dq(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flashattn_bwd_dq(
     q,
     k,
@@ -285,7 +311,8 @@ def flashattn_bwd_dq(
     diagonal,
     scale,
     scale_log2,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -297,34 +324,47 @@ def flashattn_bwd_dq(
     block, batch, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
     start_q, row = block * BLOCK_Q, batch * heads + head
     q_tile = load_tile(
-        q, q_strides, batch, head, start_q, seq_q, HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS
+        q,
+        q_strides,
+        batch,
+        head,
+        start_q,
+        seq_q,
+        head_dim,
+        PADDED,
+        BLOCK_Q,
+        BLOCK_D,
+        False,
+        DESCRIPTORS,
     )
     do_tile = load_tile(
         grad_o, grad_o_strides, batch, head, start_q, seq_q,
-        HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
     )  # fmt: skip
     lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
     delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
     acc = fold_keys_dq(
-        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head // group,
-        start_q, 0, full, seq_kv, diagonal, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
+        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
+        group, start_q, 0, full, seq_kv, diagonal, scale_log2,
+        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     acc = fold_keys_dq(
-        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head // group,
-        start_q, full, end, seq_kv, diagonal, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, PRECISION, DESCRIPTORS,
+        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
+        group, start_q, full, end, seq_kv, diagonal, scale_log2,
+        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, PRECISION, DESCRIPTORS,
     )  # fmt: skip
-    store_tile(dq, dq_strides, batch, head, start_q, seq_q, acc * scale, HEAD_DIM, BLOCK_Q, BLOCK_D)
+    store_tile(
+        dq, dq_strides, batch, head, start_q, seq_q, acc * scale, head_dim, PADDED, BLOCK_Q, BLOCK_D
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What both passes find P and dS from: q, k, v, grad_o, and two padded rows [B * H, pitch] of each.
+    """What both passes find P and dS from.
 
-    The tensors' last dimensions are dense; lse2, delta and pitch come from ``row_terms``.
+    q, k, v and grad_o have dense last dimensions; lse2 and delta are ``row_terms``.
     """
 
     q: torch.Tensor
@@ -355,7 +395,7 @@ class Recomputation:
         scales = (self.scale, self.scale * LOG2E.value)
         head_dim = self.q.shape[3]
         options = {
-            "HEAD_DIM": head_dim,
+            "head_dim": head_dim,
             "CAUSAL": self.diagonal is not None,
             "PRECISION": launch.input_precision(self.precision, self.q.dtype),
             **tile.options(head_dim),
@@ -376,13 +416,14 @@ class Recomputation:
 def row_terms(
     grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, pitch], from [B, H, T, D] and [B, H, T]."""
+    """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
     batch, heads, seq_q, head_dim = o.shape
     pitch = triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     lse2, delta = torch.empty((2, batch * heads, pitch), device=o.device, dtype=torch.float32)
     flashattn_bwd_delta[(pitch // DELTA_BLOCK * batch * heads,)](
-        o, grad_o, lse, grad_lse, lse2, delta, o.stride()[:3], grad_o.stride()[:3], heads, seq_q, pitch,
-        HEAD_DIM=head_dim, BLOCK=DELTA_BLOCK, BLOCK_D=block_d(head_dim), num_warps=4,
+        o, grad_o, lse, grad_lse, lse2, delta, o.stride()[:3], grad_o.stride()[:3], heads, seq_q,
+        pitch, head_dim=head_dim, PADDED=head_dim < block_d(head_dim), BLOCK=DELTA_BLOCK,
+        BLOCK_D=block_d(head_dim), num_warps=4,
     )  # fmt: skip
     return lse2, delta
 
@@ -422,7 +463,8 @@ def backward(
     """Launch the three kernels.
 
     Args:
-        grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or None.
+        grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or
+            None.
         saved: q, k, v as ``forward`` took them, o and lse as it returned them.
         diagonal: as in ``forward``.
         scale: as in ``forward``.

@@ -10,6 +10,7 @@ from flashattn.kernels import launch
 from flashattn.kernels.primitives import (
     LN2,
     LOG2E,
+    SIZES,
     dot,
     load_tile,
     program_tile,
@@ -39,7 +40,8 @@ def fold_keys(
     seq_kv,
     diagonal,
     scale_log2,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -58,7 +60,7 @@ def fold_keys(
     for start_kv in tl.range(first, end, BLOCK_KV):
         k_tile = load_tile(
             k, k_strides, batch, kv_head, start_kv, seq_kv,
-            HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
         )  # fmt: skip
         s = dot(q_tile, k_tile.T, None, PRECISION)  # [BLOCK_Q, BLOCK_KV]
         if not POSITIVE_SCALE:
@@ -73,14 +75,14 @@ def fold_keys(
         l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, start_kv, seq_kv,
-            HEAD_DIM, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
         )  # fmt: skip
         acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], PRECISION)
         m = m_new
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flashattn_fwd(
     q,
     k,
@@ -97,7 +99,8 @@ def flashattn_fwd(
     seq_kv,
     diagonal,
     scale_log2,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -110,7 +113,18 @@ def flashattn_fwd(
     block, batch, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
     start_q = block * BLOCK_Q
     q_tile = load_tile(
-        q, q_strides, batch, head, start_q, seq_q, HEAD_DIM, BLOCK_Q, BLOCK_D, False, DESCRIPTORS
+        q,
+        q_strides,
+        batch,
+        head,
+        start_q,
+        seq_q,
+        head_dim,
+        PADDED,
+        BLOCK_Q,
+        BLOCK_D,
+        False,
+        DESCRIPTORS,
     )
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -119,17 +133,19 @@ def flashattn_fwd(
     acc, m, l = fold_keys(
         (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
         start_q, 0, full, seq_kv, diagonal, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE, PRECISION, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE,
+        PRECISION, DESCRIPTORS,
     )  # fmt: skip
     acc, m, l = fold_keys(
         (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
         start_q, full, end, seq_kv, diagonal, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, POSITIVE_SCALE, PRECISION, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, POSITIVE_SCALE,
+        PRECISION, DESCRIPTORS,
     )  # fmt: skip
     dead = l == 0.0  # rows that see no key
     l = tl.where(dead, 1.0, l)
     acc = acc / l[:, None]
-    store_tile(o, o_strides, batch, head, start_q, seq_q, acc, HEAD_DIM, BLOCK_Q, BLOCK_D)
+    store_tile(o, o_strides, batch, head, start_q, seq_q, acc, head_dim, PADDED, BLOCK_Q, BLOCK_D)
     lse_tile = tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
     store_rows(lse, batch * heads + head, seq_q, start_q, seq_q, lse_tile, BLOCK_Q)
 
@@ -179,7 +195,7 @@ def forward(
             seq_kv,
             diagonal or 0,
             scale_log2,
-            HEAD_DIM=head_dim,
+            head_dim=head_dim,
             CAUSAL=diagonal is not None,
             POSITIVE_SCALE=scale_log2 >= SMALLEST_SCALE,
             PRECISION=launch.input_precision(precision, q.dtype),

@@ -17,8 +17,8 @@ DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
 def input_precision(asked: str, dtype: torch.dtype) -> str:
     """Return how the tensor cores multiply fp32.
 
-    ``tf32x3`` adds three TF32 products and is as accurate as fp32; ``tf32`` keeps 10 bits of mantissa;
-    ``ieee`` does without tensor cores. ``auto`` is ``tf32x3`` unless torch's own setting
+    ``tf32x3`` adds three TF32 products and is as accurate as fp32; ``tf32`` keeps 10 bits of
+    mantissa; ``ieee`` does without tensor cores. ``auto`` is ``tf32x3`` unless torch's own setting
     (``torch.backends.cuda.matmul``) allows ``tf32``. It means nothing for half precision.
 
     Raises:
@@ -35,7 +35,7 @@ def input_precision(asked: str, dtype: torch.dtype) -> str:
 
 
 def _describable(x: torch.Tensor) -> bool:
-    """Whether the bulk copy engine can address x: aligned, no stride 0, the last dimension dense."""
+    """Whether the bulk copy engine can address x: aligned, no stride 0, dense in the last."""
     size = x.element_size()
     return x.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 and all(
         n == 1 or (stride > 0 and stride * size % DESCRIPTOR_ALIGNMENT == 0)
@@ -76,6 +76,6 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     if x.is_cuda:
         return torch.cuda.device(x.device)
     if not INTERPRETED.value:
-        msg = f"q: wanted a CUDA tensor, got {x.device}; TRITON_INTERPRET=1, set before the first call, interprets"
+        msg = f"wanted a CUDA tensor, got {x.device}; TRITON_INTERPRET=1, set before, interprets"
         raise ValueError(msg)
     return nullcontext()

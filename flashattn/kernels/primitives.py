@@ -1,10 +1,12 @@
-"""Jitted sentences that the kernels are written in: load a tile, multiply, find the keys to visit."""
+"""Jitted sentences that the kernels are written in: load a tile, multiply, find keys to visit."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+# Sizes that change from call to call: one compiled kernel serves them all.
+SIZES = ["heads", "group", "seq_q", "seq_kv", "diagonal"]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter multiplies the bit patterns of bf16, so there the operands are widened first.
@@ -21,7 +23,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def program_tile(blocks, heads, LAST_FIRST: tl.constexpr):
-    """Return (block, batch, head) of this program: neighbours share a head, hence its keys in L2."""
+    """Return (block, batch, head) of this program: neighbours share a head, its keys in L2."""
     block, row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if LAST_FIRST:
         block = (
@@ -43,17 +45,21 @@ def tile_pointers(x, strides, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: 
 def tile_mask(
     start,
     size,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Return which elements of a tile exist, or None when all do; WHOLE says that all rows do."""
+    """Return which elements of a tile exist, or None when all do.
+
+    PADDED says that head_dim is less than BLOCK_D, WHOLE that all rows exist.
+    """
     rows = (start + tl.arange(0, BLOCK) < size)[:, None]
-    cols = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    if WHOLE and HEAD_DIM == BLOCK_D:
+    cols = (tl.arange(0, BLOCK_D) < head_dim)[None, :]
+    if WHOLE and not PADDED:
         mask = None
-    elif HEAD_DIM == BLOCK_D:
+    elif not PADDED:
         mask = rows
     elif WHOLE:
         mask = cols
@@ -70,7 +76,8 @@ def load_tile(
     head,
     start,
     size,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -81,7 +88,7 @@ def load_tile(
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
         pointers = tile_pointers(x, strides, batch, head, start, BLOCK, BLOCK_D)
-        mask = tile_mask(start, size, HEAD_DIM, BLOCK, BLOCK_D, WHOLE)
+        mask = tile_mask(start, size, head_dim, PADDED, BLOCK, BLOCK_D, WHOLE)
         if mask is None:
             tile = tl.load(pointers)
         else:
@@ -98,13 +105,14 @@ def store_tile(
     start,
     size,
     tile,
-    HEAD_DIM: tl.constexpr,
+    head_dim,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store rows ``start ...`` of one head, rounded to x's dtype; what lies outside is left alone."""
+    """Store rows ``start ...`` of one head, rounded to x's dtype; what lies outside stays."""
     pointers = tile_pointers(x, strides, batch, head, start, BLOCK, BLOCK_D)
-    mask = tile_mask(start, size, HEAD_DIM, BLOCK, BLOCK_D, False)
+    mask = tile_mask(start, size, head_dim, PADDED, BLOCK, BLOCK_D, False)
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
@@ -117,7 +125,7 @@ def store_rows(x, row, pitch, start, size, values, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(x, row, pitch, start, BLOCK: tl.constexpr):
-    """Load a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, padded to whole tiles."""
+    """Load a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, padded to tiles."""
     return tl.load(x + row.to(tl.int64) * pitch + start + tl.arange(0, BLOCK))
 
 
@@ -131,7 +139,7 @@ def visited_keys(
     BLOCK_KV: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return (full, end): a tile of queries sees all of keys 0 ... full and some of full ... end."""
+    """Return (full, end): a tile of queries sees all keys 0 ... full, and some of full ... end."""
     full = seq_kv // BLOCK_KV * BLOCK_KV
     end = seq_kv
     if CAUSAL:
@@ -150,7 +158,7 @@ def seen_keys(
     BLOCK_KV: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return which scores of a tile count [BLOCK_Q, BLOCK_KV]: the key exists and is not hidden."""
+    """Return which scores of a tile count [BLOCK_Q, BLOCK_KV]: keys that exist and are seen."""
     last = tl.full([BLOCK_Q], seq_kv - 1, tl.int32)
     if CAUSAL:
         last = tl.minimum(last, start_q + tl.arange(0, BLOCK_Q) + diagonal)

@@ -35,7 +35,7 @@ class Event(Protocol):
     def record(self) -> None:
         """Queue it."""
 
-    def elapsed_time(self, end: Any, /) -> float:  # noqa: ANN401 - an event of its own kind
+    def elapsed_time(self, end: Any, /) -> float:
         """Return the milliseconds from this moment to ``end``."""
 
 
@@ -191,7 +191,7 @@ class DeviceBenchmark(BenchmarkFixture):
         *,
         setup: Callable[[], tuple[Any, ...]] = tuple,
         budget: float = BUDGET,
-    ) -> Any:  # noqa: ANN401 - the call's own
+    ) -> Any:
         """Warm up, time as many calls as fit in the budget, and keep every sample.
 
         Args:
@@ -221,7 +221,7 @@ class DeviceBenchmark(BenchmarkFixture):
     ) -> Callable[..., Any]:
         call = partial(function_to_benchmark, *args, **kwargs)
 
-        def runner(loops_range: range | None, timer: object = None) -> Any:  # noqa: ANN401, ARG001
+        def runner(loops_range: range | None, timer: object = None) -> Any:  # noqa: ARG001
             seconds, result = self.clock.samples(call, len(loops_range) if loops_range else 1)
             return sum(seconds) if loops_range else (sum(seconds), result)
 

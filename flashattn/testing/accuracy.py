@@ -7,13 +7,14 @@ dk, dv::
     max e(got)  <=  2.0 * max e(naive)  + eps * max |exact|  + max stored
     mean e(got) <=  1.1 * mean e(naive) + eps * mean |exact| + mean stored
 
-``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is what
-recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and dS = P * (dP -
-delta), delta = rowsum(dO * O), from the O and lse that forward stored. Rounding lse in fp32 changes a
-row of P by the factor 1 + a, a = eps32 * |lse|. Rounding O changes a row's delta by b = eps * |dO * O|,
-the root of the squares' sum, as D independent roundings do (3.5 standard deviations: one is eps /
-sqrt(12) of its element). Both are one number a row, so they are carried exactly along a row, and as
-independent between rows::
+``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is
+what recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and dS = P
+* (dP - delta), delta = rowsum(dO * O), from the O and lse that forward stored. Rounding lse in fp32
+changes a row of P by the factor 1 + a, a = eps32 * |lse|. Rounding O changes a row's delta by b =
+eps * |dO * O|, the root of the squares' sum, as D independent roundings do (3.5 standard
+deviations: one is eps / sqrt(12) of its element). Both are one number a row, so they are carried
+    exactly along a row,
+and as independent between rows::
 
     stored(dq) = a * |dq| + scale * b * |P @ K|
     stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
@@ -21,18 +22,19 @@ independent between rows::
 
 These matter where naive is exact: with one key, its P is 1 and its dS 0.
 
-A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is run
-on further draws of a small problem, until there are ``POOL`` elements. And a mean is judged only from
-``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors, 4 * 0.76 /
-sqrt(n), fit into the tenth that the budget allows.
+A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
+run on further draws of a small problem, until there are ``POOL`` elements. And a mean is judged
+only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
+4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 
-In fp64 naive is the exact result itself; there its error is that of fp32, scaled by the ratio of eps.
+In fp64 naive is the exact result itself; there its error is that of fp32, scaled by the ratio of
+eps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -87,7 +89,7 @@ class Question:
         )
 
     def enlarged(self) -> Question:
-        """Return the same question with other draws of it side by side, ``POOL`` elements in all."""
+        """Return the same question with other draws of it beside, ``POOL`` elements in all."""
         p = self.problem
         elements = p.batch * p.heads * min(p.seq_q, p.seq_kv or 0) * p.head_dim
         copies = -(-POOL // elements) if elements else 1
@@ -107,7 +109,7 @@ class Case:
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
-    """Return what ``call(q, k, v)`` gives: o, lse (if asked for) and, if grad_o is given, dq, dk, dv.
+    """Return what ``call(q, k, v)`` gives: o, lse and dq, dk, dv as far as the case asks for them.
 
     Args:
         call: the implementation, with its mask and scale bound.
@@ -252,9 +254,9 @@ class Truth:
             typical = exact[finite].abs().mean().item()
             budgets["mean"] = 1.1 * naive.mean + eps * typical + stored.mean().item()
         return [
-            f"{name}: {which} error {getattr(error, which):.3g}, budget {budget:.3g} (naive: {naive})"
+            f"{name}: {which} error {asdict(error)[which]:.3g}, budget {budget:.3g} (naive: {naive})"
             for which, budget in budgets.items()
-            if not getattr(error, which) <= budget
+            if not asdict(error)[which] <= budget
         ]
 
 

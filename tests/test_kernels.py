@@ -1,0 +1,130 @@
+"""The kernels as launched: every shipped tile, both ways of loading, and addresses above 2^31."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn import attention
+from flashattn.kernels import launch
+from flashattn.problem import Problem
+from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.inputs import make_inputs
+
+
+def triton(causal, **options):
+    """Return the Triton implementation with its mask bound."""
+    return lambda q, k, v: attention(
+        q, k, v, causal=causal, return_lse=True, impl="triton", **options
+    )
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_tile(device, dtype, head_dim, layout, causal):
+    """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
+    shape = {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100}
+    if device.type == "cuda":
+        shape = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900}
+    elif head_dim > 64 or dtype == "float16":
+        pytest.skip("the interpreter has one tile for all: bf16 and fp32, narrow heads will do")
+    problem = Problem(**shape, head_dim=head_dim, dtype=dtype, causal=causal)
+    assert_accurate(triton(causal), Question(problem=problem, device=device, layout=layout))
+
+
+def test_both_ways_of_loading_are_tested(device):
+    """A contiguous input gets descriptors where the table has them, a misaligned one pointers."""
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU has no descriptors")
+    for layout, descriptors in (("contiguous", True), ("misaligned", False), ("expanded", False)):
+        problem = Problem(heads=2, seq_q=8, head_dim=64, dtype="float16")
+        q, k, v = make_inputs(problem, device=device, layout=layout)
+        assert launch.pick_tile("fwd", q, k, v, causal=False).descriptors is descriptors
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "packed"])
+def test_loading_changes_no_bit(device, layout, monkeypatch):
+    """Descriptors and pointers give the same bits with the same tile."""
+    problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype="float16", causal=True)
+    tensors = make_inputs(problem, device=device, layout=layout)
+    tiles = {True: launch.Tile(32, 32, 4, 1, True), False: launch.Tile(32, 32, 4, 1)}
+    results = {}
+    for descriptors, tile in tiles.items():
+        monkeypatch.setattr(launch, "pick_tile", lambda *_, causal, tile=tile: tile)
+        q, k, v = (x.detach().requires_grad_() for x in tensors)
+        o, lse = triton("top_left")(q, k, v)
+        results[descriptors] = [o, lse, *torch.autograd.grad((o.sum(), lse.sum()), (q, k, v))]
+    for by_descriptor, by_pointer in zip(results[True], results[False], strict=True):
+        assert torch.equal(by_descriptor, by_pointer)
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+def test_fp32_precision(device, precision):
+    """Both ways to multiply in full fp32 are within its budgets."""
+    problem = Problem(heads=2, seq_q=100, head_dim=64, causal=True)
+    question = Question(problem=problem, device=device)
+    assert_accurate(triton("top_left", precision=precision), question)
+
+
+def test_torch_decides_on_tf32():
+    """Precision auto is three products, and one where torch's setting allows TF32."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        for setting, wanted in (("ieee", "tf32x3"), ("tf32", "tf32")):
+            matmul.fp32_precision = setting
+            assert launch.input_precision("auto", torch.float32) == wanted
+            assert launch.input_precision("ieee", torch.float32) == "ieee"
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_offsets_are_64_bit(device):
+    """A head that begins beyond 2^31 elements is read, and its gradient written, where it lies."""
+    far = 2**31 + 4096
+    problem = Problem(heads=2, seq_q=20, head_dim=16, dtype="float16")
+    near = make_inputs(problem, device=device)
+    tensors = []
+    for x in near:
+        # Two heads of one buffer, the second behind 4 GiB that are never touched.
+        buffer = torch.empty(far + 20 * 16, dtype=torch.float16, device=device)
+        view = buffer.as_strided(x.shape, (0, far, 16, 1))
+        view.copy_(x)
+        tensors.append(view)
+    assert torch.equal(triton(False)(*tensors)[0], triton(False)(*near)[0])
+    del buffer, view
+    grads = []
+    for inputs in (tensors, near):
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        grads.append(torch.autograd.grad(triton(False)(q, k, v)[0].sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_outputs_are_written_whole(device, monkeypatch):
+    """Every element of every output is written: none keeps what the memory held before."""
+    problem = Problem(batch=2, heads=4, kv_heads=2, seq_q=45, seq_kv=70, head_dim=24)
+
+    def poisoned(make):
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(torch.nan)
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    question = Question(problem=problem, device=device)
+    assert_accurate(triton(False), question)
+
+
+@pytest.mark.parametrize("seq_kv", [1, 40])
+def test_neighbours_are_not_read(device, seq_kv):
+    """NaN around the inputs, in rows and columns beyond their ends, reaches no output."""
+    problem = Problem(seq_q=33, seq_kv=seq_kv, head_dim=24)
+    padded = []
+    for x in make_inputs(problem, device=device):
+        buffer = x.new_full((1, 1, x.shape[2] + 80, 32), torch.nan)
+        buffer[:, :, 40:-40, 4:28] = x
+        padded.append(buffer[:, :, 40:-40, 4:28])
+    for x in triton(False)(*padded):
+        assert x.isfinite().all()
+    q, k, v = (x.detach().requires_grad_() for x in padded)
+    for x in torch.autograd.grad(triton(False)(q, k, v)[0].sum(), (q, k, v)):
+        assert x.isfinite().all()

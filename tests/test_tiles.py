@@ -1,0 +1,52 @@
+"""Tile and its table: checked numbers, a row for everything, and no search."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flashattn.kernels.tiles import ARCHITECTURES, TABLES, Tile, block_d, pick
+
+KERNELS, SIZES, HEAD_DIMS = ("fwd", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ((48, 64, 4, 2), "block_q: wanted a power of two from 16 to 256, got 48"),
+        ((64, 8, 4, 2), "block_kv: wanted a power of two from 16 to 256, got 8"),
+        ((64, 64, 3, 2), "warps: wanted a power of two from 1 to 16, got 3"),
+        ((64, 64, 4, 0), "stages: wanted 1 to 8, got 0"),
+    ],
+)
+def test_bad_tiles(numbers, words):
+    """A tile that no kernel could have is refused by name."""
+    with pytest.raises(ValueError, match=words):
+        Tile(*numbers)
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_tables_are_complete(arch):
+    """Every table has a row without descriptors for every kernel, size, head dim and mask."""
+    for key in itertools.product(KERNELS, SIZES, HEAD_DIMS, (False, True)):
+        assert not TABLES[arch][(*key, False)].descriptors
+
+
+def test_block_d():
+    """Head dims are computed in the next power of two, from 16 on."""
+    assert [block_d(d) for d in (1, 16, 17, 80, 128, 129, 256)] == [16, 16, 32, 128, 128, 256, 256]
+
+
+def test_pick():
+    """A known GPU gets its table, an unknown one that of an sm_80, no GPU the interpreter's."""
+
+    def picked(capability, descriptors):
+        return pick("fwd", 2, 100, capability, causal=True, descriptors=descriptors)
+
+    assert picked((9, 0), True) is TABLES["sm_90"]["fwd", 2, 128, True, True]
+    assert picked((9, 0), False) is TABLES["sm_90"]["fwd", 2, 128, True, False]
+    assert picked((8, 6), True) is TABLES["sm_80"]["fwd", 2, 128, True, False]
+    assert picked((13, 0), False) is TABLES["sm_80"]["fwd", 2, 128, True, False]
+    assert picked(None, True) is TABLES["interpreter"]["fwd", 2, 128, True, True]
+    assert set(ARCHITECTURES.values()) | {"interpreter"} == set(TABLES)

@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 
 from flashattn import registry
 
+pytest_plugins = ["pytester"]
+
 ON_GPU = torch.cuda.is_available()
 
 # Examples per property. Interpreted kernels are slow, so a GPU runs more of them.

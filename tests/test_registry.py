@@ -16,10 +16,13 @@ PLUGIN = """
 import torch
 from flashattn import register
 
-@register("mine", why_not=lambda problem, device: "mine is causal only" if not problem.causal else
-None) def mine(q, k, v, *, causal, scale):
-    scores = (q @ k.mT * scale).masked_fill(torch.ones(q.shape[2], k.shape[2]).triu(1).bool(),
-    -torch.inf) return scores.softmax(-1) @ v {extra}
+def only_causal(problem, device):
+    return None if problem.causal else "mine is causal only"
+
+@register("mine", why_not=only_causal)
+def mine(q, k, v, *, causal, scale):
+    future = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
+    return (q @ k.mT * scale).masked_fill(future, -torch.inf).softmax(-1) @ v {extra}
 """
 TEST = """
 from flashattn.problem import Problem

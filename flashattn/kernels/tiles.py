@@ -135,15 +135,15 @@ H200_POINTERS = _table(
     }
 )
 # fp32 as three TF32 products, measured as above. By pointers whatever the input: with descriptors
-# every tile of the backward spills at D = 64 and every tile at all at D = 128 (forward would gain 10%
-# at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps: the
+# every tile of the backward spills at D = 64 and every tile at all at D = 128 (forward would gain
+# 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps: the
 # search met wrong results and illegal accesses, and left them out.
 H200_FP32 = _table(
     {
         ("fwd", 4, 16): (64, 32, 4, 1),
         ("fwd", 4, 32): (128, 32, 8, 1),
-        ("fwd", 4, 64): (128, 32, 4, 2),
-        ("fwd", 4, 128): (32, 32, 4, 2),
+        ("fwd", 4, 64): (128, 64, 8, 2),
+        ("fwd", 4, 128): (32, 32, 8, 1),
         ("fwd", 4, 256): (16, 64, 8, 1),
         ("bwd_dkdv", 4, 16): (32, 64, 4, 1),
         ("bwd_dkdv", 4, 32): (64, 128, 8, 1),
@@ -163,7 +163,7 @@ SM_80 = _table(
         ("fwd", 2, 16): (128, 64, 8, 2),
         ("fwd", 2, 32): (128, 64, 8, 2),
         ("fwd", 2, 64): (128, 64, 8, 2),
-        ("fwd", 2, 128): (64, 64, 4, 2),
+        ("fwd", 2, 128): (64, 64, 8, 2),
         ("fwd", 2, 256): (32, 32, 4, 2),
         ("bwd_dkdv", 2, 16): (64, 64, 4, 2),
         ("bwd_dkdv", 2, 32): (64, 64, 4, 2),
@@ -204,13 +204,24 @@ SM_100 = SM_80 | _table(
         ("bwd_dq", 2, 128): (64, 64, 4, 2),
     }
 )
-# With later compilers than the measured one, the measured tiles of these spill. Not measured there;
-# with Triton 3.6 the first makes 483 of 569 TFLOP/s, the second 153 of 247.
-H200_LATER = _table({("bwd_dkdv", 2, 128): ((64, 64, 4, 2), (32, 64, 4, 4))}, descriptors=True)
-H200_LATER |= _table({("bwd_dkdv", 2, 256): (16, 64, 8, 3)}, descriptors=True)
+# With later compilers than the measured one some of those spill. Not measured there; with Triton 3.6
+# the first of these makes 483 of 569 TFLOP/s, the second 153 of 247.
+H200_LATER = _table(
+    {
+        ("bwd_dkdv", 2, 128): ((64, 64, 4, 2), (32, 64, 4, 4)),
+        ("bwd_dkdv", 2, 256): (16, 64, 8, 3),
+    },
+    descriptors=True,
+) | _table(
+    {
+        ("fwd", 4, 64): (128, 32, 8, 1),
+        ("bwd_dkdv", 4, 32): (32, 64, 4, 2),
+        ("bwd_dkdv", 4, 128): (16, 16, 8, 1),
+    }
+)
 H200_LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
-if tuple(map(int, triton.__version__.split(".")[:2])) > MEASURED_TRITON:
-    H200_DESCRIPTORS |= H200_LATER
+MEASURED_HERE = tuple(map(int, triton.__version__.split(".")[:2])) <= MEASURED_TRITON
+H200 = H200_DESCRIPTORS | H200_POINTERS | H200_FP32 | ({} if MEASURED_HERE else H200_LATER)
 # Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
 INTERPRETER = {
     (kernel, size, d, causal, descriptors): Tile(32, 64, 4, 1, descriptors)
@@ -220,7 +231,7 @@ INTERPRETER = {
 }
 TABLES: dict[str, Table] = {
     "sm_80": SM_80,
-    "sm_90": H200_DESCRIPTORS | H200_POINTERS | H200_FP32,
+    "sm_90": H200,
     "sm_100": SM_100,
     "interpreter": INTERPRETER,
 }

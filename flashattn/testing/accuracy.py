@@ -8,13 +8,13 @@ dk, dv::
     mean e(got) <=  1.1 * mean e(naive) + eps * mean |exact| + mean stored
 
 ``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is
-what recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and dS = P
-* (dP - delta), delta = rowsum(dO * O), from the O and lse that forward stored. Rounding lse in fp32
-changes a row of P by the factor 1 + a, a = eps32 * |lse|. Rounding O changes a row's delta by b =
-eps * |dO * O|, the root of the squares' sum, as D independent roundings do (3.5 standard
-deviations: one is eps / sqrt(12) of its element). Both are one number a row, so they are carried
-    exactly along a row,
-and as independent between rows::
+what recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and
+dS = P * (dP - delta), delta = rowsum(dO * O) - dlse, from the O and lse that forward stored.
+Rounding lse in fp32 changes a row of P by the factor 1 + a, a = eps32 * |lse|. Rounding O, and
+adding up dP and delta in fp32, changes a row's dP - delta by b = (eps + 2 * eps32) * |(dO * O,
+dlse)|, the root of the squares' sum, as independent roundings do (eps is 3.5 standard deviations:
+one is eps / sqrt(12) of its element). Both are one number a row, so they are carried exactly along
+a row, and as independent between rows::
 
     stored(dq) = a * |dq| + scale * b * |P @ K|
     stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
@@ -196,10 +196,11 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
     a = lse.abs().nan_to_num(posinf=0.0)[..., None] * accumulated.eps
-    delta = (do * exact["o"]).sum(-1, keepdim=True)
+    terms = do * exact["o"]  # of delta
     if case.grad_lse is not None:
-        delta = delta - case.grad_lse.double()[..., None]
-    b = (do * exact["o"]).square().sum(-1, keepdim=True).sqrt() * torch.finfo(dtype).eps
+        terms = torch.cat([terms, -case.grad_lse.double()[..., None]], dim=-1)
+    delta, size = terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()
+    b = size * (torch.finfo(dtype).eps + 2 * accumulated.eps)
     dk = (p * (a * (do @ v.mT - delta).abs() + b)).square().mT @ q.square() * case.scale**2
     dv = (p * a).square().mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
@@ -254,7 +255,7 @@ class Truth:
             typical = exact[finite].abs().mean().item()
             budgets["mean"] = 1.1 * naive.mean + eps * typical + stored.mean().item()
         return [
-            f"{name}: {which} error {asdict(error)[which]:.3g}, budget {budget:.3g} (naive: {naive})"
+            f"{name}: {which} error {asdict(error)[which]:.3g}, budget {budget:.3g} ({naive=})"
             for which, budget in budgets.items()
             if not asdict(error)[which] <= budget
         ]

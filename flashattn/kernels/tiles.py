@@ -136,8 +136,8 @@ H200_POINTERS = _table(
 )
 # fp32 as three TF32 products, measured as above. By pointers whatever the input: with descriptors
 # every tile of the backward spills at D = 64 and every tile at all at D = 128 (forward would gain
-# 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps: the
-# search met wrong results and illegal accesses, and left them out.
+# every tile of the backward spills at D = 64 and every tile at D = 128 (forward would gain 10% at
+# D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps: the
 H200_FP32 = _table(
     {
         ("fwd", 4, 16): (64, 32, 4, 1),
@@ -204,8 +204,8 @@ SM_100 = SM_80 | _table(
         ("bwd_dq", 2, 128): (64, 64, 4, 2),
     }
 )
-# With later compilers than the measured one some of those spill. Not measured there; with Triton 3.6
-# the first of these makes 483 of 569 TFLOP/s, the second 153 of 247.
+# With later compilers than the measured one some of those spill. Not measured there; with 3.6 the
+# first of these makes 483 of 569 TFLOP/s, the second 153 of 247.
 H200_LATER = _table(
     {
         ("bwd_dkdv", 2, 128): ((64, 64, 4, 2), (32, 64, 4, 4)),

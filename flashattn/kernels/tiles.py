@@ -135,9 +135,9 @@ H200_POINTERS = _table(
     }
 )
 # fp32 as three TF32 products, measured as above. By pointers whatever the input: with descriptors
-# every tile of the backward spills at D = 64 and every tile at all at D = 128 (forward would gain
-# every tile of the backward spills at D = 64 and every tile at D = 128 (forward would gain 10% at
-# D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps: the
+# every tile of the backward spills at D = 64, and every tile of any kernel at D = 128 (forward would
+# gain 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps:
+# the search met wrong results and illegal accesses, and left them out.
 H200_FP32 = _table(
     {
         ("fwd", 4, 16): (64, 32, 4, 1),

@@ -69,7 +69,7 @@ def attention(
         o, lse = chosen(q, k, v, causal=problem.causal, scale=scale, **options)
     if one_head:
         o, lse = o[:, 0], None if lse is None else lse[:, 0]
-    return (o, lse) if return_lse else o
+    return o if lse is None or not return_lse else (o, lse)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

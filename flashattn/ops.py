@@ -103,7 +103,8 @@ def _(
     *_: object,
 ) -> Gradients:
     del grad_o, grad_lse
-    return tuple(torch.empty_like(_dense(x)) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(_dense(x)) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

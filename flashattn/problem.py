@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -65,9 +65,9 @@ class Problem:
 
     batch: int = 1
     heads: int = 1
-    kv_heads: int | None = None
+    kv_heads: int = cast("int", None)  # filled in below
     seq_q: int = 128
-    seq_kv: int | None = None
+    seq_kv: int = cast("int", None)
     head_dim: int = 64
     causal: Causal = False
     dtype: str = "float32"
@@ -154,14 +154,13 @@ class Problem:
     @property
     def pairs(self) -> int:
         """Scores that count, over all heads: exact, so a causal problem has about half."""
-        if self.diagonal is None:
+        last = self.diagonal
+        if last is None:
             return self.batch * self.heads * self.seq_q * self.seq_kv
         # Query t sees clamp(t + diagonal + 1, 0, S) keys: an arithmetic ramp, then a plateau of S.
-        first = min(max(0, -self.diagonal), self.seq_q)  # the first query that sees a key
-        full = min(
-            max(first, self.seq_kv - self.diagonal - 1), self.seq_q
-        )  # ... that sees every key
-        ramp = (full - first) * (first + full + 1 + 2 * self.diagonal) // 2
+        first = min(max(0, -last), self.seq_q)  # the first query that sees a key
+        full = min(max(first, self.seq_kv - last - 1), self.seq_q)  # ... that sees every key
+        ramp = (full - first) * (first + full + 1 + 2 * last) // 2
         return self.batch * self.heads * (ramp + (self.seq_q - full) * self.seq_kv)
 
     @property
@@ -218,14 +217,15 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
         msg = f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}"
         raise ValueError(msg)
     if x.ndim not in (3, 4):
-        wanted = "[batch, heads, sequence, head_dim] or [batch, sequence, head_dim]"
-        msg = f"{name}: wanted {wanted}, got {x.ndim} dimensions"
+        shapes = "[batch, heads, sequence, head_dim] or [batch, sequence, head_dim]"
+        msg = f"{name}: wanted {shapes}, got {x.ndim} dimensions"
         raise ValueError(msg)
-    for what, got, wanted in (
+    facts: tuple[tuple[str, object, object], ...] = (
         ("number of dimensions", x.ndim, q.ndim),
         ("dtype", x.dtype, q.dtype),
         ("device", x.device, q.device),
-    ):
+    )
+    for what, got, wanted in facts:
         if got != wanted:
             msg = f"{name}: wanted q's {what}, {wanted}, got {got}"
             raise ValueError(msg)

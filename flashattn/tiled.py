@@ -131,8 +131,15 @@ class _TiledGradients(torch.autograd.Function):
     """Algorithm 2 as one step, so that a second derivative meets a sentence and not a zero."""
 
     @staticmethod
-    def forward(_: Any, last: int | None, scale: float, *tensors: torch.Tensor | None) -> Gradients:
-        return tiled_backward(tensors[:2], tensors[2:], diagonal=last, scale=scale)
+    def forward(
+        _: Any,
+        last: int | None,
+        scale: float,
+        grad_o: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        *saved: torch.Tensor,
+    ) -> Gradients:
+        return tiled_backward((grad_o, grad_lse), saved, diagonal=last, scale=scale)
 
     @staticmethod
     def backward(*_: object) -> None:

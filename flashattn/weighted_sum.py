@@ -17,19 +17,19 @@ class WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        from flashattn.kernels.weighted_sum import forward  # noqa: PLC0415 - Triton is imported here
+        from flashattn.kernels import weighted_sum as kernels  # noqa: PLC0415 - imports Triton
 
         rows, w = x.reshape(-1, x.shape[-1]).contiguous(), w.contiguous()
         ctx.save_for_backward(rows, w)
         ctx.shape = x.shape
-        return forward(rows, w).view(x.shape[:-1])
+        return kernels.forward(rows, w).view(x.shape[:-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
-        from flashattn.kernels.weighted_sum import backward  # noqa: PLC0415
+        from flashattn.kernels import weighted_sum as kernels  # noqa: PLC0415
 
-        grad_x, grad_w = backward(*ctx.saved_tensors, grad_y.contiguous().view(-1))
+        grad_x, grad_w = kernels.backward(*ctx.saved_tensors, grad_y.contiguous().view(-1))
         return grad_x.view(ctx.shape), grad_w
 
 

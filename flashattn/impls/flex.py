@@ -49,7 +49,7 @@ def _limits(problem: Problem, device: torch.device) -> str | None:
 
 
 def _group(problem: Problem) -> int:
-    return problem.heads // max(problem.kv_heads or 0, 1)
+    return problem.heads // max(problem.kv_heads, 1)
 
 
 @register("flex", why_not=_limits, strict=False, compiles=True)

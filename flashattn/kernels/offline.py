@@ -141,7 +141,7 @@ def compile_variant(variant: Variant) -> Resources:
         usage = subprocess.run(  # noqa: S603 - the wheel's own tool
             [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
-    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+    registers, stack = (int(re.findall(rf"{field}:(\d+)", usage)[0]) for field in ("REG", "STACK"))
     return Resources(registers, stack, compiled.metadata.shared)
 
 

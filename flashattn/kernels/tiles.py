@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import triton
 
@@ -135,8 +135,8 @@ H200_POINTERS = _table(
     }
 )
 # fp32 as three TF32 products, measured as above. By pointers whatever the input: with descriptors
-# every tile of the backward spills at D = 64, and every tile of any kernel at D = 128 (forward would
-# gain 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps:
+# every tile of the backward spills at D = 64 and every tile of all at D = 128 (forward would gain
+# 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps:
 # the search met wrong results and illegal accesses, and left them out.
 H200_FP32 = _table(
     {
@@ -223,10 +223,10 @@ H200_LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
 MEASURED_HERE = tuple(map(int, triton.__version__.split(".")[:2])) <= MEASURED_TRITON
 H200 = H200_DESCRIPTORS | H200_POINTERS | H200_FP32 | ({} if MEASURED_HERE else H200_LATER)
 # Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
-INTERPRETER = {
+INTERPRETER: Table = {
     (kernel, size, d, causal, descriptors): Tile(32, 64, 4, 1, descriptors)
     for kernel, size, d, causal, descriptors in itertools.product(
-        ("fwd", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256), (False, True), (False, True)
+        get_args(Kernel), (2, 4), (16, 32, 64, 128, 256), (False, True), (False, True)
     )
 }
 TABLES: dict[str, Table] = {

@@ -91,7 +91,7 @@ class Question:
     def enlarged(self) -> Question:
         """Return the same question with other draws of it beside, ``POOL`` elements in all."""
         p = self.problem
-        elements = p.batch * p.heads * min(p.seq_q, p.seq_kv or 0) * p.head_dim
+        elements = p.batch * p.heads * min(p.seq_q, p.seq_kv) * p.head_dim
         copies = -(-POOL // elements) if elements else 1
         return replace(self, problem=replace(p, batch=p.batch * copies), seed=self.seed + 1)
 
@@ -121,11 +121,13 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     with torch.set_grad_enabled(case.grad_o is not None):
         o, lse = call(q, k, v)
-    results = {"o": o} | ({"lse": lse} if case.lse else {})
+    results = {"o": o}
+    if case.lse and lse is not None:
+        results["lse"] = lse
     if case.grad_o is None:
         return results
     outputs, grads = [o], [case.grad_o.to(o.dtype)]
-    if case.grad_lse is not None:
+    if case.grad_lse is not None and lse is not None:
         outputs, grads = [o, lse], [*grads, case.grad_lse.to(lse.dtype)]
     gradients = torch.autograd.grad(outputs, (q, k, v), grads)
     results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
@@ -186,7 +188,7 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
         return {}
     dtype, group = (
         case.problem.torch_dtype,
-        case.problem.heads // max(case.problem.kv_heads or 0, 1),
+        case.problem.heads // max(case.problem.kv_heads, 1),
     )
     q, k, v = (x.double() for x in case.inputs)
     do = case.grad_o.double()

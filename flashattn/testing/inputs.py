@@ -120,7 +120,7 @@ def make_inputs(
     """
     generator = torch.Generator(device).manual_seed(seed)
     queries = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
-    keys = (problem.batch, problem.kv_heads or 0, problem.seq_kv or 0, problem.head_dim)
+    keys = (problem.batch, problem.kv_heads, problem.seq_kv, problem.head_dim)
     drawn = (_normal(shape, generator) for shape in (queries, keys, keys))
     q, k, v = (LAYOUTS[layout](x.to(problem.torch_dtype)) for x in VALUES[values](*drawn))
     return q, k, v

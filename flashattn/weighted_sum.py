@@ -29,7 +29,8 @@ class WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
         from flashattn.kernels import weighted_sum as kernels  # noqa: PLC0415
 
-        grad_x, grad_w = kernels.backward(*ctx.saved_tensors, grad_y.contiguous().view(-1))
+        x, w = ctx.saved_tensors
+        grad_x, grad_w = kernels.backward(x, w, grad_y.contiguous().view(-1))
         return grad_x.view(ctx.shape), grad_w
 
 

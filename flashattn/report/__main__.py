@@ -1,4 +1,4 @@
-"""``python -m flashattn.report [RUN]``: print a saved run as Markdown."""
+"""``python -m flashattn.report [RUN]``: print a saved run as Markdown, and draw it if asked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from flashattn.report.plot import plot
 from flashattn.report.runs import latest, load
 from flashattn.report.table import tables
 
@@ -18,11 +19,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "run", nargs="?", type=Path, help="a .json or .jsonl file (default: the last one kept)"
     )
-    path = parser.parse_args(arguments).run or latest(FOLDER)
+    parser.add_argument("--plot", type=Path, help="a picture to draw: .svg, .png or .pdf")
+    options = parser.parse_args(arguments)
+    path = options.run or latest(FOLDER)
     if path is None:
         parser.error(f"no run is kept in {FOLDER}/; make one: pytest benchmarks")
     try:
-        sys.stdout.write(tables(load(path)) + "\n")
+        run = load(path)
+        sys.stdout.write(tables(run) + "\n")
+        if options.plot:
+            plot(run, options.plot)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

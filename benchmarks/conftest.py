@@ -74,6 +74,7 @@ COMPILED = {"smoke": {(512, 64)}, "default": {(4096, 64), (4096, 128)}}
 STUDIES = {"tiled": 1024}  # launched tile by tile from Python: the most queries it is timed at
 HOLDS_SCORES = ("reference", "compiled", "sdpa_math")
 SCORE_MATRICES = 3  # held at once by these, at the least
+SCORES_JUDGED = 1 << 26  # in fp64, several copies at once: a few GiB
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -243,6 +244,10 @@ def _truth(problem: Problem, passes: str) -> list[tuple[tuple[int, slice, slice]
     """Return what the first and the last group of heads are held against, and where they are."""
     inputs, group = make_inputs(problem, device=DEVICE), problem.heads // problem.kv_heads
     grad_o = make_grads(problem, device=DEVICE)[0] if passes == "backward" else None
+    scale, scores = problem.head_dim**-0.5, problem.batch * problem.heads * problem.seq_q
+    whole = None  # so few heads say little about how wrong naive is: hear all, if there is room
+    if scores * problem.seq_kv <= SCORES_JUDGED:
+        whole = Case(problem=problem, inputs=inputs, scale=scale, grad_o=grad_o)
     truths = []
     for batch, g in sorted({(0, 0), (problem.batch - 1, problem.kv_heads - 1)}):
         queries, keys = slice(g * group, (g + 1) * group), slice(g, g + 1)
@@ -250,10 +255,10 @@ def _truth(problem: Problem, passes: str) -> list[tuple[tuple[int, slice, slice]
         case = Case(
             problem=replace(problem, batch=1, heads=group, kv_heads=1),
             inputs=tuple(x[batch, part][None] for x, part in zip(inputs, heads, strict=True)),
-            scale=problem.head_dim**-0.5,
+            scale=scale,
             grad_o=None if grad_o is None else grad_o[batch, queries][None],
         )
-        truths.append(((batch, queries, keys), Truth.of(case)))
+        truths.append(((batch, queries, keys), Truth.of(case, whole)))
     return truths
 
 

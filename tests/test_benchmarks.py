@@ -10,8 +10,10 @@ from weakref import ref
 
 import pytest
 import torch
-import torch._dynamo  # an inner run forgets what it imported, and these two
-import triton  # noqa: F401 - cannot be imported twice
+import torch._dynamo  # an inner run forgets what it imported, and these cannot be imported twice
+import torch._inductor.compile_fx
+import torch._inductor.runtime.autotune_cache
+import triton  # noqa: F401
 
 from flashattn import registry
 from flashattn.measure import roofline, timing

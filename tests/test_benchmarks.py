@@ -10,18 +10,15 @@ from weakref import ref
 
 import pytest
 import torch
-import torch._dynamo  # an inner run forgets what it imported, and these cannot be imported twice
-import torch._inductor.compile_fx
-import torch._inductor.runtime.autotune_cache
-import triton  # noqa: F401
+import torch._dynamo  # an inner run forgets what it imported, and these two
+import triton  # noqa: F401 - cannot be imported twice
 
 from flashattn import registry
 from flashattn.measure import roofline, timing
 from flashattn.measure.device import accelerator
 from flashattn.report.runs import load
 
-pytest_plugins = ["pytester"]
-
+pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
 ROOT = Path(__file__).parents[1]
 FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 ONE = ("-k", "q128 and full")  # one problem in two passes

@@ -85,9 +85,9 @@ def test_torch_decides_on_tf32():
         matmul.fp32_precision = before
 
 
-def test_offsets_are_64_bit(device):
+@pytest.mark.parametrize("far", [2**31 + 4096, 2**31 + 4097], ids=["descriptors", "pointers"])
+def test_offsets_are_64_bit(device, far):
     """A head that begins beyond 2^31 elements is read, and its gradient written, where it lies."""
-    far = 2**31 + 4096
     problem = Problem(heads=2, seq_q=20, head_dim=16, dtype="float16")
     near = make_inputs(problem, device=device)
     tensors = []

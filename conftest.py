@@ -1,4 +1,4 @@
-"""Options, the ``impl`` matrix, seeds and the choice between a GPU and Triton's interpreter."""
+"""Options, the ``impl`` matrix and the choice between a GPU and Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -170,23 +170,29 @@ class Problem:
             return self.seq_q
         return 0 if self.diagonal is None else min(max(0, -self.diagonal), self.seq_q)
 
-    def flops(self, passes: Literal["forward", "backward"] = "forward") -> int:
-        """Multiply-adds counted as two: two products forward, five backward (one recomputes)."""
-        products = {"forward": 2, "backward": 5}[passes]
+    def flops(self, passes: str = "forward") -> int:
+        """Multiply-adds counted as two: two products forward, five backward (one recomputes).
+
+        Args:
+            passes: forward, backward or forward+backward.
+        """
+        products = {"forward": 2, "backward": 5, "forward+backward": 7}[passes]
         return 2 * products * self.pairs * self.head_dim
 
-    def bytes(self, passes: Literal["forward", "backward"] = "forward") -> int:
+    def bytes(self, passes: str = "forward") -> int:
         """Return the fewest bytes that can move: each input read once, each output written once.
 
         Forward reads q, k, v and writes o and the fp32 logsumexp; backward reads those and o's
         gradient and writes the gradients of q, k and v.
+
+        Args:
+            passes: forward, backward or forward+backward.
         """
         wide = DTYPES[self.dtype] * self.head_dim * self.batch
         queries, keys = wide * self.heads * self.seq_q, wide * self.kv_heads * self.seq_kv
         lse = 4 * self.batch * self.heads * self.seq_q
-        return {"forward": 2 * queries + 2 * keys + lse, "backward": 4 * queries + 4 * keys + lse}[
-            passes
-        ]
+        moved = {"forward": 2 * (queries + keys) + lse, "backward": 4 * (queries + keys) + lse}
+        return sum(moved[name] for name in passes.split("+"))
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

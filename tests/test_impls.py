@@ -28,6 +28,7 @@ CASES = [
     Problem(heads=4, kv_heads=1, seq_q=65, head_dim=16, causal=True),  # multi-query
     Problem(batch=2, heads=6, kv_heads=2, seq_q=40, head_dim=32, dtype="bfloat16"),  # grouped
     Problem(batch=3, heads=2, seq_q=17, head_dim=8),  # smaller than any tile
+    Problem(heads=2, kv_heads=1, seq_q=1, head_dim=128),  # one key: dq is 0 by cancellation
     Problem(seq_q=48, head_dim=1),  # the smallest head
     Problem(seq_q=40, head_dim=80, dtype="bfloat16", causal=True),  # padded to 128
     Problem(seq_q=40, head_dim=256, dtype="float16"),  # the largest head

@@ -73,6 +73,16 @@ def test_fp32_precision(device, precision):
     assert_accurate(triton("top_left", precision=precision), question)
 
 
+@pytest.mark.parametrize("seq_kv", [1, 100])
+def test_fp32_budgets_see_tf32(device, seq_kv):
+    """One TF32 product in place of three breaks the budgets, where dS cancels, too."""
+    if device.type != "cuda":
+        pytest.skip("the interpreter multiplies in full fp32, whatever is asked")
+    problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
+    with pytest.raises(AssertionError, match="budget"):
+        assert_accurate(triton(False, precision="tf32"), Question(problem=problem, device=device))
+
+
 def test_torch_decides_on_tf32():
     """Precision auto is three products, and one where torch's setting allows TF32."""
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision

@@ -3,6 +3,6 @@
 from flashattn.impls import own  # ours come first in names()
 
 # isort: split
-from flashattn.impls import flash_attn, flex, sdpa
+from flashattn.impls import flash_attn, flex, naive, sdpa
 
-__all__ = ["flash_attn", "flex", "own", "sdpa"]
+__all__ = ["flash_attn", "flex", "naive", "own", "sdpa"]

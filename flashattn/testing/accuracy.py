@@ -10,17 +10,24 @@ dk, dv::
 ``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is
 what recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and
 dS = P * (dP - delta), delta = rowsum(dO * O) - dlse, from the O and lse that forward stored.
-Rounding lse in fp32 changes a row of P by the factor 1 + a, a = eps32 * |lse|. Rounding O, and
-adding up dP and delta in fp32, changes a row's dP - delta by b = (eps + 2 * eps32) * |(dO * O,
-dlse)|, the root of the squares' sum, as independent roundings do (eps is 3.5 standard deviations:
-one is eps / sqrt(12) of its element). Both are one number a row, so they are carried exactly along
-a row, and as independent between rows::
+A rounding moves a number by eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and
+independent ones add up as the root of their squares' sum. Four separate S from lse, which counts
+where they nearly cancel: m + log l, that sum made natural, made base 2 again, and S * scale; so a
+row of P changes by the factor 1 + a, a = 2 * eps32 * |lse|. Rounding O, and adding up dP and delta
+in fp32, changes a row's dP - delta by b = (eps + 2 * eps32) * |(dO * O, dlse)|. Both are one number
+a row, so they are carried exactly along a row, and as independent between rows::
 
     stored(dq) = a * |dq| + scale * b * |P @ K|
     stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
     stored(dv) = root of ((P * a) ** 2).T @ (dO ** 2)
 
 These matter where naive is exact: with one key, its P is 1 and its dS 0.
+
+Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical behavior of NVIDIA
+tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
+three TF32 products, each D / 8 steps; a step loses half an eps32 of the running sum on average, and
+the running sum grows as the root of the steps, to 2 / 3 of the whole on average: on a GPU b grows
+by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. In half precision eps is larger than all of this.
 
 A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
 run on further draws of a small problem, until there are ``POOL`` elements. And a mean is judged
@@ -47,6 +54,7 @@ Outputs = dict[str, torch.Tensor]
 
 POOL = 4096
 MEAN_SAMPLE = 1024
+TF32_STEP = 8  # terms that a tensor core adds at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,17 +200,20 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     )
     q, k, v = (x.double() for x in case.inputs)
     do = case.grad_o.double()
-    ones = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
-    # With V = 1, o is P [B, H, T, S].
-    p, lse = reference_attention(q, k, ones, diagonal=case.problem.diagonal, scale=case.scale)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.mT) * case.scale  # [B, H, T, S]
+    if case.problem.diagonal is not None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(~seen.tril(case.problem.diagonal), -torch.inf)
+    p, lse = scores.softmax(-1).nan_to_num(), scores.logsumexp(-1)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
-    a = lse.abs().nan_to_num(posinf=0.0)[..., None] * accumulated.eps
+    a = lse.abs().nan_to_num(posinf=0.0)[..., None] * 2 * accumulated.eps
     terms = do * exact["o"]  # of delta
     if case.grad_lse is not None:
         terms = torch.cat([terms, -case.grad_lse.double()[..., None]], dim=-1)
     delta, size = terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()
-    b = size * (torch.finfo(dtype).eps + 2 * accumulated.eps)
+    truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
+    b = size * (torch.finfo(dtype).eps + (2 + truncated) * accumulated.eps)
     dk = (p * (a * (do @ v.mT - delta).abs() + b)).square().mT @ q.square() * case.scale**2
     dv = (p * a).square().mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))

@@ -1,0 +1,74 @@
+"""What people write before they know better, eager and compiled: naive, compiled.
+
+Unlike the reference it makes no promise for rows that see no key and returns no logsumexp, so
+nothing is computed, or held for backward, that the three lines everybody writes would not.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashattn.problem import Causal, Problem, check_scale, diagonal
+from flashattn.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def naive_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, diagonal: int | None, scale: float
+) -> torch.Tensor:
+    """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.mT) * scale  # [B, H, T, S]
+    if diagonal is not None:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(ones.triu(diagonal + 1), -torch.inf)
+    return scores.softmax(dim=-1) @ v
+
+
+def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
+    del device
+    if 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv):
+        return f"{name} is not asked for empty problems"
+    if problem.dead_rows > 0:
+        return f"{name} gives NaN for a query that sees no key"
+    return None
+
+
+@cache
+def _compiled_naive() -> Callable[..., torch.Tensor]:
+    return torch.compile(naive_attention, dynamic=True)
+
+
+@register("naive", why_not=partial(_limits, name="naive"), strict=False)
+def naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Three lines of PyTorch; see ``naive_attention``."""
+    last = diagonal(causal, q.shape[-2], k.shape[-2])
+    return naive_attention(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))
+
+
+@register("compiled", why_not=partial(_limits, name="compiled"), strict=False, compiles=True)
+def compiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same three lines through ``torch.compile``."""
+    last = diagonal(causal, q.shape[-2], k.shape[-2])
+    return _compiled_naive()(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))

@@ -70,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Resolve --impl once."""
     try:
         config.stash[IMPLS] = _selected(config.getoption("--impl"))
+        if config.getoption("--impl"):
+            config.option.impl = config.stash[IMPLS]  # names, also of what files registered
     except ValueError as error:
         raise pytest.UsageError(f"--impl: {error}") from None
 

@@ -1,11 +1,12 @@
-"""What every benchmark shares: the sweep, the device's clock, the judge, what is kept of a run."""
+"""What every benchmark shares: the sweep, the clock, resuming, and what is kept of a run."""
 
 from __future__ import annotations
 
+import gc
 import os
-from dataclasses import asdict, replace
-from functools import cache, lru_cache, partial
-from itertools import product
+import time
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,76 +14,53 @@ import pytest
 import torch
 from pytest_benchmark.utils import get_commit_info, parse_columns
 
-from flashattn.measure.device import (
-    accelerator,
-    machine_info,
-    memory_bytes,
-    out_of_memory,
-    sm_clock,
-)
+from flashattn.measure.device import accelerator, machine_info, out_of_memory, sm_clock
+from flashattn.measure.monitor import Monitor
 from flashattn.measure.roofline import measure_roofs
 from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of, interprets
-from flashattn.problem import DTYPES, Problem
+from flashattn.problem import Problem
+from flashattn.registry import get
 from flashattn.report.runs import Journal, Run
 from flashattn.report.table import tables
-from flashattn.testing.accuracy import Case, Truth
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.inputs import make_inputs
+from flashattn.testing.judge import Judge
+from flashattn.testing.progress import Progress
+from flashattn.testing.trained import Trained, costs, problem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_benchmark.fixture import BenchmarkFixture
     from pytest_benchmark.session import BenchmarkSession
 
     from flashattn.registry import Impl
+    from flashattn.testing.sweep import Point
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SWEEPS = ("smoke", "default", "full")
 JOURNAL = pytest.StashKey[Journal]()
 HEADER = pytest.StashKey[dict[str, Any]]()
+MONITOR = pytest.StashKey[Monitor]()
+MADE_BEFORE = pytest.StashKey[dict[str, dict[str, Any]]]()
 NO_BASELINE = pytest.StashKey[bool]()
+MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
+STARTED = pytest.StashKey[float]()
 STOCK_STORAGE = "file://./.benchmarks"
 
 
-def sweep(
-    *, tokens: int, hidden: int, seq_q: list[int], head_dim: list[int], dtype: list[str]
-) -> list[Problem]:
-    """Return square problems, full and causal, each of ``tokens`` tokens ``hidden`` wide."""
-    return [
-        Problem(batch=tokens // n, heads=hidden // d, seq_q=n, head_dim=d, causal=mask, dtype=name)
-        for name, d, mask, n in product(dtype, head_dim, (False, True), seq_q)
-    ]
-
-
-# The community's protocol is 16384 tokens, 2048 wide; ``default`` is what of it fits into minutes.
-PROTOCOL = {"tokens": 16384, "hidden": 2048}
-SWEEPS = {
-    "smoke": sweep(tokens=512, hidden=256, seq_q=[128, 512], head_dim=[64], dtype=["float32"]),
-    "default": [
-        *sweep(**PROTOCOL, seq_q=[1024, 4096, 16384], head_dim=[64, 128], dtype=["bfloat16"]),
-        *sweep(**PROTOCOL, seq_q=[4096], head_dim=[256], dtype=["bfloat16"]),
-    ],
-    "full": sweep(
-        **PROTOCOL,
-        seq_q=[512, 1024, 2048, 4096, 8192, 16384],
-        head_dim=[64, 128, 256],
-        dtype=["bfloat16", "float16", "float32"],
-    ),
-}
-# Compiling a shape costs 10 s and more, so the short sweeps ask for few: (queries, head dimension).
-COMPILED = {"smoke": {(512, 64)}, "default": {(4096, 64), (4096, 128)}}
-STUDIES = {"tiled": 1024}  # launched tile by tile from Python: the most queries it is timed at
-HOLDS_SCORES = ("reference", "compiled", "sdpa_math")
-SCORE_MATRICES = 3  # held at once by these, at the least
-SCORES_JUDGED = 1 << 26  # in fp64, several copies at once: a few GiB
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare which problems are swept."""
+    """Declare what is swept, which part of it, and going on after a stop."""
     parser.addoption(
         "--sweep",
-        choices=list(SWEEPS),
-        help="problems to time (default: smoke on a CPU, else default)",
+        choices=SWEEPS,
+        help="how much to measure (default: smoke on a CPU, else default)",
+    )
+    parser.addoption(
+        "--part", metavar="I/N", help="the I-th of N parts of the sweep, as for an array of jobs"
+    )
+    parser.addoption(
+        "--resume", action="store_true", help="go on with the last run that was not finished"
     )
 
 
@@ -95,14 +73,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep runs in a folder named by the accelerator, under the commit's name, with raw samples."""
     option = config.option
     folder = config.rootpath / ".benchmarks" / accelerator(DEVICE)
-    config.stash[JOURNAL] = Journal(folder / "partial.jsonl")
     commit = _commit(get_commit_info())
-    facts = {"machine_info": _machine(), "commit_info": commit}
-    config.stash[HEADER] = facts | {"roofs": {}, "clocks": {}}
+    facts = {"machine_info": _machine(), "commit_info": commit, "sources": _sources(config)}
+    said = " ".join(config.invocation_params.args).replace(str(config.rootpath), ".")
+    config.stash[HEADER] = facts | {"command": f"pytest {said}", "roofs": {}, "clocks": {}}
+    config.stash[JOURNAL] = _journal(config, folder)
+    made = config.stash[JOURNAL].rows
+    config.stash[MADE_BEFORE] = {r["fullname"]: r for r in made if r["status"] != "failed"}
     if option.benchmark_storage == STOCK_STORAGE:
         option.benchmark_storage = f"file://{folder}"
     if not (option.benchmark_save or option.benchmark_autosave):
-        option.benchmark_autosave = commit["id"][:10] + ("-dirty" if commit["dirty"] else "")
+        versioned = commit["id"] != "unversioned"  # as where only the files were copied
+        name = commit["id"][:10] if versioned else f"sources-{facts['sources'][:10]}"
+        option.benchmark_autosave = name + "-dirty" * commit["dirty"] + _part_suffix(config)
     option.benchmark_save_data = True
     config.stash[NO_BASELINE] = option.benchmark_compare is True and not any(
         folder.glob("[0-9]*_*.json")
@@ -110,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.stash[NO_BASELINE]:
         option.benchmark_compare = []
     if not option.benchmark_compare:
-        option.benchmark_quiet = True  # our table has a column for each implementation
+        option.benchmark_quiet = True  # our tables have a column for each implementation
     elif option.benchmark_columns is None:
         option.benchmark_columns = parse_columns("median,iqr,rounds")
     # Peers compile inside torch; what torch says to itself there is no failure of theirs.
@@ -118,28 +101,101 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch\..*")
 
 
+def _part_suffix(config: pytest.Config) -> str:
+    part = config.getoption("--part")
+    return f"-part{part.replace('/', 'of')}" if part else ""
+
+
+def _journal(config: pytest.Config, folder: Path) -> Journal:
+    """Return a new journal, or with --resume the last one of this part, checked to be ours.
+
+    Raises:
+        pytest.UsageError: what was left unfinished was measured by other code, or elsewhere.
+    """
+    name = f"unfinished{_part_suffix(config)}-"
+    left = max(folder.glob(f"{name}[0-9]*.jsonl"), default=None)
+    if not config.getoption("--resume") or left is None:
+        stamp = time.strftime("%Y%m%dT%H%M%S")
+        return Journal(folder / f"{name}{stamp}-{os.getpid()}.jsonl")
+    journal, ours = Journal.resume(left), config.stash[HEADER]
+    if journal.header is None:  # killed before the first row was whole
+        return journal
+    for what in ("machine_info", "sources"):
+        if journal.header[what] != ours[what]:
+            raise pytest.UsageError(
+                f"--resume: {left.name} has another {what} than this session; start a new run,"
+                " or go on from the same commit on the same machine"
+            )
+    ours["roofs"] = journal.header["roofs"]
+    return journal
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Leave out the folder named by the Python version that the plugin would add."""
+    """Leave out the folder named by the Python version; watch the GPU's clock."""
     session.config._benchmarksession.storage.default_machine_id = None  # noqa: SLF001
+    session.config.stash[MONITOR] = Monitor(DEVICE)
+    session.config.stash[MONITOR].__enter__()
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not session.config.getoption("benchmark_disable"):
+        session.config.pluginmanager.register(Progress(reporter), "progress")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each benchmark of attention on every problem of the sweep."""
-    if "problem" in metafunc.fixturenames:
-        metafunc.parametrize("problem", SWEEPS[sweep_name(metafunc.config)], ids=str)
+    """Run each benchmark on every case of its module's sweep."""
+    name = next((name for name in ("case", "problem") if name in metafunc.fixturenames), None)
+    if name is None:
+        return
+    swept = metafunc.module.SWEEPS[sweep_name(metafunc.config)]
+    if isinstance(swept, dict):  # by benchmark
+        swept = swept[metafunc.function.__name__]
+    metafunc.parametrize(name, _for_impls(swept, metafunc.config), ids=str)
+
+
+def _for_impls(swept: list[Any], config: pytest.Config) -> list[Any]:
+    """With --impl, put those asked for in the place of a sweep's own implementations."""
+    chosen = config.getoption("--impl")
+    if not chosen or not all(hasattr(case, "impl") for case in swept):
+        return swept
+    return list(dict.fromkeys(case.replace(impl=name) for case in swept for name in chosen))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put implementations of one problem side by side: a clock that drifts hits them alike."""
-    swept = SWEEPS[sweep_name(config)]
-
-    def place(item: pytest.Item) -> tuple[str, str, int]:
-        problem = item.callspec.params.get("problem")
-        return str(item.path), item.originalname, swept.index(problem) if problem else 0
-
+    """Put implementations of one case side by side: a clock that drifts hits them alike."""
     ours = [item for item in items if item.path.parent == HERE and hasattr(item, "callspec")]
-    rest = [item for item in items if item not in ours]
-    items[:] = rest + sorted(ours, key=place)
+    place: dict[tuple[str, ...], int] = {}
+    for item in ours:
+        place.setdefault(_group(item), len(place))
+    ours.sort(key=lambda item: place[_group(item)])
+    part = config.getoption("--part")
+    if part:
+        kept, parts = _part_of(part)
+        others = [item for item in ours if place[_group(item)] % parts != kept]
+        config.hook.pytest_deselected(items=others)
+        ours = [item for item in ours if place[_group(item)] % parts == kept]
+    items[:] = [item for item in items if item.path.parent != HERE] + ours
+
+
+def _group(item: pytest.Item) -> tuple[str, ...]:
+    """Return what the items have in common that are measured side by side."""
+    params = item.callspec.params
+    case = params.get("case", params.get("problem", ""))
+    facts = getattr(case, "facts", ())
+    shared = [
+        f"{name}={value}" for name, value in facts if name not in ("impl", "step", "compiled")
+    ]
+    return (str(item.path), item.originalname, *(shared or [str(case)]))
+
+
+def _part_of(text: str) -> tuple[int, int]:
+    """Return the index from 0 and the number of parts in ``"I/N"``.
+
+    Raises:
+        pytest.UsageError: it is not that, or I is not one of 1 ... N.
+    """
+    index, slash, parts = text.partition("/")
+    if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
+        raise pytest.UsageError(f"--part: wanted I/N with I from 1 to N, as in 1/8, got {text!r}")
+    return int(index) - 1, int(parts)
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +208,7 @@ def clock(device: torch.device) -> Clock:
 def roofs(pytestconfig: pytest.Config, device: torch.device) -> dict[str, float]:
     """Measure what the machine can do, and note its clock while it is warm."""
     header = pytestconfig.stash[HEADER]
-    if not pytestconfig.getoption("benchmark_disable"):
+    if not (pytestconfig.getoption("benchmark_disable") or header["roofs"]):
         header["roofs"] = measure_roofs(device)
     header["clocks"]["before"] = sm_clock(device)
     return header["roofs"]
@@ -160,131 +216,157 @@ def roofs(pytestconfig: pytest.Config, device: torch.device) -> dict[str, float]
 
 @pytest.fixture
 def device_benchmark(
-    benchmark: BenchmarkFixture, clock: Clock, roofs: dict[str, float]
+    request: pytest.FixtureRequest,
+    benchmark: BenchmarkFixture,
+    clock: Clock,
+    roofs: dict[str, float],
 ) -> Iterator[DeviceBenchmark]:
-    """pytest-benchmark's fixture on the device's clock."""
+    """pytest-benchmark's fixture on the device's clock, with the facts of the case filled in."""
     del roofs  # measured first, so that the journal can name them
-    yield DeviceBenchmark.adopt(benchmark, clock)
+    ours, item = DeviceBenchmark.adopt(benchmark, clock), request.node
+    ours.extra_info |= {
+        "study": item.path.stem.removeprefix("bench_"),
+        "name": item.name.removeprefix("bench_"),
+        "fullname": item.nodeid,
+    }
+    case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+    ours.extra_info |= dict(getattr(case, "facts", ()))
+    yield ours
     benchmark.skipped = True  # a failed check leaves it unused: one failure, and no warning besides
 
 
-class Judge:
-    """Admits an implementation to a problem, and its results to the clock.
+@pytest.fixture
+def facts(device_benchmark: DeviceBenchmark) -> dict[str, Any]:
+    """What is known about the case; all of it is kept in its row."""
+    return device_benchmark.extra_info
 
-    Args:
-        impl: who is timed.
-        problem: on what.
-        config: of the session, which names the sweep.
-        facts: of the case, filled in here.
-    """
 
-    def __init__(
-        self, impl: Impl, problem: Problem, config: pytest.Config, facts: dict[str, Any]
-    ) -> None:
-        """Hold on to the case; ``admit`` comes next."""
-        self.impl, self.problem, self.config, self.facts = impl, problem, config, facts
+@pytest.fixture
+def left_out(facts: dict[str, Any]) -> Callable[[str | None], None]:
+    """Return what ends a case that cannot or shall not be timed: a row with a reason."""
 
-    def admit(self, passes: str) -> None:
-        """Note the facts; skip the case, with a reason, if it cannot or shall not be timed."""
-        self.facts |= {
-            "impl": self.impl.name,
-            "problem": str(self.problem),
-            **asdict(self.problem),
-            "pass": passes,
-            "flops": self.problem.flops(passes),
-            "bytes": self.problem.bytes(passes),
-        }
-        reason = self.impl.why_not(self.problem, DEVICE, grad=passes == "backward")
-        reason = reason or self._left_out() or self._interpreted()
-        if reason:
-            self.facts |= {"status": "unsupported", "reason": reason}
+    def skip(reason: str | None) -> None:
+        if reason is not None:
+            facts.update(status="unsupported", reason=reason)
             pytest.skip(reason)
 
-    def _left_out(self) -> str | None:
-        impl, problem, name = self.impl, self.problem, sweep_name(self.config)
-        rows = problem.batch * problem.heads * problem.seq_q
-        scores = DTYPES[problem.dtype] * rows * problem.seq_kv
-        shape, longest = (problem.seq_q, problem.head_dim), STUDIES.get(impl.name, problem.seq_q)
-        reasons = {
-            f"is for study: timed up to {longest} queries": problem.seq_q > longest,
-            "would hold more scores than there is memory": impl.name in HOLDS_SCORES
-            and SCORE_MATRICES * scores > memory_bytes(DEVICE),
-            "compiles every shape for seconds: timed at few, --sweep full has all": impl.compiles
-            and shape not in COMPILED.get(name, {shape}),
-        }
-        return next((f"{impl.name} {reason}" for reason, holds in reasons.items() if holds), None)
-
-    def _interpreted(self) -> str | None:
-        if os.environ.get("TRITON_INTERPRET") != "1" or self.impl.compiles:
-            return None
-        q, k, v = make_inputs(self.problem, device=DEVICE)
-        call = partial(self.impl, q, k, v, causal=self.problem.causal, scale=1.0)
-        return f"{self.impl.name} is interpreted: not a speed" if interprets(call) else None
-
-    def check(self, **outputs: torch.Tensor | None) -> None:
-        """Hold the outputs, o and lse or dq, dk and dv, to their budgets against fp64.
-
-        Heads do not depend on one another: the first and the last group of heads are compared.
-
-        Raises:
-            AssertionError: which outputs are off, by how much, and what was allowed.
-        """
-        for (batch, queries, keys), truth in _truth(self.problem, self.facts["pass"]):
-            got = {
-                name: x.detach()[batch, keys if name in ("dk", "dv") else queries][None]
-                for name, x in outputs.items()
-                if x is not None
-            }
-            broken = truth.complaints(got)
-            assert not broken, f"{self.impl.name}: " + "; ".join(broken)
+    return skip
 
 
-@lru_cache(maxsize=1)  # implementations of one problem run next to one another
-def _truth(problem: Problem, passes: str) -> list[tuple[tuple[int, slice, slice], Truth]]:
-    """Return what the first and the last group of heads are held against, and where they are."""
-    inputs, group = make_inputs(problem, device=DEVICE), problem.heads // problem.kv_heads
-    grad_o = make_grads(problem, device=DEVICE)[0] if passes == "backward" else None
-    scale, scores = problem.head_dim**-0.5, problem.batch * problem.heads * problem.seq_q
-    whole = None  # so few heads say little about how wrong naive is: hear all, if there is room
-    if scores * problem.seq_kv <= SCORES_JUDGED:
-        whole = Case(problem=problem, inputs=inputs, scale=scale, grad_o=grad_o)
-    truths = []
-    for batch, g in sorted({(0, 0), (problem.batch - 1, problem.kv_heads - 1)}):
-        queries, keys = slice(g * group, (g + 1) * group), slice(g, g + 1)
-        heads = (queries, keys, keys)
-        case = Case(
-            problem=replace(problem, batch=1, heads=group, kv_heads=1),
-            inputs=tuple(x[batch, part][None] for x, part in zip(inputs, heads, strict=True)),
-            scale=scale,
-            grad_o=None if grad_o is None else grad_o[batch, queries][None],
+@pytest.fixture(scope="session")
+def interpreted(device: torch.device) -> Callable[[Impl], bool]:
+    """Return what tells whether Triton's interpreter would imitate an implementation's kernels."""
+
+    @cache
+    def tell(impl: Impl) -> bool:
+        problem = Problem(seq_q=16, head_dim=16)
+        if os.environ.get("TRITON_INTERPRET") != "1" or impl.compiles:
+            return False
+        if impl.why_not(problem, device) is not None:
+            return False
+        return interprets(
+            partial(impl, *make_inputs(problem, device=device), causal=False, scale=1.0)
         )
-        truths.append(((batch, queries, keys), Truth.of(case, whole)))
-    return truths
+
+    return tell
+
+
+@pytest.fixture
+def trained(
+    facts: dict[str, Any],
+    left_out: Callable[[str | None], None],
+    interpreted: Callable[[Impl], bool],
+    device: torch.device,
+) -> Callable[..., Trained]:
+    """Return what makes a case's model, or keeps the last case's, and notes its costs."""
+
+    def make(case: Point, *, compiled: bool = False, **how: Any) -> Trained:
+        named = {axis: getattr(case, axis) for axis in ("size", "context", "batch", "precision")}
+        compiled = compiled or getattr(case, "compiled", False)
+        of_case, impl = costs(**named, impl=case.impl, device=device), get(case.impl)
+        facts.update(
+            parameters=of_case.parameters,
+            tokens=of_case.tokens,
+            flops=of_case.flops(case.step),
+            # The compiler decides what it holds; only what is written is predicted.
+            predicted_bytes=None if compiled else of_case.bytes(case.step),
+        )
+        left_out(impl.why_not(problem_of(of_case), device, grad=True))
+        if interpreted(impl):
+            left_out(f"{impl.name} is interpreted: not a speed")
+        key = (*named.values(), case.impl, compiled, *how)
+        if key not in MODELS:
+            forget_models()
+            made = Trained(**named, impl=case.impl, device=device, compiled=compiled, **how)
+            MODELS[key] = made
+        return MODELS[key]
+
+    return make
+
+
+def forget_models() -> None:
+    """Drop the model that is kept, and what was compiled for it."""
+    MODELS.clear()
+    gc.collect()
+    torch.compiler.reset()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def snapshots(pytestconfig: pytest.Config) -> Path:
+    """Return the folder of the allocator's snapshots, for torch.cuda's memory_viz."""
+    folder = pytestconfig.stash[JOURNAL].path.parent / "snapshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture
 def judge(
-    request: pytest.FixtureRequest, device_benchmark: DeviceBenchmark, impl: Impl, problem: Problem
+    device_benchmark: DeviceBenchmark, impl: Impl, problem: Problem, device: torch.device
 ) -> Iterator[Judge]:
-    """Say what is timed and what is right."""
-    yield Judge(impl, problem, request.config, device_benchmark.extra_info)
+    """Say what is right."""
+    yield Judge(impl, problem, device, device_benchmark.extra_info)
     if impl.compiles:
         torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Turn running out of memory into a row with a reason."""
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
+    """Repeat what was measured before a stop; turn running out of memory into a row."""
+    benchmark = pyfuncitem.funcargs.get("device_benchmark")
+    if benchmark is None:
+        return (yield)
+    before = pyfuncitem.config.stash[MADE_BEFORE].get(pyfuncitem.nodeid)
+    if before is not None:
+        pyfuncitem.obj = partial(_again, pyfuncitem.funcargs["device_benchmark"], before)
+    pyfuncitem.stash[STARTED] = time.perf_counter()
     try:
         return (yield)
     except Exception as error:
         if not out_of_memory(error):
             raise
     # Past the except clause the traceback is gone, and with it the tensors it held.
-    impl = pyfuncitem.funcargs["impl"]
+    forget_models()
     facts = pyfuncitem.funcargs["device_benchmark"].extra_info
-    facts |= {"status": "oom", "reason": f"{impl.name} ran out of memory"}
+    facts |= {"status": "oom", "reason": _ran_out(facts)}
     pytest.skip(facts["reason"])
+
+
+def _ran_out(facts: dict[str, Any]) -> str:
+    who = facts.get("impl", facts["name"])
+    predicted = facts.get("predicted_bytes")
+    return f"{who} ran out of memory" + (f" (predicted: {predicted} bytes)" if predicted else "")
+
+
+def _again(benchmark: DeviceBenchmark, row: dict[str, Any], **_: object) -> None:
+    """Hand a row of the journal to the plugin as if it were measured now."""
+    facts = {name: fact for name, fact in row.items() if name != "samples"}
+    benchmark.extra_info |= facts
+    if row["status"] != "ok":
+        pytest.skip(row["reason"])
+    benchmark.replay(row["samples"])
+    benchmark.extra_info |= facts  # to the last digit what they were
 
 
 @pytest.hookimpl(wrapper=True)
@@ -292,15 +374,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Journal the row before the next case starts."""
     report = yield
     benchmark = getattr(item, "funcargs", {}).get("device_benchmark")
-    if call.when == "call" and benchmark is not None:
-        row, samples = dict(benchmark.extra_info), []
-        if benchmark.stats:
-            samples = _rounded(benchmark.stats.stats.data)
-        if report.failed:
-            said = call.excinfo.exconly().splitlines()[0]
-            row |= {"status": "failed", "reason": f"{item.name}: {said}"}
-        if "status" in row:
-            item.config.stash[JOURNAL].add(row, samples, header=item.config.stash[HEADER])
+    if call.when != "call" or benchmark is None or item.nodeid in item.config.stash[MADE_BEFORE]:
+        return report
+    facts, samples = benchmark.extra_info, []
+    if benchmark.stats:
+        samples = _rounded(benchmark.stats.stats.data)
+    if report.failed or (call.excinfo and call.excinfo.errisinstance(pytest.xfail.Exception)):
+        said = call.excinfo.exconly().splitlines()[0]
+        facts |= {"status": "failed", "reason": f"{item.name}: {said}"}
+    if "status" in facts:
+        reading = item.config.stash[MONITOR].between(item.stash[STARTED], time.perf_counter())
+        facts |= {"sm_hertz": reading.sm_hertz, "throttled": reading.throttled}
+        item.config.stash[JOURNAL].add(dict(facts), samples, header=item.config.stash[HEADER])
     return report
 
 
@@ -318,6 +403,16 @@ def _commit(info: dict[str, Any]) -> dict[str, Any]:
     return {name: info[name] for name in ("id", "dirty", "time")}
 
 
+def _sources(config: pytest.Config) -> str:
+    """Return a digest of all code that is measured or measures, also where git is not."""
+    digest = sha256()
+    for folder in ("flashattn", "benchmarks"):
+        for path in sorted((config.rootpath / folder).rglob("*.py")):
+            digest.update(path.relative_to(config.rootpath).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _rounded(samples: list[float]) -> list[float]:
     return [round(sample, 9) for sample in samples]  # no clock here tells less than a nanosecond
 
@@ -330,8 +425,9 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add the roofs, the clocks and the rows that were not measured."""
-    output_json |= {name: config.stash[HEADER][name] for name in ("roofs", "clocks")}
+    """Add what describes the run, and the rows that were not measured."""
+    header = config.stash[HEADER]
+    output_json |= {name: header[name] for name in ("roofs", "clocks", "command", "sources")}
     rows = config.stash[JOURNAL].rows
     output_json["unmeasured"] = [row for row in rows if row["status"] != "ok"]
     for case in output_json["benchmarks"]:
@@ -354,6 +450,7 @@ def pytest_benchmark_compare_machine_info(
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
     """Keep a run only when all of it is right."""
     session.config.stash[HEADER]["clocks"]["after"] = sm_clock(DEVICE)
+    session.config.stash[MONITOR].__exit__(None, None, None)
     plugin: BenchmarkSession = session.config._benchmarksession  # noqa: SLF001
     if exitstatus != pytest.ExitCode.OK or not plugin.benchmarks:
         plugin.save = plugin.autosave = plugin.json = None
@@ -367,10 +464,12 @@ def pytest_terminal_summary(
     journal, plugin = config.stash[JOURNAL], config._benchmarksession  # noqa: SLF001
     if not journal.rows:
         return
-    terminalreporter.section("attention")
+    terminalreporter.section("measured")
     terminalreporter.write_line(tables(Run.of(config.stash[HEADER], journal.rows)))
     name = plugin.save or plugin.autosave
     kept = max(plugin.storage.path.glob(f"*_{name}.json"), default=None) if name else None
+    if kept:
+        journal.path.unlink()  # all of it is in the kept run
     verdict = "Kept in" if kept else "Not kept; every row is in"
     path = os.path.relpath(kept or journal.path, config.rootpath)
     terminalreporter.write_line(f"\n{verdict} {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import signal
 from pathlib import Path
 from weakref import ref
 
@@ -21,7 +22,7 @@ from flashattn.report.runs import load
 pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
 ROOT = Path(__file__).parents[1]
 FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-ONE = ("-k", "q128 and full")  # one problem in two passes
+ONE = ("-k", "q64 and full")  # one problem in three passes
 reference = registry.get("reference")
 
 
@@ -53,9 +54,8 @@ def bench(pytester, monkeypatch):
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, pytester.path)
     (pytester.path / "benchmarks").mkdir()
-    for path in (ROOT / "benchmarks").glob("*.py"):
-        if path.name == "conftest.py" or path.name in ("bench_forward.py", "bench_backward.py"):
-            shutil.copy(path, pytester.path / "benchmarks")
+    for name in ("conftest.py", "bench_flash.py"):
+        shutil.copy(ROOT / "benchmarks" / name, pytester.path / "benchmarks")
     monkeypatch.setattr(
         roofline, "measure_roofs", lambda _: {"float32": 1e12, "bfloat16": 1e13, "copy": 1e11}
     )
@@ -85,6 +85,12 @@ def kept(pytester):
     return sorted((pytester.path / ".benchmarks").glob("**/*.json"))
 
 
+def journal(pytester):
+    """Return the path of the run that is not finished."""
+    (path,) = (pytester.path / ".benchmarks" / FOLDER).glob("unfinished-*.jsonl")
+    return path
+
+
 def test_green_run_is_kept_with_all_it_takes(bench, pytester):
     """A green run leaves one file: raw samples, facts, roofs, reasons; no host, no path."""
     impls = {
@@ -93,7 +99,7 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester):
         "limited": made_impl("limited", reason="limited by nature"),
     }
     result = bench(impls, *ONE)
-    result.assert_outcomes(passed=2, skipped=4)
+    result.assert_outcomes(passed=3, skipped=6)
     (path,) = kept(pytester)
     assert path.parent == pytester.path / ".benchmarks" / FOLDER
     saved, run = json.loads(path.read_text()), load(path)
@@ -106,8 +112,9 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester):
         ("limited", "unsupported", "limited by nature"),
     }
     measured = run.rows[0]
-    assert (measured["impl"], measured["pass"]) == ("good", "backward")
-    assert measured["flops"] == 5 * 2 * 4 * 4 * 128 * 128 * 64
+    assert (measured["study"], measured["impl"], measured["pass"]) == ("flash", "good", "forward")
+    assert measured["name"] == "forward[fp32-b4h4-q64-d64-full-good]"
+    assert measured["flops"] == 2 * 2 * 4 * 4 * 64 * 64 * 64
     assert measured["seconds"] > 0
     assert run.roofs["float32"] == 1e12
     assert run.machine["accelerator"] == FOLDER
@@ -117,8 +124,8 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester):
     result.stdout.no_fnmatch_line("*Name (time in *")  # the plugin's own table
     result.stdout.fnmatch_lines(
         [
-            "*### forward*",
-            "*limited by nature*2 cases*",
+            "*forward*",
+            "*limited by nature*3 cases*",
             f"Kept in .benchmarks/{FOLDER}/0001_*.json",
         ]
     )
@@ -127,25 +134,25 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester):
 def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
     """One head wrong by a thousandth is a failure without a sample, and the run is not kept."""
     result = bench({"good": good, "wrong": wrong}, *ONE)
-    result.assert_outcomes(passed=2, failed=2)  # and no error besides
+    result.assert_outcomes(passed=3, failed=3)  # and no error besides
     assert kept(pytester) == []
-    rows = load(pytester.path / ".benchmarks" / FOLDER / "partial.jsonl").rows
+    rows = load(journal(pytester)).rows
     assert {(r["impl"], r["status"], bool(r["samples"])) for r in rows} == {
         ("good", "ok", True),
         ("wrong", "failed", False),
     }
-    result.stdout.fnmatch_lines(["*wrong: * error * budget*", "Not kept;*partial.jsonl"])
+    result.stdout.fnmatch_lines(["*wrong: * error * budget*", "Not kept;*unfinished-*.jsonl"])
 
 
 def test_rows_are_on_disk_before_the_next_case(bench, pytester):
     """When a case starts, the one before it is in the journal already."""
-    journal, seen = pytester.path / ".benchmarks" / FOLDER / "partial.jsonl", []
+    seen = []
 
     def nosy(q, k, v, **options):
-        seen.append(load(journal).rows[-1]["impl"])
+        seen.append(load(journal(pytester)).rows[-1]["impl"])
         return good(q, k, v, **options)
 
-    bench({"good": good, "nosy": nosy}, *ONE).assert_outcomes(passed=4)
+    bench({"good": good, "nosy": nosy}, *ONE).assert_outcomes(passed=6)
     assert set(seen) == {"good"}
 
 
@@ -162,8 +169,8 @@ def test_interpreted_kernels_have_no_speed(bench, pytester):
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are not interpreted")
     plugin = made_impl("mine", registry.get("triton").call)
-    bench({"mine": plugin}, *ONE).assert_outcomes(skipped=2)
-    rows = load(pytester.path / ".benchmarks" / FOLDER / "partial.jsonl").rows
+    bench({"mine": plugin}, *ONE).assert_outcomes(skipped=3)
+    rows = load(journal(pytester)).rows
     assert {r["reason"] for r in rows} == {"mine is interpreted: not a speed"}
     assert kept(pytester) == []  # a run without a number
 
@@ -171,8 +178,8 @@ def test_interpreted_kernels_have_no_speed(bench, pytester):
 def test_study_and_compiled_are_left_out_with_a_reason(bench):
     """What would take too long is a row that says so."""
     result = bench({"slow": made_impl("slow", compiles=True), "good": good}, *ONE)
-    result.assert_outcomes(passed=2, skipped=2)
-    result.stdout.fnmatch_lines(["*slow compiles every shape*2 cases*"])
+    result.assert_outcomes(passed=3, skipped=3)
+    result.stdout.fnmatch_lines(["*slow compiles every shape*3 cases*"])
 
 
 def test_another_machines_baseline_is_refused(bench, pytester):
@@ -189,10 +196,10 @@ def test_another_machines_baseline_is_refused(bench, pytester):
 def test_compare_with_the_last_run(bench, pytester):
     """The first comparison says that there is nothing to compare with; the second compares."""
     first = bench({"good": good}, *ONE, "--benchmark-compare")
-    first.assert_outcomes(passed=2)
+    first.assert_outcomes(passed=3)
     first.stdout.fnmatch_lines(["Compared with nothing*"])
     second = bench({"good": good}, *ONE, "--benchmark-compare")
-    second.assert_outcomes(passed=2)
+    second.assert_outcomes(passed=3)
     assert len(kept(pytester)) == 2
     second.stdout.fnmatch_lines(["*(NOW)*", "*(0001_*)*"], consecutive=False)
 
@@ -200,12 +207,98 @@ def test_compare_with_the_last_run(bench, pytester):
 def test_disabled_benchmarks_check_and_keep_nothing(bench, pytester):
     """--benchmark-disable still finds a wrong result, and leaves no number behind."""
     result = bench({"good": good, "wrong": wrong}, *ONE, "--benchmark-disable")
-    result.assert_outcomes(passed=2, failed=2)
+    result.assert_outcomes(passed=3, failed=3)
     assert kept(pytester) == []
 
 
 def test_own_storage_is_respected(bench, pytester):
     """A folder named by --benchmark-storage is used as it is."""
-    bench({"good": good}, *ONE, "--benchmark-storage", "file://elsewhere").assert_outcomes(passed=2)
+    bench({"good": good}, *ONE, "--benchmark-storage", "file://elsewhere").assert_outcomes(passed=3)
     assert kept(pytester) == []
     assert len(list((pytester.path / "elsewhere").glob("*.json"))) == 1
+
+
+MINE = """
+import os, signal
+from pathlib import Path
+from flashattn import register
+from flashattn.reference import reference_attention
+
+def answer(q, k, v, *, causal, scale):
+    return reference_attention(q, k, v, diagonal=0 if causal else None, scale=scale)
+
+@register("quick", lse=True)
+def quick(q, k, v, **options):
+    return answer(q, k, v, **options)
+
+@register("deadly", lse=True)
+def deadly(q, k, v, **options):
+    if not Path("again").exists():
+        Path("again").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(q, k, v, **options)
+"""
+
+
+def rows_of(path):
+    """Return what a run has of each case: its status and its samples."""
+    return {row["name"]: (row["status"], row.get("seconds")) for row in load(path).rows}
+
+
+def test_a_killed_run_goes_on(bench, pytester):
+    """After SIGKILL all that was measured is on disk; --resume keeps it and measures the rest."""
+    bench({"good": good}, "--collect-only")  # lays out the folder
+    pytester.makepyfile(mine=MINE)
+    command = ("benchmarks", "--sweep", "smoke", "--impl", "mine.py", *ONE)
+    killed = pytester.runpytest_subprocess(*command, timeout=300)
+    assert killed.ret == -signal.SIGKILL
+    measured = rows_of(journal(pytester))
+    assert measured
+    assert kept(pytester) == []
+    resumed = pytester.runpytest_subprocess(*command, "--resume", timeout=300)
+    resumed.assert_outcomes(passed=6)
+    (path,) = kept(pytester)
+    found = rows_of(path)
+    assert len(found) == 6
+    assert set(measured.items()) <= set(found.items())
+    assert not list(path.parent.glob("*.jsonl"))  # all of it is in the kept run
+
+
+def test_other_code_is_not_resumed(bench, pytester):
+    """What was left by other code is not mixed with this one's: a usage error that says so."""
+    bench({"good": good, "wrong": wrong}, *ONE).assert_outcomes(passed=3, failed=3)
+    with (pytester.path / "benchmarks" / "bench_flash.py").open("a") as file:
+        file.write("# changed\n")
+    result = bench({"good": good}, *ONE, "--resume")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--resume: unfinished-*.jsonl has another sources*"])
+
+
+def test_parts_make_a_whole(bench):
+    """Each case is in one part, and implementations of a case are in the same one."""
+
+    def names(*arguments):
+        lines = bench({"a": good, "b": good}, "--collect-only", "-q", *arguments).outlines
+        return {line for line in lines if "::bench_" in line}
+
+    parts = [names("--part", f"{i}/3") for i in (1, 2, 3)]
+    assert set.union(*parts) == names()
+    assert sum(map(len, parts)) == len(names())
+    for part in parts:
+        assert {name.replace("-a]", "-b]") for name in part if name.endswith("-a]")} <= part
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "two", "1/0"])
+def test_a_part_that_is_none(bench, part):
+    """A part that does not exist is a usage error that says what is wanted."""
+    result = bench({"a": good}, "--part", part)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--part: wanted I/N*"])
+
+
+def test_progress_is_told(bench):
+    """Before each case a line says which one of how many it is, and how long the rest will take."""
+    result = bench({"good": good}, *ONE)
+    result.stdout.fnmatch_lines(
+        ["[[]1/3] bench_forward*", "[[]2/3] bench_backward*about 0:0* left)", "[[]3/3]*"]
+    )

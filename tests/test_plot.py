@@ -1,48 +1,96 @@
-"""Pictures: what was measured is what is drawn."""
+"""What pictures share: ours stands out, lengths are plain numbers, and a file can be reproduced."""
 
 from __future__ import annotations
 
 import pytest
-from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
 
-from flashattn.report import plot as plotting
-from flashattn.report.runs import Run
-
-
-def row(impl, seq_q, causal, name, seconds, status="ok"):
-    """Return the facts of one case of 1e12 flops."""
-    facts = {"impl": impl, "seq_q": seq_q, "causal": causal, "pass": name, "status": status}
-    return facts | {"head_dim": 64, "dtype": "bfloat16", "flops": 1e12, "seconds": seconds}
+from flashattn.report import plot
 
 
-ROWS = [
-    row(impl, n, causal, name, seconds)
-    for impl, seconds in (("triton", 0.25), ("sdpa", 0.5))
-    for n in (1024, 4096)
-    for causal in (False, "top_left")
-    for name in ("forward", "backward")
-]
+@pytest.fixture
+def axis():
+    """One panel of a picture."""
+    return plot.panels("title", 1, 1, height=3)[1][0][0]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_draws_a_file(tmp_path, suffix):
-    """A run with two lengths becomes a picture of the kind that the name asks for."""
-    path = tmp_path / f"run{suffix}"
-    plotting.plot(Run(machine={"gpu": "a GPU"}, roofs={"bfloat16": 8e12}, rows=ROWS), path)
-    assert path.read_bytes()[:4] == {".svg": b"<?xm", ".png": b"\x89PNG"}[suffix]
+def drawn(axis):
+    """Return the lines of a panel by their names."""
+    return {line.get_label(): line for line in axis.get_lines()}
 
 
-def test_lines_are_speeds():
-    """A line's height is flops over seconds in TFLOP/s, the roof's its own; a failure has none."""
-    figure, axis = plt.subplots()
-    chosen = [r for r in ROWS if (r["causal"], r["pass"]) == (False, "forward")]
-    plotting._panel(axis, chosen, {"bfloat16": 8e12}, {"triton": "C0", "sdpa": "C1"})
-    heights = {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
-    plt.close(figure)
-    assert heights == {"triton": [4, 4], "sdpa": [2, 2], "bfloat16 product": [8, 8]}
+def test_lines_go_through_their_points_from_left_to_right(axis):
+    """A line has the points it was given, in order of x whatever order they came in."""
+    plot.curves(axis, {"sdpa": [(4, 1.0), (2, 3.0)]})
+    line = drawn(axis)["sdpa"]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 4], [3.0, 1.0])
 
 
-def test_one_length_is_no_line(tmp_path):
-    """A run of one length is refused with a sentence."""
-    with pytest.raises(ValueError, match="wanted a run with several lengths"):
-        plotting.plot(Run(machine={}, rows=ROWS[:1]), tmp_path / "run.svg")
+def test_ours_stands_out(axis):
+    """Our line is the thickest and lies on top; each implementation has a colour of its own."""
+    plot.curves(axis, {name: [(1, 1.0), (2, 2.0)] for name in plot.COLOURS})
+    lines = drawn(axis)
+    ours = lines.pop(plot.OURS)
+    assert all(ours.get_linewidth() > line.get_linewidth() for line in lines.values())
+    assert all(ours.get_zorder() > line.get_zorder() for line in lines.values())
+    assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+
+
+def test_colour_stays_with_its_name():
+    """A name has the same colour in every picture, also one that nobody knew."""
+    assert plot.colour("sdpa") == plot.COLOURS["sdpa"]
+    assert plot.colour("mine") == plot.colour("mine")
+    assert plot.colour("mine") in plot.CYCLE
+
+
+def test_lengths_are_plain_numbers(axis):
+    """The axis of lengths is a logarithm of base two and is labelled 128, 1k, 64k."""
+    plot.lengths(axis, [128, 1024, 65536, 1500])
+    assert (axis.get_xscale(), axis.xaxis.get_transform().base) == ("log", 2)
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["128", "1k", "1500", "64k"]
+
+
+def test_many_lengths_are_thinned(axis):
+    """Of many lengths so few are labelled that they can be read."""
+    plot.lengths(axis, [2**e for e in range(30)])
+    assert 5 <= len(axis.get_xticks()) <= 9
+
+
+def test_logarithmic_heights_are_plain_numbers(axis):
+    """Powers of ten are written out."""
+    axis.plot([1, 2], [0.01, 5000])
+    plot.logarithmic(axis)
+    axis.figure.draw_without_rendering()
+    assert {"0.01", "1", "1000"} <= {text.get_text() for text in axis.get_yticklabels()}
+
+
+def test_bars_have_their_heights_and_gaps(axis):
+    """Each bar is as high as its number, and where there is none there is no bar."""
+    plot.bars(axis, ["small", "large"], {"bf16": [2.0, None], "tf32": [1.5, 3.0]})
+    heights = [[bar.get_height() for bar in group] for group in axis.containers]
+    assert heights == [[2.0], [1.5, 3.0]]
+    colours = {to_hex(group[0].get_facecolor()) for group in axis.containers}
+    assert len(colours) == 2
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_same_figure_makes_the_same_file(tmp_path, suffix, begin):
+    """A picture is of the kind that its name asks for, and has neither date nor chance in it."""
+    contents = []
+    for name in ("a", "b"):
+        figure, axes = plot.panels("title", 1, 1, height=3)
+        plot.curves(axes[0][0], {"sdpa": [(1, 1.0), (2, 2.0)]})
+        plot.legend(figure, axes)
+        plot.save(figure, tmp_path / f"{name}{suffix}")
+        contents.append((tmp_path / f"{name}{suffix}").read_bytes())
+    assert contents[0].startswith(begin)
+    assert contents[0] == contents[1]
+
+
+def test_legend_names_each_colour_once():
+    """A name that is in several panels is in the legend once."""
+    figure, axes = plot.panels("title", 1, 2, height=3)
+    for axis in axes[0]:
+        plot.curves(axis, {"sdpa": [(1, 1.0)], "flex": [(1, 2.0)]})
+    plot.legend(figure, axes)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["sdpa", "flex"]

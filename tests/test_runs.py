@@ -1,4 +1,4 @@
-"""Runs on disk: written row by row, read back whole."""
+"""Runs on disk: written row by row, read back whole or to where they were cut off, and merged."""
 
 from __future__ import annotations
 
@@ -6,55 +6,118 @@ import json
 
 import pytest
 
-from flashattn.report.runs import Journal, latest, load
+from flashattn.report.runs import Journal, Run, kept, load, merge
 
 HEADER = {
     "machine_info": {"accelerator": "nvidia-h200"},
     "commit_info": {"id": "abc", "dirty": False},
     "roofs": {"bfloat16": 8e14},
     "clocks": {"before": 1.9e9},
+    "command": "pytest benchmarks",
+    "sources": "d1g3st",
 }
 
 
-def row(impl, status="ok"):
+def row(name, status="ok", **facts):
     """Return the facts of a case that matter here."""
-    return {"impl": impl, "status": status}
+    return {"study": "flash", "name": name, "status": status, **facts}
+
+
+def keep(path, rows, made="2026-01-01", machine="nvidia-h200", **entries):
+    """Write a kept run of these rows and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = {
+        **HEADER,
+        "machine_info": {"accelerator": machine},
+        "datetime": made,
+        "benchmarks": [{"extra_info": r} for r in rows if r["status"] == "ok"],
+        "unmeasured": [r for r in rows if r["status"] != "ok"],
+        **entries,
+    }
+    path.write_text(json.dumps(saved))
+    return path
 
 
 def test_row_is_on_disk_as_soon_as_it_is_made(tmp_path):
     """What was measured before a crash can be read after it, with its raw samples."""
     journal = Journal(tmp_path / "nvidia-h200" / "partial.jsonl")
-    for count, impl in enumerate(("triton", "sdpa"), start=1):
-        journal.add(row(impl), [1e-3, 2e-3], header=HEADER)
+    for count, name in enumerate(("one", "two"), start=1):
+        journal.add(row(name), [1e-3, 2e-3], header=HEADER)
         lines = journal.path.read_text().splitlines()
         assert len(lines) == 1 + count
-        assert json.loads(lines[-1]) == row(impl) | {"samples": [1e-3, 2e-3]}
+        assert json.loads(lines[-1]) == row(name) | {"samples": [1e-3, 2e-3]}
+
+
+def test_samples_that_are_facts_stay(tmp_path):
+    """A row that counts its samples among its facts is read back with those."""
+    journal = Journal(tmp_path / "partial.jsonl")
+    journal.add(row("warm", samples=[3.0]), [], header=HEADER)
+    assert load(journal.path).rows[0]["samples"] == [3.0]
 
 
 def test_journal_replaces_the_last_one(tmp_path):
-    """A new run does not continue an older run's journal."""
-    for impl in ("old", "new"):
-        Journal(tmp_path / "partial.jsonl").add(row(impl), [], header=HEADER)
-    assert [r["impl"] for r in load(tmp_path / "partial.jsonl").rows] == ["new"]
+    """A new run does not continue an older run's journal unless it is told to."""
+    for name in ("old", "new"):
+        Journal(tmp_path / "partial.jsonl").add(row(name), [], header=HEADER)
+    assert [r["name"] for r in load(tmp_path / "partial.jsonl").rows] == ["new"]
+
+
+def test_journal_goes_on_wherever_it_was_cut_off(tmp_path):
+    """Cut off after any byte, a journal has its whole rows, and takes the rest after them."""
+    path = tmp_path / "partial.jsonl"
+    whole = Journal(path)
+    for name in ("a", "b", "c"):
+        whole.add(row(name), [0.5], header=HEADER)
+    text, seen = path.read_text(), set()
+    for end in range(len(text) + 1):
+        path.write_text(text[:end])
+        journal = Journal.resume(path)
+        names = [r["name"] for r in journal.rows]
+        # A line counts from its closing brace on, with or without its newline.
+        assert len(names) == max(0, (text[:end] + "\n").count("}\n") - 1)
+        assert journal.header == (HEADER if end >= text.index("\n") else None)
+        journal.add(row("next"), [], header=HEADER)
+        assert [r["name"] for r in load(path).rows] == [*names, "next"]
+        seen.add(len(names))
+    assert seen == {0, 1, 2, 3}
+
+
+def test_journal_that_is_not_there_begins(tmp_path):
+    """Resuming without a journal is beginning one."""
+    journal = Journal.resume(tmp_path / "partial.jsonl")
+    assert (journal.header, journal.rows) == (None, [])
+    assert not journal.path.exists()
+
+
+def test_journal_broken_in_the_middle_is_refused(tmp_path):
+    """Only the last line may be cut off: a hole before it is an error that names the file."""
+    path = tmp_path / "partial.jsonl"
+    path.write_text(json.dumps(HEADER) + '\n{"study\n' + json.dumps(row("a")) + "\n")
+    with pytest.raises(ValueError, match=r"partial\.jsonl: wanted"):
+        Journal.resume(path)
 
 
 def test_journal_and_kept_run_read_alike(tmp_path):
     """The same rows come out of a journal and of pytest-benchmark's JSON, measured ones first."""
     journal = Journal(tmp_path / "partial.jsonl")
-    journal.add(row("triton"), [1e-3], header=HEADER)
-    journal.add(row("flex", "unsupported"), [], header=HEADER)
-    kept = tmp_path / "0001_abc.json"
-    cases = [{"extra_info": row("triton")}, {"extra_info": {}}]  # the second is no row of ours
-    kept.write_text(
-        json.dumps(HEADER | {"benchmarks": cases, "unmeasured": [row("flex", "unsupported")]})
-    )
-    made, saved = load(journal.path), load(kept)
-    assert saved.rows == [row("triton"), row("flex", "unsupported")]
-    assert [{**r, "samples": None} for r in saved.rows] == [
-        {**r, "samples": None} for r in made.rows
-    ]
-    assert (made.machine, made.commit, made.roofs, made.clocks) == tuple(HEADER.values())
-    assert (saved.machine, saved.commit, saved.roofs, saved.clocks) == tuple(HEADER.values())
+    journal.add(row("one"), [1e-3], header=HEADER)
+    journal.add(row("two", "unsupported"), [], header=HEADER)
+    path = keep(tmp_path / "0001_abc.json", [row("one"), row("two", "unsupported")])
+    made, saved = load(journal.path), load(path)
+    assert saved.rows == [row("one"), row("two", "unsupported")]
+    assert [{**r, "samples": 0} for r in saved.rows] == [{**r, "samples": 0} for r in made.rows]
+    for run in (made, saved):
+        facts = (run.machine, run.commit, run.roofs, run.clocks, run.command, run.sources)
+        assert facts == tuple(HEADER.values())
+    assert (saved.made, saved.name) == ("2026-01-01", f"{tmp_path.name}/0001_abc.json")
+
+
+def test_quartiles_come_from_stats_or_samples(tmp_path):
+    """A timed row has its quartiles, whichever way it was kept; one sample has none."""
+    cases = [{"extra_info": row("a"), "stats": {"q1": 1.0, "q3": 3.0}}, {"extra_info": {}}]
+    others = [row("b", samples=[1.0, 2.0, 3.0, 4.0, 5.0]), row("c", samples=[1.0])]
+    path = keep(tmp_path / "0001_x.json", [], benchmarks=cases, unmeasured=others)
+    assert [(r.get("q1"), r.get("q3")) for r in load(path).rows] == [(1, 3), (2, 4), (None, None)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"benchmarks": []}', '{"machine_info": {}}'])
@@ -70,11 +133,65 @@ def test_anything_else_is_refused_by_name(tmp_path, name, text):
         load(path)
 
 
-def test_latest_goes_by_the_time_it_was_made(tmp_path):
-    """The last run is the one with the last date, whatever its number and its folder."""
-    assert latest(tmp_path) is None
-    for folder, number, date in (("a", 7, "2026-01-01"), ("b", 1, "2026-02-01")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{number:04}_x.json").write_text(json.dumps({"datetime": date}))
+@pytest.mark.parametrize("fact", ["study", "name", "status"])
+def test_row_without_its_name_is_refused(tmp_path, fact):
+    """A row that does not say which case of which study it is would be lost: it is an error."""
+    bare = {name: value for name, value in row("a").items() if name != fact}
+    path = keep(tmp_path / "0001_x.json", [], benchmarks=[{"extra_info": bare}])
+    with pytest.raises(ValueError, match=fact):
+        load(path)
+
+
+def test_kept_runs_are_of_the_accelerator_measured_last(tmp_path):
+    """All runs of one accelerator are found, oldest first, whatever their numbers."""
+    keep(tmp_path / "a" / "0007_x.json", [], "2026-01-02", "a")
+    keep(tmp_path / "a" / "0008_x.json", [], "2026-01-01", "a")
+    keep(tmp_path / "b" / "0001_x.json", [], "2026-01-03", "b")
     (tmp_path / "a" / "partial.jsonl").write_text("{}")
-    assert latest(tmp_path) == tmp_path / "b" / "0001_x.json"
+    assert [run.name for run in kept(tmp_path)] == ["b/0001_x.json"]
+    assert [run.name for run in kept(tmp_path, "a")] == ["a/0008_x.json", "a/0007_x.json"]
+    with pytest.raises(ValueError, match="accelerator: wanted one of a, b, got c"):
+        kept(tmp_path, "c")
+    with pytest.raises(ValueError, match="pytest benchmarks"):
+        kept(tmp_path / "nowhere")
+
+
+def run(made, *rows, machine="a", **facts):
+    """Return a run of these rows."""
+    return Run(machine={"accelerator": machine}, made=made, rows=list(rows), **facts)
+
+
+def test_newest_measured_row_wins():
+    """Of one case the newest time stays, an older one before a newer failure, else the newest."""
+    old = run("1", row("a", seconds=1), row("b", seconds=1), row("c", "oom"), row("d", "oom"))
+    new = run("2", row("a", seconds=2), row("b", "failed"), row("c", seconds=2), row("d", "failed"))
+    for order in ([old, new], [new, old]):
+        merged = {r["name"]: (r["status"], r.get("seconds")) for r in merge(order).rows}
+        assert merged == {"a": ("ok", 2), "b": ("ok", 1), "c": ("ok", 2), "d": ("failed", None)}
+
+
+def test_cases_of_two_studies_are_apart():
+    """The same name in two studies is two cases."""
+    rows = merge([run("1", row("a"), row("a") | {"study": "lm"})]).rows
+    assert [r["study"] for r in rows] == ["flash", "lm"]
+
+
+def test_merged_rows_know_their_run():
+    """Each row leads to the run it was made in, and to its roofs; the machine is the newest's."""
+    old = run("1", row("a"), roofs={"bfloat16": 7.0}, command="part 1")
+    new = run("2", row("b"), command="part 2")
+    merged = merge([merge([old, new]), run("3", row("c"), command="part 3")])
+    assert [merged.origin(r).command for r in merged.rows] == ["part 1", "part 2", "part 3"]
+    assert (merged.made, merged.roofs) == ("3", {"bfloat16": 7.0})
+    newer = merge([old, run("3", row("b"), roofs={"bfloat16": 8.0})])
+    assert newer.roofs == {"bfloat16": 8.0}
+    assert [newer.roof(r, "bfloat16") for r in newer.rows] == [7.0, 8.0]
+    assert newer.roof(newer.rows[0], "tf32") is None
+    assert newer.roof(newer.rows[0], None) is None
+
+
+@pytest.mark.parametrize("machines", [[], ["a", "b"]])
+def test_only_one_accelerator_is_merged(machines):
+    """Times of two machines are not put into one table."""
+    with pytest.raises(ValueError, match="wanted runs of one accelerator"):
+        merge([run("1", machine=machine) for machine in machines])

@@ -1,136 +1,119 @@
-"""The table: speeds from facts, a mark and a reason for what has none."""
+"""Markdown: columns that line up, and every table with the circumstances of its numbers."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
-import pytest
+from flashattn.report.origin import circumstances, origins, reasons, roofs
+from flashattn.report.runs import Run, merge
+from flashattn.report.studies import STUDIES
+from flashattn.report.study import Table
+from flashattn.report.table import document, markdown, tables
 
-from flashattn.report import __main__ as command
-from flashattn.report.runs import Run
-from flashattn.report.table import tables
-
-MACHINE = {"gpu": "NVIDIA H200", "power_limit_watts": 700.0, "driver": "580.1", "torch": "2.11"}
-
-
-def row(impl, *, seconds=None, status="ok", reason=None, **facts):
-    """Return a case of 4e12 flops."""
-    shape = {"seq_q": 4096, "seq_kv": 4096, "head_dim": 128, "causal": False, "dtype": "bfloat16"}
-    made = {"impl": impl, "problem": "bf16-q4096", "pass": "forward", "flops": 4e12, **shape}
-    made |= {"status": status, "reason": reason, **facts}
-    return made if seconds is None else made | {"seconds": seconds, "clock": "device time, cold L2"}
-
-
-def render(*rows):
-    """Return the tables of a run of these rows, as lines."""
-    run = Run(
-        machine=MACHINE,
-        commit={"id": "0123456789abcdef", "dirty": True},
-        roofs={"bfloat16": 8e14, "tf32": 4e14, "float32": 5e13, "copy": 4.2e12},
-        clocks={"before": 1.98e9, "after": 1.755e9},
-        rows=list(rows),
-    )
-    return tables(run).splitlines()
+RUN = Run(
+    machine={"gpu": "NVIDIA H200", "power_limit_watts": 700.0, "driver": "580.1", "torch": "2.11"},
+    commit={"id": "0123456789abcdef", "dirty": True},
+    roofs={"bfloat16": 8e14, "tf32": 4e14, "float32": 5e13, "copy": 4.2e12},
+    clocks={"before": 1.98e9, "after": 1.755e9},
+    command="pytest benchmarks --sweep full",
+    sources="fedcba9876543210",
+    made="2026-11-21T04:14:00+00:00",
+    name="nvidia-h200/0001_x.json",
+)
 
 
-def cells(lines, problem="bf16-q4096"):
-    """Return the row of a problem as its column names and cells."""
-    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
-    names = next(line for line in split if line[0] == "problem")
-    return dict(zip(names, next(line for line in split if line[0] == problem), strict=True))
+def test_columns_line_up():
+    """The first column is to the left and the others to the right, each as wide as its cells."""
+    table = Table(caption="", header=["a", "long"], lines=[["first", "1"], ["b", "12345"]], rows=[])
+    assert markdown(table).splitlines() == [
+        "| a     |  long |",
+        "| ----- | ----: |",
+        "| first |     1 |",
+        "| b     | 12345 |",
+    ]
 
 
-def test_speed_share_and_ratio():
-    """A cell is flops over seconds with its share of the roof; the ratio is to the fastest peer."""
-    lines = render(
-        row("sdpa", seconds=0.008), row("triton", seconds=0.01), row("flex", seconds=0.02)
-    )
-    assert cells(lines) == {
-        "problem": "bf16-q4096",
-        "triton": "400 (50%)",
-        "flex": "200 (25%)",
-        "sdpa": "500 (62%)",
-        "triton / best peer": "0.80 x sdpa",
-    }
-
-
-def test_a_study_of_ours_is_no_peer():
-    """The tiled implementation is ours too, so a faster one does not count as the best peer."""
-    lines = render(row("triton", seconds=0.01), row("tiled", seconds=0.001))
-    assert cells(lines)["triton / best peer"] == ""
-
-
-def test_share_is_of_the_roof_of_the_dtype():
-    """fp32 is compared with the fp32 roof, and the TF32 roof is named beside it."""
-    lines = render(row("triton", seconds=0.1, dtype="float32"))
-    assert cells(lines)["triton"] == "40 (80%)"
-    assert "bf16 800, tf32 400, fp32 50 TFLOP/s, copy 4.2 TB/s" in lines[0]
-
-
-def test_no_roof_no_share():
-    """A dtype whose roof was not measured has a speed and no share."""
-    assert cells(render(row("triton", seconds=0.01, dtype="float64")))["triton"] == "400"
-
-
-def test_reasons_are_listed_once():
-    """A case without a number shows a mark, and its reason stands below, once, with its count."""
-    lines = render(
-        row("triton", seconds=0.01),
-        row("sdpa", seconds=0.01),
-        row("sdpa", status="oom", reason="sdpa ran out of memory", problem="other", seq_q=1),
-        row("flex", status="unsupported", reason="flex is not here"),
-        row("flex", status="unsupported", reason="flex is not here", problem="other", seq_q=1),
-    )
-    text = "\n".join(lines)
-    assert cells(lines, "other")["sdpa"] == "OOM"
-    assert "flex" not in cells(lines)  # not one number: no column
-    assert text.count("flex is not here (- in 2 cases)") == 1
-    assert text.count("sdpa ran out of memory (OOM in 1 case)") == 1
-
-
-def test_passes_are_tables_and_problems_are_sorted():
-    """Forward comes before backward whatever ran first; problems are in order of size."""
-    lines = render(
-        row("triton", seconds=1, **{"pass": "backward"}),
-        row("triton", seconds=1, problem="long", seq_q=8192),
-        row("triton", seconds=1, problem="short", seq_q=512),
-    )
-    found = [line for line in lines if line.startswith(("###", "| long", "| short"))]
-    assert [line[:7] for line in found] == ["### for", "| short", "| long ", "### bac"]
+def test_no_cell_breaks_its_table():
+    """What Markdown would read as its own is escaped, so that a kernel's name stays one cell."""
+    table = Table(caption="", header=["name"], lines=[["f<a|b>*"]], rows=[])
+    assert markdown(table).splitlines()[-1] == r"| f\<a\|b>\* |"
 
 
 def test_circumstances_are_named():
-    """The caption says on which GPU, at what power and clocks, with what code and which seconds."""
-    text = "\n".join(render(row("triton", seconds=0.01)))
-    for fact in (
-        "NVIDIA H200, 700 W, 1980 → 1755 MHz, driver 580.1, torch 2.11",
-        "commit 0123456789 with changes",
-        "device time, cold L2",
-    ):
-        assert fact in text
+    """A line says on which GPU, at what power and clocks, with what code, and when."""
+    assert circumstances(RUN) == (
+        "NVIDIA H200, 700 W, 1980 → 1755 MHz, driver 580.1, torch 2.11, "
+        "commit 0123456789 with changes, code fedcba9876, 2026-11-21"
+    )
+    bare = Run(machine={}, commit={"id": "unknown"})
+    assert circumstances(bare) == "unknown machine"
 
 
-def test_nothing_timed_is_no_table():
+def test_roofs_are_named():
+    """The roofs stand in one sentence; without any there is none."""
+    wanted = "bf16 800, tf32 400, fp32 50 TFLOP/s, copy 4.2 TB/s (read + write)"
+    assert roofs(RUN) == f"Roofs, measured in this run: {wanted}."
+    assert roofs(replace(RUN, roofs={})) == ""
+
+
+def row(name, **facts):
+    """Return a timed row."""
+    return {"study": "launch", "name": name, "status": "ok", "seconds": 1e-5, **facts}
+
+
+def test_origin_names_command_clock_and_brakes():
+    """A table says which command made it, which seconds they are, and what held the clock back."""
+    cold = {"clock": "device time, cold L2", "sm_hertz": 1.7e9}
+    rows = [row("a", throttled=["power cap"], **cold), row("b", throttled=[], **cold)]
+    (line,) = origins(RUN, rows)
+    assert line.startswith(circumstances(RUN))
+    assert "pytest benchmarks --sweep full, nvidia-h200/0001_x.json" in line
+    assert line.endswith("device time, cold L2; at 1700 MHz; 1 of 2 rows held back by power cap")
+
+
+def test_every_run_of_a_merged_table_is_named():
+    """Rows of two runs are followed by a line for each."""
+    parts = [replace(RUN, command=f"part {i}", rows=[row(str(i))]) for i in range(2)]
+    run = merge(parts)
+    assert [f"part {i}" in line for i, line in enumerate(origins(run, run.rows))] == [True, True]
+
+
+def test_reasons_are_listed_once():
+    """A reason stands once, with its mark and the number of cases that it holds for."""
+    gone = {"status": "unsupported", "reason": "flex is not here"}
+    full = {"status": "oom", "reason": "naive ran out of memory"}
+    assert reasons([gone, gone, full, {"status": "ok"}, {"status": "failed"}]) == [
+        "flex is not here (- in 2 cases)",
+        "naive ran out of memory (OOM in 1 case)",
+        "no reason was given (FAILED in 1 case)",
+    ]
+
+
+def test_terminal_shows_every_study(made_run):
+    """Printed at the end of a run: a table and a finding of each study, the circumstances once."""
+    text = tables(made_run)
+    assert text.count(circumstances(made_run)) == 1
+    for study in STUDIES:
+        assert f"### {study.title}: " in text
+        assert study.findings(made_run)[0][:40].replace("*", r"\*") in text
+    assert "* naive ran out of memory (OOM in" in text
+
+
+def test_page_names_the_origin_under_every_table(made_run):
+    """In the Markdown page every table is followed by machine, versions, command and date."""
+    text = document(made_run, {"lm": ["a.png"]})
+    assert "![The model, end to end](a.png)" in text
+    blocks = text.split("\n\n")
+    ends = [i for i, block in enumerate(blocks) if block.startswith("| ")]
+    assert len(ends) == sum(len(study.tables(made_run)) for study in STUDIES)
+    for i in ends:
+        for fact in ("NVIDIA H200", "torch 2.11", "--sweep full", "2026-11-21"):
+            assert fact in blocks[i + 1]
+
+
+def test_nothing_measured_is_no_table():
     """A run in which nothing could be timed is its reasons."""
-    lines = render(row("flex", status="unsupported", reason="flex is not here"))
-    assert not any("|" in line for line in lines)
-    assert lines[-1] == "* flex is not here (- in 1 case)"
-
-
-def test_command_prints_the_named_run(tmp_path, capsys):
-    """``python -m flashattn.report RUN.json`` prints the tables of that run."""
-    path = tmp_path / "0001_x.json"
-    kept = {"machine_info": MACHINE, "benchmarks": [{"extra_info": row("triton", seconds=0.01)}]}
-    path.write_text(json.dumps(kept))
-    command.main([str(path)])
-    assert "| bf16-q4096 |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [[], ["missing.json"]])
-def test_command_without_a_run_says_so(tmp_path, monkeypatch, capsys, arguments):
-    """With nothing to print, the command fails with one line that says what is missing."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    assert stopped.value.code == 2
-    assert ("missing.json" if arguments else "pytest benchmarks") in capsys.readouterr().err
+    bare = {"study": "flash", "name": "a", "status": "unsupported", "reason": "flex is not here"}
+    text = tables(replace(RUN, rows=[bare]))
+    assert "| " not in text
+    assert text.endswith("Not timed:\n\n* flex is not here (- in 1 case)")

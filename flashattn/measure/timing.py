@@ -129,6 +129,32 @@ class DeviceClock:
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs], result
 
 
+class Replayed:
+    """Seconds that are known already.
+
+    Args:
+        seconds: of the calls to come.
+    """
+
+    tells: ClassVar[str] = "seconds measured before"
+
+    def __init__(self, seconds: list[float]) -> None:
+        """Begin at the first."""
+        self._seconds = iter(seconds)
+
+    def synchronize(self) -> None:
+        """Do nothing: nothing runs."""
+
+    def cover(self, launch: float) -> float:  # noqa: ARG002 - nothing is queued
+        """Do nothing; the lead is 0."""
+        return 0.0
+
+    def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
+        """Make the calls and return the next seconds; see ``Clock``."""
+        results = [call() for _ in range(calls)]
+        return [next(self._seconds) for _ in range(calls)], results[-1]
+
+
 def clock_of(device: torch.device) -> Clock:
     """Return the clock that tells what ``device`` does."""
     return DeviceClock.of(device) if device.type == "cuda" else HostClock()
@@ -191,6 +217,7 @@ class DeviceBenchmark(BenchmarkFixture):
         *,
         setup: Callable[[], tuple[Any, ...]] = tuple,
         budget: float = BUDGET,
+        rounds: int | None = None,
     ) -> Any:
         """Warm up, time as many calls as fit in the budget, and keep every sample.
 
@@ -198,20 +225,43 @@ class DeviceBenchmark(BenchmarkFixture):
             call: what is timed; checked by the caller beforehand.
             setup: makes the arguments of each call, outside the clock.
             budget: seconds for all rounds together; ``FEWEST_ROUNDS`` are made whatever they cost.
+            rounds: how many calls to time, whatever they cost.
 
         Returns:
             What the last call returned.
         """
-        rounds = 1
         if self.enabled:
             pace = warm_up(call, clock=self.clock, setup=setup)
             cost = pace.wall + self.clock.cover(pace.launch)
-            rounds = min(max(int(budget / cost), FEWEST_ROUNDS), MOST_ROUNDS)
-        result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds)
-        if self.enabled:
-            self.extra_info |= {"status": "ok", "reason": None, "clock": self.clock.tells}
-            self.extra_info["seconds"] = self.stats["median"]
+            rounds = rounds or min(max(int(budget / cost), FEWEST_ROUNDS), MOST_ROUNDS)
+        result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds or 1)
+        self._note(self.clock.tells)
         return result
+
+    def replay(self, samples: list[float], *, tells: str | None = None) -> None:
+        """Take seconds that were measured before, or otherwise, as the rounds of this case.
+
+        Args:
+            samples: seconds of each call.
+            tells: which seconds they are; None leaves what the facts say already.
+        """
+        clock, self.clock = self.clock, Replayed(samples)
+        try:
+            self.pedantic(lambda: None, rounds=len(samples))
+        finally:
+            self.clock = clock
+        self._note(tells or self.extra_info["clock"])
+
+    def _note(self, tells: str) -> None:
+        """Write down what every row has of its samples."""
+        if self.enabled:
+            self.extra_info |= {"status": "ok", "reason": None, "clock": tells}
+            self.extra_info |= {
+                "seconds": self.stats["median"],
+                "mean": self.stats["mean"],
+                "std": self.stats["stddev"],
+                "rounds": self.stats["rounds"],
+            }
 
     def _make_runner(
         self,

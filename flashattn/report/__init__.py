@@ -1,1 +1,1 @@
-"""Saved runs as tables; imports neither torch nor Triton, so a laptop can read a cluster's run."""
+"""Saved runs as tables, pictures and a page; a laptop reads them: no torch, no Triton."""

@@ -1,77 +1,165 @@
-"""A run as a picture: TFLOP/s against the number of queries, a panel for each pass and mask."""
+"""What all pictures share: their size, a colour for each implementation, axes that can be read."""
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from flashattn.report.rows import OURS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-    from flashattn.report.runs import Row, Run
+WIDTH = 9.0  # inches: 900 pixels of a PNG
+DPI = 100
+FAR = 300  # from here on a power of ten at each tick is enough
+COLOURS = {  # of whoever may stand in one picture, apart for the colour-blind too
+    OURS: "#0a58ca",
+    "naive": "#c1121f",
+    "tiled": "#7b2cbf",
+    "reference": "#8a817c",
+    "compiled": "#e07a1f",
+    "flex": "#d4a017",
+    "sdpa": "#222222",
+    "sdpa_math": "#a47148",
+    "sdpa_flash": "#17917f",
+    "sdpa_efficient": "#d16ba5",
+    "sdpa_cudnn": "#5b8c00",
+    "flash_attn_2": "#00a6d6",
+    "flash_attn_3": "#5f0f40",
+    "flash_attn_4": "#9a031e",
+}
+CYCLE = ("#0a58ca", "#e07a1f", "#17917f", "#7b2cbf", "#d4a017", "#c1121f", "#8a817c", "#00a6d6")
+STYLE: Any = {  # matplotlib's own type of it names every key
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "lines.markersize": 3.5,
+    "legend.frameon": False,
+    "svg.hashsalt": "flashattn",  # the same run draws the same file
+}
 
-OURS = "triton"
-TERA = 1e12
-SIZE = 3.4  # inches of a panel's side
-COLUMNS = (False, "top_left")
-MASKS = {False: "full", "top_left": "causal", "bottom_right": "causal, bottom-right"}
+
+def colour(name: str) -> str:
+    """Return the colour of an implementation, of any other name one that stays with it."""
+    return COLOURS.get(name) or CYCLE[crc32(name.encode()) % len(CYCLE)]
 
 
-def plot(run: Run, path: Path) -> None:
-    """Draw the run into a file, whose suffix says which kind (.svg, .png, .pdf).
+def panels(
+    title: str, rows: int, columns: int, *, height: float, **shared: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """Return a figure and its axes, by row and column.
 
     Args:
-        run: what was measured.
-        path: of the picture.
-
-    Raises:
-        ValueError: nothing in the run has more than one length, so there is no line to draw.
+        title: above all; also what the page says to those who cannot see it.
+        rows: of panels.
+        columns: of panels.
+        height: of a row, in inches.
+        **shared: ``sharex`` and ``sharey`` of the panels.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - a second to import, for pictures only
+    from matplotlib import rc_context  # noqa: PLC0415 - a second to import, for pictures only
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    rows = [row for row in run.rows if row["status"] == "ok"]
-    found = sorted({(row["pass"], row["head_dim"]) for row in rows}, key=_forward_first)
-    panels = [(name, d) for name, d in found if len(_lengths(rows, name, d)) > 1]
-    if not panels:
-        raise ValueError("wanted a run with several lengths of one head dimension, got none")
-    figure = Figure(figsize=(SIZE * 2 + 1.6, SIZE * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, squeeze=False, sharex=True, sharey="row")
-    colors = {impl: f"C{i}" for i, impl in enumerate(sorted({row["impl"] for row in rows}))}
-    for (i, (name, d)), (j, causal) in product(enumerate(panels), enumerate(COLUMNS)):
-        wanted = (name, d, causal)
-        chosen = [row for row in rows if (row["pass"], row["head_dim"], row["causal"]) == wanted]
-        _panel(axes[i][j], chosen, run.roofs, colors)
-        axes[i][j].set_title(f"{name}, D = {d}, {MASKS[causal]}", fontsize=9)
-        axes[i][j].set_ylabel("TFLOP/s" if j == 0 else "")
-    for axis in axes[-1]:
-        axis.set_xlabel("queries")
-    handles = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
-    machine = run.machine
-    figure.suptitle(f"{machine.get('gpu') or machine.get('cpu')}: attention", fontsize=10)
-    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height * rows + 0.8), dpi=DPI, layout="constrained")
+        figure.suptitle(title, fontsize=11)
+        axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    return figure, [list(line) for line in axes]
 
 
-def _forward_first(panel: tuple[str, int]) -> tuple[object, ...]:
-    return (panel[0] != "forward", *panel)
+def curves(axis: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw a line for each implementation, ours the thickest and on top."""
+    for name, points in series.items():
+        ours = name.split(",")[0] == OURS
+        axis.plot(
+            *zip(*sorted(points), strict=True),
+            marker="o",
+            color=colour(name),
+            label=name,
+            linewidth=2.8 if ours else 1.3,
+            zorder=3 if ours else 2,
+        )
 
 
-def _lengths(rows: list[Row], name: str, head_dim: int) -> set[int]:
-    return {row["seq_q"] for row in rows if (row["pass"], row["head_dim"]) == (name, head_dim)}
+def lengths(axis: Axes, counts: Sequence[int], name: str = "N") -> None:
+    """Make x a logarithm of base two that is labelled with plain numbers."""
+    from matplotlib.ticker import NullLocator  # noqa: PLC0415
 
-
-def _panel(axis: Axes, rows: list[Row], roofs: dict[str, float], colors: dict[str, str]) -> None:
-    """Draw one line for each implementation, ours the thickest, under the measured roof."""
-    for impl in sorted({row["impl"] for row in rows}):
-        points = sorted((r["seq_q"], r["flops"] / r["seconds"]) for r in rows if r["impl"] == impl)
-        lengths, speeds = zip(*points, strict=True)
-        tera = [speed / TERA for speed in speeds]
-        (line,) = axis.plot(lengths, tera, marker="o", markersize=3, color=colors[impl], label=impl)
-        line.set_linewidth(2.6 if impl == OURS else 1.1)
-    for kind in {row["dtype"] for row in rows} & set(roofs):
-        axis.axhline(roofs[kind] / TERA, linestyle="--", color="0.4", label=f"{kind} product")
+    few = sorted(set(counts))
+    few = few[:: len(few) // 8 + 1]
     axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
-    axis.grid(visible=True, alpha=0.3)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticks(few, [_plain(count) for count in few])
+    axis.set_xlabel(name)
+
+
+def logarithmic(axis: Axes) -> None:
+    """Make y a logarithm of base ten that is labelled with plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    few = high / low > FAR
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if few else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def heading(axis: Axes, text: str) -> None:
+    """Name a panel."""
+    axis.set_title(text, fontsize=10)
+
+
+def _plain(count: int) -> str:
+    return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else str(count)  # noqa: PLR2004
+
+
+def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
+    """Draw a group of bars at each place, each with its height above it; None leaves a gap."""
+    width = 0.8 / max(1, len(series))
+    for i, (name, heights) in enumerate(series.items()):
+        known = [(x, height) for x, height in enumerate(heights) if height is not None]
+        offset = (i - (len(series) - 1) / 2) * width
+        drawn = axis.bar(
+            [x + offset for x, _ in known],
+            [height for _, height in known],
+            width * 0.94,
+            label=name,
+            color=colour(name) if name in COLOURS else CYCLE[i % len(CYCLE)],
+        )
+        axis.bar_label(drawn, fmt="%.3g", fontsize=7.5, padding=1)
+    axis.set_xticks(range(len(places)), places)
+    axis.grid(visible=False, axis="x")
+    axis.margins(y=0.12)
+
+
+def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
+    """Name each colour once, below all panels."""
+    handles: dict[str, Any] = {}
+    for axis in (axis for line in axes for axis in line):
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    if handles:
+        columns = min(len(handles), 6)
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=9,
+        )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Draw into a file, whose suffix says which kind; the same figure makes the same bytes."""
+    from matplotlib import rc_context  # noqa: PLC0415
+
+    with rc_context(STYLE):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,0 +1,102 @@
+"""What a score matrix costs: time and memory of one-headed attention against its length.
+
+Naive attention holds N x N numbers for backward, so its bytes over N ** 2 are flat; those of the
+tiled algorithm over N are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from flashattn.measure.memory import held_bytes, peak_bytes
+from flashattn.problem import DTYPES, Problem
+from flashattn.registry import get
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.sweep import grid
+
+PASSES = ["forward", "backward"]
+
+
+def problems(**axes):
+    """Return a grid of causal attentions without heads."""
+    return grid(batch=[8], causal=["top_left"], **axes, **{"pass": PASSES})
+
+
+SWEEPS = {
+    "smoke": [
+        *problems(
+            head_dim=[16, 64], seq=[128, 256, 512], dtype=["float32"], impl=["naive", "sdpa"]
+        ),
+        *problems(head_dim=[16], seq=[32, 64, 128], dtype=["float32"], impl=["tiled", "triton"]),
+    ],
+    "default": problems(
+        head_dim=[64],
+        seq=[256, 1024, 4096, 8192, 16384],
+        dtype=["float32"],
+        impl=["naive", "triton"],
+    ),
+    "full": [
+        *problems(
+            head_dim=[16, 32, 64, 128],
+            seq=[256, 1024, 4096, 8192, 16384, 32768],
+            dtype=["float32"],
+            impl=["naive", "triton"],
+        ),
+        *problems(head_dim=[64], seq=[256, 1024, 4096], dtype=["float32"], impl=["tiled"]),
+        *problems(
+            head_dim=[64],
+            seq=[256, 1024, 4096, 8192, 16384, 32768],
+            dtype=["bfloat16"],
+            impl=["naive", "sdpa", "triton"],
+        ),
+    ],
+}
+SCORES = {"naive", "reference", "sdpa_math"}  # who hold [B, N, N]
+
+
+def must_hold(impl, problem):
+    """Return the bytes that the algorithm keeps for backward, beside q, k and v."""
+    wide, rows = DTYPES[problem.dtype], problem.batch * problem.seq_q
+    if impl.name in SCORES:
+        return (wide * rows + problem.seq_q) * problem.seq_kv  # the softmax and the mask
+    return rows * (wide * problem.head_dim + 4)  # o and the logsumexp
+
+
+@pytest.fixture
+def problem(case):
+    """Return the problem of the case, as one head."""
+    return Problem(
+        batch=case.batch,
+        seq_q=case.seq,
+        head_dim=case.head_dim,
+        causal=case.causal,
+        dtype=case.dtype,
+    )
+
+
+def bench_pass(device_benchmark, case, problem, facts, device, left_out, interpreted):
+    """Note the bytes that forward holds for backward and the peak; time one pass."""
+    impl = get(case.impl)
+    facts |= {
+        "flops": problem.flops(facts["pass"]),
+        "predicted_bytes": must_hold(impl, problem),
+        "held_bytes": None,
+        "peak_bytes": None,
+    }
+    left_out(impl.why_not(problem, device, grad=True))
+    inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
+    grad_o, _ = make_grads(problem, device=device)
+    forward = partial(impl, *inputs, causal=problem.causal, scale=None)
+    facts["held_bytes"], (o, _) = held_bytes(forward, without=inputs)
+    if interpreted(impl):
+        left_out(f"{impl.name} is interpreted: its bytes are real, its time is no speed")
+
+    def backward():
+        return torch.autograd.grad(o, inputs, grad_o, retain_graph=True)
+
+    call = backward if facts["pass"] == "backward" else forward
+    facts["peak_bytes"] = peak_bytes(call, device)[0].peak
+    device_benchmark.time(call)

@@ -1,0 +1,117 @@
+"""What torch.compile changes: naive attention and whole models, eager and compiled, side by side.
+
+Both run in one case, one after the other, so that their ratio is of one state of the machine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+import torch
+
+from flashattn.impls.naive import naive_attention
+from flashattn.measure.compiling import compilation
+from flashattn.measure.timing import warm_up
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.sweep import grid
+
+ROUNDS = 10
+PASSES = ["forward", "backward", "forward+backward"]
+STEPS = ["forward", "forward+backward", "train"]
+
+
+def attentions(**axes):
+    """Return a grid of attentions without heads."""
+    return grid(subject=["attention"], batch=[8], **axes, **{"pass": PASSES})
+
+
+def models(*, step=STEPS, **axes):
+    """Return a grid of models."""
+    return grid(subject=["model"], batch=[4], **axes, step=step)
+
+
+SWEEPS = {
+    "smoke": {
+        "bench_attention": attentions(head_dim=[64], seq=[256], dtype=["float32"], impl=["naive"]),
+        "bench_model": models(
+            size=["tiny"], context=[32], precision=["fp32"], impl=["naive"], step=["train"]
+        ),
+    },
+    "default": {
+        "bench_attention": attentions(
+            head_dim=[64], seq=[1024, 4096], dtype=["float32"], impl=["naive"]
+        ),
+        "bench_model": models(
+            size=["small"], context=[1024], precision=["bf16"], impl=["naive", "triton"]
+        ),
+    },
+    "full": {
+        "bench_attention": attentions(
+            head_dim=[16, 64, 128],
+            seq=[256, 1024, 4096, 8192, 16384],
+            dtype=["float32"],
+            impl=["naive"],
+        ),
+        "bench_model": models(
+            size=["small", "medium", "large"],
+            context=[1024],
+            precision=["fp32", "bf16"],
+            impl=["naive", "triton"],
+        ),
+    },
+}
+
+
+def bench_attention(device_benchmark, case, facts, device):
+    """Time naive attention eager, then compiled, after noting what compiling took."""
+    problem = Problem(
+        batch=case.batch, seq_q=case.seq, head_dim=case.head_dim, causal=True, dtype=case.dtype
+    )
+    facts["flops"] = problem.flops(facts["pass"])
+    inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
+    grad_o, _ = make_grads(problem, device=device)
+    call = partial(naive_attention, diagonal=0, scale=case.head_dim**-0.5)
+
+    def timed(attention):
+        # Compiled code reuses the graph's buffers, so a backward on its own needs a new graph.
+        def graph():
+            return (attention(*inputs),)
+
+        def backward(o):
+            return torch.autograd.grad(o, inputs, grad_o)
+
+        both = lambda: backward(*graph())  # noqa: E731
+        return {"forward": (graph, tuple), "backward": (backward, graph)}.get(
+            facts["pass"], (both, tuple)
+        )
+
+    compiled = torch.compile(call, dynamic=False, fullgraph=True)
+    facts["eager_seconds"] = _eager(device_benchmark, *timed(call))
+    _compiled(device_benchmark, *timed(compiled))
+
+
+def bench_model(device_benchmark, case, facts, trained):
+    """Time a model's step eager, then compiled, after noting what compiling took."""
+    facts["eager_seconds"] = _eager(device_benchmark, *trained(case).timed(case.step))
+    _compiled(device_benchmark, *trained(case, compiled=True).timed(case.step))
+
+
+def _eager(device_benchmark, call, setup):
+    """Return the median seconds of a call, by the same clock as the benchmark's."""
+    clock = device_benchmark.clock
+    warm_up(call, clock=clock, setup=setup)
+    return median(clock.samples(partial(call, *setup()), 1)[0][0] for _ in range(ROUNDS))
+
+
+def _compiled(device_benchmark, call, setup):
+    """Note what the first call compiles, then time the calls after it."""
+    found, _ = compilation(lambda: call(*setup()))
+    device_benchmark.extra_info |= {
+        "compile_seconds": found.seconds,
+        "graphs": found.graphs,
+        "graph_breaks": found.graph_breaks,
+        "recompiles": found.recompiles,
+    }
+    device_benchmark.time(call, setup=setup, rounds=ROUNDS)

@@ -1,0 +1,181 @@
+"""FlashAttention against everything a user would pick instead: forward, backward, and both.
+
+Two protocols: the community's, 16 384 tokens of width 2048 cut into sequences of N; and one head of
+one sequence, causal, which shows what a short or a lonely row costs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from flashattn.measure.device import memory_bytes
+from flashattn.problem import DTYPES, Problem
+from flashattn.testing.inputs import make_grads, make_inputs
+
+
+def tokens(
+    total: int, width: int, *, seq: list[int], head_dim: list[int], dtype: list[str]
+) -> list[Problem]:
+    """Return square problems, full and causal, each of ``total`` tokens ``width`` wide."""
+    return [
+        Problem(batch=total // n, heads=width // d, seq_q=n, head_dim=d, causal=mask, dtype=name)
+        for name, d, mask, n in product(dtype, head_dim, (False, True), seq)
+    ]
+
+
+def one_head(*, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[Problem]:
+    """Return causal problems of one head of one sequence."""
+    return [
+        Problem(seq_q=n, head_dim=d, causal=True, dtype=name)
+        for name, d, n in product(dtype, head_dim, seq)
+    ]
+
+
+community = partial(tokens, 16384, 2048)
+SWEEPS = {
+    "smoke": tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"]),
+    "default": [
+        *community(seq=[1024, 4096, 16384], head_dim=[64, 128], dtype=["bfloat16"]),
+        *community(seq=[4096], head_dim=[256], dtype=["bfloat16"]),
+        *one_head(seq=[512, 4096, 32768], head_dim=[64], dtype=["bfloat16"]),
+    ],
+    "full": [
+        *community(
+            seq=[512, 1024, 2048, 4096, 8192, 16384],
+            head_dim=[64, 128, 256],
+            dtype=["bfloat16", "float16"],
+        ),
+        *community(seq=[512, 4096, 16384], head_dim=[64, 128], dtype=["float32"]),
+        *one_head(
+            seq=[1 << n for n in range(7, 17)],
+            head_dim=[16, 32, 64, 128],
+            dtype=["bfloat16", "float32"],
+        ),
+    ],
+}
+# Compiling a shape costs 10 s and more, so few are: (queries, head dimension, dtype).
+COMPILED = {
+    (256, 64, "float32"),
+    (4096, 64, "bfloat16"),
+    (4096, 128, "bfloat16"),
+    (16384, 128, "bfloat16"),
+}
+STUDIES = {"tiled": 1024}  # launched tile by tile from Python: the most queries it is timed at
+HOLDS_SCORES = ("reference", "naive", "compiled", "sdpa_math")
+SCORE_MATRICES = 4  # held at once by these, at the least, in a forward and a backward pass
+
+
+def left_out_because(impl, problem, device):
+    """Return why the case shall not be timed though it could be, or None."""
+    rows = problem.batch * problem.heads * problem.seq_q
+    scores = DTYPES[problem.dtype] * rows * problem.seq_kv
+    shape = (problem.seq_q, problem.head_dim, problem.dtype)
+    reasons = {
+        f"is for study: timed up to {STUDIES.get(impl.name)} queries": problem.seq_q
+        > STUDIES.get(impl.name, problem.seq_q),
+        "would hold more scores than there is memory": impl.name in HOLDS_SCORES
+        and SCORE_MATRICES * scores > memory_bytes(device),
+        "compiles every shape for seconds: timed at few": impl.compiles and shape not in COMPILED,
+        "is the definition, not a way to compute: naive is timed": impl.name == "reference",
+    }
+    return next((f"{impl.name} {reason}" for reason, holds in reasons.items() if holds), None)
+
+
+@pytest.fixture
+def admitted(judge, left_out, facts, device, interpreted):
+    """Return what admits the case to the clock, or leaves it out with a reason."""
+
+    def admit(passes):
+        facts["protocol"] = (
+            "one_head" if judge.problem.batch * judge.problem.heads == 1 else "tokens"
+        )
+        left_out(judge.admit(passes))
+        left_out(left_out_because(judge.impl, judge.problem, device))
+        if interpreted(judge.impl):
+            left_out(f"{judge.impl.name} is interpreted: not a speed")
+
+    return admit
+
+
+@pytest.fixture
+def check(judge):
+    """Return what checks outputs; a peer's miss is an expected failure, its maker's to mend."""
+
+    def check(**outputs):
+        try:
+            judge.check(**outputs)
+        except AssertionError as error:
+            if judge.impl.strict:
+                raise
+            pytest.xfail(str(error))
+
+    return check
+
+
+def bench_forward(device_benchmark, impl, problem, device, admitted, check):
+    """Time o (and lse, of those who return it) without gradients."""
+    admitted("forward")
+    q, k, v = make_inputs(problem, device=device)
+    forward = partial(impl, q, k, v, causal=problem.causal, scale=problem.head_dim**-0.5)
+    o, lse = forward()
+    check(o=o, lse=lse)
+    device_benchmark.time(forward)
+
+
+class Graph:
+    """An implementation's graph on inputs that want gradients, built outside the clock.
+
+    Args:
+        impl: who builds it.
+        problem: on what.
+        device: where.
+    """
+
+    def __init__(self, impl, problem, device):
+        """Make the inputs, and o's gradient."""
+        self.inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
+        self.grad_o, _ = make_grads(problem, device=device)
+        # Compiled code reuses the graph's buffers, so it needs a new graph for every call.
+        self.keep = not impl.compiles
+        self._call = partial(
+            impl, *self.inputs, causal=problem.causal, scale=problem.head_dim**-0.5
+        )
+
+    def forward(self):
+        """Return o as a tuple of arguments for ``backward``."""
+        return (self._call()[0],)
+
+    def backward(self, o):
+        """Return dq, dk and dv."""
+        return torch.autograd.grad(o, self.inputs, self.grad_o, retain_graph=self.keep)
+
+    def both(self):
+        """Return dq, dk and dv through a new graph."""
+        (o,) = self.forward()
+        return torch.autograd.grad(o, self.inputs, self.grad_o)
+
+
+def bench_backward(device_benchmark, impl, problem, device, admitted, check):
+    """Time the backward pass on its own; never a difference of two times."""
+    admitted("backward")
+    graph = Graph(impl, problem, device)
+    (o,) = graph.forward()
+    dq, dk, dv = graph.backward(o)
+    check(dq=dq, dk=dk, dv=dv)
+    if graph.keep:
+        device_benchmark.time(partial(graph.backward, o))
+    else:
+        device_benchmark.time(graph.backward, setup=graph.forward)
+
+
+def bench_forward_backward(device_benchmark, impl, problem, device, admitted, check):
+    """Time both passes together, with a new graph in every call."""
+    admitted("forward+backward")
+    graph = Graph(impl, problem, device)
+    dq, dk, dv = graph.both()
+    check(dq=dq, dk=dk, dv=dv)
+    device_benchmark.time(graph.both)

@@ -1,0 +1,129 @@
+"""What a call costs the host: microseconds until it returns, eager, compiled and as a CUDA graph.
+
+The problem is so small that the device is done long before the host; what is left is Python, checks
+and launches.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from flashattn import attention
+from flashattn.measure.timing import warm_up
+from flashattn.problem import Problem
+from flashattn.registry import get
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.sweep import grid
+
+CALLS, ROUNDS = 20, 20
+PASSES = ["forward", "forward+backward"]
+
+
+def calls(**axes):
+    """Return a grid of calls."""
+    return grid(**axes, **{"pass": PASSES})
+
+
+SWEEPS = {
+    "smoke": calls(dtype=["float32"], mode=["eager"], impl=["sdpa", "naive", "triton"]),
+    "default": calls(
+        dtype=["bfloat16"], mode=["eager", "compiled", "graph"], impl=["sdpa", "naive", "triton"]
+    ),
+    "full": calls(
+        dtype=["bfloat16", "float32"],
+        mode=["eager", "compiled", "graph"],
+        impl=["sdpa", "naive", "triton"],
+    ),
+}
+
+
+class HostTime:
+    """The host's seconds of a call until it returns, each batch of calls begun on an idle device.
+
+    Args:
+        synchronize: waits for the device.
+    """
+
+    tells = "host time of a call on an idle device"
+
+    def __init__(self, synchronize):
+        """Hold on to it."""
+        self.synchronize = synchronize
+
+    def cover(self, launch):  # noqa: ARG002 - nothing is queued
+        """Do nothing; the lead is 0."""
+        return 0.0
+
+    def samples(self, call, calls):
+        """Return the mean seconds of ``CALLS`` calls in a row, ``calls`` times."""
+        seconds, result = [], None
+        for _ in range(calls):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                result = call()
+            seconds.append((time.perf_counter() - start) / CALLS)
+        self.synchronize()
+        return seconds, result
+
+
+@pytest.fixture
+def call(case, facts, device, left_out, interpreted):
+    """Return the call whose host time is asked for."""
+    problem = Problem(batch=1, heads=2, seq_q=64, head_dim=64, causal=True, dtype=case.dtype)
+    facts["problem"] = str(problem)
+    impl = get(case.impl)
+    left_out(impl.why_not(problem, device, grad=True))
+    if interpreted(impl):
+        left_out(f"{impl.name} is interpreted: not a speed")
+    if case.mode == "graph" and device.type != "cuda":
+        left_out("a CUDA graph needs CUDA")
+    inputs = make_inputs(problem, device=device)
+    grad_o, _ = make_grads(problem, device=device)
+    run = partial(_entry(case.impl), causal=True)
+    if case.mode == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(run, dynamic=False)
+    if facts["pass"] == "forward":
+        run = partial(run, *inputs)
+    else:
+        run = partial(_both, run, [x.requires_grad_() for x in inputs], grad_o)
+    return _as_graph(run) if case.mode == "graph" else run
+
+
+def _entry(name):
+    """Return what a user calls: ours through ``attention``, PyTorch's as PyTorch has it."""
+    if name == "sdpa":
+        return lambda q, k, v, causal: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal
+        )
+    return partial(attention, impl=name)
+
+
+def _both(run, inputs, grad_o):
+    return torch.autograd.grad(run(*inputs), inputs, grad_o)
+
+
+def _as_graph(run):
+    """Capture a call, after the warm-up on a stream of its own that capturing asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def bench_call(device_benchmark, call):
+    """Time the host until the call returns."""
+    device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
+    warm_up(call, clock=device_benchmark.clock)
+    device_benchmark.time(call, rounds=ROUNDS)

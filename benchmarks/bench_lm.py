@@ -1,0 +1,111 @@
+"""The transformer end to end: each size, context, precision and attention, in four steps.
+
+Also where mixed precision and the compiler are compared: the same step in fp32, TF32 and bf16,
+eager and compiled, with naive, PyTorch's and our attention.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flashattn.measure.memory import peak_bytes
+from flashattn.testing.sweep import grid
+
+STEPS = ["forward", "backward", "forward+backward", "train"]
+SIZES = ["small", "medium", "large", "xl", "2.7B"]
+WARM, ROUNDS = 5, 10
+
+SWEEPS = {
+    # A CPU without 16-bit products imitates them: one step shows that.
+    "smoke": [
+        *grid(
+            size=["tiny"],
+            context=[32],
+            batch=[4],
+            precision=["fp32"],
+            compiled=[False],
+            impl=["naive", "sdpa"],
+            step=STEPS,
+        ),
+        *grid(
+            size=["tiny"],
+            context=[32],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[False],
+            impl=["naive"],
+            step=["train"],
+        ),
+    ],
+    "default": [
+        *grid(
+            size=["small", "large"],
+            context=[1024],
+            batch=[4],
+            precision=["fp32", "tf32", "bf16"],
+            compiled=[False],
+            impl=["naive", "triton"],
+            step=STEPS,
+        ),
+        *grid(
+            size=["2.7B"],
+            context=[1024],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[False, True],
+            impl=["naive", "sdpa", "triton"],
+            step=["train"],
+        ),
+    ],
+    "full": [
+        *grid(
+            size=SIZES,
+            context=[128, 256, 512, 1024],
+            batch=[4],
+            precision=["fp32", "tf32", "bf16"],
+            compiled=[False],
+            impl=["naive"],
+            step=STEPS,
+        ),
+        *grid(
+            size=SIZES,
+            context=[1024],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[False],
+            impl=["sdpa", "triton"],
+            step=STEPS,
+        ),
+        *grid(
+            size=SIZES,
+            context=[1024],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[True],
+            impl=["naive", "sdpa", "triton"],
+            step=["forward", "forward+backward", "train"],
+        ),
+        # What does not fit an H200 is a row.
+        *grid(
+            size=["2.7B"],
+            context=[4096],
+            batch=[4],
+            precision=["fp32"],
+            compiled=[False],
+            impl=["naive", "triton"],
+            step=["train"],
+        ),
+    ],
+}
+
+
+def bench_step(device_benchmark, case, facts, device, trained):
+    """Note a step's peak and time it; 5 steps to warm up, 10 measured."""
+    call, setup = trained(case).timed(case.step)
+    for _ in range(WARM):
+        call(*setup())
+    arguments = setup()
+    peak, _ = peak_bytes(partial(call, *arguments), device)
+    facts["peak_bytes"] = peak.peak
+    del arguments
+    device_benchmark.time(call, setup=setup, rounds=ROUNDS)

@@ -1,0 +1,106 @@
+"""Where the memory goes: peaks of a step beside their prediction, and the allocator's timeline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from flashattn.measure.memory import held_bytes, peak_bytes, record
+from flashattn.measure.profile import phase
+from flashattn.testing.sweep import grid
+
+STEPS = ["forward", "forward+backward", "train"]
+ROUNDS = 5
+SWEEPS = {
+    # A CPU without 16-bit products imitates them: one step shows that.
+    "smoke": [
+        *grid(
+            size=["tiny"],
+            context=[32],
+            batch=[4],
+            precision=["fp32"],
+            compiled=[False],
+            impl=["naive", "sdpa"],
+            step=STEPS,
+        ),
+        *grid(
+            size=["tiny"],
+            context=[32],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[False],
+            impl=["naive"],
+            step=["train"],
+        ),
+    ],
+    "default": grid(
+        size=["2.7B"],
+        context=[512],
+        batch=[4],
+        precision=["bf16"],
+        compiled=[False],
+        impl=["naive"],
+        step=STEPS,
+    ),
+    "full": [
+        *grid(
+            size=["2.7B"],
+            context=[128, 256, 512],
+            batch=[4],
+            precision=["fp32", "bf16"],
+            compiled=[False],
+            impl=["naive"],
+            step=STEPS,
+        ),
+        *grid(
+            size=["2.7B"],
+            context=[512],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[False],
+            impl=["triton"],
+            step=STEPS,
+        ),
+        *grid(
+            size=["small", "medium", "large", "xl"],
+            context=[512],
+            batch=[4],
+            precision=["fp32", "bf16"],
+            compiled=[False],
+            impl=["naive"],
+            step=["train"],
+        ),
+    ],
+}
+
+
+def bench_step(device_benchmark, case, facts, device, trained, snapshots):
+    """Note a step's peak, what the forward pass keeps, and the timeline; time it as well."""
+    model = trained(case, phase=phase)
+    call, setup = model.timed(case.step)
+    call()  # the optimizer's state is made by the first step
+    peak, _ = peak_bytes(call, device)
+    costs, learns = model.costs, case.step != "forward"
+    facts |= {
+        "peak_bytes": peak.peak,
+        "before_bytes": peak.before,
+        "residual_bytes": 4 * costs.tokens * costs.config.width,
+        "predicted": {
+            "parameters": costs.parameter_bytes,
+            "gradients": costs.gradient_bytes * learns,
+            "optimizer": costs.optimizer_bytes * (case.step == "train"),
+            # Each product keeps the cast of its weight, as it keeps its input.
+            "activations": (costs.activation_bytes + costs.cast_bytes) * learns,
+        },
+        "measured": model.state_bytes(),
+    }
+    if learns:
+        held, _ = held_bytes(model.trainer.loss, without=model.kept_anyway())
+        facts["measured"]["activations"] = held
+    if device.type == "cuda":
+        found = record(call, device, snapshots / f"{facts['name']}.pickle")
+        facts |= {
+            "timeline": found.points,
+            "phases": found.phases,
+            "largest": [asdict(block) for block in found.largest],
+        }
+    device_benchmark.time(call, setup=setup, rounds=ROUNDS)

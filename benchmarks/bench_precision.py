@@ -1,0 +1,62 @@
+"""What fewer bits do: sums that stop growing, dtypes under autocast, LayerNorm step by step.
+
+All of it is arithmetic and costs milliseconds, so every sweep has all of it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from flashattn.measure.precision import QUANTITIES, autocast_dtypes, layernorm, partial_sums
+from flashattn.testing.sweep import grid
+
+THOUSAND, TEN_THOUSAND = {"count": [1000], "value": [0.01]}, {"count": [10_000], "value": [0.001]}
+ALONE = ["float32", "float16", "bfloat16"]
+SUMS = [
+    *(
+        point
+        for d in ALONE
+        for point in grid(**THOUSAND, accumulator=[d], addend=[d], cast=["none"])
+    ),
+    *grid(
+        **THOUSAND,
+        accumulator=["float32"],
+        addend=["float16", "bfloat16"],
+        cast=["implicit", "explicit"],
+    ),
+    *(
+        point
+        for d in ALONE
+        for point in grid(**TEN_THOUSAND, accumulator=[d], addend=[d], cast=["none"])
+    ),
+]
+HALVES = grid(dtype=["float16", "bfloat16"])
+STATISTICS = grid(dtype=["float16", "bfloat16"], scale=[1e-4, 1.0, 300.0], quantity=[*QUANTITIES])
+CASES = {"bench_accumulation": SUMS, "bench_autocast": HALVES, "bench_layernorm": STATISTICS}
+SWEEPS = dict.fromkeys(("smoke", "default", "full"), CASES)
+
+
+def bench_accumulation(device_benchmark, case, facts):
+    """Add the same number many times, on the CPU: the result is IEEE 754's, the same anywhere."""
+    dtypes = {name: getattr(torch, getattr(case, name)) for name in ("accumulator", "addend")}
+    call = partial(partial_sums, case.value, case.count, **dtypes, cast=case.cast)
+    curve = call()
+    facts |= {"part": "accumulation", "curve": curve, "result": curve[-1][1]}
+    device_benchmark.time(call, rounds=1)
+
+
+def bench_autocast(device_benchmark, case, facts, device):
+    """List the dtypes of a toy model's tensors under autocast."""
+    call = partial(autocast_dtypes, getattr(torch, case.dtype), device)
+    facts |= {"part": "autocast", "tensors": call()}
+    device_benchmark.time(call, rounds=5)
+
+
+def bench_layernorm(device_benchmark, case, facts, device):
+    """Normalise a row with every operation in half precision; compare one of them with fp64."""
+    call = partial(layernorm, getattr(torch, case.dtype), case.scale, device=device)
+    exact, got = (found[case.quantity] for found in call())
+    facts |= {"part": "layernorm", "exact": exact, "got": got, "error": abs(got / exact - 1)}
+    device_benchmark.time(call, rounds=5)

@@ -1,0 +1,132 @@
+"""What fewer bits do: sums that stop growing, dtypes under autocast, LayerNorm step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+
+CASTS = ("none", "implicit", "explicit")
+POINTS = 100  # of a curve
+
+
+def partial_sums(
+    value: float,
+    count: int,
+    *,
+    accumulator: torch.dtype,
+    addend: torch.dtype,
+    cast: str = "none",
+    device: torch.device | str = "cpu",
+) -> list[tuple[int, float]]:
+    """Add ``value`` to an accumulator, one at a time, and return what it holds on the way.
+
+    Args:
+        value: rounded to ``addend`` once, before it is added.
+        count: how often.
+        accumulator: dtype of the sum.
+        addend: dtype of what is added.
+        cast: "explicit" casts the addend to the accumulator's dtype by hand, "implicit" leaves that
+            to the addition; "none" where both have one dtype.
+        device: where.
+
+    Returns:
+        About ``POINTS`` pairs of additions made and the sum then; the last one is the result.
+
+    Raises:
+        ValueError: ``cast`` is unknown, or "none" with two dtypes.
+    """
+    if cast not in CASTS or (cast == "none" and accumulator != addend):
+        raise ValueError(f"cast: wanted implicit or explicit for two dtypes, got {cast!r}")
+    total = torch.tensor(0.0, dtype=accumulator, device=device)
+    x = torch.tensor(value, dtype=addend, device=device)
+    if cast == "explicit":
+        x = x.to(accumulator)
+    every, curve = max(1, count // POINTS), []
+    for n in range(1, count + 1):
+        total += x
+        if n % every == 0 or n == count:
+            curve.append((n, total.item()))
+    return curve
+
+
+class Toy(nn.Module):
+    """Two layers around a LayerNorm, small enough to list all of its dtypes."""
+
+    def __init__(self) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.first = nn.Linear(32, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+        self.second = nn.Linear(64, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return every tensor on the way from x [B, 32] to the logits [B, 10]."""
+        first = self.first(x)
+        norm = self.norm(F.relu(first))
+        return {"first linear": first, "LayerNorm": norm, "logits": self.second(norm)}
+
+
+def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str, str]:
+    """Return the dtype of each tensor of a toy model's step under autocast.
+
+    Args:
+        dtype: autocast's.
+        device: where; the lists of operators that autocast casts differ between CPU and CUDA.
+    """
+    device = torch.device(device)
+    model = Toy().to(device)
+    x, labels = torch.randn(8, 32, device=device), torch.arange(8, device=device)
+    with torch.autocast(device.type, dtype=dtype):
+        tensors = model(x)
+        loss = F.cross_entropy(tensors["logits"], labels)
+    loss.backward()
+    named = {"parameters": model.first.weight, **tensors, "loss": loss}
+    grad = model.first.weight.grad
+    assert grad is not None  # noqa: S101 - backward has just made it
+    return {name: _name(x) for name, x in (named | {"gradients": grad}).items()}
+
+
+def _name(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+QUANTITIES = (
+    "mean",
+    "largest square",
+    "sum of squares",
+    "variance",
+    "1 / deviation",
+    "largest output",
+)
+
+
+def layernorm(
+    dtype: torch.dtype, scale: float, *, width: int = 1024, device: torch.device | str = "cpu"
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Normalise a row by hand, in fp64 and with every operation rounded to ``dtype``.
+
+    Fused kernels keep the statistics in fp32; this shows why.
+
+    Args:
+        dtype: a narrow one.
+        scale: of the row, which is normal with a mean of one deviation.
+        width: of the row.
+        device: where.
+
+    Returns:
+        The numbers named in ``QUANTITIES``, exact and as got; those may be infinite or NaN.
+    """
+    normal = torch.randn(width, generator=torch.Generator().manual_seed(0))
+    row = ((normal + 1) * scale).to(device=device, dtype=dtype)
+    return _quantities(row.double()), _quantities(row)
+
+
+def _quantities(x: torch.Tensor) -> dict[str, float]:
+    mean = x.sum() / x.numel()
+    squares = (x - mean) ** 2
+    variance = squares.sum() / x.numel()
+    inverse = (variance + 1e-5).rsqrt()
+    output = (x - mean) * inverse
+    found = (mean, squares.max(), squares.sum(), variance, inverse, output.abs().max())
+    return {name: value.item() for name, value in zip(QUANTITIES, found, strict=True)}

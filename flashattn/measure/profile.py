@@ -1,0 +1,255 @@
+"""Where the time goes: a call's kernels by name, by category and by phase.
+
+On a GPU these are the device's own times of its kernels; on a CPU, which has none, the operators'
+times without what they call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.autograd import DeviceType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    Edge = Literal["start", "end"]
+    Listener = Callable[[str, Edge], object]
+
+_LISTENERS: list[Listener] = []
+
+# The first that is found in a kernel's name decides; a later one may be found there as well.
+CATEGORIES: tuple[tuple[str, str], ...] = (
+    ("ours", r"^flashattn(_|::)"),
+    # The compiler's names tell the kind of loop first, then all that was fused into it.
+    ("softmax", r"^triton_(red|per)_.*softmax"),
+    ("reduction", r"^triton_(red|per)_"),
+    ("elementwise", r"^triton_(poi|for)_"),
+    ("attention", r"attention|flash_(fwd|bwd)|flash::|fmha|sdpa|dot_do_o|convert_dq"),
+    ("matmul", r"gemm|nvjet|cublas|^triton_tem_|_linear"),
+    ("matmul", r"^aten::(b?mm|(add|badd)b?mm|matmul|linear|(add)?mv|dot|einsum)$"),
+    ("optimizer", r"multi_tensor_apply|[Aa]dam|foreach"),
+    ("copy", r"^Memcpy|^Memset|copy_kernel|BatchedCopy|FillFunctor"),
+    ("copy", r"^aten::(copy_|clone|contiguous|to|_to_copy|cat|stack|fill_|zero_|zeros|ones|full)$"),
+    ("softmax", r"(?i:softmax)"),
+    ("indexing", r"gather|scatter|embedding|::index|RadixSort"),
+    ("indexing", r"krn_partial|compute_grad_weight"),  # of the embedding's gradient
+    ("reduction", r"(?i:reduce|moments|gammabeta|layer_?norm|rms_?norm|nll_loss)"),
+    ("reduction", r"^aten::(sum|mean|a?max|a?min|var|var_mean|(linalg_vector_)?norm|argmax)$"),
+    ("elementwise", r"elementwise|triu_tril|masked_fill|dropout|^aten::\w+_backward$"),
+    ("elementwise", r"^aten::(add|sub|mul|div|neg|pow|r?sqrt|reciprocal|exp|log|sin|cos)_?$"),
+    ("elementwise", r"^aten::(silu|sigmoid|tanh|gelu|relu|where|maximum|minimum|clamp)_?$"),
+    ("elementwise", r"^aten::(tril|triu|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)_?$"),
+)
+
+# What a template does is named in its arguments, behind wrappers that say nothing.
+_FUNCTOR = re.compile(
+    r"\b(?!gpu_|AUnary|BUnary|BinaryFunctor|UnaryFunctor)"
+    r"(\w*Functor\w*|\w+_functor|\w+Ops|\w+_kernel(?:_cuda|_impl)?|\w+_cuda_out|\w+Epilogue"
+    r"|FlashAttn\w+|cutlass_\w+)\b"
+)
+_UNNAMED = re.compile(r"\(anonymous namespace\)::|<unnamed>::")
+_RETURNS = re.compile(r"^(?:void|std::enable_if<.*?>::type) ")
+_GRAPH = re.compile(r"^## Call (\w+) .*")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one kernel in one call.
+
+    Args:
+        name: as ``short`` writes it.
+        category: see ``category``.
+        calls: launches.
+        seconds: of all of them.
+    """
+
+    name: str
+    category: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of one call goes.
+
+    Args:
+        kernels: the longest first.
+        categories: seconds by category, the longest first.
+        phases: seconds of the kernels in each ``phase``, a phase's inner ones included.
+        device_seconds: of all kernels.
+    """
+
+    kernels: list[Kernel]
+    categories: dict[str, float]
+    phases: dict[str, float]
+    device_seconds: float
+
+    @property
+    def matmul_share(self) -> float:
+        """The part of the device's time that matrix products take; 0 where nothing ran."""
+        return self.categories.get("matmul", 0.0) / (self.device_seconds or 1.0)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name what is done inside: in a profile, in an NVTX range and to whoever is listening."""
+    ranges = torch.cuda.is_available()
+    _tell(name, "start")
+    if ranges:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            try:
+                yield
+            finally:
+                _tell(name, "end")
+    finally:
+        if ranges:
+            torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call ``listener(name, "start" | "end")`` at both ends of every phase inside."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+def _tell(name: str, edge: Edge) -> None:
+    for listener in tuple(_LISTENERS):
+        listener(name, edge)
+
+
+def category(kernel: str) -> str:
+    """Return the category of a kernel or of a CPU's operator by its full name, or "other"."""
+    return next((kind for kind, pattern in CATEGORIES if re.search(pattern, kernel)), "other")
+
+
+def short(kernel: str) -> str:
+    """Return a kernel's name without namespaces and templates but for what a template does.
+
+    ``vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, ...>(...)`` becomes
+    ``vectorized_elementwise_kernel[CUDAFunctor_add]``; a short name stays as it is.
+    """
+    plain = _RETURNS.sub("", _UNNAMED.sub("", _GRAPH.sub(r"\1", kernel)))
+    found = re.search(r"[<(]", plain)
+    if found is None:
+        return plain
+    *spaces, name = plain[: found.start()].strip().split("::")
+    if name == "kernel" and spaces:  # cuBLAS names its kernels by their namespace
+        name = f"{spaces[-1]}::{name}"
+    does = _FUNCTOR.search(plain, found.end())
+    return f"{name}[{does[1]}]" if does else name
+
+
+def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Profile:
+    """Profile ``call``, which has run before: nothing is warmed up here.
+
+    Args:
+        call: what is profiled. The device is awaited at both ends of each ``phase`` in it, so that
+            a kernel is of the phase in which it runs.
+        device: where it runs.
+        calls: how often; the profile is of one call on average.
+
+    Raises:
+        ValueError: ``calls`` is not positive.
+    """
+    if calls < 1:
+        raise ValueError(f"calls: wanted at least 1, got {calls}")
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    phases: list[str] = []
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    def attend(name: str, _: Edge) -> None:
+        phases.append(name)
+        wait()
+
+    wait()
+    with listening(attend), torch.profiler.profile(activities=kinds, acc_events=True) as recorded:
+        for _ in range(calls):
+            call()
+        wait()
+    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return summary(recorded.events(), where=where, phases=tuple(dict.fromkeys(phases)), calls=calls)
+
+
+def summary(
+    events: Iterable[Any], *, where: DeviceType, phases: Sequence[str] = (), calls: int = 1
+) -> Profile:
+    """Sum up what torch's profiler recorded.
+
+    Args:
+        events: ``FunctionEvent``s; their times are in microseconds.
+        where: the device whose events are the kernels.
+        phases: names of the annotations that are phases.
+        calls: what the sums are divided by.
+    """
+    events = list(events)
+    # Annotations appear on the device's timeline, too, as if they were kernels.
+    annotations = {event.name for event in events if event.is_user_annotation}
+    kernels = [e for e in events if e.device_type == where and e.name not in annotations]
+    names = {name: (short(name), category(name)) for name in {event.name for event in kernels}}
+    counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+    times: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for event in kernels:
+        counts[names[event.name]] += 1
+        times[names[event.name]] += _seconds(event) / calls
+    longest = sorted(times, key=lambda key: -times[key])
+    categories: defaultdict[str, float] = defaultdict(float)
+    for key in longest:
+        categories[key[1]] += times[key]
+    return Profile(
+        kernels=[Kernel(*key, _each(counts[key], calls), times[key]) for key in longest],
+        categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
+        phases={name: _inside(kernels, _spans(events, name)) / calls for name in phases},
+        device_seconds=sum(times.values()),
+    )
+
+
+def _seconds(event: Any) -> float:
+    """Return a kernel's seconds, or an operator's without the operators that it calls."""
+    on_cpu = event.device_type == DeviceType.CPU
+    return 1e-6 * (event.self_cpu_time_total if on_cpu else event.time_range.elapsed_us())
+
+
+def _each(count: int, calls: int) -> float:
+    """Return the count in one call: whole unless the calls differed."""
+    return count / calls if count % calls else count // calls
+
+
+def _spans(events: Iterable[Any], name: str) -> list[tuple[float, float]]:
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.name == name and event.device_type == DeviceType.CPU
+    ]
+
+
+def _inside(kernels: Iterable[Any], spans: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of the kernels whose middle lies in a span.
+
+    Kernels stay clear of a phase's ends, where the device is idle; their middle, because the
+    device's and the host's clocks agree to a few microseconds only.
+    """
+    inside = 0.0
+    for kernel in kernels:
+        middle = (kernel.time_range.start + kernel.time_range.end) / 2
+        if any(start <= middle <= end for start, end in spans):
+            inside += _seconds(kernel)
+    return inside

@@ -1,0 +1,83 @@
+"""Where numbers come from: the machine, the versions, the code, the command and the date."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from statistics import median
+
+from flashattn.report.runs import Row, Run
+from flashattn.report.units import MARKS, SHORT, tera
+
+VERSIONS = ("driver", "cuda", "torch", "triton", "ptxas", "python")
+
+
+def circumstances(run: Run) -> str:
+    """Return what the numbers of one run depend on, in a line."""
+    machine = run.machine
+    facts = [machine.get("gpu") or machine.get("cpu") or "unknown machine"]
+    if machine.get("power_limit_watts"):
+        facts.append(f"{machine['power_limit_watts']:.0f} W")
+    clocks = [f"{clock / 1e6:.0f}" for clock in run.clocks.values() if clock]
+    if clocks:
+        facts.append(f"{' → '.join(clocks)} MHz")
+    facts += [f"{name} {machine[name]}" for name in VERSIONS if machine.get(name)]
+    if run.commit.get("id") not in (None, "unknown"):
+        dirty = " with changes" if run.commit.get("dirty") else ""
+        facts.append(f"commit {run.commit['id'][:10]}{dirty}")
+    if run.sources:
+        facts.append(f"code {run.sources[:10]}")
+    if run.made:
+        facts.append(run.made[:10])
+    return ", ".join(facts)
+
+
+def origins(run: Run, rows: Iterable[Row]) -> list[str]:
+    """Return a line for each run that some rows were made in, and how they were clocked.
+
+    Args:
+        run: that the rows are of.
+        rows: of a table.
+    """
+    found: dict[int, tuple[Run, list[Row]]] = {}
+    for row in rows:
+        origin = run.origin(row)
+        found.setdefault(id(origin), (origin, []))[1].append(row)
+    return [
+        ". ".join(part for part in (circumstances(origin), _command(origin), _clocked(own)) if part)
+        for origin, own in found.values()
+    ]
+
+
+def _command(run: Run) -> str:
+    return ", ".join(part for part in (run.command, run.name) if part)
+
+
+def _clocked(rows: list[Row]) -> str:
+    """Return which seconds were measured, at which clock, and what held it back."""
+    facts = sorted({row["clock"] for row in rows if row.get("clock")})
+    hertz = [row["sm_hertz"] for row in rows if row.get("sm_hertz")]
+    if hertz:
+        facts.append(f"at {median(hertz) / 1e6:.0f} MHz")
+    held = Counter(reason for row in rows for reason in row.get("throttled") or ())
+    facts += [f"{count} of {len(rows)} rows held back by {why}" for why, count in held.items()]
+    return "; ".join(facts)
+
+
+def roofs(run: Run) -> str:
+    """Return the roofs in a sentence; nothing where none was measured."""
+    products = [f"{SHORT[kind]} {tera(roof)}" for kind, roof in run.roofs.items() if kind in SHORT]
+    facts = [f"{', '.join(products)} TFLOP/s"] if products else []
+    if run.roofs.get("copy"):
+        facts.append(f"copy {tera(run.roofs['copy'])} TB/s (read + write)")
+    return f"Roofs, measured in this run: {', '.join(facts)}." if facts else ""
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """Return every reason why something has no time, once, with the number of cases."""
+    counts = Counter((row["status"], row.get("reason")) for row in rows if row["status"] != "ok")
+    return [
+        f"{reason or 'no reason was given'} "
+        f"({MARKS[status]} in {count} {'case' if count == 1 else 'cases'})"
+        for (status, reason), count in counts.items()
+    ]

@@ -1,0 +1,28 @@
+"""The studies, in the order in which they are read: the model, its parts, its attention."""
+
+from __future__ import annotations
+
+from flashattn.report.studies import (
+    attention,
+    compile,  # noqa: A004 - what the study is of
+    flash,
+    launch,
+    lm,
+    memory,
+    precision,
+    profile,
+    warmup,
+)
+from flashattn.report.study import Study
+
+STUDIES: tuple[Study, ...] = (
+    lm.STUDY,
+    warmup.STUDY,
+    profile.STUDY,
+    precision.STUDY,
+    memory.STUDY,
+    attention.STUDY,
+    compile.STUDY,
+    flash.STUDY,
+    launch.STUDY,
+)

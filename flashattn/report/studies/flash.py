@@ -1,0 +1,207 @@
+"""FlashAttention against everything that a user would pick instead."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+from flashattn.report.fit import exponent, in_words
+from flashattn.report.plot import curves, heading, legend, lengths, logarithmic, panels
+from flashattn.report.rows import OURS, by, groups, known, timed, values
+from flashattn.report.runs import Row, Run
+from flashattn.report.study import Study, Table
+from flashattn.report.units import MARKS, TERA, ms, percent, tera, word
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAME = "flash"
+OWN = ("tiled",)  # ours too, and no peer
+ONE_HEAD = "one_head"
+FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
+SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv")
+WIDEST = 3  # panels beside one another that can still be read
+
+
+def _rows(run: Run) -> list[Row]:
+    return known(run.study(NAME), *FACTS)
+
+
+def tables(run: Run) -> list[Table]:
+    """Return a table for each protocol and pass: a line per problem, a column per impl."""
+    found = groups(_rows(run), "protocol", "pass").items()
+    made = [_table(run, protocol, name, rows) for (protocol, name), rows in found]
+    return [table for table in made if table.lines]
+
+
+def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
+    """Return one pass; an implementation without a single number is left to the reasons."""
+    impls = values(timed(rows), "impl")
+    ratio = OURS in impls
+    unit = "ms" if protocol == ONE_HEAD else "TFLOP/s (share of its dtype's roof), no masked work"
+    lines = []
+    for (*_, problem), cases in groups(rows, *SHAPE, "problem").items() if impls else ():
+        sides = by(cases, "impl")
+        cells = [_cell(run, protocol, sides.get(impl)) for impl in impls]
+        lines.append([problem, *cells, *([_ratio(cases)] if ratio else [])])
+    return Table(
+        caption=f"{name}, {_sizes(rows)}: {unit}",
+        header=["problem", *impls, *([f"{OURS} / best peer"] if ratio else [])],
+        lines=lines,
+        rows=rows,
+    )
+
+
+def _sizes(rows: list[Row]) -> str:
+    """Return what all problems share: one head, or how many tokens of which width."""
+    rows = known(rows, "batch", "heads")
+    if all(row["batch"] == row["heads"] == 1 for row in rows):
+        return "one head"
+    tokens = {row["batch"] * row["seq_q"] for row in rows}
+    hidden = {row["heads"] * row["head_dim"] for row in rows}
+    if len(tokens) == len(hidden) == 1:
+        return f"{tokens.pop()} tokens, hidden {hidden.pop()}"
+    return "many heads"
+
+
+def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return MARKS[row["status"]]
+    if protocol == ONE_HEAD:
+        return ms(row["seconds"])
+    roof = run.roof(row, row["dtype"])
+    return tera(_speed(row)) + (f" ({percent(_speed(row) / roof)})" if roof else "")
+
+
+def _speed(row: Row) -> float:
+    return float(row["flops"] / row["seconds"])
+
+
+def best_peer(cases: list[Row]) -> tuple[Row, Row] | None:
+    """Return the fastest peer's row and ours, of one problem and pass, if both have a time."""
+    sides = by(timed(cases), "impl")
+    peers = [row for impl, row in sides.items() if impl not in (OURS, *OWN)]
+    if OURS not in sides or not peers:
+        return None
+    return min(peers, key=lambda row: row["seconds"]), sides[OURS]
+
+
+def _ratio(cases: list[Row]) -> str:
+    pair = best_peer(cases)
+    if pair is None:
+        return ""
+    peer, ours = pair
+    return f"{peer['seconds'] / ours['seconds']:.2f} x {peer['impl']}"
+
+
+def findings(run: Run) -> list[str]:
+    """Say for each protocol and pass who wins how often, the best speed, and how time grows."""
+    said = []
+    for (protocol, name), rows in groups(_rows(run), "protocol", "pass").items():
+        where = f"{name}, {_sizes(rows)}"
+        said += [*_wins(where, rows), *_best(run, where, rows)]
+        if protocol == ONE_HEAD:
+            said += _growth(where, rows)
+    return said
+
+
+def _wins(where: str, rows: list[Row]) -> list[str]:
+    found = [best_peer(cases) for cases in groups(rows, *SHAPE, "problem").values()]
+    ratios = {pair[1]["problem"]: pair[0]["seconds"] / pair[1]["seconds"] for pair in found if pair}
+    if not ratios:
+        return []
+    won = sum(ratio > 1 for ratio in ratios.values())
+    first = f"{where}: {OURS} is the fastest in {won} of {len(ratios)} problems"
+    return [f"{first}, and its speed over the best peer's is {in_words(ratios)}."]
+
+
+def _best(run: Run, where: str, rows: list[Row]) -> list[str]:
+    ours = [row for row in timed(rows) if row["impl"] == OURS]
+    if not ours:
+        return []
+    best = max(ours, key=_speed)
+    roof = run.roof(best, best["dtype"])
+    share = (
+        f", {percent(_speed(best) / roof)} of the {word('dtype', best['dtype'])} roof"
+        if roof
+        else ""
+    )
+    return [f"{where}: {OURS} reaches {tera(_speed(best))} TFLOP/s ({best['problem']}){share}."]
+
+
+def _growth(where: str, rows: list[Row]) -> list[str]:
+    """Say how our time grows over the upper half of the lengths, where launching is over."""
+    found = {}
+    ours = (row for row in timed(rows) if row["impl"] == OURS)
+    for (dtype, head_dim), cases in groups(ours, "dtype", "head_dim").items():
+        counts = values(cases, "seq_q")
+        long = [row for row in cases if row["seq_q"] >= counts[len(counts) // 2]]
+        e = exponent((row["seq_q"], row["seconds"]) for row in long)
+        if e is not None:
+            found[f"{word('dtype', dtype)} D = {head_dim}"] = (e, long[0]["seq_q"])
+    if not found:
+        return []
+    said = [f"N^{e:.2f} ({case}, from N = {start})" for case, (e, start) in found.items()]
+    return [f"{where}: {OURS}'s time grows as {', '.join(said)}."]
+
+
+def pictures(run: Run) -> dict[str, Figure]:
+    """Draw speed against length where tokens are fixed, and time against length for one head."""
+    drawn = {}
+    facts = ("protocol", "dtype", "causal")
+    for (protocol, dtype, causal), rows in groups(timed(_rows(run)), *facts).items():
+        if len(values(rows, "seq_q")) > 1:
+            mask = word("causal", causal)
+            what = "time" if protocol == ONE_HEAD else "speed"
+            title = f"{word('dtype', dtype)}, {mask}, {_sizes(rows)}: {what}"
+            stem = "-".join(str(part).replace("_", "-") for part in (NAME, protocol, dtype, mask))
+            drawn[stem.replace(", ", "-")] = _picture(run, title, rows, slow=protocol == ONE_HEAD)
+    return drawn
+
+
+def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
+    """Draw a row of panels for each pass and a column for each of the largest head dimensions."""
+    passes, dims = values(rows, "pass"), values(rows, "head_dim")[-WIDEST:]
+    figure, axes = panels(title, len(passes), len(dims), height=2.9, sharex=True, sharey="row")
+    for (i, name), (j, head_dim) in product(enumerate(passes), enumerate(dims)):
+        axis = axes[i][j]
+        cases = [row for row in rows if (row["pass"], row["head_dim"]) == (name, head_dim)]
+        _panel(run, axis, cases, slow=slow)
+        heading(axis, f"{name}, D = {head_dim}")
+        axis.set_ylabel("" if j else "ms" if slow else "TFLOP/s")
+        lengths(axis, values(rows, "seq_q"), "N" if i == len(passes) - 1 else "")
+    legend(figure, axes)
+    return figure
+
+
+def _panel(run: Run, axis: Axes, cases: list[Row], *, slow: bool) -> None:
+    curves(
+        axis,
+        {
+            impl: [
+                (row["seq_q"], row["seconds"] * 1e3 if slow else _speed(row) / TERA) for row in own
+            ]
+            for (impl,), own in groups(cases, "impl").items()
+        },
+    )
+    if slow:
+        logarithmic(axis)
+        return
+    roof = run.roof(cases[0], cases[0]["dtype"]) if cases else None
+    if roof:
+        name = f"{word('dtype', cases[0]['dtype'])} product, measured"
+        axis.axhline(roof / TERA, linestyle="--", color="0.4", linewidth=1, label=name)
+    axis.set_ylim(bottom=0)
+
+
+STUDY = Study(
+    name=NAME,
+    title="FlashAttention",
+    question="How fast is attention forward and backward, beside what else there is and the roof?",
+    tables=tables,
+    pictures=pictures,
+    findings=findings,
+)

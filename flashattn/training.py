@@ -1,0 +1,127 @@
+"""One model, one batch, one optimizer: the steps that the studies time, profile and weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from flashattn.lm import Attention, Config, TransformerLM, cross_entropy
+
+# What autocast casts the operands of products to; None leaves them fp32.
+AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """A ``TransformerLM`` with fp32 parameters, random tokens, and AdamW.
+
+    Each step runs its parts under ``phase``: "forward", "loss", "backward" and "optimizer".
+
+    Args:
+        config: the model's shape.
+        attention: the model's; causal.
+        batch: B.
+        context: T.
+        precision: "fp32", IEEE's products; "tf32", tensor cores for fp32 products on a GPU; "bf16"
+            and "fp16", ``torch.autocast`` (fp16 without a gradient scaler, so for study only).
+        device: where.
+        compiled: through ``torch.compile``, as one graph.
+        checkpoint: run each block again in backward instead of keeping what it computed.
+        seed: of the parameters and the tokens.
+        phase: ``phase(name)`` gives the context that a part runs in.
+
+    Raises:
+        ValueError: precision is unknown, batch is below 1, or context is below 1 or above
+            ``config.longest``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        attention: Attention,
+        batch: int,
+        context: int,
+        precision: str,
+        device: torch.device | str,
+        compiled: bool = False,
+        checkpoint: bool = False,
+        seed: int = 0,
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Make the model, the batch and the optimizer; torch's global random state is kept."""
+        _check(config, batch=batch, context=context, precision=precision)
+        self.device, self.precision, self.phase = torch.device(device), precision, phase
+        on_cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_cuda else []), self.device:
+            torch.manual_seed(seed)
+            self.model = TransformerLM(config, attention, checkpoint=checkpoint)
+            self.tokens, self.targets = torch.randint(config.vocab, (2, batch, context))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=on_cuda)
+        self._call = torch.compile(self.model, fullgraph=True) if compiled else self.model
+
+    @torch.no_grad()
+    def forward(self) -> torch.Tensor:
+        """Return the logits [B, T, V], without a graph."""
+        with self._precision(), self.phase("forward"):
+            return self._call(self.tokens)
+
+    def loss(self) -> torch.Tensor:
+        """Return the mean cross-entropy, with its graph."""
+        with self._precision():
+            with self.phase("forward"):
+                logits = self._call(self.tokens)
+            with self.phase("loss"):
+                return cross_entropy(logits, self.targets)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of ``loss``, whose graph this uses up, to those there are."""
+        # Autocast ends with the forward: backward repeats its dtypes. The products' mode does not.
+        with _products(tf32=self.precision == "tf32"), self.phase("backward"):
+            loss.backward()
+
+    def forward_backward(self) -> torch.Tensor:
+        """Drop the gradients there are, make new ones, and return the loss without its graph."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss()
+        self.backward(loss)
+        return loss.detach()
+
+    def train(self) -> torch.Tensor:
+        """Take one step of AdamW, and return the loss before it, without its graph."""
+        loss = self.forward_backward()
+        with self.phase("optimizer"):
+            self.optimizer.step()
+        return loss
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        dtype = AUTOCAST[self.precision]
+        cast = torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
+        with _products(tf32=self.precision == "tf32"), cast:
+            yield
+
+
+def _check(config: Config, *, batch: int, context: int, precision: str) -> None:
+    if precision not in AUTOCAST:
+        msg = f"precision: wanted one of {', '.join(AUTOCAST)}, got {precision!r}"
+        raise ValueError(msg)
+    if batch < 1:
+        msg = f"batch: wanted at least 1, got {batch}"
+        raise ValueError(msg)
+    if not 1 <= context <= config.longest:
+        msg = f"context: wanted 1 to {config.longest}, got {context}"
+        raise ValueError(msg)
+
+
+@contextmanager
+def _products(*, tf32: bool) -> Iterator[None]:
+    """Let fp32 products on a GPU use TF32, or hold them to IEEE; afterwards all is as before."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

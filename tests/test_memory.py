@@ -1,0 +1,484 @@
+"""Bytes held, peaks and timelines: of tensors on a CPU, and of a history that is made up."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flashattn import FlashAttentionPyTorch
+from flashattn.measure import memory as module
+from flashattn.measure.memory import (
+    Block,
+    Mark,
+    Peak,
+    Timeline,
+    held_bytes,
+    line_of,
+    peak_bytes,
+    record,
+    thinned,
+    timeline,
+)
+from flashattn.measure.profile import phase
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+KIB = 1024
+TORCH_FRAME = {"filename": f"{module.TORCH}/nn/modules/linear.py", "line": 134, "name": "forward"}
+FRAMES = [
+    TORCH_FRAME,
+    {"filename": "/home/someone/model.py", "line": 12, "name": "forward"},
+    {"filename": "/home/someone/train.py", "line": 7, "name": "<module>"},
+]
+
+
+def leaf(*shape, device=None):
+    """Return a tensor that wants its gradient."""
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+def test_held_are_what_backward_reads():
+    """A product keeps its two factors, an addition nothing, an exponential its result."""
+    a, b = leaf(8, 16), leaf(16, 4)
+    assert held_bytes(partial(torch.mm, a, b))[0] == 4 * (8 * 16 + 16 * 4)
+    assert held_bytes(partial(torch.add, a, a))[0] == 0
+    held, result = held_bytes(a.exp)
+    assert (held, result.shape) == (4 * 8 * 16, a.shape)
+
+
+def test_a_storage_is_held_once_and_whole():
+    """Two views of a tensor hold its storage, all of it, and not each its own part."""
+    x = leaf(4, 64)
+    assert held_bytes(lambda: x[:1] * x[1:2])[0] == 4 * 4 * 64
+
+
+def test_parameters_and_inputs_are_left_out():
+    """Tensors named by the caller, or views of them, do not count; what is made of them does."""
+    layer, x = torch.nn.Linear(16, 32), torch.randn(8, 16)
+    hidden = 4 * 8 * 32
+    held, _ = held_bytes(lambda: layer(x).sigmoid(), without=[*layer.parameters(), x[1:]])
+    assert held == hidden
+
+
+def test_what_the_graph_lets_go_is_not_held():
+    """What only an intermediate that was thrown away would have kept is not held at the end."""
+    x = leaf(64)
+
+    def call():
+        x.exp().sin().exp()
+        return x.exp()
+
+    assert held_bytes(call)[0] == 4 * 64
+
+
+def test_gradients_are_unchanged_by_counting():
+    """A backward after the count finds all that it needs, and so does the backward of that."""
+    x = leaf(8)
+    _, y = held_bytes(lambda: x.exp() * x)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, x.exp() * (1 + x))
+    torch.testing.assert_close(second, (x.exp() * (2 + x)).detach())
+
+
+def test_an_autograd_function_holds_what_it_saves():
+    """FlashAttention keeps its output and one number per row; naive attention all its scores."""
+    n, d = 256, 16
+    q, k, v = (leaf(1, n, d) for _ in range(3))
+    flash, _ = held_bytes(lambda: FlashAttentionPyTorch.apply(q, k, v), without=[q, k, v])
+    assert flash == 4 * (n * d + n)
+    naive, _ = held_bytes(lambda: torch.softmax(q @ k.mT, -1) @ v, without=[q, k, v])
+    assert naive == 4 * n * n
+
+
+def test_a_compiled_function_holds_what_it_saves():
+    """A compiled graph keeps tensors as any other function does."""
+    x = leaf(64)
+    compiled = torch.compile(lambda x: x.exp().sin(), backend="aot_eager")
+    held, y = held_bytes(partial(compiled, x), without=[x])
+    assert held == 4 * 64
+    y.sum().backward()
+
+
+def test_a_checkpoint_holds_its_input():
+    """A checkpointed function keeps its input alone, to compute all else again."""
+    x = leaf(64)
+
+    def call():
+        return checkpoint(lambda y: y.exp().sin().exp(), x * 2, use_reentrant=False)
+
+    assert held_bytes(call)[0] == 4 * 64
+
+
+def test_held_bytes_need_no_memory():
+    """What a model would hold is counted without its bytes, on the meta device."""
+    x = leaf(1 << 20, 1 << 20, device="meta")
+    assert held_bytes(x.exp)[0] == 4 << 40
+
+
+def test_no_graph_holds_nothing():
+    """Without gradients nothing is held."""
+    x = leaf(8)
+
+    def call():
+        with torch.no_grad():
+            return x.exp()
+
+    assert held_bytes(call)[0] == 0
+
+
+class Allocator:
+    """The CUDA allocator as far as it is asked: counts, a history and a snapshot."""
+
+    def __init__(self, patch, *, live=()):
+        """Stand in for torch's from now on, with blocks of these bytes live already."""
+        self.trace, self.log, self.segments = [], [], []
+        self.time, self.address = 1_800_000_000_000_000, 4096
+        self.blocks = {}
+        for size in live:
+            self.alloc(size)
+        self.trace.clear()
+        self.peak = self.allocated()
+        for name in ("synchronize", "memory_allocated", "max_memory_allocated"):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda.memory, "_record_memory_history", self.history)
+        patch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
+        patch.setattr(module.torch, "empty", self.empty)
+
+    def event(self, action, address, size, frames=()):
+        """Write down what is done, a microsecond after what was done before."""
+        self.time += 1
+        event = {"action": action, "addr": address, "size": size, "time_us": self.time}
+        self.trace.append(event | {"frames": list(frames), "stream": 0})
+
+    def alloc(self, size, frames=FRAMES):
+        """Return the address of a new block."""
+        address = min({4096 + 512 * i for i in range(len(self.blocks) + 1)} - set(self.blocks))
+        self.blocks[address] = size
+        self.event("alloc", address, size, frames)
+        self.peak = max(getattr(self, "peak", 0), self.allocated())
+        return address
+
+    def free(self, address):
+        """Free a block, at once."""
+        size = self.blocks.pop(address)
+        self.event("free_requested", address, size)
+        self.event("free_completed", address, size)
+
+    def allocated(self):
+        """Return the bytes that are live."""
+        return sum(self.blocks.values())
+
+    def synchronize(self, _):
+        """Note that the device was awaited."""
+        self.log.append("wait")
+
+    def memory_allocated(self, _):
+        """Return what torch does under this name."""
+        return self.allocated()
+
+    def max_memory_allocated(self, _):
+        """Return what torch does under this name."""
+        return self.peak
+
+    def reset(self, _):
+        """Forget the peak."""
+        self.log.append("reset")
+        self.peak = self.allocated()
+
+    def history(self, enabled, **_):
+        """Note that the history is switched."""
+        self.log.append(f"history {enabled}")
+
+    def snapshot(self):
+        """Return the history and what is live, beside another device's."""
+        self.event("snapshot", 0, self.allocated())
+        blocks = [
+            {"address": a, "size": -(-n // 512) * 512, "requested_size": n, "frames": []}
+            for a, n in self.blocks.items()
+        ]
+        states = ["active_allocated", "active_pending_free"] * len(blocks)
+        blocks = [block | {"state": s} for block, s in zip(blocks, states, strict=False)]
+        free = {"address": 1 << 30, "size": 512, "requested_size": 9, "state": "inactive"}
+        other = blocks[:1] or [free]
+        return {
+            "device_traces": [self.trace, []],
+            "segments": [
+                {"device": 0, "blocks": [*blocks, free]},
+                {"device": 1, "blocks": [each | {"address": 7} for each in other]},
+            ],
+        }
+
+    def empty(self, size, *, dtype, device):
+        """Return a block that is freed once its address was read."""
+        assert (dtype, device) == (torch.uint8, CUDA)
+        address = self.alloc(size, [])
+        self.free(address)
+
+        class Empty:
+            def data_ptr(self):
+                return address
+
+        return Empty()
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """Return a function that makes an allocator that stands in for torch's."""
+    return lambda **options: Allocator(monkeypatch, **options)
+
+
+def test_peak_is_of_the_call(allocator):
+    """A peak is of the call alone, ahead of it and after it the device is awaited."""
+    gpu = allocator(live=[100])
+    gpu.free(gpu.alloc(5000))  # a peak of before
+
+    def call():
+        address = gpu.alloc(1000)
+        gpu.alloc(30)
+        gpu.free(address)
+        return "o"
+
+    assert peak_bytes(call, CUDA) == (Peak(100, 1130, 130), "o")
+    assert gpu.log == ["wait", "reset", "wait"]
+
+
+def test_a_cpu_has_no_peak():
+    """Where no allocator counts, a peak is None, a timeline empty, and the call is made."""
+    assert peak_bytes(lambda: "o", CPU) == (Peak(None, None, None), "o")
+    made = []
+    assert record(lambda: made.append(1), CPU) == Timeline([], [], [])
+    assert made == [1]
+
+
+def step(gpu):
+    """Return a training step with phases: activations are freed by the backward."""
+
+    def call():
+        with phase("forward"):
+            activations = [gpu.alloc(1000) for _ in range(3)]
+            with phase("loss"):
+                loss = gpu.alloc(40)
+        gpu.alloc(7, [TORCH_FRAME])
+        with phase("backward"):
+            gradient = gpu.alloc(500, [])
+            for address in (*activations, loss):
+                gpu.free(address)
+        gpu.free(gradient)
+
+    return call
+
+
+def test_timeline_is_of_live_bytes(allocator):
+    """A timeline starts with what was live, follows every block, and shows no mark's own bytes."""
+    gpu = allocator(live=[200, 60])
+    line = record(step(gpu), CUDA)
+    live = [260, 1260, 2260, 3260, 3300, 3307, 3807, 2807, 1807, 807, 767, 267]
+    assert [point[1] for point in line.points] == live
+    times = [point[0] for point in line.points]
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(30e-6, abs=10e-6)
+    assert gpu.log == ["wait", "history all", "wait", "history None"]
+
+
+def test_timeline_marks_the_phases(allocator):
+    """Phases are in the timeline's seconds: their blocks are inside and outer ones come first."""
+    gpu = allocator()
+    line = record(step(gpu), CUDA)
+    assert [name for name, _, _ in line.phases] == ["forward", "loss", "backward"]
+    (_, start, end), (_, loss, loss_end), (_, backward, _) = line.phases
+    assert 0 < start < line.points[1][0] < loss < line.points[4][0] < loss_end < end < backward
+
+
+def test_largest_blocks_are_those_at_the_peak(allocator):
+    """Blocks live at the peak are told by size with the line and the phase that made them."""
+    gpu = allocator(live=[200, 60, 60])
+    assert record(step(gpu), CUDA).largest == [
+        Block(1000, "model.py:12 forward", "forward", 3),
+        Block(500, None, "backward"),  # autograd's threads run no Python
+        Block(200, None, "before"),
+        Block(60, None, "before", 2),
+        Block(40, "model.py:12 forward", "loss"),
+        Block(7, None, None),
+    ]
+
+
+def test_ten_kinds_of_blocks_are_enough(allocator):
+    """Of more kinds of blocks the biggest are told."""
+    gpu = allocator()
+    line = record(lambda: [gpu.alloc(size) for size in range(1, 31)], CUDA)
+    assert [block.bytes for block in line.largest] == list(range(30, 20, -1))
+
+
+def test_blocks_from_before_may_be_freed(allocator):
+    """A block older than the recording counts until it is freed in it, also where it is reused."""
+    gpu = allocator(live=[900, 50])
+    (first, _) = gpu.blocks
+
+    def call():
+        gpu.free(first)
+        assert gpu.alloc(100) == first
+
+    line = record(call, CUDA)
+    assert [point[1] for point in line.points] == [950, 50, 150]
+    assert line.largest == [Block(900, None, "before"), Block(50, None, "before")]
+
+
+def test_memory_is_live_until_its_last_stream_is_done(allocator):
+    """A block that another stream still reads is live after it was given back."""
+    gpu = allocator()
+
+    def call():
+        address = gpu.alloc(100)
+        gpu.event("free_requested", address, 100)
+        gpu.alloc(10)
+        gpu.event("free_completed", address, gpu.blocks.pop(address))
+
+    assert [point[1] for point in record(call, CUDA).points] == [0, 100, 110, 10]
+
+
+def test_other_events_change_nothing(allocator):
+    """Segments, snapshots and failed allocations are no change of live bytes."""
+    gpu = allocator(live=[100])
+
+    def call():
+        for action in ("segment_alloc", "segment_map", "segment_free", "snapshot"):
+            gpu.event(action, 1 << 40, 2 << 20)
+        gpu.event("oom", None, 1 << 40)
+        del gpu.trace[-1]["addr"]
+
+    assert [point[1] for point in record(call, CUDA).points] == [100]
+
+
+def test_a_short_history_is_an_error(allocator):
+    """A history that has lost its beginning is not taken for the whole."""
+    gpu = allocator()
+
+    def call():
+        step(gpu)()
+        del gpu.trace[:5]
+
+    with pytest.raises(RuntimeError, match="does not reach back to the start"):
+        record(call, CUDA)
+
+
+def test_recording_ends_with_an_error(allocator):
+    """A call that fails ends the recording, and phases afterwards mark nothing."""
+    gpu = allocator()
+
+    def call():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        record(call, CUDA)
+    assert gpu.log[-1] == "history None"
+    events = len(gpu.trace)
+    with phase("after"):
+        pass
+    assert len(gpu.trace) == events
+
+
+def test_a_snapshot_is_kept_for_the_viewer(allocator, tmp_path):
+    """The pickle is the snapshot as torch gives it."""
+    gpu = allocator()
+    path = tmp_path / "snapshot.pickle"
+    record(step(gpu), CUDA, path)
+    kept = pickle.loads(path.read_bytes())  # noqa: S301 - written above
+    assert kept["device_traces"][0] == gpu.trace
+
+
+def test_another_device_has_its_own_history(allocator):
+    """A timeline is of the device that was asked for."""
+    gpu = allocator(live=[100])
+    snapshot = gpu.snapshot()
+    assert timeline(snapshot, [], 0).points == [(0.0, 100)]
+    snapshot["device_traces"].reverse()
+    snapshot["segments"][0]["device"], snapshot["segments"][1]["device"] = 1, 0
+    event = {"action": "alloc", "addr": 8192, "size": 5, "time_us": 9, "frames": []}
+    start = {"action": "alloc", "addr": 1, "size": module.MARK_BYTES, "time_us": 7, "frames": []}
+    snapshot["device_traces"][1] = [start, event]
+    line = timeline(snapshot, [Mark(None, "start", 1)], 1)
+    assert line.points == [(0.0, 100), (pytest.approx(2e-6), 105)]
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        (FRAMES, "model.py:12 forward"),
+        ([{"filename": "??", "line": 0, "name": "c10::malloc()"}, *FRAMES], "model.py:12 forward"),
+        ([{"filename": "<frozen runpy>", "line": 1, "name": "run"}, TORCH_FRAME], None),
+        ([], None),
+    ],
+)
+def test_line_is_the_innermost_outside_torch(frames, expected):
+    """A block's line is the first that is not torch's own, by its file's name and no folder."""
+    assert line_of(frames) == expected
+
+
+def test_thinning_keeps_ends_and_extremes():
+    """Of many points few are left, in their order, with the ends, the peak and the lowest."""
+    points = [(float(i), 1000 + i % 7) for i in range(10_000)]
+    points[1234], points[7777] = (1234.0, 9999), (7777.0, 1)
+    few = thinned(points, 200)
+    assert len(few) <= 200
+    assert few == sorted(few)
+    assert {points[0], points[-1], points[1234], points[7777]} <= set(few)
+    # Every stretch shows how far it swings.
+    assert all(
+        {1000, 1006} <= {size for at, size in few if start <= at < start + 250}
+        for start in range(0, 10_000, 250)
+    )
+
+
+def test_few_points_are_left_alone():
+    """As many points as are wanted stay as they are."""
+    points = [(0.0, 3), (1.0, 1), (2.0, 2)]
+    assert thinned(points, 3) == points
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_recorded(tmp_path):
+    """On a GPU a block is in the timeline while it is live, with its line and its phase."""
+    device = torch.device("cuda")
+    older = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    before = torch.cuda.memory_allocated(device)
+
+    def call():
+        with phase("first"):
+            big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+            small = torch.empty(4 * KIB, dtype=torch.uint8, device=device)
+        del big
+        with phase("second"):
+            small.exp()
+
+    line = record(call, device, tmp_path / "snapshot.pickle")
+    start = line.points[0][1]
+    assert 0.5 * before <= start <= before  # the allocator rounds up
+    assert max(size for _, size in line.points) == start + (1 << 20) + 4 * KIB
+    assert [name for name, _, _ in line.phases] == ["first", "second"]
+    (made,) = [block for block in line.largest if block.bytes == 1 << 20]
+    assert (made.line.split()[0].split(":")[0], made.phase) == (Path(__file__).name, "first")
+    assert Block(older.nbytes, None, "before") in line.largest
+    assert line.points[-1][0] < 60
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_a_peak():
+    """On a GPU the peak is all that was live at once, and what is returned stays."""
+    device = torch.device("cuda")
+
+    def call():
+        big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        return big[:16].clone()
+
+    peak, _ = peak_bytes(call, device)
+    assert peak.peak == peak.before + (1 << 20) + 512
+    assert peak.after == peak.before + 512

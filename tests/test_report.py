@@ -1,0 +1,121 @@
+"""The command: a page of what was kept, a run in the terminal, two runs compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from flashattn.report.__main__ import main
+
+
+def keep(folder, name, *rows, machine="nvidia-h200", made="2026-01-01"):
+    """Write a kept run and return its path."""
+    path = folder / machine / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = {"machine_info": {"accelerator": machine, "gpu": machine}, "datetime": made}
+    saved |= {"benchmarks": [{"extra_info": row} for row in rows]}
+    path.write_text(json.dumps(saved))
+    return path
+
+
+def row(impl, seconds=2e-5, mode="eager"):
+    """Return the host's time for a call."""
+    facts = {"study": "launch", "name": f"{impl}-{mode}", "status": "ok", "seconds": seconds}
+    return facts | {"impl": impl, "mode": mode, "pass": "forward", "problem": "p"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of runs, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".benchmarks"
+
+
+def test_page_is_of_all_runs_of_the_newest_accelerator(folder, capsys):
+    """Without arguments the parts of the accelerator measured last become one page."""
+    keep(folder, "0001_x.json", row("triton", 3e-5))
+    keep(folder, "0002_x.json", row("sdpa", 1e-5), made="2026-01-02")
+    keep(folder, "0001_x.json", row("flex"), machine="cpu", made="2025-01-01")
+    main([])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Written: report/index.html, of 2 runs"
+    assert said[1].startswith("Launching: forward, eager: a call of triton costs the host 30 µs")
+    made = {path.name for path in (folder.parent / "report").iterdir()}
+    assert made == {"index.html", "report.md", "launch-host.png", "launch-host.svg"}
+    assert "flex" not in (folder.parent / "report" / "report.md").read_text()
+
+
+def test_accelerator_and_output_are_options(folder, capsys):
+    """Another accelerator's page can be asked for, in another folder."""
+    keep(folder, "0001_x.json", row("triton"), made="2026-01-02")
+    keep(folder, "0001_x.json", row("flex"), machine="cpu", made="2025-01-01")
+    main(["--accelerator", "cpu", "--output", "page", "--folder", ".benchmarks"])
+    assert "page/index.html, of 1 run\n" in capsys.readouterr().out
+    assert "flex" in (folder.parent / "page" / "report.md").read_text()
+
+
+def test_runs_can_be_named(folder, capsys):
+    """Named runs become the page, and the rest of the folder does not."""
+    path = keep(folder, "0001_x.json", row("triton"))
+    keep(folder, "0002_x.json", row("flex"), made="2026-01-02")
+    main([str(path)])
+    assert "of 1 run\n" in capsys.readouterr().out
+    assert "flex" not in (folder.parent / "report" / "report.md").read_text()
+
+
+def test_show_prints_a_run(folder, capsys):
+    """``show RUN`` prints the tables of that run."""
+    main(["show", str(keep(folder, "0001_x.json", row("triton")))])
+    assert "| triton | forward |       p |    20 |" in capsys.readouterr().out
+
+
+def test_compare_prints_verdicts(folder, capsys):
+    """``compare A B`` prints what became of A's cases in B."""
+    runs = [keep(folder, f"000{i}_x.json", row("triton", i * 1e-5)) for i in (1, 2)]
+    main(["compare", *map(str, runs)])
+    said = capsys.readouterr().out
+    assert "1 slower." in said
+    assert "launch: triton-eager" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "pytest benchmarks"),
+        (["missing.json"], "missing.json"),
+        (["show", "missing.json"], "missing.json"),
+        (["compare", "missing.json"], "required"),
+        (["--accelerator", "tpu"], "wanted one of nvidia-h200, got tpu"),
+        (["compare", ".benchmarks/nvidia-h200/0001_x.json", ".benchmarks/cpu/0001_x.json"], "cpu"),
+        ([".benchmarks/empty/0001_x.json"], "wanted rows of at least one study"),
+    ],
+)
+def test_mistake_is_one_line(folder, capsys, arguments, wanted):
+    """What cannot be done ends in status 2 and a line that says what is missing."""
+    if arguments:
+        keep(folder, "0001_x.json", row("triton"))
+    if len(arguments) == 3 or "empty" in str(arguments):
+        keep(folder, "0001_x.json", row("triton"), machine="cpu")
+        keep(folder, "0001_x.json", machine="empty")
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert wanted in said
+
+
+def test_reading_needs_neither_torch_nor_matplotlib(folder):
+    """Showing a run loads no torch, no triton and, as nothing is drawn, no matplotlib."""
+    path = keep(folder, "0001_x.json", row("triton"))
+    names = ("triton", "matplotlib")
+    code = f"""
+import sys
+from flashattn.report.__main__ import main
+main(["show", {str(path)!r}])
+print([name for name in {names} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,49 @@
+"""The launch study: microseconds of the host, by implementation and mode."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn.report.runs import Run
+from flashattn.report.studies import launch
+
+
+def row(impl, mode, seconds, status="ok"):
+    """Return the host's time for a call."""
+    made = {"study": "launch", "name": f"{impl}-{mode}", "impl": impl, "mode": mode}
+    made |= {"pass": "forward", "problem": "p", "dtype": "bfloat16", "reason": None}
+    return made | {"status": status, "seconds": seconds}
+
+
+def run(*rows):
+    """Return a run of these rows."""
+    return Run(machine={}, rows=list(rows))
+
+
+def test_modes_are_columns():
+    """An implementation's modes stand side by side in µs, ours first."""
+    rows = [row("sdpa", "graph", 1e-6), row("sdpa", "eager", 2e-5), row("triton", "eager", 3e-5)]
+    (table,) = launch.tables(run(*rows, row("triton", "graph", None, "failed")))
+    assert table.header == ["impl", "pass", "problem", "eager", "graph"]
+    assert table.lines == [
+        ["triton", "forward", "p", "30", "FAILED"],
+        ["sdpa", "forward", "p", "20", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sdpa", "times", "least"), [(2e-5, "1.50x", "sdpa, 20"), (6e-5, "1.00x", "triton, 30")]
+)
+def test_least_follows_the_times(sdpa, times, least):
+    """Who costs the host least, and how far ours is from it, is said."""
+    (said,) = launch.findings(run(row("triton", "eager", 3e-5), row("sdpa", "eager", sdpa)))
+    wanted = f"a call of triton costs the host 30 µs, {times} the least ({least} µs)."
+    assert said == f"forward, eager: {wanted}"
+
+
+def test_bars_are_microseconds():
+    """Each mode has a bar for every implementation, in µs."""
+    rows = [row("sdpa", "eager", 2e-5), row("triton", "eager", 3e-5), row("sdpa", "graph", 1e-6)]
+    (figure,) = launch.pictures(run(*rows)).values()
+    heights = [[bar.get_height() for bar in group] for group in figure.axes[0].containers]
+    assert heights == [pytest.approx([30, 20]), pytest.approx([1])]

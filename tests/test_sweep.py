@@ -1,0 +1,33 @@
+"""Points of a grid, and their names."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn.testing.sweep import grid
+
+
+def test_a_grid_has_every_combination_in_order():
+    """The last axis changes fastest, so that what is declared last is measured side by side."""
+    points = grid(size=["a", "b"], context=[1, 2], impl=["x", "y"])
+    assert [(p.size, p.context, p.impl) for p in points[:3]] == [
+        ("a", 1, "x"),
+        ("a", 1, "y"),
+        ("a", 2, "x"),
+    ]
+    assert len(set(points)) == len(set(map(str, points))) == 8
+
+
+def test_a_name_says_what_holds():
+    """Numbers are said with their axis, facts by their axis alone, and only where they hold."""
+    eager, compiled = grid(size=["small"], context=[128], compiled=[False, True])
+    assert str(eager) == "small-context128"
+    assert str(compiled) == "small-context128-compiled"
+
+
+def test_a_point_can_be_changed():
+    """A changed point differs on the axes named and on no other."""
+    (point,) = grid(size=["small"], impl=["triton"])
+    assert dict(point.replace(impl="mine").facts) == {"size": "small", "impl": "mine"}
+    with pytest.raises(AttributeError, match="context"):
+        point.context  # noqa: B018 - asking is the point

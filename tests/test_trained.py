@@ -1,0 +1,81 @@
+"""Training by names: the steps that benchmarks time, and a process of its own for cold ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn.testing.cold import steps_in_a_new_process
+from flashattn.testing.trained import Trained, attend, costs, problem_of
+
+TINY = {"size": "tiny", "context": 16, "batch": 2, "precision": "fp32"}
+
+
+@pytest.fixture
+def model(device):
+    """Return a tiny model."""
+    return Trained(**TINY, impl="sdpa", device=device)
+
+
+def test_attend_is_causal(device):
+    """The attention that a model gets by a name hides the future."""
+    q, k, v = (torch.randn(1, 2, 8, 16, device=device) for _ in range(3))
+    o = attend("reference")(q, k, v)
+    v[:, :, -1] += 1
+    assert torch.equal(attend("reference")(q, k, v)[:, :, :-1], o[:, :, :-1])
+
+
+def test_steps_do_what_they_are_called(model):
+    """Forward leaves no gradients, backward and both leave them, train moves the parameters."""
+    weight = model.trainer.model.head.weight
+    before = weight.detach().clone()
+    for step, learns in (("forward", False), ("backward", True), ("forward+backward", True)):
+        call, setup = model.timed(step)
+        assert weight.grad is None
+        call(*setup())
+        assert (weight.grad is not None) is learns
+        assert torch.equal(weight, before)
+    call, setup = model.timed("train")
+    call(*setup())
+    assert not torch.equal(weight, before)
+
+
+def test_backward_can_be_repeated(model):
+    """Each call of backward has a graph of its own, and no gradients to add to."""
+    call, setup = model.timed("backward")
+    grads = []
+    for _ in range(2):
+        call(*setup())
+        grads.append(model.trainer.model.head.weight.grad.clone())
+    torch.testing.assert_close(*grads)
+
+
+def test_state_is_what_is_held(model):
+    """Parameters, gradients and two moments are four bytes a parameter each, once there."""
+    count = model.costs.parameters
+    assert model.state_bytes() == {"parameters": 4 * count, "gradients": 0, "optimizer": 0}
+    call, _ = model.timed("train")
+    call()
+    held = model.state_bytes()
+    assert held["gradients"] == 4 * count
+    assert held["optimizer"] == pytest.approx(8 * count, rel=1e-3)  # and a count of steps each
+
+
+def test_costs_by_name(device):
+    """Naive attention is charged for its scores, ours not; a layer's problem is the model's."""
+    long = TINY | {"context": 1024}
+    naive, ours = (costs(**long, impl=name, device=device) for name in ("naive", "triton"))
+    assert naive.activation_bytes > ours.activation_bytes
+    problem = problem_of(ours)
+    assert (problem.batch, problem.heads, problem.seq_q, problem.head_dim) == (2, 4, 1024, 32)
+    assert problem.causal == "top_left"
+
+
+def test_cold_steps():
+    """A new process gives as many seconds as asked, and its failure is told with what it said."""
+    facts = TINY | {"warm_steps": 1, "measured": 3, "device": "cpu"}
+    seconds = steps_in_a_new_process(**facts)
+    assert len(seconds) == 3
+    assert all(0 < second < 60 for second in seconds)
+    with pytest.raises(RuntimeError, match="precision: wanted one of"):
+        steps_in_a_new_process(**facts | {"precision": "fp3"})

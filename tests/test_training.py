@@ -1,0 +1,213 @@
+"""The trainer: what each step does, under which precision, in which phases."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from flashattn import attention
+from flashattn.lm import SIZES, Config, cross_entropy
+from flashattn.training import Trainer
+
+TOY = Config(width=32, hidden=48, layers=1, heads=2, vocab=40, longest=32)
+naive = partial(attention, causal=True, impl="naive")
+
+
+def trainer_of(config=TOY, **options):
+    """Make a trainer of two sequences of 16 tokens on the CPU."""
+    facts = {"attention": naive, "batch": 2, "context": 16, "precision": "fp32", "device": "cpu"}
+    return Trainer(config, **(facts | options))
+
+
+def weights_of(trainer):
+    """Copy the parameters."""
+    return [x.detach().clone() for x in trainer.model.parameters()]
+
+
+def test_training_learns(device):
+    """Ten steps on one batch bring the loss of a fresh model, near ln V + 1/2, well down."""
+    trainer = trainer_of(SIZES["tiny"], context=64, device=device)
+    losses = [trainer.train().item() for _ in range(10)]
+    assert losses[0] == pytest.approx(7.4, abs=0.3)  # ln 1000 + 1/2: logits of variance 1
+    assert losses[-1] < losses[0] - 2
+
+
+def test_forward_has_no_graph():
+    """``forward`` gives the model's logits and keeps nothing for backward."""
+    trainer = trainer_of()
+    logits = trainer.forward()
+    assert logits.grad_fn is None
+    assert not logits.requires_grad
+    assert torch.equal(logits, trainer.model(trainer.tokens))
+
+
+def test_loss_is_of_the_targets():
+    """``loss`` is the cross-entropy of the logits and the targets, with its graph."""
+    trainer = trainer_of()
+    loss = trainer.loss()
+    assert loss.grad_fn is not None
+    assert torch.equal(loss, cross_entropy(trainer.forward(), trainer.targets))
+    assert not torch.equal(trainer.tokens, trainer.targets)
+
+
+def test_forward_backward_replaces_gradients():
+    """Two calls leave one call's gradients, where ``backward`` alone would add them up."""
+    trainer = trainer_of()
+    trainer.forward_backward()
+    once = [x.grad.clone() for x in trainer.model.parameters()]
+    loss = trainer.forward_backward()
+    assert all(map(torch.equal, once, (x.grad for x in trainer.model.parameters())))
+    assert loss.grad_fn is None
+    trainer.backward(trainer.loss())
+    for a, x in zip(once, trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, 2 * a)
+
+
+def test_train_is_adamw():
+    """``train`` is ``forward_backward`` and one step of torch's own AdamW."""
+    trainer, other = trainer_of(), trainer_of()
+    loss = trainer.train()
+    optimizer = torch.optim.AdamW(other.model.parameters())
+    assert torch.equal(loss, other.forward_backward())
+    before = weights_of(other)
+    optimizer.step()
+    assert all(map(torch.equal, weights_of(trainer), weights_of(other)))
+    assert not any(map(torch.equal, weights_of(trainer), before))
+
+
+def test_optimizer_is_fused_on_a_gpu_only(device):
+    """On a GPU the optimizer is one kernel; on a CPU it is torch's default."""
+    fused = trainer_of(device=device).optimizer.defaults["fused"]
+    assert bool(fused) == (device.type == "cuda")
+
+
+def test_phases():
+    """Each step's parts run in their phases, one after the other, and every part in one."""
+    seen = []
+
+    @contextmanager
+    def phase(name):
+        seen.append(name)
+        yield
+        seen.append("end")
+
+    trainer = trainer_of(phase=phase)
+    parts = {
+        trainer.forward: ["forward"],
+        trainer.loss: ["forward", "loss"],
+        trainer.forward_backward: ["forward", "loss", "backward"],
+        trainer.train: ["forward", "loss", "backward", "optimizer"],
+    }
+    for step, names in parts.items():
+        seen.clear()
+        step()
+        assert seen == [x for name in names for x in (name, "end")]
+
+
+def test_seed():
+    """A seed decides parameters and tokens, another changes both, and torch's own stays."""
+    state = torch.get_rng_state()
+    a, b, c = trainer_of(), trainer_of(), trainer_of(seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, weights_of(a), weights_of(b)))
+    assert torch.equal(a.tokens, b.tokens)
+    assert not torch.equal(a.model.head.weight, c.model.head.weight)
+    assert not torch.equal(a.tokens, c.tokens)
+
+
+@pytest.mark.parametrize(
+    ("precision", "logits"),
+    [
+        ("fp32", torch.float32),
+        ("tf32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ],
+)
+def test_precisions(precision, logits):
+    """Autocast decides the logits' dtype; loss, parameters and gradients are fp32 always."""
+    trainer = trainer_of(precision=precision)
+    assert trainer.forward().dtype == logits
+    assert trainer.train().dtype == torch.float32
+    for x in trainer.model.parameters():
+        assert x.dtype == x.grad.dtype == torch.float32
+
+
+@pytest.fixture
+def setting():
+    """PyTorch's own setting for fp32 products, put back after the test."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.mark.parametrize(("precision", "mode"), [("tf32", "tf32"), ("fp32", "ieee")])
+@pytest.mark.parametrize("before", ["ieee", "tf32", "none"])
+def test_products_mode(setting, precision, mode, before):
+    """Forward and backward run in the precision's mode, whatever it was, and put that back."""
+    setting.fp32_precision, seen = before, []
+
+    @contextmanager
+    def phase(_):
+        seen.append(setting.fp32_precision)
+        yield
+
+    trainer = trainer_of(precision=precision, phase=phase)
+    trainer.forward()
+    trainer.forward_backward()
+    assert seen == [mode] * 4
+    assert setting.fp32_precision == before
+
+
+def test_products_mode_after_a_failure(setting):
+    """A step that fails puts the mode back, too."""
+    setting.fp32_precision = "ieee"
+
+    def broken(*_):
+        raise RuntimeError(setting.fp32_precision)
+
+    with pytest.raises(RuntimeError, match="tf32"):
+        trainer_of(precision="tf32", attention=broken).train()
+    assert setting.fp32_precision == "ieee"
+
+
+def test_compiled(monkeypatch):
+    """A compiled trainer compiles its model as one graph, and learns as the eager one does."""
+    asked, compile_model = [], torch.compile
+
+    def spy(model, **options):
+        asked.append(options)
+        return compile_model(model, **options, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", spy)
+    trainer, eager = trainer_of(compiled=True), trainer_of()
+    assert asked == [{"fullgraph": True}]
+    torch.testing.assert_close(trainer.forward(), eager.forward())
+    torch.testing.assert_close(trainer.train(), eager.train())
+    torch.testing.assert_close(weights_of(trainer), weights_of(eager))
+
+
+def test_checkpoint_reaches_the_model():
+    """Checkpointing is the model's, and changes no number."""
+    trainer = trainer_of(checkpoint=True)
+    assert trainer.model.checkpoint
+    assert torch.equal(trainer.train(), trainer_of().train())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"precision": "fp8"}, "precision: wanted one of fp32, tf32, bf16, fp16, got 'fp8'"),
+        ({"batch": 0}, "batch: wanted at least 1, got 0"),
+        ({"context": 0}, "context: wanted 1 to 32, got 0"),
+        ({"context": 33}, "context: wanted 1 to 32, got 33"),
+    ],
+)
+def test_bad_arguments(change, words):
+    """What cannot be trained is refused by name."""
+    with pytest.raises(ValueError, match=words):
+        trainer_of(**change)

@@ -98,10 +98,10 @@ def findings(run: Run) -> list[str]:
         counts = {name: calls for name, calls in paid.items() if calls is not None}
         if counts:
             soon, late = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-            said.append(
-                f"Compiling {subject or 'it'} pays off after {counts[soon]} ({soon}) to "
-                f"{counts[late]} calls ({late})."
-            )
+            calls = f"{counts[soon]}"
+            if counts[late] > counts[soon]:
+                calls += f" ({soon}) to {counts[late]} ({late})"
+            said.append(f"Compiling {subject or 'it'} pays off after {calls} calls.")
         broken = [row for row in own if row.get("graph_breaks")]
         if broken:
             said.append(f"{len(broken)} of {len(own)} cases of {subject or 'it'} break the graph.")

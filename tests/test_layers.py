@@ -36,6 +36,7 @@ ALLOWED = {
         "lm",
         "training",
         "measure",
+        "report",
     },
     "measure": {"measure", "problem"},
     "report": {"report"},

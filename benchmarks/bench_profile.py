@@ -54,11 +54,14 @@ SWEEPS = {
                 impl=["naive"],
             ),
             *steps(
+                size=["2.7B"], context=[1024], precision=["bf16"], compiled=[True], impl=["naive"]
+            ),
+            *steps(
                 size=["2.7B"],
                 context=[1024],
                 precision=["bf16"],
                 compiled=[False, True],
-                impl=["naive", "triton"],
+                impl=["triton"],
             ),
         ],
         "bench_attention_parts": parts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from datetime import datetime, timezone
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -78,7 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     commit = _commit(get_commit_info())
     facts = {"machine_info": _machine(), "commit_info": commit, "sources": _sources(config)}
     said = " ".join(config.invocation_params.args).replace(str(config.rootpath), ".")
-    config.stash[HEADER] = facts | {"command": f"pytest {said}", "roofs": {}, "clocks": {}}
+    facts |= {"datetime": datetime.now(timezone.utc).isoformat(), "command": f"pytest {said}"}
+    config.stash[HEADER] = facts | {"roofs": {}, "clocks": {}}
     config.stash[JOURNAL] = _journal(config, folder)
     made = config.stash[JOURNAL].rows
     config.stash[MADE_BEFORE] = {r["fullname"]: r for r in made if r["status"] != "failed"}

@@ -147,13 +147,26 @@ def test_kept_runs_are_of_the_accelerator_measured_last(tmp_path):
     keep(tmp_path / "a" / "0007_x.json", [], "2026-01-02", "a")
     keep(tmp_path / "a" / "0008_x.json", [], "2026-01-01", "a")
     keep(tmp_path / "b" / "0001_x.json", [], "2026-01-03", "b")
-    (tmp_path / "a" / "partial.jsonl").write_text("{}")
+    (tmp_path / "a" / "unfinished-2.jsonl").write_text("{}")
     assert [run.name for run in kept(tmp_path)] == ["b/0001_x.json"]
     assert [run.name for run in kept(tmp_path, "a")] == ["a/0008_x.json", "a/0007_x.json"]
     with pytest.raises(ValueError, match="accelerator: wanted one of a, b, got c"):
         kept(tmp_path, "c")
     with pytest.raises(ValueError, match="pytest benchmarks"):
         kept(tmp_path / "nowhere")
+
+
+def test_a_run_that_broke_off_is_kept_by_its_name(tmp_path):
+    """A journal that was given a number is a kept run, dated by its header."""
+    keep(tmp_path / "nvidia-h200" / "0001_x.json", [], "2026-01-02")
+    journal = Journal(tmp_path / "nvidia-h200" / "unfinished-1.jsonl")
+    journal.add(row("one"), [1e-3], header=HEADER | {"datetime": "2026-01-03"})
+    assert len(kept(tmp_path)) == 1
+    journal.path.rename(journal.path.with_name("0002_full.jsonl"))
+    assert [(run.name, len(run.rows)) for run in kept(tmp_path)] == [
+        ("nvidia-h200/0001_x.json", 0),
+        ("nvidia-h200/0002_full.jsonl", 1),
+    ]
 
 
 def run(made, *rows, machine="a", **facts):

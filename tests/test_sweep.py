@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from flashattn.testing.sweep import grid
+
+BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("bench_*.py"))
 
 
 def test_a_grid_has_every_combination_in_order():
@@ -31,3 +37,12 @@ def test_a_point_can_be_changed():
     assert dict(point.replace(impl="mine").facts) == {"size": "small", "impl": "mine"}
     with pytest.raises(AttributeError, match="context"):
         point.context  # noqa: B018 - asking is the point
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_no_case_is_swept_twice(path):
+    """A benchmark's cases in one sweep differ by name, so that a row is one measurement."""
+    for swept in runpy.run_path(str(path)).get("SWEEPS", {}).values():
+        for cases in swept.values() if isinstance(swept, dict) else [swept]:
+            assert cases
+            assert max(Counter(map(str, cases)).values()) == 1

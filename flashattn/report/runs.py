@@ -6,7 +6,8 @@ where it was timed, ``seconds`` (the median), ``mean``, ``std``, ``rounds`` and 
 seconds). Every study adds facts of its own: see ``flashattn.report.studies``.
 
 A kept run is pytest-benchmark's JSON: the measured rows are its ``extra_info``, the others its
-``unmeasured``. A run in the making is JSON lines: a header, then the rows with their samples.
+``unmeasured``. A run in the making is JSON lines: a header, then the rows with their samples. One
+that will not be finished is kept by giving its file a name with a number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 CASE = ("study", "name", "status")  # what every row has
-KEPT = "*/[0-9]*_*.json"  # what pytest-benchmark calls the runs that it saves
+# What pytest-benchmark calls the runs that it saves, and how one that broke off is kept by hand.
+KEPT = ("*/[0-9]*_*.json", "*/[0-9]*_*.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,8 @@ def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
     Raises:
         ValueError: there are none.
     """
-    runs = sorted((load(path) for path in sorted(folder.glob(KEPT))), key=_made)
+    paths = sorted(path for names in KEPT for path in folder.glob(names))
+    runs = sorted(map(load, paths), key=_made)
     if not runs:
         raise ValueError(f"no run is kept in {folder}{os.sep}; make one: pytest benchmarks")
     wanted = accelerator or runs[-1].accelerator

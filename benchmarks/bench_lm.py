@@ -106,7 +106,7 @@ def bench_step(device_benchmark, case, facts, device, trained):
     for _ in range(WARM):
         call(*setup())
     arguments = setup()
-    peak, _ = peak_bytes(partial(call, *arguments), device)
+    peak = peak_bytes(partial(call, *arguments), device)[0]
     facts["peak_bytes"] = above(peak.peak, model.ground)
     del arguments
     device_benchmark.time(call, setup=setup, rounds=ROUNDS)

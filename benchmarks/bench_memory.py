@@ -78,7 +78,7 @@ def bench_step(device_benchmark, case, facts, device, trained, snapshots):
     model = trained(case, phase=phase)
     call, setup = model.timed(case.step)
     call()  # the optimizer's state is made by the first step
-    peak, _ = peak_bytes(call, device)
+    peak = peak_bytes(call, device)[0]  # the result, kept, would be in every number to come
     costs, learns = model.costs, case.step != "forward"
     facts |= {
         "peak_bytes": above(peak.peak, model.ground),
@@ -94,8 +94,9 @@ def bench_step(device_benchmark, case, facts, device, trained, snapshots):
         "measured": model.state_bytes(),
     }
     if learns:
-        held, _ = held_bytes(model.trainer.loss, without=model.kept_anyway())
-        facts["measured"]["activations"] = held
+        facts["measured"]["activations"] = held_bytes(
+            model.trainer.loss, without=model.kept_anyway()
+        )[0]
     if device.type == "cuda":
         found = record(call, device, snapshots / f"{facts['name']}.pickle")
         facts |= {

@@ -94,3 +94,25 @@ def test_legend_names_each_colour_once():
         plot.curves(axis, {"sdpa": [(1, 1.0)], "flex": [(1, 2.0)]})
     plot.legend(figure, axes)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["sdpa", "flex"]
+
+
+def test_ranked_bars_go_down_from_the_first(axis):
+    """Each place has one bar of its size, its name at the left, the first one on top."""
+    plot.ranked(axis, ["one", "two"], [1.5, 3.0])
+    assert [bar.get_width() for bar in axis.patches] == [1.5, 3.0]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["one", "two"]
+    assert axis.yaxis_inverted()
+    assert [text.get_text() for text in axis.texts] == ["1.5", "3"]
+
+
+def test_a_legend_of_long_names_takes_fewer_columns(axis):
+    """No name of a legend leaves the picture."""
+    axis.plot([0, 1], [0, 1])
+    for count, letters, columns in ((8, 4, 8), (8, 22, 3), (2, 200, 1)):
+        for line in axis.get_lines():
+            line.remove()
+        for i in range(count):
+            axis.plot([0, 1], [0, i], label=str(i) * letters)
+        axis.figure.legends.clear()
+        plot.legend(axis.figure, [[axis]])
+        assert axis.figure.legends[0]._ncols == columns

@@ -59,7 +59,7 @@ def test_graph_breaks_are_counted():
 
 
 def test_bars_are_gains():
-    """Each case has a bar as high as its gain."""
+    """Each case has a bar as long as its gain."""
     (figure,) = study.pictures(run(row(1.0, 0.5), row(1.0, 0.25, n=4096))).values()
     (bars,) = figure.axes[0].containers
-    assert [bar.get_height() for bar in bars] == [2.0, 4.0]
+    assert [bar.get_width() for bar in bars] == [2.0, 4.0]

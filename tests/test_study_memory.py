@@ -69,6 +69,15 @@ def test_activations_are_held_against_their_prediction(kept, off):
     assert said == [f"{wanted} {off} (2.7B, context 128, batch 4, train, fp32, naive)."]
 
 
+@pytest.mark.parametrize(("top", "off"), [(3, "0.0%"), (6, "100%")])
+def test_a_timeline_is_held_against_the_allocators_peak(top, off):
+    """A timeline that something else is alive in, or that misses its peak, is told."""
+    rows = [row(3, timeline=[[0, GIBI], [1, top * GIBI]]), row(9)]
+    said = "Of 1 timelines the highest point is off the allocator's peak by at most"
+    wanted = f"{said} {off} (2.7B, context 128, batch 4, train, fp32, naive)."
+    assert wanted in memory.findings(run(*rows))
+
+
 def test_largest_peak_is_named_with_what_fills_it():
     """The largest peak is said with the part that has most of its bytes."""
     said = memory.findings(run(row(9), row(10, step="forward")))

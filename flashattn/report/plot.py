@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WIDTH = 9.0  # inches: 900 pixels of a PNG
 DPI = 100
+LETTERS = 12  # of a legend in an inch, its line counted as six
 FAR = 300  # from here on a power of ten at each tick is enough
 COLOURS = {  # of whoever may stand in one picture, apart for the colour-blind too
     OURS: "#0a58ca",
@@ -139,6 +140,16 @@ def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float 
     axis.margins(y=0.12)
 
 
+def ranked(axis: Axes, places: Sequence[str], sizes: Sequence[float]) -> None:
+    """Draw a bar from the left for each place, one below the other, each with its length."""
+    drawn = axis.barh(range(len(places)), sizes, color=CYCLE[0], height=0.75)
+    axis.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
+    axis.set_yticks(range(len(places)), places, fontsize=7)
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.margins(x=0.12, y=0.01)
+
+
 def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
     """Name each colour once, below all panels."""
     handles: dict[str, Any] = {}
@@ -146,7 +157,8 @@ def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
     if handles:
-        columns = min(len(handles), 6)
+        longest = max(map(len, handles))
+        columns = min(len(handles), max(1, int(WIDTH * LETTERS) // (longest + 6)))
         figure.legend(
             handles.values(),
             handles.keys(),

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from flashattn.report.fit import in_words
-from flashattn.report.plot import bars, heading, panels
+from flashattn.report.plot import heading, panels, ranked
 from flashattn.report.rows import groups, label, ordered, timed
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Study, Table
@@ -19,7 +19,7 @@ NAME = "compile"
 CASE = ("subject", "size", "impl", "context", "seq", "head_dim", "precision", "dtype")
 DOING = ("step", "pass")  # a model takes a step, attention a pass
 COUNTS = ("graphs", "graph_breaks", "recompiles")
-MOST = 14  # bars in one panel of the picture
+MOST = 40  # bars in one panel of the picture
 
 
 def _gain(row: Row) -> float | None:
@@ -114,15 +114,14 @@ def pictures(run: Run) -> dict[str, Figure]:
     found = groups(rows, "subject")
     if not found:
         return {}
-    figure, axes = panels("How many times as fast is it compiled?", len(found), 1, height=3.2)
-    for (axis,), ((subject,), own) in zip(axes, found.items(), strict=True):
-        shown = ordered(own, *CASE, *DOING)[-MOST:]
-        names = [f"{_case(row)}, {_doing(row)}".replace(", ", "\n") for row in shown]
-        bars(axis, names, {"compiled / eager": [_gain(row) for row in shown]})
-        axis.tick_params(axis="x", labelsize=7)
-        axis.axhline(1, color="0.4", linewidth=1)
+    figure, axes = panels("How many times as fast is it compiled?", 1, len(found), height=6.5)
+    for axis, ((subject,), own) in zip(axes[0], found.items(), strict=True):
+        shown = ordered(own, *CASE, *DOING)[:MOST]
+        names = [f"{_case(row)}, {_doing(row)}" for row in shown]
+        ranked(axis, names, [_gain(row) or 0 for row in shown])
+        axis.axvline(1, color="0.4", linewidth=1)
         heading(axis, str(subject))
-        axis.set_ylabel("times as fast")
+        axis.set_xlabel("times as fast")
     return {"compile-speedups": figure}
 
 

@@ -101,7 +101,8 @@ def findings(run: Run) -> list[str]:
             f"Of {len(known)} peaks the prediction is off by at most {percent(off)} "
             f"({label(worst, *CASE)})."
         )
-    return [*said, *_held(rows), *_filled(rows), *_autocast(rows), *_residual(rows)]
+    said += [*_held(rows), *_timed_peaks(rows), *_filled(rows)]
+    return [*said, *_autocast(rows), *_residual(rows)]
 
 
 def _held(rows: list[Row]) -> list[str]:
@@ -117,6 +118,20 @@ def _held(rows: list[Row]) -> list[str]:
     worst = max(off, key=off.__getitem__)
     said = f"Of {len(off)} cases the activations kept for backward are off their prediction by"
     return [f"{said} at most {percent(off[worst])} ({worst})."]
+
+
+def _timed_peaks(rows: list[Row]) -> list[str]:
+    """Say how far the timelines' highest points are from the peaks of steps without a recording."""
+    tops = {
+        label(row, *CASE): max(count for _, count in row["timeline"]) / row["peak_bytes"]
+        for row in rows
+        if row.get("timeline") and row.get("peak_bytes")
+    }
+    if not tops:
+        return []
+    worst = max(tops, key=lambda case: abs(tops[case] - 1))
+    said = f"Of {len(tops)} timelines the highest point is off the allocator's peak by"
+    return [f"{said} at most {percent(abs(tops[worst] - 1))} ({worst})."]
 
 
 def _filled(rows: list[Row]) -> list[str]:

@@ -33,7 +33,7 @@ COLOURS = {
     "other": "#c9c5c0",
 }
 LONGEST = 8  # kernels told of each step
-MOST = 24  # bars in the picture
+MOST = 40  # bars in the picture
 
 
 def _profiled(run: Run) -> list[Row]:

@@ -137,7 +137,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[TREND] = _trend(session.config)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and not session.config.getoption("benchmark_disable"):
-        session.config.pluginmanager.register(Progress(reporter), "progress")
+        known = session.config.stash[MADE_BEFORE]
+        session.config.pluginmanager.register(Progress(reporter, known), "progress")
 
 
 def _trend(config: pytest.Config) -> Trend | None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from _pytest.terminal import TerminalReporter
 
 
@@ -16,35 +18,38 @@ class Progress:
 
     Args:
         reporter: pytest's, which writes to the terminal.
+        known: cases that are not run again, and so say nothing about how long the others take.
     """
 
-    def __init__(self, reporter: TerminalReporter) -> None:
+    def __init__(self, reporter: TerminalReporter, known: Container[str] = ()) -> None:
         """Take over from the dots; the clock starts with the first case."""
-        self._reporter, self._done, self._total = reporter, 0, 0
+        self._reporter, self._known = reporter, known
+        self._done = self._total = 0  # of all cases
+        self._ran = self._runs = 0  # of those that are not known
         self._start = time.perf_counter()
         reporter.showfspath = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count what is to come."""
         self._total, self._start = len(session.items), time.perf_counter()
+        self._runs = sum(item.nodeid not in self._known for item in session.items)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Say what runs now."""
-        left = self._total - self._done
         line = f"[{self._done + 1}/{self._total}] {nodeid.rpartition('::')[2]}"
-        if self._done:
+        if self._ran:
             elapsed = time.perf_counter() - self._start
-            line += (
-                f" ({clock_face(elapsed)}, about {clock_face(elapsed / self._done * left)} left)"
-            )
+            left = elapsed / self._ran * (self._runs - self._ran)
+            line += f" ({clock_face(elapsed)}, about {clock_face(left)} left)"
         if self._reporter.isatty:
             self._reporter.rewrite(line, erase=True)
         else:
             self._reporter.write_line(line)
 
-    def pytest_runtest_logfinish(self) -> None:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Count what is done."""
         self._done += 1
+        self._ran += nodeid not in self._known
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:

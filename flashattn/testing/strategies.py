@@ -1,40 +1,56 @@
-"""Hypothesis strategies: problems, values and layouts as a vocabulary."""
+"""Hypothesis strategies: problems, values, layouts, scales and questions as a vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from hypothesis import strategies as st
 
-from flashattn.problem import Problem
-from flashattn.testing.inputs import LAYOUTS, VALUES
+from flashattn.problem import Causal, Problem
+from flashattn.testing.accuracy import Question
+from flashattn.testing.layouts import LAYOUTS
+from flashattn.testing.values import VALUES
 
 HEAD_DIMS = st.sampled_from((16, 32, 64, 128)) | st.integers(1, 72)
+MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 
 
 @st.composite
 def problems(
     draw: st.DrawFn,
     *,
+    shortest: int = 0,
     longest: int = 100,
+    batches: tuple[int, ...] = (1, 2, 0),
+    groups: tuple[int, ...] = (1, 2, 3),
+    masks: tuple[Causal, ...] = MASKS,
+    square: bool = False,
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
 ) -> Problem:
     """Draw problems with empty, single, ragged and whole tiles, grouped heads and every mask.
 
     Args:
         draw: Hypothesis passes it.
+        shortest: the fewest queries and keys.
         longest: the most queries and keys.
+        batches: to choose from.
+        groups: to choose from: query heads that share a key head.
+        masks: to choose from.
+        square: as many keys as queries.
         dtypes: to choose from.
     """
     kv_heads = draw(st.integers(1, 2), label="kv_heads")
-    lengths = st.integers(0, longest)
+    lengths = st.integers(shortest, longest)
     seq_q = draw(lengths, label="seq_q")
     return Problem(
-        batch=draw(st.sampled_from((1, 2, 0)), label="batch"),
-        heads=kv_heads * draw(st.integers(1, 3), label="group"),
+        batch=draw(st.sampled_from(batches), label="batch"),
+        heads=kv_heads * draw(st.sampled_from(groups), label="group"),
         kv_heads=kv_heads,
         seq_q=seq_q,
-        seq_kv=draw(st.just(seq_q) | lengths, label="seq_kv"),
+        seq_kv=seq_q if square else draw(st.just(seq_q) | lengths, label="seq_kv"),
         head_dim=draw(HEAD_DIMS, label="head_dim"),
-        causal=draw(st.sampled_from((False, "top_left", "bottom_right")), label="causal"),
+        causal=draw(st.sampled_from(masks), label="causal"),
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )
 
@@ -52,3 +68,27 @@ def layouts() -> st.SearchStrategy[str]:
 def scales() -> st.SearchStrategy[float | None]:
     """Draw a factor on the scores: the default, an ordinary one, zero, or a negative one."""
     return st.sampled_from((None, 0.3, 0.0, -0.2))
+
+
+def questions(
+    device: torch.device | str,
+    solves: Callable[[Problem], bool],
+    *,
+    asked: st.SearchStrategy[Problem],
+    strict: bool = True,
+    **fixed: object,
+) -> st.SearchStrategy[Question]:
+    """Draw questions: a problem, and how its inputs are made.
+
+    Args:
+        device: where.
+        solves: whether a problem can be asked at all.
+        asked: to choose from.
+        strict: any values, layout and scale, or only the ordinary.
+        fixed: attributes of ``Question`` that are not drawn.
+    """
+    drawn: dict[str, st.SearchStrategy[object]] = {"seed": st.integers(0, 2**31)}
+    if strict:
+        drawn |= {"values": values(), "layout": layouts(), "scale": scales()}
+    drawn |= {name: st.just(value) for name, value in fixed.items()}
+    return st.builds(Question, problem=asked.filter(solves), device=st.just(device), **drawn)

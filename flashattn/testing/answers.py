@@ -1,0 +1,99 @@
+"""Answers: what an implementation gives for a question and for changes of it, compared.
+
+A law says how an answer changes when its question does. Two answers may differ by what both may be
+wrong: the sum of their budgets, on the largest and on the mean error (see ``accuracy``). The budget
+of a sum of n numbers is n times that of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import hypothesis
+import torch
+
+from flashattn.registry import Impl
+from flashattn.testing.accuracy import Case, Outputs, Question, Truth, run_guarded
+
+Change = Callable[[Case], Case]
+Back = Callable[[torch.Tensor], torch.Tensor]
+Budget = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked, what came, and how wrong it may be.
+
+    Args:
+        case: what was asked.
+        got: what came, of o, lse, dq, dk and dv.
+        enlarged: more of its kind, for naive's errors.
+    """
+
+    case: Case
+    got: Outputs
+    enlarged: Case
+
+    @cached_property
+    def truth(self) -> Truth:
+        """What it is held against."""
+        return Truth.of(self.case, self.enlarged)
+
+    def budget(self, name: str, times: float = 1.0) -> Budget:
+        """Return how wrong a sum of ``times`` elements of an output may be."""
+        budgets = self.truth.budgets(name, self.got[name])
+        return {which: times * budget for which, budget in budgets.items()}
+
+
+def ask(impl: Impl, question: Question, change: Change | None = None) -> Answer:
+    """Return the answer of ``impl``, run among poison, to a question or to a change of it.
+
+    An example whose change the implementation cannot solve is rejected.
+    """
+    case, enlarged = question.draw(), question.enlarged().draw()
+    if change is not None:
+        case, enlarged = change(case), change(enlarged)
+    grad = case.grad_o is not None
+    hypothesis.assume(impl.why_not(case.problem, case.inputs[0].device, grad=grad) is None)
+    call = partial(impl, causal=case.problem.causal, scale=case.scale)
+    return Answer(case, run_guarded(call, case), enlarged)
+
+
+def assert_within(name: str, errors: torch.Tensor, *budgets: Budget) -> None:
+    """Hold the errors of an output to the sum of budgets.
+
+    Raises:
+        AssertionError: which is larger, the largest or the mean.
+    """
+    if errors.numel() == 0:
+        return
+    found = {"max": errors.abs().max().item(), "mean": errors.abs().mean().item()}
+    for which in set.intersection(*(set(budget) for budget in budgets)):
+        allowed = sum(budget[which] for budget in budgets)
+        message = f"{name}: differs by {found[which]:.3g} ({which}), budget {allowed:.3g}"
+        assert found[which] <= allowed, message
+
+
+def assert_agree(one: Answer, other: Answer, *, times: float = 1.0, **back: Back) -> None:
+    """Hold the second answer to the first, within the budgets of both.
+
+    Args:
+        one: to the plain question.
+        other: to the changed one.
+        times: elements of ``other``'s that ``back`` adds up.
+        back: by name of an output, what takes the second answer's back to the first.
+
+    Raises:
+        AssertionError: which output differs, and by how much.
+    """
+    for name in one.got.keys() & other.got.keys():
+        changed = back.get(name)
+        a, b = one.got[name].double(), other.got[name].double()
+        b = b if changed is None else changed(b)
+        finite = a.isfinite()
+        same = torch.equal(a[~finite], b[~finite]) and bool(b[finite].isfinite().all())
+        assert same, f"{name}: infinite or NaN in one answer and not in the other"
+        summed = times if changed is not None else 1.0
+        assert_within(name, (a - b)[finite], one.budget(name), other.budget(name, summed))

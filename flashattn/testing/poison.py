@@ -1,0 +1,109 @@
+"""Poison: NaN in memory that must not be read, and in outputs before they are written.
+
+It is also a canary: its bytes, all ones, are a NaN that no
+arithmetic on numbers makes, so a write that goes
+astray is seen, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+MARGIN = 4096  # elements on both sides of a tensor; also keeps its address aligned
+BYTE = 0xFF
+
+
+def poisoned(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of nothing but poison, of ``like``'s dtype and on its device."""
+    bytes_ = torch.full((*shape, like.element_size()), BYTE, dtype=torch.uint8, device=like.device)
+    return bytes_.view(like.dtype)[..., 0]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the memory that x lies in, all of it."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def surrounded(x: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
+    """Return a tensor that lies like x in a memory of its own, with ``MARGIN`` poison around it.
+
+    Args:
+        x: of a floating dtype.
+        copy: take over x's values, and those in its gaps; or leave poison there.
+    """
+    memory = x.untyped_storage().nbytes()
+    margin = MARGIN * x.element_size()
+    around = poisoned(x, (memory // x.element_size() + 2 * MARGIN,))
+    if copy:
+        _bytes(around)[margin : margin + memory] = _bytes(x)
+    offset = MARGIN + x.storage_offset()
+    return around.new_empty(0).set_(around.untyped_storage(), offset, x.shape, x.stride())
+
+
+def _is_poisonable(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.layout == torch.strided and x.device.type in ("cpu", "cuda")
+
+
+@contextmanager
+def _empty_is_poisoned(made: list[torch.Tensor]) -> Iterator[None]:
+    """Surround what ``torch.empty`` and ``empty_like`` make with poison and fill it, too."""
+
+    def poisonous(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: object, **options: object) -> torch.Tensor:
+            x = make(*args, **options)
+            if not _is_poisonable(x):
+                return x
+            made.append(surrounded(x, copy=False))
+            return made[-1]
+
+        return call
+
+    empty, like = poisonous(torch.empty), poisonous(torch.empty_like)
+    with patch.object(torch, "empty", empty), patch.object(torch, "empty_like", like):
+        yield
+
+
+@contextmanager
+def _allocator_fills(device: torch.device) -> Iterator[None]:
+    """Let PyTorch's own functions, in C++, find NaN in new memory, too."""
+    before = torch.are_deterministic_algorithms_enabled()
+    # On a GPU that would choose other kernels, and some have none to choose.
+    torch.use_deterministic_algorithms(before or device.type == "cpu")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def guard(*tensors: torch.Tensor | None) -> Iterator[list[torch.Tensor | None]]:
+    """Hand over inputs in poisoned surroundings, and new memory full of poison, and watch both.
+
+    What is read outside an input, or never written of an output, shows as NaN.
+
+    Args:
+        tensors: inputs; None is handed through.
+
+    Raises:
+        AssertionError: an input, its gaps or anything around an input or an output was written to.
+    """
+    inputs = [None if x is None else surrounded(x) for x in tensors]
+    before = [None if x is None else _bytes(x).clone() for x in inputs]
+    made: list[torch.Tensor] = []
+    device = next((x.device for x in tensors if x is not None), torch.device("cpu"))
+    with _empty_is_poisoned(made), _allocator_fills(device):
+        yield inputs
+    for i, (x, memory) in enumerate(zip(inputs, before, strict=True)):
+        if x is not None and not torch.equal(_bytes(x), memory):
+            msg = f"input {i}, or the memory around it, was written to"
+            raise AssertionError(msg)
+    for x in made:
+        margin = MARGIN * x.element_size()
+        memory = _bytes(x)
+        if not ((memory[:margin] == BYTE).all() and (memory[-margin:] == BYTE).all()):
+            msg = f"the memory around an output of shape {list(x.shape)} was written to"
+            raise AssertionError(msg)

@@ -1,0 +1,89 @@
+"""Values of q, k and v, by name: what ordinary inputs are, and what has broken kernels before.
+
+Each maker takes three normal draws in fp32, q [B, H, T, D], k and v [B, G, S, D], and returns the
+inputs, which are then rounded to the problem's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Maker = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors]
+
+ONE_HOT = 64  # with scale 1, the next best key is 128 below: exp(-128) is 0 in fp32
+
+
+def _extreme(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    return q * 8, k * 8, v
+
+
+def _negative(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    # A maximum that starts at 0 underflows the row; exp(0 - lse), as for a key that only pads,
+    # overflows.
+    root = q.shape[-1] ** 0.25
+    return (q.abs() / 4 + 11) / root, -(k.abs() / 4 + 11) / root, v
+
+
+def _rising(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    ramp = torch.arange(k.shape[2], device=k.device)[:, None] / 8
+    return q.abs(), k + ramp, v
+
+
+def _outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    def channel(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[..., :1] * 20, x[..., 1:]], dim=-1)
+
+    return channel(q), channel(k), channel(v)
+
+
+def _ties(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    return q.sign(), k.sign(), v.round()
+
+
+def _constant(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    return q[..., :1].expand_as(q), k[..., :1].expand_as(k), v
+
+
+def _grid(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    q, k, v = ((x.clamp(-4, 4) * 4).round() / 4 for x in (q, k, v))
+    return q, k, v
+
+
+def _one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """Write each key's number in signs; a query has the signs of one key that every mask lets see.
+
+    A last column makes that key's score 0 and each wrong sign cost 2 * ONE_HOT, so with scale 1 the
+    logsumexp is 0 and P is 1 there, exactly, and 0 elsewhere.
+    """
+    (seq_q, d), seq_kv = q.shape[2:], k.shape[2]
+    numbers = torch.arange(seq_kv, device=k.device)
+    bits = numbers[:, None] >> torch.arange(d - 1, device=k.device).clamp(max=62) & 1
+    signs = torch.cat([bits * 2.0 - 1, bits.new_full((seq_kv, 1), 1 - d)], dim=1)  # [S, D]
+    rows = torch.arange(seq_q, device=q.device)
+    seen = torch.minimum(rows, rows + seq_kv - seq_q).clamp(0, max(seq_kv - 1, 0)) + 1
+    found = ((q[..., 0] * 977).frac().abs() * seen).long()  # [B, H, T]
+    wanted = signs[found] if seq_kv else torch.ones_like(q)
+    wanted = torch.cat([wanted[..., :-1], torch.ones_like(q[..., :1])], dim=-1)
+    return wanted * ONE_HOT, signs.expand_as(k), v.round()
+
+
+VALUES: dict[str, Maker] = {
+    "normal": lambda q, k, v: (q, k, v),
+    "extreme": _extreme,  # logits of +-60 standard deviations: one key takes all
+    "negative": _negative,  # every logsumexp is below -88.7, where exp(-lse) leaves fp32
+    "rising": _rising,  # each tile of keys has a new maximum
+    "shifted": lambda q, k, v: (q + 1, k - 2, v + 4),  # of no zero mean
+    "outliers": _outliers,  # one channel 20 times the others, as in trained models
+    "ties": _ties,
+    "constant": _constant,  # rows whose elements are all the same
+    "same_keys": lambda q, k, v: (q, k[..., :1, :].expand_as(k), v),  # dq is 0 by cancellation
+    "zeros": lambda q, k, v: (q * 0, k, v),  # a uniform softmax
+    "huge_v": lambda q, k, v: (q, k, v * 1e3),  # sums over keys leave fp16, means do not
+    "tiny": lambda q, k, v: (q, k, v * 1e-5),  # denormal in fp16
+    "denormal": lambda q, k, v: (q * 1e-40, k, v * 1e-40),  # in fp32 and bf16; 0 in fp16
+    "grid": _grid,  # quarters up to 4: the sum of two is exact in every dtype
+    "one_hot": _one_hot,
+}

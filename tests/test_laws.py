@@ -1,0 +1,339 @@
+"""Laws of attention, each on every implementation: how answers change when questions do.
+
+None of them needs to know the right answer, so they hold the reference to account, too. What two
+answers may differ by is the sum of their error budgets; where a law is exact they are the same
+bits. Every answer is given among poison (``flashattn.testing.poison``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+
+from flashattn.testing.accuracy import run
+from flashattn.testing.answers import ask, assert_agree, assert_within
+from flashattn.testing.law import law
+
+CAUSAL = ("top_left", "bottom_right")
+
+
+def generator(question):
+    """Return a source of chance that the question decides."""
+    return torch.Generator().manual_seed(question.seed)
+
+
+def with_inputs(q=None, k=None, v=None):
+    """Return the change of a case that applies functions to its inputs."""
+
+    def change(case):
+        pairs = zip((q, k, v), case.inputs, strict=True)
+        return replace(case, inputs=tuple(x if f is None else f(x) for f, x in pairs))
+
+    return change
+
+
+def seen(case):
+    """Return which keys each query sees [T, S]."""
+    mask = torch.ones(case.problem.seq_q, case.problem.seq_kv, dtype=torch.bool)
+    mask = mask if case.problem.diagonal is None else mask.tril(case.problem.diagonal)
+    return mask.to(case.inputs[0].device)
+
+
+def alive(case):
+    """Return 1 for a query that sees a key, 0 for one that sees none [T]."""
+    return seen(case).any(-1).double()
+
+
+@law(values="grid")
+def test_shifting_keys(impl, question):
+    """Adding one vector u to every key adds scale * q @ u to the logsumexp, and nothing to o."""
+    u = torch.randint(-16, 17, (question.problem.head_dim,), generator=generator(question)) / 4
+    u = u.to(question.device)
+    plain = ask(impl, question)
+    shifted = ask(impl, question, with_inputs(k=lambda k: k + u.to(k.dtype)))
+    case = plain.case
+    moved = case.scale * case.inputs[0].double() @ u.double()  # [B, H, T]
+    dlse = torch.zeros_like(moved) if case.grad_lse is None else case.grad_lse * alive(case)
+    assert_agree(
+        plain,
+        shifted,
+        lse=lambda x: x - moved,
+        dq=lambda x: x - case.scale * dlse[..., None] * u.double(),
+    )
+
+
+@law(drawn={"factor": st.sampled_from((2.0, 4.0, -1.0, -2.0))})
+def test_scaling_queries(impl, question, factor):
+    """Queries times c at scale / c change nothing but dq, which is divided by c."""
+
+    def change(case):
+        q, k, v = case.inputs
+        return replace(case, inputs=(q * factor, k, v), scale=case.scale / factor)
+
+    assert_agree(ask(impl, question), ask(impl, question, change), dq=lambda x: x * factor)
+
+
+@law(asked={"masks": (False,)})
+def test_permuting_keys(impl, question):
+    """Permuting keys and values together permutes dk and dv, and changes nothing else."""
+    order = torch.randperm(question.problem.seq_kv, generator=generator(question))
+    order = order.to(question.device)
+
+    def permuted(x):
+        return x[:, :, order]
+
+    def back(x):
+        return x[:, :, order.argsort()]
+
+    changed = ask(impl, question, with_inputs(k=permuted, v=permuted))
+    assert_agree(ask(impl, question), changed, dk=back, dv=back)
+
+
+@law(values="grid", lse=False)
+def test_linear_in_values(impl, question):
+    """O, dq and dk are linear in v, and dv does not depend on it."""
+
+    def values(change):
+        return ask(impl, question, with_inputs(v=change))
+
+    one, other, both = (values(f) for f in (None, lambda v: v.flip(2), lambda v: v + v.flip(2)))
+    for name in one.got.keys() & {"o", "dq", "dk"}:
+        parts = one.got[name].double() + other.got[name].double()
+        answers = (one, other, both)
+        assert_within(name, parts - both.got[name], *(x.budget(name) for x in answers))
+    if "dv" in one.got:
+        assert_within("dv", one.got["dv"] - both.got["dv"], one.budget("dv"), both.budget("dv"))
+
+
+@law(grad=False)
+def test_outputs_are_means_of_values(impl, question):
+    """Each element of o is between the least and the largest of the values that its row sees."""
+    answer = ask(impl, question)
+    problem, v = answer.case.problem, answer.case.inputs[2].double()
+    v = v.repeat_interleave(problem.heads // problem.kv_heads, dim=1)[:, :, None]  # [B, H, 1, S, D]
+    hidden = ~seen(answer.case)[..., None]
+    low, high = v.masked_fill(hidden, torch.inf).amin(3), v.masked_fill(hidden, -torch.inf).amax(3)
+    live = alive(answer.case).bool()
+    o = answer.got["o"].double()
+    outside = (low - o).clamp(min=0) + (o - high).clamp(min=0)
+    assert_within("o", outside[:, :, live], answer.budget("o"))
+    assert not o[:, :, ~live].any()
+
+
+@law(
+    asked={"masks": CAUSAL},
+    grad=False,
+    layout="contiguous",
+    drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
+)
+def test_the_future_is_not_seen(impl, question, poison):
+    """Poison in the keys that a query must not see leaves its row, and all before, the same."""
+    problem = question.problem
+    last = problem.diagonal
+    # Row i is the last to be compared; what it does not see is poisoned.
+    rows = max(1, min(problem.seq_q, problem.seq_kv - 1 - last))
+    i = int(torch.randint(rows, (), generator=generator(question)))
+    first = max(0, i + last + 1)
+
+    def poisoned(k):
+        k = k.clone(memory_format=torch.contiguous_format)
+        k[:, :, first:] = poison
+        return k
+
+    plain, changed = ask(impl, question), ask(impl, question, with_inputs(k=poisoned))
+    for name, x in plain.got.items():
+        assert torch.equal(changed.got[name][:, :, : i + 1], x[:, :, : i + 1]), name
+
+
+@law(needs="grad")
+def test_score_gradients_sum_to_lse_gradients(impl, question):
+    """The gradients of a row's scores add up to that of its logsumexp: so do dk, through q."""
+    answer = ask(impl, question)
+    case, problem = answer.case, answer.case.problem
+    dlse = 0 * case.inputs[0][..., 0].double() if case.grad_lse is None else case.grad_lse
+    wanted = (dlse * alive(case))[..., None] * case.inputs[0].double() * case.scale
+    wanted = wanted.unflatten(1, (problem.kv_heads, -1)).sum((2, 3))  # [B, G, D]
+    found = answer.got["dk"].double().sum(2)
+    assert_within("dk", found - wanted, answer.budget("dk", problem.seq_kv))
+
+
+def part(keys, causal):
+    """Return the change of a case to some of its keys, under another mask."""
+
+    def change(case):
+        q, k, v = case.inputs
+        k, v = k[:, :, keys], v[:, :, keys]
+        problem = replace(case.problem, seq_kv=k.shape[2], causal=causal)
+        return replace(case, problem=problem, inputs=(q, k, v))
+
+    return change
+
+
+@law(asked={"shortest": 2, "masks": (False, "top_left"), "square": True}, needs="lse", grad=False)
+def test_merging_parts(impl, question):
+    """The answers to two halves of the keys, merged by their logsumexp, are that to the whole."""
+    problem = question.problem
+    n = 1 + int(torch.randint(problem.seq_kv - 1, (), generator=generator(question)))
+    # Below the diagonal of a square, the later keys meet the queries from the bottom right.
+    late = "bottom_right" if problem.causal else False
+    whole = ask(impl, question)
+    parts = (
+        ask(impl, question, part(slice(0, n), problem.causal)),
+        ask(impl, question, part(slice(n, None), late)),
+    )
+    lse = torch.stack([x.got["lse"].double() for x in parts])
+    o = torch.stack([x.got["o"].double() for x in parts])
+    merged = (lse.softmax(0)[..., None] * o).sum(0)
+    spread, shares = (o[0] - o[1]).abs(), {}
+    for which, size in (("max", spread.max()), ("mean", spread.mean())):
+        # A weight is the logistic function of the difference, whose slope is at most 1 / 4.
+        slope = sum(x.budget("lse")["max"] for x in parts) / 4
+        budgets = [x.budget("o") for x in parts]
+        if which in budgets[0]:
+            shares[which] = sum(b[which] for b in budgets) + slope * size.item()
+    assert_within("o", merged - whole.got["o"], shares, whole.budget("o"))
+    errors = lse.logsumexp(0) - whole.got["lse"]
+    assert_within("lse", errors, *(x.budget("lse") for x in (whole, *parts)))
+
+
+@law(layout="contiguous")
+def test_permuting_heads(impl, question):
+    """Permuting batches, and key heads with the query heads that read them, changes no bit."""
+    problem = question.problem
+    chance = generator(question)
+    batches = torch.randperm(problem.batch, generator=chance).to(question.device)
+    heads = torch.randperm(problem.kv_heads, generator=chance).to(question.device)
+
+    def permuted(x):
+        grouped = x[batches].unflatten(1, (problem.kv_heads, -1))
+        return grouped[:, heads].flatten(1, 2)
+
+    def change(case):
+        grads = (None if x is None else permuted(x) for x in (case.grad_o, case.grad_lse))
+        grad_o, grad_lse = grads
+        inputs = tuple(permuted(x) for x in case.inputs)
+        return replace(case, inputs=inputs, grad_o=grad_o, grad_lse=grad_lse)
+
+    plain = ask(impl, question)
+    changed = ask(impl, question, change)
+    for name, x in plain.got.items():
+        assert torch.equal(permuted(x), changed.got[name]), name
+
+
+@law(asked={"groups": (2, 3)})
+def test_grouped_heads(impl, question):
+    """Heads that share keys do as if each had its own copy; dk and dv add up."""
+    problem = question.problem
+    group = problem.heads // problem.kv_heads
+
+    def repeated(case):
+        q, k, v = case.inputs
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        every = replace(case.problem, kv_heads=case.problem.heads)
+        return replace(case, problem=every, inputs=(q, k, v))
+
+    def added(x):
+        return x.unflatten(1, (problem.kv_heads, group)).sum(2)
+
+    changed = ask(impl, question, repeated)
+    assert_agree(ask(impl, question), changed, times=group, dk=added, dv=added)
+
+
+@law(needs="grad", layout="contiguous")
+def test_gradients_of_expanded_inputs_add_up(impl, question):
+    """The gradient of an input that all batches and heads share is the sum of its copies'."""
+    copies = ask(impl, question, with_inputs(*(lambda x: x[:1, :1].expand_as(x),) * 3))
+    case = copies.case
+    call = partial(impl, causal=case.problem.causal, scale=case.scale)
+
+    def expanded(*shared):
+        shapes = (x.shape for x in case.inputs)
+        return call(*(x.expand(shape) for x, shape in zip(shared, shapes, strict=True)))
+
+    got = run(expanded, replace(case, inputs=tuple(x[:1, :1] for x in case.inputs)))
+    for name, x in zip(("dq", "dk", "dv"), case.inputs, strict=True):
+        count = x.shape[0] * x.shape[1]
+        added = copies.got[name].double().sum((0, 1), keepdim=True)
+        assert_within(name, got[name] - added, *2 * (copies.budget(name, count),))
+
+
+@law(
+    asked={"shortest": 0, "masks": ("bottom_right",), "batches": (1,)},
+    needs="strict",
+)
+def test_dead_rows(impl, question):
+    """A query that sees no key has o = 0 and lse = -inf, exactly, and gives no gradient."""
+
+    def only_dead(case):
+        dead = 1 - alive(case)
+        grads = (None if x is None else x for x in (case.grad_o, case.grad_lse))
+        grad_o, grad_lse = grads
+        if grad_o is not None:
+            grad_o = grad_o * dead.to(grad_o.dtype)[:, None]
+        if grad_lse is not None:
+            grad_lse = grad_lse * dead.to(grad_lse.dtype)
+        return replace(case, grad_o=grad_o, grad_lse=grad_lse)
+
+    answer = ask(impl, question, only_dead)
+    dead = ~alive(answer.case).bool()
+    assert not answer.got.pop("o")[:, :, dead].any()
+    if "lse" in answer.got:
+        assert (answer.got.pop("lse")[:, :, dead] == -torch.inf).all()
+    for name, x in answer.got.items():
+        assert not x.any(), name
+
+
+@law()
+def test_the_same_again(impl, question):
+    """The same question has the same answer, bit by bit."""
+    one, other = ask(impl, question).got, ask(impl, question).got
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def row(t):
+    """Return the change of a causal case to one of its queries and the keys that it sees."""
+
+    def change(case):
+        q, k, v = case.inputs
+        end = min(max(0, t + case.problem.diagonal + 1), case.problem.seq_kv)
+        problem = replace(case.problem, seq_q=1, seq_kv=end, causal=False)
+        return replace(case, problem=problem, inputs=(q[:, :, t : t + 1], k[:, :, :end], v[:, :, :end]))
+
+    return change
+
+
+@law(asked={"masks": CAUSAL}, grad=False)
+def test_causal_rows(impl, question):
+    """A row of causal attention is full attention of its query to the keys that it sees."""
+    t = int(torch.randint(question.problem.seq_q, (), generator=generator(question)))
+    whole, alone = ask(impl, question), ask(impl, question, row(t))
+    for name, x in whole.got.items():
+        both = x[:, :, t : t + 1].double(), alone.got[name].double()
+        finite = both[0].isfinite()
+        assert torch.equal(finite, both[1].isfinite())
+        errors = (both[0] - both[1])[finite]
+        assert_within(name, errors, {"max": whole.budget(name)["max"]}, alone.budget(name))
+
+
+@law(
+    asked={"longest": 60, "batches": (1,)},
+    values="one_hot",
+    scale=1.0,
+)
+def test_one_key_takes_all(impl, question):
+    """Small integers and a softmax of one 1 and zeros: every output is exact, rounded once."""
+    bits = question.problem.head_dim - 1
+    hypothesis.assume(2**bits >= question.problem.seq_kv)
+
+    def whole(case):
+        grads = (x if x is None else x.round().clamp(-1, 1) for x in (case.grad_o, case.grad_lse))
+        grad_o, grad_lse = grads
+        return replace(case, grad_o=grad_o, grad_lse=grad_lse)
+
+    answer = ask(impl, question, whole)
+    for name, x in answer.got.items():
+        assert torch.equal(x, answer.truth.exact[name].to(x.dtype)), name

@@ -352,11 +352,42 @@ def launch(rng):
         )
 
 
+def accuracy(rng):
+    """Return the errors of four, and which clauses of the contract they keep."""
+    outputs = ("o", "lse", "dq", "dk", "dv")
+    for dtype, head_dim, impl in product(
+        ("bfloat16", "float32"), (64, 128), ("triton", "naive", "sdpa_flash", "flex")
+    ):
+        facts = {"part": "errors", "impl": impl, "dtype": dtype, "head_dim": head_dim}
+        facts |= {"study": "accuracy", "name": f"errors[{dtype}-{head_dim}-{impl}]"}
+        if impl == "sdpa_flash" and dtype == "float32":
+            yield facts | {"status": "unsupported", "reason": "sdpa_flash takes fp16 and bf16 only"}
+            continue
+        errors = {
+            values: {
+                name: {"max": rng.uniform(0.3, 3), "mean": rng.uniform(0.01, 0.1), "bias": 1e-4}
+                | {"max_budget": 2.5, "mean_budget": None if name == "lse" else 0.09}
+                for name in outputs
+                if name != "lse" or impl == "triton"
+            }
+            for values in ("normal", "huge_v")
+        }
+        yield timed(rng, 1e-3, **facts, errors=errors)
+    verdicts = {"triton": "keeps", "sdpa_flash": "refuses", "naive": "breaks"}
+    for impl, verdict in verdicts.items():
+        said = None if verdict == "keeps" else "o: NaN"
+        facts = {"part": "contract", "impl": impl, "study": "accuracy", "name": f"contract[{impl}]"}
+        clauses = {"causal": {"verdict": "keeps", "said": None}}
+        clauses |= {"zero lengths": {"verdict": verdict, "said": said}}
+        yield timed(rng, 2.0, **facts, clauses=clauses)
+
+
 @pytest.fixture(scope="session")
 def made_run():
     """A run with rows of every study, the same every time; its numbers are made up."""
     rng = random.Random(0)  # noqa: S311 - noise for pictures
     makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, launch)
+    makers += (accuracy,)
     return Run(
         machine={
             "accelerator": "nvidia-h200",

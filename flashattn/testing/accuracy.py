@@ -261,17 +261,22 @@ class Truth:
             return [f"{name}: infinite or NaN where the exact result is not, or the reverse"]
         if not finite.any():
             return []
-        eps, error, naive = torch.finfo(x.dtype).eps, Error.of(x, exact), self.naive[name]
-        stored = self.stored.get(name, exact.new_zeros(1))
-        budgets = {"max": 2.0 * naive.max + eps * self.sizes[name] + stored.max().item()}
-        if x.numel() >= MEAN_SAMPLE:
-            typical = exact[finite].abs().mean().item()
-            budgets["mean"] = 1.1 * naive.mean + eps * typical + stored.mean().item()
+        error, naive = Error.of(x, exact), self.naive[name]
         return [
             f"{name}: {which} error {asdict(error)[which]:.3g}, budget {budget:.3g} ({naive=})"
-            for which, budget in budgets.items()
+            for which, budget in self.budgets(name, x.dtype).items()
             if not asdict(error)[which] <= budget
         ]
+
+    def budgets(self, name: str, dtype: torch.dtype) -> dict[str, float]:
+        """Return the largest error that an output in ``dtype`` may have and, of many, the mean."""
+        exact, naive, eps = self.exact[name], self.naive[name], torch.finfo(dtype).eps
+        stored = self.stored.get(name, exact.new_zeros(1))
+        budgets = {"max": 2.0 * naive.max + eps * self.sizes[name] + stored.max().item()}
+        if exact.numel() >= MEAN_SAMPLE:
+            typical = exact[exact.isfinite()].abs().mean().item()
+            budgets["mean"] = 1.1 * naive.mean + eps * typical + stored.mean().item()
+        return budgets
 
 
 def assert_accurate(call: Call, question: Question) -> None:

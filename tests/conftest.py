@@ -1,4 +1,4 @@
-"""A made-up run of every study, for whoever draws, prints or compares runs."""
+"""``--every-tile``; and a made-up run of every study, for whoever draws or compares runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
 from flashattn.report.runs import Run
 
@@ -28,6 +29,24 @@ IMPLS = {
     "flex": 3.6e14,
     "naive": 6e13,
 }
+
+
+def pytest_addoption(parser):
+    """Declare the tests that take minutes on a GPU."""
+    parser.addoption(
+        "--every-tile",
+        action="store_true",
+        help="on a GPU: every tile with every dtype, width, mask, alignment and kind of length",
+    )
+
+
+def pytest_configure(config):
+    """Refuse to skip what was asked for."""
+    if config.getoption("--every-tile") and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--every-tile: wanted a CUDA GPU, got none; without one all tiles are compiled by "
+            "python -m flashattn.counts compiled"
+        )
 
 
 def timed(random_, seconds, **facts):

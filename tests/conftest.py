@@ -1,4 +1,4 @@
-"""A made-up run of every study, for whoever draws, prints or compares runs."""
+"""``--every-tile``; and a made-up run of every study, for whoever draws or compares runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
 from flashattn.report.runs import Run
 
@@ -28,6 +29,24 @@ IMPLS = {
     "flex": 3.6e14,
     "naive": 6e13,
 }
+
+
+def pytest_addoption(parser):
+    """Declare the tests that take minutes on a GPU."""
+    parser.addoption(
+        "--every-tile",
+        action="store_true",
+        help="on a GPU: every tile with every dtype, width, mask, alignment and kind of length",
+    )
+
+
+def pytest_configure(config):
+    """Refuse to skip what was asked for."""
+    if config.getoption("--every-tile") and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--every-tile: wanted a CUDA GPU, got none; without one all tiles are compiled by "
+            "python -m flashattn.counts compiled"
+        )
 
 
 def timed(random_, seconds, **facts):
@@ -352,11 +371,42 @@ def launch(rng):
         )
 
 
+def accuracy(rng):
+    """Return the errors of four, and which clauses of the contract they keep."""
+    outputs = ("o", "lse", "dq", "dk", "dv")
+    for dtype, head_dim, impl in product(
+        ("bfloat16", "float32"), (64, 128), ("triton", "naive", "sdpa_flash", "flex")
+    ):
+        facts = {"part": "errors", "impl": impl, "dtype": dtype, "head_dim": head_dim}
+        facts |= {"study": "accuracy", "name": f"errors[{dtype}-{head_dim}-{impl}]"}
+        if impl == "sdpa_flash" and dtype == "float32":
+            yield facts | {"status": "unsupported", "reason": "sdpa_flash takes fp16 and bf16 only"}
+            continue
+        errors = {
+            values: {
+                name: {"max": rng.uniform(0.3, 3), "mean": rng.uniform(0.01, 0.1), "bias": 1e-4}
+                | {"max_budget": 2.5, "mean_budget": None if name == "lse" else 0.09}
+                for name in outputs
+                if name != "lse" or impl == "triton"
+            }
+            for values in ("normal", "huge_v")
+        }
+        yield timed(rng, 1e-3, **facts, errors=errors)
+    verdicts = {"triton": "keeps", "sdpa_flash": "refuses", "naive": "breaks"}
+    for impl, verdict in verdicts.items():
+        said = None if verdict == "keeps" else "o: NaN"
+        facts = {"part": "contract", "impl": impl, "study": "accuracy", "name": f"contract[{impl}]"}
+        clauses = {"causal": {"verdict": "keeps", "said": None}}
+        clauses |= {"zero lengths": {"verdict": verdict, "said": said}}
+        yield timed(rng, 2.0, **facts, clauses=clauses)
+
+
 @pytest.fixture(scope="session")
 def made_run():
     """A run with rows of every study, the same every time; its numbers are made up."""
     rng = random.Random(0)  # noqa: S311 - noise for pictures
     makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, launch)
+    makers += (accuracy,)
     return Run(
         machine={
             "accelerator": "nvidia-h200",

@@ -301,7 +301,9 @@ def row(t):
         q, k, v = case.inputs
         end = min(max(0, t + case.problem.diagonal + 1), case.problem.seq_kv)
         problem = replace(case.problem, seq_q=1, seq_kv=end, causal=False)
-        return replace(case, problem=problem, inputs=(q[:, :, t : t + 1], k[:, :, :end], v[:, :, :end]))
+        return replace(
+            case, problem=problem, inputs=(q[:, :, t : t + 1], k[:, :, :end], v[:, :, :end])
+        )
 
     return change
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn import attention
 from flashattn.costs import Costs
 from flashattn.lm import SIZES, Config, RMSNorm, RoPE, TransformerLM, cross_entropy
+from flashattn.testing.live import Live
 
 EXACT = {
     "small": 128_625_408,
@@ -264,32 +262,6 @@ def test_context_has_a_limit():
     """A context beyond RoPE's tables is refused."""
     with pytest.raises(ValueError, match="tokens: wanted a context up to 64, got 65"):
         model_of()(torch.zeros(1, 65, dtype=torch.long))
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of living storages as operators make them, and the most there were."""
-
-    def __init__(self):
-        """Start with none."""
-        super().__init__()
-        self.now, self.peak, self.storages = 0, 0, {}
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        """Count what the operator took and gave."""
-        result = op(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.storages:
-                storage = x.untyped_storage()
-                free = partial(self.free, storage._cdata, storage.nbytes())
-                self.storages[storage._cdata] = weakref.ref(storage, free)
-                self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def free(self, key, size, _):
-        """Forget a storage."""
-        del self.storages[key]
-        self.now -= size
 
 
 @contextmanager

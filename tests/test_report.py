@@ -119,3 +119,23 @@ print([name for name in {names} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_one_study_by_its_name(folder, capsys):
+    """A study's name prints its tables alone, and draws its pictures beside."""
+    keep(folder, "0001_x.json", row("triton"), {**row("flex"), "study": "warmup"})
+    main(["launch", "--output", "page"])
+    said = capsys.readouterr().out
+    assert "| triton | forward |       p |    20 |" in said
+    assert "flex" not in said
+    assert said.endswith("Drawn: page/launch-host.png\n")
+    assert [path.name for path in (folder.parent / "page").iterdir()] == ["launch-host.png"]
+
+
+def test_a_study_without_rows_says_what_makes_some(folder, capsys):
+    """A study of which nothing was kept ends in status 2 and the command that would keep some."""
+    keep(folder, "0001_x.json", row("triton"))
+    with pytest.raises(SystemExit) as stopped:
+        main(["accuracy"])
+    assert stopped.value.code == 2
+    assert "make some: pytest benchmarks/bench_accuracy.py" in capsys.readouterr().err

@@ -12,14 +12,15 @@ from flashattn.report.study import Study, Table
 ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "|<*"})
 
 
-def tables(run: Run) -> str:
+def tables(run: Run, studies: Sequence[Study] = STUDIES) -> str:
     """Return the run as Markdown to read in a terminal.
 
     Args:
         run: what was measured.
+        studies: that are asked.
     """
     parts = [f"{circumstances(run)}. {roofs(run)}"]
-    for study in STUDIES:
+    for study in studies:
         for table in study.tables(run):
             parts += [f"### {study.title}: {table.caption}", markdown(table)]
         parts += [_bullets(study.findings(run)), _untimed(study, run)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashattn.report.studies import (
+    accuracy,
     attention,
     compile,  # noqa: A004 - what the study is of
     flash,
@@ -25,4 +26,5 @@ STUDIES: tuple[Study, ...] = (
     compile.STUDY,
     flash.STUDY,
     launch.STUDY,
+    accuracy.STUDY,
 )

@@ -1,0 +1,77 @@
+"""How wrong everybody is, in units of the last place, and which clauses of the contract they keep.
+
+Nothing here is a speed: what is timed is the comparison with fp64, and the trying of the clauses.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+
+from flashattn.problem import Problem
+from flashattn.registry import get, names
+from flashattn.testing.contract import usual, verdicts
+from flashattn.testing.errors import answers, errors
+from flashattn.testing.sweep import grid
+
+IMPLS = [*names()]
+ALL = ["bfloat16", "float16", "float32"]
+FEW = ["triton", "tiled", "naive", "sdpa"]  # who runs on a CPU, once each
+SMALL = {"heads": [2], "seq": [72]}
+LARGE = {"heads": [4], "seq": [1024]}
+SWEEPS = {
+    "smoke": {
+        "bench_errors": grid(dtype=["bfloat16", "float32"], head_dim=[32], **SMALL, impl=FEW),
+        "bench_contract": grid(impl=["tiled", "naive", "sdpa"]),
+    },
+    # No contract: what the clauses ask for compiles every kernel anew.
+    "default": {
+        "bench_errors": grid(dtype=ALL, head_dim=[64, 128], **LARGE, impl=IMPLS),
+        "bench_contract": [],
+    },
+    "full": {
+        "bench_errors": grid(dtype=ALL, head_dim=[16, 32, 64, 128, 256], **LARGE, impl=IMPLS),
+        "bench_contract": grid(impl=IMPLS),
+    },
+}
+
+
+@pytest.fixture
+def asked(case, left_out, facts, device):
+    """Return the implementation of the case, or leave the case out with a reason."""
+
+    def ask(problem):
+        impl = get(case.impl)
+        left_out(impl.why_not(problem, device, grad=True))
+        if impl.compiles and facts["sweep"] != "full":
+            left_out(f"{impl.name} compiles every shape for seconds: only in the full sweep")
+        return impl
+
+    return ask
+
+
+def bench_errors(device_benchmark, case, facts, device, asked):
+    """Compare o, lse, dq, dk and dv with fp64, on ordinary and on adversarial values."""
+    problem = Problem(
+        heads=case.heads, seq_q=case.seq, head_dim=case.head_dim, causal=True, dtype=case.dtype
+    )
+    facts |= {"part": "errors", "problem": str(problem), "causal": problem.causal}
+    impl = asked(problem)
+    try:
+        given = answers(impl, problem, device)
+    except RuntimeError as error:
+        if impl.strict:
+            raise
+        pytest.xfail(f"{impl.name}: {str(error).splitlines()[0]}")
+    facts["errors"] = device_benchmark.time(partial(errors, given, problem, device), rounds=1)
+
+
+def bench_contract(device_benchmark, case, facts, device, asked):
+    """Try every clause of the contract, whatever the implementation says that it cannot do."""
+    facts["part"] = "contract"
+    impl = asked(usual(get(case.impl), device))
+    start = time.perf_counter()
+    facts["clauses"] = verdicts(impl, device)
+    device_benchmark.replay([time.perf_counter() - start], tells="host time of all clauses")

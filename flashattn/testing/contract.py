@@ -1,0 +1,292 @@
+"""Which clauses of the contract an implementation keeps, found by trying each on small problems.
+
+An implementation keeps a clause if its answers are within the budgets (or bit-identical, where the
+clause says so); it refuses one if it raises an error, which is fair; it breaks one if it answers
+wrongly. Its own sentences of what it cannot do are not asked.
+
+    python -m flashattn.testing.contract cuda triton sdpa_flash
+
+tries some in a process of its own and prints a JSON line for each clause: what a kernel does to
+memory when it is asked for what it does not know can end the process, and that is a finding, too.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import flashattn.impls  # noqa: F401 - registers everyone
+from flashattn.problem import Problem
+from flashattn.registry import Impl, get
+from flashattn.testing.accuracy import Case, Outputs, Question, Truth, run
+from flashattn.testing.inputs import LAYOUTS, make_grads, make_inputs
+
+KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
+LONGEST = 150  # characters of an error that are told
+SEQ_Q, SEQ_KV = 40, 70
+DTYPES = ("bfloat16", "float16", "float32")
+FAR = 2**31 + 4096  # elements; one head begins here
+Trial = Callable[[Impl, torch.device], None]
+Verdict = dict[str, str | None]
+ASKED: Mapping[str, Any] = {}  # as usual
+
+
+def usual(impl: Impl, device: torch.device) -> Problem:
+    """Return a small problem without anything unusual, in the first dtype that ``impl`` takes."""
+    problems = [Problem(heads=2, seq_q=SEQ_Q, head_dim=64, dtype=dtype) for dtype in DTYPES]
+    taken = (problem for problem in problems if impl.why_not(problem, device) is None)
+    return next(taken, problems[-1])
+
+
+def _within(
+    impl: Impl,
+    device: torch.device,
+    how: Mapping[str, Any] = ASKED,
+    *,
+    grad_lse: bool = False,
+    **sizes: Any,
+) -> None:
+    """Hold the usual problem with other sizes, asked in some way, to its budgets."""
+    problem = replace(usual(impl, device), **sizes)
+    question = Question(problem=problem, device=device, lse=impl.lse, **how)
+    case, enlarged = (
+        replace(drawn, grad_lse=drawn.grad_lse if grad_lse else None)  # it has its own clause
+        for drawn in (question.draw(), question.enlarged().draw())
+    )
+    got = run(partial(impl, causal=problem.causal, scale=case.scale), case)
+    complaints = Truth.of(case, enlarged).complaints(got)
+    if complaints:
+        raise AssertionError(f"{problem}: {'; '.join(complaints)}")
+
+
+def _dtype(impl: Impl, device: torch.device, dtype: str) -> None:
+    _within(impl, device, dtype=dtype)
+
+
+def _rectangles(impl: Impl, device: torch.device) -> None:
+    _within(impl, device, seq_kv=SEQ_KV)
+    _within(impl, device, seq_q=1, seq_kv=SEQ_KV)
+
+
+def _causal(impl: Impl, device: torch.device, causal: str, lengths: tuple[int, int]) -> None:
+    seq_q, seq_kv = lengths
+    _within(impl, device, seq_q=seq_q, seq_kv=seq_kv, causal=causal)
+
+
+def _grouped(impl: Impl, device: torch.device) -> None:
+    _within(impl, device, heads=4, kv_heads=2)
+    _within(impl, device, heads=3, kv_heads=1)
+
+
+def _empty(impl: Impl, device: torch.device) -> None:
+    for names in (("batch",), ("heads", "kv_heads"), ("seq_q",), ("seq_kv",)):
+        empty: dict[str, Any] = dict.fromkeys(names, 0)
+        _within(impl, device, **empty)
+
+
+def _head_dims(impl: Impl, device: torch.device) -> None:
+    for head_dim in (8, 80, 256, 7):
+        _within(impl, device, head_dim=head_dim)
+
+
+def _layouts(impl: Impl, device: torch.device) -> None:
+    for layout in LAYOUTS:
+        _within(impl, device, how={"layout": layout})
+
+
+def _scales(impl: Impl, device: torch.device) -> None:
+    for scale in (0.3, 0.0, -0.2):
+        _within(impl, device, causal=True, how={"scale": scale})
+
+
+def _lse(impl: Impl, device: torch.device, *, grad: bool) -> None:
+    problem = usual(impl, device)
+    _, lse = impl(*make_inputs(problem, device=device), causal=False, scale=0.125)
+    if lse is None:
+        raise NotImplementedError("it returns none")
+    _within(impl, device, grad_lse=grad)
+
+
+def _outputs(impl: Impl, problem: Problem, inputs: tuple[torch.Tensor, ...]) -> Outputs:
+    """Return o and its gradients, all in the bits in which they come."""
+    q, k, v = inputs
+    grad_o, _ = make_grads(problem, device=q.device)
+    scale = problem.head_dim**-0.5
+    case = Case(problem=problem, inputs=(q, k, v), scale=scale, grad_o=grad_o)
+    return run(partial(impl, causal=problem.causal, scale=scale), case)
+
+
+def _same(got: Outputs, wanted: Outputs, what: str) -> None:
+    differ = [name for name, x in got.items() if not torch.equal(x, wanted[name])]
+    if differ:
+        raise AssertionError(f"{', '.join(differ)}: {what}")
+
+
+def _repeats(impl: Impl, device: torch.device) -> None:
+    on_gpu, problem = device.type == "cuda", replace(usual(impl, device), causal=True)
+    if on_gpu:  # enough programs to run in any order
+        problem = replace(problem, batch=2, heads=8, kv_heads=8, seq_q=1000, seq_kv=1000)
+    inputs = make_inputs(problem, device=device)
+    first = _outputs(impl, problem, inputs)
+    for _ in range(49 if on_gpu else 2):
+        _same(_outputs(impl, problem, inputs), first, "other bits in another run")
+
+
+def _future(impl: Impl, device: torch.device) -> None:
+    problem = replace(usual(impl, device), causal=True)
+    q, k, v = make_inputs(problem, device=device)
+    call = partial(impl, causal=problem.causal, scale=problem.head_dim**-0.5)
+    clean = call(q, k, v)[0][:, :, :13]
+    for poison in (torch.nan, torch.inf):
+        k[:, :, 13:] = poison
+        _same({"o": call(q, k, v)[0][:, :, :13]}, {"o": clean}, f"{poison} behind the mask shows")
+
+
+def _far(impl: Impl, device: torch.device) -> None:
+    problem = replace(usual(impl, device), dtype="float16", head_dim=64)
+    near = make_inputs(problem, device=device)
+    if impl.why_not(problem, device) is not None:
+        raise NotImplementedError("it does not take fp16, in which this is tried")
+    tensors = []
+    for x in near:
+        rows = problem.seq_q * problem.head_dim
+        # Two heads of one buffer, the second behind 4 GiB that are never touched.
+        buffer = torch.empty(FAR + rows, dtype=x.dtype, device=device)
+        view = buffer.as_strided(x.shape, (0, FAR, problem.head_dim, 1))
+        tensors.append(view.copy_(x))
+    _same(_outputs(impl, problem, (*tensors,)), _outputs(impl, problem, near), "wrong when far")
+
+
+def _twice(impl: Impl, device: torch.device) -> None:
+    problem = usual(impl, device)
+    inputs = make_inputs(problem, device=device)
+    grad_o, _ = make_grads(problem, device=device)
+
+    def second(call: Callable[..., Any]) -> torch.Tensor:
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        (dq,) = torch.autograd.grad(call(q, k, v)[0], q, grad_o, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), k)[0]
+
+    wanted = second(partial(get("reference"), causal=False, scale=0.125)).float()
+    got = second(partial(impl, causal=False, scale=0.125)).float()
+    if not (got - wanted).norm() <= 0.1 * wanted.norm():
+        raise AssertionError("a wrong second derivative in place of an error")
+
+
+# Refusing is a way to keep this one: never a silent zero.
+ERRORS_KEEP = "second derivative or an error"
+CLAUSES: dict[str, Trial] = {
+    **{dtype: partial(_dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16")},
+    "head dims 8, 80, 256, 7": _head_dims,
+    "T != S": _rectangles,
+    "grouped heads": _grouped,
+    "causal": partial(_causal, causal="top_left", lengths=(SEQ_Q, SEQ_Q)),
+    "causal top-left, T < S": partial(_causal, causal="top_left", lengths=(SEQ_Q, SEQ_KV)),
+    "causal bottom-right, T < S": partial(_causal, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
+    "no visible key: 0 and -inf": partial(_causal, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
+    "NaN and inf behind the mask": _future,
+    "zero lengths": _empty,
+    "scales 0.3, 0, -0.2": _scales,
+    "any strides": _layouts,
+    "offsets above 2^31": _far,
+    "lse returned": partial(_lse, grad=False),
+    "gradient of lse": partial(_lse, grad=True),
+    ERRORS_KEEP: _twice,
+    "same bits every run": _repeats,
+}
+
+
+def verdict(impl: Impl, device: torch.device, clause: str) -> Verdict:
+    """Try one clause.
+
+    Args:
+        impl: who is asked.
+        device: where.
+        clause: a key of ``CLAUSES``.
+
+    Returns:
+        ``verdict``, one of the four words above, and ``said``: why it is not "keeps", or None.
+    """
+    try:
+        CLAUSES[clause](impl, device)
+    except AssertionError as error:
+        return {"verdict": BREAKS, "said": _line(error)}
+    except Exception as error:  # noqa: BLE001 - whatever an implementation raises is its refusal
+        crashed = isinstance(error, torch.AcceleratorError)
+        kept = KEEPS if clause == ERRORS_KEEP else REFUSES
+        return {"verdict": CRASHES if crashed else kept, "said": _line(error)}
+    return {"verdict": KEEPS, "said": None}
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else type(error).__name__
+    return said if len(said) <= LONGEST else said[: LONGEST - 3] + "..."
+
+
+def verdicts(impl: Impl, device: torch.device) -> dict[str, Verdict]:
+    """Try every clause: on a CPU here, on a GPU in a process of its own, again after a crash.
+
+    Args:
+        impl: who is asked; on a GPU one that a new process knows by its name.
+        device: where.
+
+    Raises:
+        RuntimeError: the process ended before it tried anything; the message has the end of what
+            it said.
+    """
+    if device.type != "cuda":
+        return {clause: verdict(impl, device, clause) for clause in CLAUSES}
+    found: dict[str, Verdict] = {}
+    while len(found) < len(CLAUSES):
+        left = [clause for clause in CLAUSES if clause not in found]
+        command = [sys.executable, "-m", "flashattn.testing.contract", str(device), impl.name]
+        done = subprocess.run([*command, *left], capture_output=True, text=True, check=False)  # noqa: S603
+        told = dict(_told(done.stdout))
+        if not told and done.returncode == 2:  # noqa: PLR2004 - argparse's and ours for a wrong name
+            raise RuntimeError(f"a new process for the contract failed: {done.stderr[-2000:]}")
+        found |= told
+        crashed = done.returncode != 0 and CRASHES not in {x["verdict"] for x in told.values()}
+        if crashed and len(found) < len(CLAUSES):
+            clause = next(clause for clause in left if clause not in told)
+            found[clause] = {"verdict": CRASHES, "said": f"exit status {done.returncode}"}
+    return found
+
+
+def _told(text: str) -> Iterator[tuple[str, Verdict]]:
+    for line in text.splitlines():
+        if line.startswith('{"clause"'):
+            said = json.loads(line)
+            yield said.pop("clause"), said
+
+
+def main(arguments: list[str]) -> int:
+    """Print the verdicts; return 0, 1 after a crash, 2 for a name that is not known.
+
+    Args:
+        arguments: a device, an implementation's name, and clauses; none means all.
+    """
+    device, name, *clauses = arguments
+    try:
+        impl = get(name)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    for clause in clauses or CLAUSES:
+        said = verdict(impl, torch.device(device), clause)
+        sys.stdout.write(json.dumps({"clause": clause} | said) + "\n")
+        sys.stdout.flush()
+        if said["verdict"] == CRASHES:
+            return 1  # the context is lost, and with it whatever would be tried next
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""Every shipped tile is right: on this machine, in each dtype, forward and gradients.
+
+A tile is shipped for an architecture, so a GPU runs those of its own table. The ordinary run takes
+each of them once for each dtype, with and without a mask. ``--every-tile`` adds what may make a
+binary or a path of its own: head dimensions between, which are padded; addresses that are not
+aligned, in fp32 too; both alignments of the mask; and lengths that are whole tiles, or leave
+queries without a key. The interpreter has one tile for all; there a few cases will do.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
+from flashattn.problem import DTYPES, Problem
+from flashattn.registry import get
+from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.ahead import Ahead, workers_for
+
+LONG = {"batch": 2, "heads": 4, "kv_heads": 2}
+SHAPES = {
+    "ragged": LONG | {"seq_q": 700, "seq_kv": 900},  # no tile is a divisor of either
+    "tall": LONG | {"seq_q": 900, "seq_kv": 700},  # bottom-right: 200 queries see no key
+    "whole": LONG | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
+    "small": {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100},  # for the interpreter
+}
+BETWEEN = (8, 24, 40, 80, 192)  # computed in 16, 32, 64, 128 and 256
+HALF, FULL = ("bfloat16", "float16"), ("float32",)
+MASKS = (False, "top_left", "bottom_right")
+ALIGNED, LAYOUTS = ("contiguous",), ("contiguous", "misaligned")  # descriptors; pointers
+TOO_WIDE = "three TF32 products 256 wide: o's mean error is 1.3 to 1.5 of naive's, not 1.1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What picks a tile, and the lengths that it is asked for."""
+
+    dtype: str
+    head_dim: int
+    layout: str
+    causal: bool | str
+    shape: str
+
+    def __str__(self):
+        """Return the name of the test."""
+        mask = self.causal or "full"
+        return f"{self.dtype}-d{self.head_dim}-{mask}-{self.layout}-{self.shape}"
+
+    @property
+    def problem(self):
+        """The problem."""
+        return Problem(
+            **SHAPES[self.shape], head_dim=self.head_dim, dtype=self.dtype, causal=self.causal
+        )
+
+    def tile(self, kernel, capability):
+        """Return the tile that a GPU's table has for the case."""
+        size, causal = DTYPES[self.dtype], self.causal is not False
+        aligned = self.layout in ALIGNED
+        return pick(kernel, size, self.head_dim, capability, causal=causal, descriptors=aligned)
+
+
+def cases(dtypes, head_dims, layouts, masks, shapes):
+    """Return every combination."""
+    return [Case(*of) for of in product(dtypes, head_dims, layouts, masks, shapes)]
+
+
+# By pointers whatever the input in fp32, so that one layout meets every tile.
+ORDINARY = [
+    *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged",)),
+    *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged",)),
+]
+EVERY = cases(HALF + FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("ragged", "tall", "whole"))
+INTERPRETED = cases(
+    ("bfloat16", "float32"), (16, 32, 64), LAYOUTS, (False, "bottom_right"), ("small",)
+)
+
+
+def pytest_generate_tests(metafunc):
+    """Take the cases that suit the machine and what was asked."""
+    if "case" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-tile")
+        chosen = EVERY if every else ORDINARY if torch.cuda.is_available() else INTERPRETED
+        metafunc.parametrize("case", [marked(case) for case in chosen], ids=str)
+
+
+def marked(case):
+    """Return the case as a parameter; the one that is known to be too wide is expected to fail."""
+    if case.dtype != "float32" or case.head_dim <= 128:
+        return case
+    # Which of the others are above their budget was not measured.
+    known = case in ORDINARY
+    mark = pytest.mark.xfail(reason=TOO_WIDE, raises=AssertionError, strict=known)
+    return pytest.param(case, marks=mark)
+
+
+def question(case, device):
+    """Return what is asked of a case: o, lse, and the gradients of both."""
+    return Question(problem=case.problem, device=device, layout=case.layout)
+
+
+@pytest.fixture(scope="module")
+def ahead(request, device):
+    """Compile what this session will run in several processes."""
+    asked = []
+    if device.type == "cuda":
+        items = (item for item in request.session.items if item.path == request.path)
+        found = (item.callspec.params.get("case") for item in items if hasattr(item, "callspec"))
+        asked = [question(case, device) for case in found if case is not None]
+    with closing(Ahead("triton", asked, workers_for(len(asked)))) as others:
+        yield others
+
+
+def test_every_tile(case, ahead, device):
+    """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
+    asked = question(case, device)
+    ahead.wait(asked)
+    scale = case.head_dim**-0.5
+    assert_accurate(partial(get("triton"), causal=case.problem.causal, scale=scale), asked)
+
+
+@pytest.mark.parametrize(("arch", "capability"), [("sm_80", (8, 0)), ("sm_90", (9, 0))])
+def test_the_ordinary_run_meets_every_tile(arch, capability):
+    """In each dtype the ordinary cases pick every tile of the table, of every kernel."""
+    for dtype in HALF + FULL:
+        own = [case for case in ORDINARY if case.dtype == dtype]
+        for (kernel, size, d, causal, _), tile in TABLES[arch].items():
+            if size == DTYPES[dtype]:
+                picked = [
+                    case.tile(kernel, capability)
+                    for case in own
+                    if (case.head_dim, case.causal is not False) == (d, causal)
+                ]
+                assert tile in picked, (dtype, kernel, d, causal)
+
+
+def test_every_case_is_more_than_the_ordinary_ones():
+    """``--every-tile`` has each ordinary case, every mask of it, and each padded width."""
+    assert set(ORDINARY) < set(EVERY)
+    for case in ORDINARY:
+        assert {replace(case, causal=mask) for mask in MASKS} <= set(EVERY)
+    padded = {case.head_dim for case in EVERY} - set(HEAD_DIMS)
+    assert len({1 << (d - 1).bit_length() for d in padded}) == 5 == len(padded)
+
+
+def test_shapes_are_what_they_say():
+    """No tile divides a ragged length, every tile a whole one, and tall ones have dead rows."""
+    blocks = {size for tile in TABLES["sm_90"].values() for size in (tile.block_q, tile.block_kv)}
+    for name, wanted in (("ragged", False), ("tall", False), ("whole", True)):
+        for length in (SHAPES[name]["seq_q"], SHAPES[name]["seq_kv"]):
+            assert {length % block == 0 for block in blocks} == {wanted}
+    tall = Problem(**SHAPES["tall"], causal="bottom_right")
+    assert tall.dead_rows == 200
+
+
+def test_every_tile_wants_a_gpu(pytestconfig, pytester):
+    """Without a GPU ``--every-tile`` is a mistake that says what it wants."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    tests = pytestconfig.rootpath / "tests"
+    pytester.makeconftest((tests / "conftest.py").read_text())
+    result = pytester.runpytest_subprocess("--every-tile")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])

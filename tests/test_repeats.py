@@ -1,0 +1,47 @@
+"""The same inputs give the same bits: o, lse and every gradient, whatever else the GPU does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from flashattn.problem import Problem
+from flashattn.registry import get
+from flashattn.testing.accuracy import Question, run
+
+RUNS = {"cuda": 50, "cpu": 2}
+
+
+def disturb(device, stream):
+    """Keep some multiprocessors busy, so that programs start in another order every time."""
+    if stream is None:
+        return
+    with torch.cuda.stream(stream):
+        noise = torch.empty(2048, 2048, device=device, dtype=torch.bfloat16).fill_(1)
+        for _ in range(int(torch.randint(1, 4, ()))):
+            noise = noise @ noise
+
+
+@pytest.mark.parametrize("causal", [False, "top_left"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_runs_are_alike_bit_by_bit(device, dtype, head_dim, causal):
+    """Fifty runs beside other work on the GPU differ in no bit of o, lse, dq, dk and dv."""
+    on_gpu = device.type == "cuda"
+    if not on_gpu and head_dim > 64:
+        pytest.skip("the interpreter runs one program after the other, at any width")
+    sizes = {"batch": 2, "heads": 16, "kv_heads": 4} if on_gpu else {"heads": 2, "kv_heads": 1}
+    length = 1000 if on_gpu else 70
+    problem = Problem(**sizes, seq_q=length, head_dim=head_dim, causal=causal, dtype=dtype)
+    case = Question(problem=problem, device=device).draw()
+    call = partial(get("triton"), causal=problem.causal, scale=case.scale)
+    stream = torch.cuda.Stream(device) if on_gpu else None
+    first = run(call, case)
+    assert set(first) == {"o", "lse", "dq", "dk", "dv"}
+    for _ in range(RUNS[device.type] - 1):
+        disturb(device, stream)
+        again = run(call, case)
+        differ = [name for name, x in first.items() if not torch.equal(x, again[name])]
+        assert not differ

@@ -41,10 +41,11 @@ ALLOWED = {
     "measure": {"measure", "problem"},
     "report": {"report"},
     "counts": {"counts", "kernels", "problem", "testing"},
+    "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
     "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }
 ONLY_IN = {
-    "triton": {"kernels", "measure", "counts"},
+    "triton": {"kernels", "measure", "counts", "sanitize"},
     "hypothesis": {"testing"},
     "matplotlib": {"report"},
 }

@@ -1,0 +1,1 @@
+"""The kernels under sanitizers: NVIDIA's compute-sanitizer, and Triton's own."""

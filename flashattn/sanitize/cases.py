@@ -1,0 +1,87 @@
+"""What runs under a sanitizer: small ragged problems, forward and gradients, one after another.
+
+    python -m flashattn.sanitize.cases [TEXT]
+
+Each case is named before it starts and after the device is done with it, so that what a sanitizer
+says in between is said of that case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+import flashattn.impls  # noqa: F401 - registers everyone
+from flashattn.problem import Problem
+from flashattn.registry import get
+from flashattn.testing.accuracy import Question, run
+
+BEGIN, END = "case", "done"
+POINTERS = "misaligned"  # what no descriptor can address
+HALF: dict[str, Any] = {"dtype": "float16"}
+BF16: dict[str, Any] = {"dtype": "bfloat16"}
+PROBLEMS = {
+    # Several tiles of everything, the last of them ragged; the loops' stages overlap.
+    Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=401, head_dim=64, **BF16): "contiguous",
+    Problem(seq_q=300, seq_kv=401, head_dim=64, causal="bottom_right", **HALF): POINTERS,
+    Problem(seq_q=401, seq_kv=300, head_dim=128, causal=True, **BF16): "contiguous",
+    Problem(seq_q=129, seq_kv=65, head_dim=256, causal=True, **HALF): "contiguous",
+    # Queries that see no key.
+    Problem(heads=2, seq_q=129, seq_kv=65, head_dim=64, causal="bottom_right"): "contiguous",
+    Problem(seq_q=70, seq_kv=45, head_dim=40, **BF16): "packed",  # padded to 64
+    Problem(seq_q=33, seq_kv=17, head_dim=7, causal=True): POINTERS,  # rows of odd length
+    Problem(seq_q=1, seq_kv=200, head_dim=16, **HALF): "expanded",  # decoding
+    Problem(batch=2, seq_q=17, seq_kv=1, head_dim=32, **BF16): "contiguous",  # one key
+}
+
+
+def names(text: str = "") -> list[str]:
+    """Return the names of the cases that have ``text`` in them."""
+    said = (f"{problem}-{layout}" for problem, layout in PROBLEMS.items())
+    return [name for name in said if text in name]
+
+
+def _give_scratch(device: torch.device) -> None:
+    """Give instrumented kernels the memory that they ask Triton for, and keep to one thread.
+
+    The allocator is one thread's own, and autograd would launch from another.
+    """
+    import triton  # noqa: PLC0415 - not before the environment says whether to interpret
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        del alignment, stream
+        return torch.zeros(size, dtype=torch.int8, device=device)
+
+    triton.set_allocator(allocate)
+    torch.autograd.set_multithreading_enabled(False)
+
+
+def main(text: str = "") -> None:
+    """Run the cases.
+
+    Args:
+        text: only those with this in their names.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if os.environ.get("TRITON_INSTRUMENTATION_MODE"):
+        _give_scratch(device)
+    for problem, layout in PROBLEMS.items():
+        name = f"{problem}-{layout}"
+        if text not in name:
+            continue
+        sys.stdout.write(f"{BEGIN} {name}\n")
+        sys.stdout.flush()
+        case = Question(problem=problem, device=device, layout=layout).draw()
+        run(partial(get("triton"), causal=problem.causal, scale=case.scale), case)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        sys.stdout.write(f"{END} {name}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -274,12 +274,27 @@ class Truth:
         ]
 
 
+class InaccurateError(AssertionError):
+    """Some outputs are off their budgets.
+
+    Args:
+        question: what was asked.
+        complaints: which outputs, by how much, and what was allowed.
+    """
+
+    def __init__(self, question: Question, complaints: list[str]) -> None:
+        """Say it; the question stays at hand, to be asked again."""
+        super().__init__(f"{question.problem}: " + "; ".join(complaints))
+        self.question = question
+
+
 def assert_accurate(call: Call, question: Question) -> None:
     """Ask ``call`` the question and hold every output to its budgets.
 
     Raises:
-        AssertionError: which outputs are off, by how much, and what was allowed.
+        InaccurateError: which outputs are off, by how much, and what was allowed.
     """
     case = question.draw()
     complaints = Truth.of(case, question.enlarged().draw()).complaints(run(call, case))
-    assert not complaints, f"{question.problem}: " + "; ".join(complaints)
+    if complaints:
+        raise InaccurateError(question, complaints)

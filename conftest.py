@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
+import shlex
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -16,6 +15,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
+from flashattn.testing import repro
+from flashattn.testing.accuracy import Question
+from flashattn.testing.chosen import asked, choose
 
 pytest_plugins = ["pytester"]
 
@@ -38,57 +40,97 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--impl",
         action="append",
-        metavar="NAME|FILE.py",
-        help="run on this implementation only: a registered name, or a file that registers some"
-        " (may be repeated)",
+        metavar="NAME|FILE.py[:NAME]",
+        help="run only what an implementation takes part in, on this one alone: a registered name,"
+        " or a file that registers some or defines attention(q, k, v, *, causal, scale); may be"
+        " repeated. Benchmarks time a file beside the usual peers, unless others are named, too",
     )
 
 
-def _selected(options: list[str] | None) -> list[str]:
-    """Return the names asked for, after importing the files among them."""
-    if not options:
-        return list(registry.names())
-    chosen: list[str] = []
-    for option in options:
-        if not option.endswith(".py"):
-            chosen.append(registry.get(option).name)
-            continue
-        before = set(registry.names())
-        path = Path(option).resolve()
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        added = [name for name in registry.names() if name not in before]
-        if not added:
-            raise pytest.UsageError(f"--impl {option}: the file registers no implementation")
-        chosen += added
-    return chosen
+IMPLS = pytest.StashKey[list[str]]()
+FAILURES = pytest.StashKey[dict[str, tuple[str, list[Question]]]]()
+PEERS = ("triton", "naive", "sdpa_flash", "sdpa_cudnn", "flex")  # what a user would time it beside
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Resolve --impl once."""
+    chosen = list(dict.fromkeys(n for option in config.option.impl or () for n in _named(option)))
+    config.stash[IMPLS] = chosen or list(registry.names())
+    config.stash[FAILURES] = {}
+    config.option.impl = chosen
+    # Somebody's own, and nobody else, is asked for: benchmarks put the peers beside it.
+    own = all(registry.get(name).origin for name in chosen)
+    config.option.impl_peers = PEERS if chosen and own else ()
+
+
+def _named(option: str) -> list[str]:
     try:
-        config.stash[IMPLS] = _selected(config.getoption("--impl"))
-        if config.getoption("--impl"):
-            config.option.impl = config.stash[IMPLS]  # names, also of what files registered
+        return choose(option)
     except ValueError as error:
-        raise pytest.UsageError(f"--impl: {error}") from None
+        raise pytest.UsageError(f"--impl {option}: {error}") from error
 
 
-IMPLS = pytest.StashKey[list[str]]()
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say where implementations come from, and which installed ones cannot be loaded."""
+    impls = [registry.get(name) for name in config.stash[IMPLS]]
+    own = [f"{impl.name} ({impl.origin})" for impl in impls if impl.origin]
+    return [f"implementations: {', '.join(own)}"] * bool(own) + list(registry.broken())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test and benchmark that takes ``impl`` once for each implementation."""
-    if "impl" in metafunc.fixturenames:
-        metafunc.parametrize("impl", metafunc.config.stash[IMPLS], indirect=True)
+    if "impl" not in metafunc.fixturenames:
+        return
+    names = metafunc.config.stash[IMPLS]
+    if metafunc.function.__name__.startswith("bench_"):
+        names = list(dict.fromkeys([*names, *metafunc.config.option.impl_peers]))
+    metafunc.parametrize("impl", names, indirect=True)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move what changes its process to the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --impl keep what it takes part in; move what changes its process to the end."""
+    if config.option.impl:
+        config.hook.pytest_deselected(items=[item for item in items if not _has_impl(item)])
+        items[:] = [item for item in items if _has_impl(item)]
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
+def _has_impl(item: pytest.Item) -> bool:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return "impl" in params or hasattr(params.get("case"), "impl")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    """Remember on what each implementation failed."""
+    report = yield
+    if report.when == "call" and report.failed and "impl" in getattr(item, "funcargs", {}):
+        error = call.excinfo.value
+        causes = getattr(error, "exceptions", (error,))  # Hypothesis may find several
+        first = item.config.cwd_relative_nodeid(item.nodeid)
+        _, questions = item.config.stash[FAILURES].setdefault(
+            item.funcargs["impl"].name, (first, [])
+        )
+        questions += [x.question for x in causes if hasattr(x, "question")]
+    return report
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """For each implementation that failed, shrink a failure and print the line that repeats it."""
+    for name, (first, questions) in config.stash[FAILURES].items():
+        impl = registry.get(name)
+        smallest = None
+        if questions:
+            least = min(questions, key=lambda question: question.problem.flops())
+            smallest = repro.smallest(impl, least)
+        terminalreporter.section(f"{name}: what fails, made small")
+        said, line = smallest or (first, shlex.join(["pytest", first, "--impl", asked(impl)]))
+        terminalreporter.write_line(f"{said}\n{line}")
 
 
 @pytest.fixture(scope="session")

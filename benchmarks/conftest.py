@@ -184,11 +184,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _for_impls(swept: list[Any], config: pytest.Config) -> list[Any]:
-    """With --impl, put those asked for in the place of a sweep's own implementations."""
+    """With --impl, put those asked for in the place of a sweep's own implementations.
+
+    Somebody's own stands beside them, as everywhere that benchmarks compare.
+    """
     chosen = config.getoption("--impl")
     if not chosen or not all(hasattr(case, "impl") for case in swept):
         return swept
-    return list(dict.fromkeys(case.replace(impl=name) for case in swept for name in chosen))
+    asked = [case.replace(impl=name) for case in swept for name in chosen]
+    return list(dict.fromkeys([*asked, *(swept if config.option.impl_peers else ())]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

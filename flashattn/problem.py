@@ -12,6 +12,7 @@ sees every key, has ``diagonal = S - T``. They differ only when ``T != S``.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -21,6 +22,11 @@ Causal = bool | Literal["top_left", "bottom_right"]
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+CORNERS: dict[str, Causal] = {
+    "full": False,
+    "causal": "top_left",
+    "causal_br": "bottom_right",
+}
 MASKS: dict[object, Literal["top_left", "bottom_right"] | None] = {
     False: None,
     True: "top_left",
@@ -137,9 +143,40 @@ class Problem:
         """Return the name used as a test id; equal numbers of heads or of rows are said once."""
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
-        mask = {False: "full", "top_left": "causal", "bottom_right": "causal_br"}[self.causal]
+        mask = next(word for word, corner in CORNERS.items() if corner == self.causal)
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
         return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{mask}"
+
+    @classmethod
+    def parse(cls, name: str) -> Problem:
+        """Return the problem that ``str`` names so, as ``bf16-b2h8kv2-q1-kv70-d64-causal_br``.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        found = re.fullmatch(
+            r"(\w+)-b(\d+)h(\d+)(?:kv(\d+))?-q(\d+)(?:-kv(\d+))?-d(\d+)-(full|causal|causal_br)",
+            name,
+        )
+        dtypes = {short: dtype for dtype, short in SHORT.items()}
+        if found is None or found[1] not in dtypes:
+            raise ValueError(
+                "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
+                f" -causal), got {name!r}"
+            )
+        batch, heads, kv_heads, seq_q, seq_kv, head_dim = (
+            None if number is None else int(number) for number in found.groups()[1:7]
+        )
+        return cls(
+            batch=cast("int", batch),
+            heads=cast("int", heads),
+            kv_heads=cast("int", kv_heads),
+            seq_q=cast("int", seq_q),
+            seq_kv=cast("int", seq_kv),
+            head_dim=cast("int", head_dim),
+            causal=CORNERS[found[8]],
+            dtype=dtypes[found[1]],
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:

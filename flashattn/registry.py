@@ -1,28 +1,30 @@
 """Who can answer: implementations by name, each with its limits in sentences.
 
-A plugin is one callable and one decorator::
+A plugin is one callable and one decorator, which says what is not claimed::
 
     from flashattn import register
 
-    @register("mine", why_not=lambda problem, device: None if problem.causal else "only causal")
+    @register("mine", grad=False, grouped=False, head_dims=(64, 128))
     def mine(q, k, v, *, causal, scale):
         ...
-        return o  # or (o, lse)
+        return o  # or (o, lse) with lse=True
 
-An installed package announces the module that does so under the entry-point group
-``flashattn.impls``.
+An installed package announces the callable, or the module that decorates some, under the
+entry-point group ``flashattn.impls``, by the implementation's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 
+from flashattn.claims import Claims
 from flashattn.problem import Problem
 
 WhyNot = Callable[[Problem, torch.device], str | None]
@@ -32,28 +34,24 @@ ENTRY_POINTS = "flashattn.impls"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Impl:
-    """One implementation of attention.
+class Impl(Claims):
+    """One implementation of attention, and what it claims.
 
     Args:
         name: what ``get`` and ``attention(impl=...)`` know it by.
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse).
-        limits: the sentence that says why it cannot solve a problem on a device, or None.
-        lse: whether it returns the logsumexp.
-        grad: whether it is differentiable.
-        strict: whether it claims the contract on unusual values, strides and scales, too; tests
-            hold it to that.
+        limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
+            or None.
         compiles: whether every new shape costs it seconds (torch.compile).
+        origin: the file or the package that it came from; empty for those of this package.
     """
 
     name: str
     call: Callable[..., Result]
     limits: WhyNot
-    lse: bool = False
-    grad: bool = True
-    strict: bool = True
     compiles: bool = False
+    origin: str = ""
 
     def why_not(
         self, problem: Problem, device: torch.device | str, *, grad: bool = False, lse: bool = False
@@ -70,6 +68,9 @@ class Impl:
             return f"{self.name} is not differentiable"
         if lse and not self.lse:
             return f"{self.name} does not return the logsumexp"
+        unclaimed = self.unclaimed(problem, torch.device(device))
+        if unclaimed is not None:
+            return f"{self.name} {unclaimed}"
         return self.limits(problem, torch.device(device))
 
     def __call__(
@@ -85,17 +86,18 @@ class Impl:
 
 
 _impls: dict[str, Impl] = {}
+_broken: dict[str, str] = {}
 
 
 def register(
-    name: str, *, why_not: WhyNot | None = None, **facts: bool
+    name: str, *, why_not: WhyNot | None = None, **facts: Any
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Make the decorated callable known as ``name``.
 
     Args:
         name: not "auto", and not taken.
-        why_not: ``Impl.limits``; None for an implementation that can solve everything.
-        facts: ``Impl``'s ``lse``, ``grad``, ``strict`` and ``compiles``.
+        why_not: ``Impl.limits``; None where the flags say it all.
+        facts: the flags of ``Claims``, and ``compiles``.
 
     Raises:
         ValueError: another callable has that name.
@@ -122,7 +124,8 @@ def get(name: str) -> Impl:
     """Return the implementation called ``name``.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is none, and the message lists those there are; or its package cannot be
+            loaded, and the message says why.
     """
     if name not in _impls:
         _load_plugins()
@@ -130,10 +133,44 @@ def get(name: str) -> Impl:
         return _impls[name]
     except KeyError:
         msg = f"impl: wanted one of {', '.join(_impls)}, got {name!r}"
-        raise ValueError(msg) from None
+        raise ValueError(f"impl: {_broken[name]}" if name in _broken else msg) from None
+
+
+def broken() -> tuple[str, ...]:
+    """Return a sentence for each installed plugin that cannot be loaded."""
+    _load_plugins()
+    return tuple(_broken.values())
+
+
+@contextmanager
+def origin(where: str) -> Iterator[None]:
+    """Note ``where`` of everything that is registered meanwhile; forget it all on an error."""
+    before = dict(_impls)
+    try:
+        yield
+    except BaseException:
+        _impls.clear()
+        _impls.update(before)
+        raise
+    added = {name: impl for name, impl in _impls.items() if name not in before}
+    _impls.update({name: replace(impl, origin=where) for name, impl in added.items()})
 
 
 @cache
 def _load_plugins() -> None:
     for entry in entry_points(group=ENTRY_POINTS):
-        entry.load()
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+        try:
+            with origin(f"package {package}"):
+                _load(entry)
+        except Exception as error:  # noqa: BLE001 - a stranger's module may raise anything
+            kind = type(error).__name__
+            _broken[entry.name] = (
+                f"{entry.name} of package {package} cannot be loaded: {kind}: {error}"
+            )
+
+
+def _load(entry: EntryPoint) -> None:
+    loaded = entry.load()
+    if callable(loaded) and not any(impl.call is loaded for impl in _impls.values()):
+        register(entry.name)(loaded)

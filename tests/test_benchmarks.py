@@ -301,7 +301,8 @@ def test_a_killed_run_goes_on(bench, pytester):
     """After SIGKILL all that was measured is on disk; --resume keeps it and measures the rest."""
     bench({"good": good}, "--collect-only")  # lays out the folder
     pytester.makepyfile(mine=MINE)
-    command = ("benchmarks", "--sweep", "smoke", "--impl", "mine.py", *ONE)
+    two = ("-k", "q64 and full and (quick or deadly)")
+    command = ("benchmarks", "--sweep", "smoke", "--impl", "mine.py", *two)
     killed = pytester.runpytest_subprocess(*command, timeout=300)
     assert killed.ret == -signal.SIGKILL
     measured = rows_of(journal(pytester))
@@ -314,6 +315,30 @@ def test_a_killed_run_goes_on(bench, pytester):
     assert len(found) == 6
     assert set(measured.items()) <= set(found.items())
     assert not list(path.parent.glob("*.jsonl"))  # all of it is in the kept run
+
+
+def test_own_kernels_stand_beside_the_peers(bench, pytester):
+    """A file alone is timed beside the usual peers and a sweep's own; with others, beside those."""
+    shutil.copy(ROOT / "benchmarks" / "bench_attention.py", pytester.path / "benchmarks")
+    pytester.makepyfile(mine=MINE, other=MINE)
+
+    def timed(*arguments):
+        lines = bench({"good": good}, "--collect-only", "-q", *arguments).outlines
+        return {
+            (line.partition("::")[0][17:], word)
+            for line in lines
+            for word in ("quick", "deadly", "naive", "sdpa_cudnn", "good", "tiled")
+            if word in line
+        }
+
+    files = ("attention.py", "flash.py")
+    alone = timed("--impl", "mine.py:quick")
+    assert alone >= {(file, name) for file in files for name in ("quick", "naive")}
+    assert ("flash.py", "sdpa_cudnn") in alone
+    assert ("attention.py", "tiled") in alone
+    assert not {name for _, name in alone} & {"deadly", "good"}
+    both = timed("--impl", "other.py:quick", "--impl", "good")
+    assert both == {(file, name) for file in files for name in ("quick", "good")}
 
 
 def test_other_code_is_not_resumed(bench, pytester):

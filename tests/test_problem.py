@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from flashattn.problem import Problem, check_scale, diagonal
+from flashattn.problem import DTYPES, Problem, check_scale, diagonal
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.strategies import problems
 
@@ -94,3 +94,16 @@ def test_impossible_scales(scale):
 def test_default_scale():
     """The default scale is one over the root of the head dimension."""
     assert check_scale(None, 64) == 0.125
+
+
+@hypothesis.given(problem=problems(dtypes=tuple(DTYPES)))
+def test_names_are_read_back(problem):
+    """The name of a problem says all of it."""
+    assert Problem.parse(str(problem)) == problem
+
+
+@pytest.mark.parametrize("name", ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding"])
+def test_names_of_no_problem(name):
+    """What is no problem's name is refused, with an example of one."""
+    with pytest.raises(ValueError, match=r"problem: wanted a name like .*, got"):
+        Problem.parse(name)

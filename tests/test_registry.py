@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 
 import pytest
 import torch
@@ -10,29 +10,6 @@ import torch
 from flashattn import registry
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
-
-CONFTEST = Path(registry.__file__).parents[1] / "conftest.py"
-PLUGIN = """
-import torch
-from flashattn import register
-
-def only_causal(problem, device):
-    return None if problem.causal else "mine is causal only"
-
-@register("mine", why_not=only_causal)
-def mine(q, k, v, *, causal, scale):
-    future = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
-    return (q @ k.mT * scale).masked_fill(future, -torch.inf).softmax(-1) @ v {extra}
-"""
-TEST = """
-from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question, assert_accurate
-
-def test_it(impl):
-    problem = Problem(seq_q=20, head_dim=8, causal=True)
-    question = Question(problem=problem, lse=impl.lse)
-    assert_accurate(lambda q, k, v: impl(q, k, v, causal=problem.causal, scale=8**-0.5), question)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -90,20 +67,82 @@ def test_peers_say_why_not():
         assert reason is None if name in ("tiled", "reference") else reason.startswith(name)
 
 
-@pytest.mark.parametrize(("extra", "passed"), [("", 1), ("* 1.001", 0)])
-def test_plugin_file(pytester, extra, passed):
-    """--impl FILE.py runs the tests on what the file registers; a wrong kernel fails."""
-    pytester.makeconftest(CONFTEST.read_text())
-    pytester.makepyfile(mine=PLUGIN.format(extra=extra), test_it=TEST)
-    result = pytester.runpytest_subprocess("--impl", "mine.py", "test_it.py")
-    result.assert_outcomes(passed=passed, failed=1 - passed)
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return what installs a package of one module that announces itself as implementations."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_broken", {})
+
+    def installed(package, source, **announced):
+        (tmp_path / f"{package}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, package, raising=False)
+        info = tmp_path / f"{package}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+        lines = "".join(f"{name} = {value}\n" for name, value in announced.items())
+        (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{lines}")
+        registry._load_plugins.cache_clear()
+
+    yield installed
+    registry._load_plugins.cache_clear()
 
 
-@pytest.mark.parametrize("option", ["nobody", "empty.py"])
-def test_unknown_impl(pytester, option):
-    """--impl with an unknown name, or a file that registers nothing, is a usage error."""
-    pytester.makeconftest(CONFTEST.read_text())
-    pytester.makepyfile(empty="", test_it=TEST)
-    result = pytester.runpytest_subprocess("--impl", option)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --impl*"])
+REGISTERS = """
+from flashattn import register
+
+@register("decorated", grad=False)
+def kernel(q, k, v, *, causal, scale):
+    return q
+"""
+
+
+def test_an_installed_package_announces_a_module(install):
+    """A module is imported when names are asked for, and has registered what it decorates."""
+    install("acme", REGISTERS, anything="acme")
+    assert registry.names()[-1] == "decorated"
+    impl = registry.get("decorated")
+    assert (impl.origin, impl.grad) == ("package acme 1.2", False)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [("def kernel(q, k, v, **_): return q", "acme"), (REGISTERS, "decorated")]
+)
+def test_an_installed_package_announces_a_function(install, source, name):
+    """A function is known by the entry point's name, unless it was decorated with another."""
+    before = registry.names()
+    install("acme", source, acme="acme:kernel")
+    assert registry.names() == (*before, name)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        (REGISTERS + "1 / 0", "ZeroDivisionError: division by zero"),
+        (REGISTERS.replace("decorated", "triton"), "name: wanted one that is not taken"),
+    ],
+)
+def test_a_broken_package_breaks_only_itself(install, source, words):
+    """A package that cannot be loaded is an error for who asks for it by name, for no other."""
+    before = registry.names()
+    install("acme", source, acme="acme")
+    assert registry.names() == before
+    assert registry.get("triton").origin == ""
+    sentence = f"acme of package acme 1.2 cannot be loaded: .*{words}"
+    with pytest.raises(ValueError, match=sentence):
+        registry.get("acme")
+    assert len(registry.broken()) == 1
+
+
+def test_a_refused_name_leaves_nothing_behind():
+    """What was registered before an error is taken back."""
+    before = registry.names()
+
+    def register_two():
+        with registry.origin("somewhere"):
+            registry.register("fresh")(print)
+            registry.register("triton")(print)
+
+    with pytest.raises(ValueError, match="name: wanted one that is not taken"):
+        register_two()
+    assert registry.names() == before

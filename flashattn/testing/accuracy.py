@@ -297,6 +297,20 @@ def run_guarded(call: Call, case: Case) -> Outputs:
         return run(call, replace(case, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse))
 
 
+class InaccurateError(AssertionError):
+    """Some outputs are off their budgets.
+
+    Args:
+        question: what was asked.
+        complaints: which outputs, by how much, and what was allowed.
+    """
+
+    def __init__(self, question: Question, complaints: list[str]) -> None:
+        """Say it; the question stays at hand, to be asked again."""
+        super().__init__(f"{question.problem}: " + "; ".join(complaints))
+        self.question = question
+
+
 def assert_accurate(call: Call, question: Question, *, guarded: bool = True) -> None:
     """Ask ``call`` the question and hold every output to its budgets.
 
@@ -306,10 +320,11 @@ def assert_accurate(call: Call, question: Question, *, guarded: bool = True) -> 
         guarded: surround inputs and outputs with poison; a compiler cannot trace through that.
 
     Raises:
-        AssertionError: which outputs are off, by how much, and what was allowed; or what was
-            written to that is no output.
+        InaccurateError: which outputs are off, by how much, and what was allowed.
+        AssertionError: what was written to that is no output.
     """
     case = question.draw()
     got = (run_guarded if guarded else run)(call, case)
     complaints = Truth.of(case, question.enlarged().draw()).complaints(got)
-    assert not complaints, f"{question.problem}: " + "; ".join(complaints)
+    if complaints:
+        raise InaccurateError(question, complaints)

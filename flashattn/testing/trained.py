@@ -28,7 +28,7 @@ def attend(name: str) -> Attention:
     impl = registry.get(name)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return impl(q, k, v, causal="top_left", scale=None)[0]
+        return impl(q, k, v, causal="top_left", scale=q.shape[-1] ** -0.5)[0]
 
     return attention
 

@@ -1,0 +1,93 @@
+"""What an implementation claims to answer, in flags; what it does not is a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashattn.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """The contract, clause by clause; by default an implementation claims all but the logsumexp.
+
+    Args:
+        lse: it returns (o, lse), both differentiable.
+        grad: it is differentiable.
+        strict: it takes unusual values, strides and scales, too.
+        bottom_right: it masks at the bottom right.
+        grouped: it takes fewer key/value heads than query heads.
+        empty: it takes problems without batch, heads, queries or keys.
+        dead_rows: a query that sees no key gets o = 0 and passes no gradient.
+        dtypes: names of those it takes; None is all.
+        head_dims: those it takes, as ``(64, 128)`` or ``range(8, 257, 8)``; None is all.
+        devices: types of those it runs on, as ``("cuda",)``; None is all.
+    """
+
+    lse: bool = False
+    grad: bool = True
+    strict: bool = True
+    bottom_right: bool = True
+    grouped: bool = True
+    empty: bool = True
+    dead_rows: bool = True
+    dtypes: Collection[str] | None = None
+    head_dims: Collection[int] | None = None
+    devices: Collection[str] | None = None
+
+    def unclaimed(self, problem: Problem, device: torch.device) -> str | None:
+        """Return the first clause that ``problem`` needs and that is not claimed, or None."""
+        reasons = {
+            "claims no bottom-right mask": problem.causal == "bottom_right"
+            and not self.bottom_right,
+            "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
+            "claims no empty problems": _is_empty(problem) and not self.empty,
+            "claims nothing for queries that see no key": problem.dead_rows > 0
+            and not self.dead_rows,
+            f"takes dtypes {_listed(self.dtypes)}": not _among(problem.dtype, self.dtypes),
+            f"takes head dimensions {_listed(self.head_dims)}": not _among(
+                problem.head_dim, self.head_dims
+            ),
+            f"runs on {_listed(self.devices)}": not _among(device.type, self.devices),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def fit(self, problem: Problem) -> Problem:
+        """Return the problem, or one near it whose shape, mask and dtype are claimed.
+
+        Tests whose point is another use it, so that a kernel of few shapes is still tested.
+        """
+        changes: dict[str, Any] = {}
+        if not self.bottom_right and problem.causal == "bottom_right":
+            changes["causal"] = "top_left"
+        if not self.grouped:
+            changes["kv_heads"] = problem.heads
+        if not self.empty:
+            sizes = ("batch", "seq_q", "seq_kv")
+            changes |= {name: 1 for name in sizes if getattr(problem, name) == 0}
+            changes |= {} if problem.heads else {"heads": 1, "kv_heads": 1}
+        if not _among(problem.dtype, self.dtypes):
+            changes["dtype"] = next(iter(self.dtypes or ()))
+        if not _among(problem.head_dim, self.head_dims):
+            larger = [d for d in self.head_dims or () if d > problem.head_dim]
+            changes["head_dim"] = min(larger or self.head_dims or ())
+        fitted = replace(problem, **changes)
+        if not self.dead_rows and fitted.dead_rows > 0:
+            fitted = replace(fitted, seq_kv=max(fitted.seq_q, fitted.seq_kv))
+        return fitted
+
+
+def _is_empty(problem: Problem) -> bool:
+    return 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
+
+
+def _among(value: object, claimed: Collection[object] | None) -> bool:
+    return claimed is None or value in claimed
+
+
+def _listed(claimed: Collection[object] | None) -> str:
+    return str(claimed) if isinstance(claimed, range) else ", ".join(map(str, claimed or ()))

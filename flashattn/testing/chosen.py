@@ -1,0 +1,97 @@
+"""What --impl names: a registered implementation, or a file that holds some.
+
+The simplest file is one function::
+
+    # my_kernel.py
+    def attention(q, k, v, *, causal, scale):  # q [B, H, T, D]; k, v [B, G, S, D]
+        ...
+        return o  # [B, H, T, D], or (o, lse)
+
+It is known by the file's name, here ``my_kernel``, and claims the whole contract but the logsumexp.
+To claim less, or more, a file registers what it has, with the flags of ``flashattn.claims``::
+
+    @flashattn.register("my_kernel", grad=False, dtypes=("float16", "bfloat16"))
+    def fast(q, k, v, *, causal, scale): ...
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from flashattn import registry
+
+DEFAULT = "attention"  # what a file that registers nothing calls its function
+
+
+def choose(option: str) -> list[str]:
+    """Return the names of the implementations that one --impl asks for.
+
+    Args:
+        option: a registered name; ``FILE.py``, which is all that the file registers or else its
+            function ``attention``; or ``FILE.py:NAME``, one that it registers or a function of it.
+
+    Raises:
+        ValueError: nobody has that name; the file is not there, cannot be loaded, has no such
+            implementation, or takes a name that is taken.
+    """
+    found = re.fullmatch(r"(.+\.py)(?::(\w+))?", option)
+    if found is None:
+        return [registry.get(option).name]
+    file, wanted = found.groups()
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ValueError(f"wanted a file, got {file}, which is none")
+    with registry.origin(file):
+        module, added = _load(path)
+        name, function = wanted or path.stem, wanted or DEFAULT
+        if name in added or (added and not wanted):
+            return [wanted] if wanted else list(added)
+        if name in registry.names() and registry.get(name).origin == file:
+            return [name]  # asked for twice
+        if not callable(getattr(module, function, None)):
+            raise ValueError(  # noqa: TRY004 - one kind of error for one kind of mistake
+                f"wanted a function {function}(q, k, v, *, causal, scale) in {file}, or one that it"
+                f" registers, got {', '.join(added) or 'neither'}"
+            )
+        registry.register(name)(getattr(module, function))
+    return [name]
+
+
+def asked(impl: registry.Impl) -> str:
+    """Return the --impl that names ``impl`` alone."""
+    if not impl.origin.endswith(".py"):
+        return impl.name
+    return impl.origin if impl.name == Path(impl.origin).stem else f"{impl.origin}:{impl.name}"
+
+
+@cache
+def _load(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
+    """Run the file as a module, and return it with the names that it registers.
+
+    Raises:
+        ValueError: it raises something, which is said with its line.
+    """
+    name = "impl_of_" + re.sub(r"\W", "_", path.stem)  # not the stem, which could be torch
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(name=name, path=str(path))
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:  # so that it can import what lies beside it
+        sys.path.append(str(path.parent))
+    before = registry.names()
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f"line {lines[-1]}: " if lines else ""
+        said = f"{path.name} cannot be loaded: {where}{type(error).__name__}: {error}"
+        raise ValueError(said) from error
+    return module, tuple(name for name in registry.names() if name not in before)

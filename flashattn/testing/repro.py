@@ -1,0 +1,109 @@
+"""Asks one question again: ``python -m flashattn.testing.repro --impl my_kernel.py --problem ...``.
+
+Tests that fail print such a line, for the smallest problem found on which the implementation fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+
+import torch
+
+# Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import flashattn.impls  # noqa: F401 - registers everyone
+from flashattn import registry
+from flashattn.problem import Problem, check_scale
+from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
+from flashattn.testing.chosen import asked, choose
+from flashattn.testing.inputs import LAYOUTS, VALUES
+from flashattn.testing.shrink import shrink
+
+
+def ask(impl: registry.Impl, question: Question) -> str | None:
+    """Return the complaint about an implementation's answer, None if there is none.
+
+    Raises:
+        Exception: whatever the implementation itself raises.
+    """
+    scale = check_scale(question.scale, question.problem.head_dim)
+    causal = question.problem.causal
+    if impl.compiles:
+        torch.compiler.reset()  # or it gives up compiling after some shapes
+    try:
+        assert_accurate(lambda q, k, v: impl(q, k, v, causal=causal, scale=scale), question)
+    except InaccurateError as error:
+        return str(error)
+    return None
+
+
+def smallest(impl: registry.Impl, question: Question) -> tuple[str, str] | None:
+    """Return the complaint about the smallest question that fails, and the line that asks it.
+
+    None if ``question`` itself, as it stands, does not fail: then a test did more than ask it.
+    """
+
+    def complaint(asked_now: Question) -> str | None:
+        if impl.why_not(asked_now.problem, asked_now.device) is not None:
+            return None
+        return ask(impl, asked_now)
+
+    def fails(asked_now: Question) -> bool:
+        try:
+            return complaint(asked_now) is not None
+        except Exception:  # noqa: BLE001 - falling over is another bug than being wrong
+            return False
+
+    if not fails(question):
+        return None
+    question = shrink(question, fails)
+    return ask(impl, question) or "", line(impl, question)
+
+
+def line(impl: registry.Impl, question: Question) -> str:
+    """Return the command that asks ``impl`` the question."""
+    words = ["python", "-m", "flashattn.testing.repro", "--impl", asked(impl)]
+    words += ["--problem", str(question.problem)]
+    usual = Question(problem=question.problem)
+    for name in ("values", "layout", "scale", "seed"):
+        if getattr(question, name) != getattr(usual, name):
+            words.append(f"--{name}={getattr(question, name)}")  # one word: a scale may be below 0
+    return shlex.join(words)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print how the implementations asked for do; return 1 if one of them is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashattn.testing.repro", description="Ask one question again."
+    )
+    parser.add_argument("--impl", required=True, help="NAME, FILE.py or FILE.py:NAME")
+    parser.add_argument("--problem", required=True, help="as bf16-b2h8kv2-q1-kv70-d64-causal_br")
+    parser.add_argument("--values", choices=VALUES, default="normal")
+    parser.add_argument("--layout", choices=LAYOUTS, default="contiguous")
+    parser.add_argument("--scale", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    asked_for = vars(parser.parse_args(arguments))
+    option, device = asked_for.pop("impl"), "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        names, problem = choose(option), Problem.parse(asked_for.pop("problem"))
+    except ValueError as error:
+        parser.error(str(error))
+    wrong = False
+    for impl in map(registry.get, names):
+        question = Question(
+            problem=problem, device=device, grad=impl.grad, lse=impl.lse, **asked_for
+        )
+        reason = impl.why_not(problem, device)
+        complaint = ask(impl, question) if reason is None else None
+        print(f"{impl.name}: {reason or complaint or f'{problem}: within its budgets'}")
+        wrong |= complaint is not None
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Runs ordinary tests on mutated copies of the package, two at a time, and lists the verdicts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VERDICTS = pytest.StashKey()
+AT_ONCE = 2
+PATIENCE = 200  # seconds; the whole set takes a third of it
+# The ordinary tests that mutants are shown to: quick ones first, then those that see most.
+SUITE = (
+    "tests/test_kernels.py::test_torch_decides_on_tf32",
+    "tests/test_kernels.py::test_both_ways_of_loading_are_tested",
+    "tests/test_impls.py::test_cases",
+    "tests/test_impls.py::test_scales",
+    "tests/test_impls.py::test_mixed_layouts",
+    "tests/test_impls.py::test_far_below_zero",
+    "tests/test_attention.py::test_lse_alone_is_differentiable",
+    "tests/test_attention.py::test_bottom_right_is_not_top_left",
+    "tests/test_kernels.py::test_offsets_are_64_bit",
+    "tests/test_impls.py::test_values",
+)
+CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled"}
+OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "--hypothesis-profile", "quick")
+# Interpreted, on one thread each; lines are wide, so that no test's name is cut.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRITON_INTERPRET": "1",
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "400",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests said of one copy.
+
+    Args:
+        code: pytest's exit status; None when it did not end in time, negative when it was killed.
+        test: the test that failed, or that ran when the process died.
+        said: how it failed.
+        seconds: from start to end.
+        output: all that was printed.
+    """
+
+    code: int | None
+    test: str
+    said: str
+    seconds: float
+    output: str
+
+
+def examine(folder, mutant, chosen):
+    """Return the tests' verdict on a copy of the package in ``folder``, mutated unless None."""
+    for name in ("flashattn", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("mutants"))
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    if mutant is not None:
+        path = folder / "flashattn" / mutant.path
+        path.write_text(mutant.applied(path.read_text()))
+    # The copy is found first: as the current directory, and before what is installed.
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "pytest", *SUITE, "-k", CHOSEN[chosen], *OPTIONS]
+    start = time.perf_counter()
+    try:
+        run = subprocess.run(
+            command, cwd=folder, env=environment, timeout=PATIENCE, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        code, output = run.returncode, run.stdout + run.stderr
+    except subprocess.TimeoutExpired as error:
+        code, output = None, (error.stdout or b"").decode()
+    finally:
+        shutil.rmtree(folder)
+    return Verdict(code, *who_failed(output, code), time.perf_counter() - start, output)
+
+
+def who_failed(output, code):
+    """Return the name of the failed test and what it said, or the one that the process died in."""
+    failed = re.search(r"^FAILED (\S+)(?: - (.*))?$", output, re.MULTILINE)
+    if failed:
+        return failed[1], failed[2] or ""
+    started = re.findall(r"^(tests/\S+::\S+)", output, re.MULTILINE)
+    if code is not None and code < 0 and started:
+        return started[-1], f"killed by signal {-code}"
+    return "", ""
+
+
+@pytest.fixture(scope="session")
+def verdicts(request, tmp_path_factory):
+    """The verdict on every mutant that was asked for, as a future by name; all of them run now."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    copies = {params["chosen"]: (None, params["chosen"]) for params in asked if "chosen" in params}
+    mutants = [params["mutant"] for params in asked if "mutant" in params]
+    copies |= {
+        mutant.name: (mutant, "tiled" if mutant.path == "tiled.py" else "triton")
+        for mutant in mutants
+    }
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            name: pool.submit(examine, tmp_path_factory.mktemp(name), *copy)
+            for name, copy in copies.items()
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def verdict(request, verdicts):
+    """Return the verdict on one copy, and keep it for the list."""
+
+    def wait(name):
+        found = verdicts[name].result()
+        request.config.stash.setdefault(VERDICTS, {})[name] = found
+        return found
+
+    return wait
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave mutants out unless ``-m`` names them: they take minutes."""
+    if "mutants" in config.option.markexpr:
+        return
+    config.hook.pytest_deselected(items=[item for item in items if _is_mutant(item)])
+    items[:] = [item for item in items if not _is_mutant(item)]
+
+
+def _is_mutant(item):
+    return item.get_closest_marker("mutants") is not None
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """List every mutant, the test that caught it, and how long that took."""
+    verdicts = config.stash.get(VERDICTS, {})
+    if not verdicts:
+        return
+    terminalreporter.section("mutants")
+    width = max(map(len, verdicts))
+    for name, found in verdicts.items():
+        words = found.test or ("nobody" if found.code == 0 else "no test; see above")
+        terminalreporter.write_line(f"{name:{width}}  {found.seconds:5.1f} s  {words}")

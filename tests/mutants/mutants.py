@@ -1,0 +1,360 @@
+"""Bugs that a fused attention may well have, each as a change to one place of the source.
+
+They are data: ``test_mutants.py`` applies one at a time to a copy of the package, in which some of
+the ordinary tests must then fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug.
+
+    Args:
+        name: of its test.
+        path: the file below ``flashattn/``.
+        found: text that this file has exactly once.
+        put: what stands there in the mutant.
+        symptom: what a user would see.
+    """
+
+    name: str
+    path: str
+    found: str
+    put: str
+    symptom: str
+
+    def __str__(self) -> str:
+        """Return the name, for the test's id."""
+        return self.name
+
+    def applied(self, source: str) -> str:
+        """Return the mutated source.
+
+        Raises:
+            ValueError: the text is not there exactly once.
+        """
+        times = source.count(self.found)
+        if times != 1:
+            raise ValueError(
+                f"{self.name} no longer applies: wanted its text once in {self.path}, got {times}"
+                f" times:\n{self.found}"
+            )
+        return source.replace(self.found, self.put)
+
+
+MUTANTS = [
+    # The online softmax
+    Mutant(
+        "forward_acc_not_rescaled",
+        "kernels/forward.py",
+        "acc * alpha[:, None], PRECISION",
+        "acc, PRECISION",
+        "o is wrong where a later tile of keys raises the maximum",
+    ),
+    Mutant(
+        "forward_sum_not_rescaled",
+        "kernels/forward.py",
+        "l = l * alpha + tl.sum(p, 1)",
+        "l = l + tl.sum(p, 1)",
+        "rows do not add up to one where a later tile of keys raises the maximum",
+    ),
+    Mutant(
+        "forward_maximum_from_zero",
+        "kernels/forward.py",
+        'm = tl.full([BLOCK_Q], float("-inf"), tl.float32)',
+        "m = tl.zeros([BLOCK_Q], tl.float32)",
+        "rows whose scores are all far below zero underflow; others are right",
+    ),
+    Mutant(
+        "forward_dead_rows_exponent",
+        "kernels/forward.py",
+        'finite = tl.where(m_new == float("-inf"), 0.0, m_new)',
+        "finite = m_new",
+        "NaN in rows that have seen no key yet",
+    ),
+    Mutant(
+        "forward_dead_rows_division",
+        "kernels/forward.py",
+        "    l = tl.where(dead, 1.0, l)\n",
+        "",
+        "0 / 0 in rows that see no key",
+    ),
+    Mutant(
+        "forward_negative_scale",
+        "kernels/forward.py",
+        "POSITIVE_SCALE=scale_log2 >= SMALLEST_SCALE",
+        "POSITIVE_SCALE=True",
+        "a scale below zero takes the least score for the largest; a scale of zero gives NaN",
+    ),
+    # Scales and bases
+    Mutant(
+        "forward_natural_scale",
+        "kernels/forward.py",
+        "scale_log2 = scale * LOG2E.value",
+        "scale_log2 = scale",
+        "powers of two where powers of e are meant: a softer softmax",
+    ),
+    Mutant(
+        "forward_lse_in_base_2",
+        "kernels/forward.py",
+        "(m + tl.log2(l)) * LN2)",
+        "m + tl.log2(l))",
+        "o is right, the logsumexp is 1.44 times too large",
+    ),
+    Mutant(
+        "dq_scale_in_base_2",
+        "kernels/backward.py",
+        "acc * scale, head_dim, PADDED",
+        "acc * scale_log2, head_dim, PADDED",
+        "dq is 1.44 times too large",
+    ),
+    Mutant(
+        "dk_not_scaled",
+        "kernels/backward.py",
+        "dk_acc * scale,",
+        "dk_acc,",
+        "dk lacks the factor on the scores",
+    ),
+    Mutant(
+        "default_scale",
+        "problem.py",
+        "return head_dim**-0.5",
+        "return 1 / head_dim",
+        "every implementation, the reference too, divides by D instead of its root",
+    ),
+    # Masks and tiles
+    Mutant(
+        "keys_tail_dropped",
+        "kernels/primitives.py",
+        "    end = seq_kv\n",
+        "    end = full\n",
+        "keys after the last whole tile are not seen",
+    ),
+    Mutant(
+        "queries_tail_dropped",
+        "kernels/forward.py",
+        "flashattn_fwd[(triton.cdiv(seq_q, tile.block_q) * batch * heads,)]",
+        "flashattn_fwd[(seq_q // tile.block_q * batch * heads,)]",
+        "the last tiles of o keep what the memory held",
+    ),
+    Mutant(
+        "padding_keys_counted",
+        "kernels/primitives.py",
+        "last = tl.full([BLOCK_Q], seq_kv - 1, tl.int32)",
+        "last = tl.full([BLOCK_Q], seq_kv, tl.int32)",
+        "one key that does not exist, of score 0, is in the sum of ragged rows",
+    ),
+    Mutant(
+        "mask_sees_one_ahead",
+        "kernels/primitives.py",
+        "tl.arange(0, BLOCK_Q) + diagonal)\n    return",
+        "tl.arange(0, BLOCK_Q) + diagonal + 1)\n    return",
+        "each query sees the key after its last",
+    ),
+    Mutant(
+        "mask_hides_the_diagonal",
+        "kernels/backward.py",
+        "[:, None] <= rows + diagonal, p, 0.0)",
+        "[:, None] < rows + diagonal, p, 0.0)",
+        "dk and dv lack what the last key of each query gives",
+    ),
+    Mutant(
+        "causal_tile_taken_for_whole",
+        "kernels/primitives.py",
+        "tl.maximum(start_q + diagonal + 1, 0) // BLOCK_KV * BLOCK_KV)",
+        "tl.cdiv(tl.maximum(start_q + diagonal + 1, 0), BLOCK_KV) * BLOCK_KV)",
+        "the tile on the diagonal is not masked: the future leaks",
+    ),
+    Mutant(
+        "causal_tile_skipped",
+        "kernels/primitives.py",
+        "tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0)",
+        "tl.maximum(start_q + diagonal, 0)",
+        "the last tile of keys that queries see is left out",
+    ),
+    Mutant(
+        "dkdv_tile_skipped",
+        "kernels/backward.py",
+        "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
+        "first = tl.cdiv(tl.maximum(start_kv - diagonal, 0) + 1, BLOCK_Q) * BLOCK_Q",
+        "dk and dv lack the first tile of queries that see them",
+    ),
+    Mutant(
+        "alignment_swapped",
+        "ops.py",
+        "last = diagonal(causal, q.shape[2], k.shape[2])",
+        "last = diagonal(causal, k.shape[2], q.shape[2])",
+        "bottom-right masks are shifted the wrong way where T != S",
+    ),
+    Mutant(
+        "corners_swapped",
+        "problem.py",
+        'return 0 if corner == "top_left" else seq_kv - seq_q',
+        'return 0 if corner == "bottom_right" else seq_kv - seq_q',
+        "top-left is bottom-right and the reverse, of the reference too",
+    ),
+    # Heads and strides
+    Mutant(
+        "forward_heads_interleaved",
+        "kernels/forward.py",
+        "batch, head // group,\n        start_q, 0, full",
+        "batch, head % (heads // group),\n        start_q, 0, full",
+        "query heads read the keys of other groups, in whole tiles",
+    ),
+    Mutant(
+        "dkdv_heads_interleaved",
+        "kernels/backward.py",
+        "for head in tl.range(kv_head * group, kv_head * group + group):",
+        "for head in tl.range(kv_head, heads, kv_heads):",
+        "dk and dv are summed over the query heads of other groups",
+    ),
+    Mutant(
+        "dkdv_one_head_of_a_group",
+        "kernels/backward.py",
+        "for head in tl.range(kv_head * group, kv_head * group + group):",
+        "for head in tl.range(kv_head * group, kv_head * group + 1):",
+        "dk and dv are those of the first query head of each group",
+    ),
+    Mutant(
+        "values_at_keys_strides",
+        "kernels/forward.py",
+        "v, v_strides, batch, kv_head, start_kv",
+        "v, k_strides, batch, kv_head, start_kv",
+        "v is read by the strides of k: wrong where they lie differently in memory",
+    ),
+    Mutant(
+        "grad_o_taken_for_dense",
+        "ops.py",
+        "grads = _dense(grad_o), ",
+        "grads = grad_o, ",
+        "an expanded gradient, as that of a sum, is read beyond its one element",
+    ),
+    Mutant(
+        "offsets_of_32_bits",
+        "kernels/primitives.py",
+        "    rows = start + tl.arange(0, BLOCK)\n    return x + origin",
+        "    origin = origin.to(tl.int32)\n"
+        "    rows = start + tl.arange(0, BLOCK)\n    return x + origin",
+        "heads beyond 2^31 elements are read elsewhere",
+    ),
+    Mutant(
+        "expanded_by_descriptors",
+        "kernels/launch.py",
+        "(stride > 0 and stride * size % DESCRIPTOR_ALIGNMENT == 0)",
+        "(stride * size % DESCRIPTOR_ALIGNMENT == 0)",
+        "the bulk copy engine is asked for stride 0, which it does not have",
+    ),
+    Mutant(
+        "head_dim_rounded_down",
+        "kernels/tiles.py",
+        "return max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())",
+        "return max(SMALLEST_BLOCK_D, 1 << (head_dim.bit_length() - 1))",
+        "head dimensions that are no power of two lose their last columns",
+    ),
+    Mutant(
+        "tf32_unasked",
+        "kernels/launch.py",
+        'fp32_precision == "tf32" else "tf32x3"',
+        'fp32_precision == "tf32" else "tf32"',
+        "fp32 is multiplied with 10 bits of mantissa though torch does not allow it",
+    ),
+    # The backward pass
+    Mutant(
+        "delta_forgotten",
+        "kernels/backward.py",
+        "delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)",
+        "delta_rows = tl.zeros([BLOCK], tl.float32)",
+        "dq and dk miss the term by which rows of dS sum to zero",
+    ),
+    Mutant(
+        "delta_outside_of_p",
+        "kernels/backward.py",
+        "ds = p * (dp - delta_rows[None, :])",
+        "ds = p * dp - delta_rows[None, :]",
+        "dk takes delta whole from every key",
+    ),
+    Mutant(
+        "grad_lse_added",
+        "kernels/backward.py",
+        "delta_rows -= tl.load(grad_lse + offsets",
+        "delta_rows += tl.load(grad_lse + offsets",
+        "the logsumexp's gradient has the wrong sign",
+    ),
+    Mutant(
+        "backward_dead_rows",
+        "kernels/backward.py",
+        'tl.where(dead, float("inf"), lse_rows * LOG2E)',
+        "lse_rows * LOG2E",
+        "P is inf in rows that see no key or only pad: NaN in dk and dv",
+    ),
+    Mutant(
+        "upstream_nan_below_88",
+        "kernels/backward.py",
+        "if MASKED:  # keys that do not exist, too",
+        "if CAUSAL:  # keys that do not exist, too",
+        "NaN in dq where the logsumexp is below -88.7 and the last tile of keys is ragged: exp(0 -"
+        " lse) of a key that does not exist is inf (PyTorch 196678)",
+    ),
+    Mutant(
+        "upstream_dq_of_large_logits",
+        "kernels/backward.py",
+        "p = tl.exp2(s * scale_log2 - lse2_rows[:, None])",
+        "p = tl.exp2(tl.minimum(s * scale_log2, 64.0) - lse2_rows[:, None])",
+        "dq is right on normal inputs and several times too small where logits are large: forward"
+        " did not clip them (as in TransformerEngine 3216)",
+    ),
+    # The tiled implementation
+    Mutant(
+        "tiled_acc_not_rescaled",
+        "tiled.py",
+        "acc = acc * alpha + p @",
+        "acc = acc + p @",
+        "o is wrong where a later tile of keys raises the maximum",
+    ),
+    Mutant(
+        "tiled_maximum_from_zero",
+        "tiled.py",
+        "m = torch.full_like(acc[..., :1], -torch.inf)",
+        "m = torch.zeros_like(acc[..., :1])",
+        "rows whose scores are all far below zero underflow; others are right",
+    ),
+    Mutant(
+        "tiled_last_tile_skipped",
+        "tiled.py",
+        "keys.start > rows.stop - 1 + last",
+        "keys.start >= rows.stop - 1 + last",
+        "a key that only the last query of a tile sees is left out",
+    ),
+    Mutant(
+        "tiled_future_leaks",
+        "tiled.py",
+        "keys.stop - 1 <= rows.start + last",
+        "keys.start <= rows.start + last",
+        "the tile on the diagonal is not masked",
+    ),
+    Mutant(
+        "tiled_heads_interleaved",
+        "tiled.py",
+        "    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))\n",
+        "    grouped = q.unflatten(1, (-1, k.shape[1])).transpose(1, 2)\n",
+        "query heads read the keys of other groups",
+    ),
+    Mutant(
+        "tiled_grad_lse_ignored",
+        "tiled.py",
+        "delta = delta - grad_lse",
+        "delta = delta.clone()",
+        "the logsumexp passes no gradient",
+    ),
+    Mutant(
+        "tiled_dead_rows",
+        "tiled.py",
+        "row_lse.masked_fill(row_lse == -torch.inf, torch.inf)",
+        "row_lse",
+        "NaN gradients where a query sees no key",
+    ),
+]

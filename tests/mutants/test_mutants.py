@@ -1,0 +1,42 @@
+"""The suite can fail: each of these bugs, put into a copy of the package, is caught by a test."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
+
+
+def test_mutants_apply():
+    """Every mutant's text is in the source exactly once, changes it, and has a name of its own."""
+    for mutant in MUTANTS:
+        source = (ROOT / "flashattn" / mutant.path).read_text()
+        assert mutant.applied(source) != source
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 25
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("chosen", ["triton", "tiled"])
+def test_unmutated(chosen, verdict):
+    """The same tests pass on a copy that is not mutated: what they catch is the mutation."""
+    found = verdict(chosen)
+    assert found.code == pytest.ExitCode.OK, found.output
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant(mutant, verdict):
+    """A mutant is caught: by a test that says what is wrong, or that the process dies in."""
+    found = verdict(mutant.name)
+    assert found.code != pytest.ExitCode.OK, f"nobody sees that {mutant.symptom}"
+    assert found.test, f"no test failed:\n{found.output}"
+    died = found.code is not None and found.code < 0
+    assert died or found.code == pytest.ExitCode.TESTS_FAILED, found.output
+    assert died or found.said.startswith(WORDS), f"it fell over:\n{found.output}"
+
+
+WORDS = ("AssertionError", "assert ")

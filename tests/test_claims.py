@@ -1,0 +1,55 @@
+"""Claims: clauses as flags, sentences for what is not claimed, and problems that fit."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from flashattn.claims import Claims
+from flashattn.problem import Problem
+from flashattn.testing.strategies import problems
+
+CPU = torch.device("cpu")
+FLAGS = ("bottom_right", "grouped", "empty", "dead_rows")
+
+
+@pytest.mark.parametrize(
+    ("claims", "problem", "words"),
+    [
+        ({"bottom_right": False}, {"causal": "bottom_right"}, "claims no bottom-right mask"),
+        ({"grouped": False}, {"heads": 4, "kv_heads": 2}, "claims no grouped heads"),
+        ({"empty": False}, {"batch": 0}, "claims no empty problems"),
+        ({"empty": False}, {"seq_q": 0, "seq_kv": 8}, "claims no empty problems"),
+        (
+            {"dead_rows": False},
+            {"seq_q": 8, "seq_kv": 4, "causal": "bottom_right"},
+            "claims nothing for queries that see no key",
+        ),
+        ({"dtypes": ("float16",)}, {"dtype": "float32"}, "takes dtypes float16"),
+        ({"head_dims": (64, 128)}, {"head_dim": 80}, "takes head dimensions 64, 128"),
+        ({"head_dims": range(8, 257, 8)}, {"head_dim": 1}, r"takes head dimensions range\(8"),
+        ({"devices": ("cuda",)}, {}, "runs on cuda"),
+    ],
+)
+def test_sentences(claims, problem, words):
+    """What a problem needs and is not claimed is a sentence; one who claims it has none."""
+    with pytest.raises(AssertionError, match=words):
+        assert not Claims(**claims).unclaimed(Problem(**problem), CPU)
+    assert Claims().unclaimed(Problem(**problem), CPU) is None
+
+
+@hypothesis.given(
+    problem=problems(),
+    flags=st.fixed_dictionaries({name: st.booleans() for name in FLAGS}),
+    dtypes=st.sampled_from((None, ("float16", "bfloat16"))),
+    head_dims=st.sampled_from((None, (64, 128), range(8, 17, 8))),
+)
+def test_a_fitted_problem_is_claimed(problem, flags, dtypes, head_dims):
+    """Whatever is claimed, any problem has one near it that is; a claimed one is its own."""
+    claims = Claims(**flags, dtypes=dtypes, head_dims=head_dims)
+    fitted = claims.fit(problem)
+    assert claims.unclaimed(fitted, CPU) is None
+    if claims.unclaimed(problem, CPU) is None:
+        assert fitted == problem

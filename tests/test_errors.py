@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.registry import Impl
+from flashattn.testing import errors as errors_module
 from flashattn.testing.accuracy import Question, Truth
 from flashattn.testing.errors import VALUES, answers, errors
 from flashattn.testing.values import VALUES as MADE
@@ -61,6 +63,26 @@ def test_units_and_budgets_are_those_of_the_suite(rounded):
     assert rounded["extreme"]["dk"]["max_budget"] == pytest.approx(budgets["max"] / unit)
     assert rounded["extreme"]["dk"]["mean_budget"] == pytest.approx(budgets["mean"] / unit)
     assert rounded["extreme"]["lse"]["mean_budget"] is None  # 80 rows are no sample
+
+
+def test_logsumexp_is_told_in_fp32():
+    """A logsumexp that comes in bf16 is off by the many units of fp32 that it lost."""
+
+    def narrow(q, k, v, **options):
+        o, lse = exactly(q, k, v, **options)
+        return o, lse.bfloat16()
+
+    assert 1e3 < errors_of(narrow)["normal"]["lse"]["max"] <= 2**15  # half a unit of bf16
+
+
+def test_unit_is_as_small_as_its_tensor():
+    """Of a tensor of small numbers the unit is small; of zeros it is the smallest there is."""
+    question = Question(problem=PROBLEM, lse=False)
+    truth = Truth.of(question.draw())
+    for factor, unit in ((2.0**-40, 2.0**-40), (0.0, 2.0**-126)):
+        small = replace(truth, exact={"o": (factor * truth.exact["o"].sign())})
+        got = (small.exact["o"] + 4 * 2.0**-7 * unit).bfloat16()
+        assert errors_module._in_units(small, "o", got)["max"] == 4
 
 
 def test_bias_has_a_sign():

@@ -165,6 +165,6 @@ def test_every_tile_wants_a_gpu(pytestconfig, pytester):
         pytest.skip("there is a GPU")
     tests = pytestconfig.rootpath / "tests"
     pytester.makeconftest((tests / "conftest.py").read_text())
-    result = pytester.runpytest_subprocess("--every-tile")
+    result = pytester.runpytest_inprocess("--every-tile")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -240,18 +239,25 @@ def test_no_case_of_that_name_is_a_mistake(fake, capsys):
     assert "--only: no case has 'd65' in its name" in capsys.readouterr().err
 
 
-def test_cases_run_by_themselves():
-    """The cases run to their end in a process of their own, one line before and one after each."""
-    done = subprocess.run(
-        [sys.executable, "-m", "flashattn.sanitize.cases", "d32"],
-        capture_output=True,
-        text=True,
-        check=True,
-        # With scratch memory; but on a GPU instrumented kernels would compile for a minute.
-        env=os.environ | ({} if torch.cuda.is_available() else CONSAN.environment),
-    )
-    assert parse(done.stdout).done == cases.names("d32")
-    assert len(cases.names("d32")) == 1
+def test_cases_say_when_they_run(capsys):
+    """Each case that was asked for is named before it and after it, and no other is run."""
+    cases.main("d32")
+    (name,) = cases.names("d32")
+    assert capsys.readouterr().out == f"case {name}\ndone {name}\n"
+
+
+def test_instrumented_kernels_get_scratch_memory(monkeypatch):
+    """Under Triton's own sanitizer kernels get memory of a size, and backward keeps to a thread."""
+    given = []
+    monkeypatch.setattr("triton.set_allocator", given.append)
+    monkeypatch.setenv("TRITON_INSTRUMENTATION_MODE", "consan")
+    try:
+        cases.main("of no case")
+        assert not torch.autograd.is_multithreading_enabled()
+    finally:
+        torch.autograd.set_multithreading_enabled(True)
+    (allocate,) = given
+    assert allocate(96, 16, None).nbytes == 96
 
 
 def test_cases_are_ragged_and_load_both_ways():

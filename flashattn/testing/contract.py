@@ -214,6 +214,8 @@ def verdict(impl: Impl, device: torch.device, clause: str) -> Verdict:
     Returns:
         ``verdict``, one of the four words above, and ``said``: why it is not "keeps", or None.
     """
+    if impl.compiles:
+        torch.compiler.reset()  # or it gives up compiling after some shapes
     try:
         CLAUSES[clause](impl, device)
     except AssertionError as error:

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
+from flashattn.testing.examples import Count
 
 pytest_plugins = ["pytester"]
 
@@ -89,6 +90,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move what changes its process to the end."""
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count the examples of every property."""
+    property_ = getattr(getattr(item, "obj", None), "hypothesis", None)
+    if property_ is not None:
+        property_.inner_test = Count.of(property_.inner_test)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many examples were drawn and held."""
+    if Count.passed:
+        terminalreporter.write_line(f"hypothesis: {Count.passed} examples passed")
 
 
 @pytest.fixture(scope="session")

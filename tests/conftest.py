@@ -1,4 +1,4 @@
-"""A made-up run of every study, for whoever draws, prints or compares runs."""
+"""A made-up run of every study, for whoever draws, prints or compares runs; and one thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
 from flashattn.report.runs import Run
+
+# Tests multiply small matrices. Threads that wait for one another, on cores that others use as
+# well, made them six times slower.
+torch.set_num_threads(1)
 
 GIBI = 2**30
 SIZES = {  # width, layers, parameters

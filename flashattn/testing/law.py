@@ -16,17 +16,22 @@ from flashattn.testing.examples import Check, Count
 from flashattn.testing.strategies import problems, questions
 
 ORDINARY = Problem(seq_q=64, head_dim=64, dtype="bfloat16", causal="top_left")
-INTERPRETED_SHARE = 5  # the interpreter takes a quarter of a second for what others do in 5 ms
+INTERPRETED_SHARE = 8  # the interpreter takes a quarter of a second for what others do in 5 ms
 PEER_SHARE = 4
 # Two tiles of keys and three of queries for the interpreter; on a GPU as many of its larger ones.
 LONGEST = {"cpu": 72, "cuda": 300}
 
 
-def share(impl: Impl, device: torch.device, examples: int) -> int:
+def _is_interpreted(impl: Impl, device: torch.device) -> bool:
+    return impl.name == "triton" and device.type == "cpu"
+
+
+def share(impl: Impl, device: torch.device) -> int:
     """Return how many of the profile's examples an implementation is asked."""
-    if impl.name == "triton" and device.type == "cpu":
-        return max(1, examples // INTERPRETED_SHARE)
-    return examples if impl.strict else max(1, examples // PEER_SHARE)
+    most = hypothesis.settings().max_examples  # the profile's
+    if _is_interpreted(impl, device):
+        return max(1, most // INTERPRETED_SHARE)
+    return most if impl.strict else max(1, most // PEER_SHARE)
 
 
 def law(
@@ -57,19 +62,23 @@ def law(
             def solves(problem: Problem) -> bool:
                 return impl.why_not(problem, device, grad=grad) is None
 
-            limits = {"shortest": 1, "longest": LONGEST[device.type], "batches": (1, 2)}
+            limits: dict[str, Any] = {"shortest": 1, "longest": LONGEST[device.type]}
+            limits |= {"groups": (1, 2)}
+            limits |= {"batches": (1,) if _is_interpreted(impl, device) else (1, 2)}
             question = questions(
                 device,
                 solves,
-                asked=problems(**limits | {"groups": (1, 2)} | (asked or {})),
+                asked=problems(**limits | (asked or {})),
                 strict=impl.strict,
                 **fixed | {"grad": grad, "lse": impl.lse and bool(fixed.get("lse", True))},
             )
             held = hypothesis.given(question=question, **drawn or {})(Count.of(check))
-            most = share(impl, device, hypothesis.settings.default.max_examples)
+            # One failure, so that it is an AssertionError and not a group of them.
+            settings = hypothesis.settings(
+                max_examples=share(impl, device), report_multiple_bugs=False
+            )
             try:
-                # One failure, so that it is an AssertionError and not a group of them.
-                hypothesis.settings(max_examples=most, report_multiple_bugs=False)(held)(impl)
+                settings(held)(impl)
             except AssertionError as error:
                 if impl.strict:
                     raise

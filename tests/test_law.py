@@ -21,6 +21,17 @@ CPU = torch.device("cpu")
 QUESTION = Question(problem=Problem(batch=2, heads=4, kv_heads=2, seq_q=20, head_dim=16))
 
 
+@pytest.fixture(autouse=True)
+def _forgetful():
+    """Remember no failure of laws that are made to fail."""
+    before = hypothesis.settings()
+    hypothesis.settings.register_profile("forgetful", before, database=None)
+    hypothesis.settings.load_profile("forgetful")
+    yield
+    hypothesis.settings.register_profile("before", before)
+    hypothesis.settings.load_profile("before")
+
+
 @law()
 def holds(impl, question):
     """Hold."""
@@ -41,11 +52,23 @@ def test_a_law_that_fails_is_shrunk():
     assert "seq_q=9" in "\n".join(failed.value.__notes__)
 
 
+@law()
+def breaks(impl, question):
+    """Raise as PyTorch does."""
+    del impl, question
+    msg = "no kernel"
+    raise RuntimeError(msg)
+
+
 def test_a_peer_is_excused():
     """One that does not claim the contract is expected to fail, and its sentence is told."""
     peer = replace(REFERENCE, name="peer", strict=False)
     with pytest.raises(pytest.xfail.Exception, match="peer: peer fails"):
         fails(peer, CPU)
+    with pytest.raises(pytest.xfail.Exception, match="peer: no kernel"):
+        breaks(peer, CPU)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        breaks(REFERENCE, CPU)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +83,20 @@ def test_what_cannot_be_asked_is_skipped(change, words):
     """Without a fact that a law needs, or a machine to run on, a law is skipped with why."""
     with pytest.raises(pytest.skip.Exception, match=words):
         fails(replace(REFERENCE, name="peer", **change), CPU)
+
+
+def test_a_law_about_other_problems_is_skipped():
+    """A law about full attention says nothing of one that is causal only, and so it says."""
+
+    @law(asked={"masks": (False,)})
+    def full(impl, question):
+        """Hold."""
+        assert impl
+        assert question
+
+    limits = {"limits": lambda problem, device: None if problem.causal else "only causal"}
+    with pytest.raises(pytest.skip.Exception, match="peer takes no problem that this law is about"):
+        full(replace(REFERENCE, name="peer", **limits), CPU)
 
 
 def test_limits_are_kept():

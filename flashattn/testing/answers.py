@@ -27,19 +27,21 @@ class Answer:
     """What was asked, what came, and how wrong it may be.
 
     Args:
-        case: what was asked.
+        question: what was asked ...
+        change: ... before it was changed.
+        case: what was asked, drawn and changed.
         got: what came, of o, lse, dq, dk and dv.
-        enlarged: more of its kind, for naive's errors.
     """
 
+    question: Question
+    change: Change
     case: Case
     got: Outputs
-    enlarged: Case
 
     @cached_property
     def truth(self) -> Truth:
         """What it is held against."""
-        return Truth.of(self.case, self.enlarged)
+        return Truth.of(self.case, self.change(self.question.enlarged().draw()))
 
     def budget(self, name: str, times: float = 1.0) -> Budget:
         """Return how wrong a sum of ``times`` elements of an output may be."""
@@ -47,19 +49,17 @@ class Answer:
         return {which: times * budget for which, budget in budgets.items()}
 
 
-def ask(impl: Impl, question: Question, change: Change | None = None) -> Answer:
+def ask(impl: Impl, question: Question, change: Change = lambda case: case) -> Answer:
     """Return the answer of ``impl``, run among poison, to a question or to a change of it.
 
     An example whose change the implementation cannot solve is rejected.
     """
-    case, enlarged = question.draw(), question.enlarged().draw()
-    if change is not None:
-        case, enlarged = change(case), change(enlarged)
+    case = change(question.draw())
     grad = case.grad_o is not None
     if impl.why_not(case.problem, case.inputs[0].device, grad=grad) is not None:
         hypothesis.reject()
     call = partial(impl, causal=case.problem.causal, scale=case.scale)
-    return Answer(case, run_guarded(call, case), enlarged)
+    return Answer(question, change, case, run_guarded(call, case))
 
 
 def assert_within(name: str, errors: torch.Tensor, *budgets: Budget) -> None:

@@ -18,6 +18,7 @@ from flashattn import registry
 from flashattn.testing import repro
 from flashattn.testing.accuracy import Question
 from flashattn.testing.chosen import asked, choose
+from flashattn.testing.examples import Count
 
 pytest_plugins = ["pytester"]
 
@@ -96,6 +97,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count the examples of every property."""
+    property_ = getattr(getattr(item, "obj", None), "hypothesis", None)
+    if property_ is not None:
+        property_.inner_test = Count.of(property_.inner_test)
+
+
 def _has_impl(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return "impl" in params or hasattr(params.get("case"), "impl")
@@ -121,7 +129,9 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """For each implementation that failed, shrink a failure and print the line that repeats it."""
+    """Count the examples; for each implementation that failed, print the line that repeats it."""
+    if Count.passed:
+        terminalreporter.write_line(f"hypothesis: {Count.passed} examples passed")
     for name, (first, questions) in config.stash[FAILURES].items():
         impl = registry.get(name)
         smallest = None

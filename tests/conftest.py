@@ -1,4 +1,4 @@
-"""``--every-tile``; and a made-up run of every study, for whoever draws or compares runs."""
+"""``--every-tile``; a made-up run of every study, for who draws or compares runs; one thread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from flashattn.report.runs import Run
+
+# Tests multiply small matrices. Threads that wait for one another, on cores that others use as
+# well, made them six times slower.
+torch.set_num_threads(1)
 
 GIBI = 2**30
 SIZES = {  # width, layers, parameters

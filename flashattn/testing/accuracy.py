@@ -293,7 +293,11 @@ class Truth:
 
 def run_guarded(call: Call, case: Case) -> Outputs:
     """Run among poison: see ``poison.guard``, which raises when memory outside is written to."""
-    with guard(*case.inputs, case.grad_o, case.grad_lse) as (q, k, v, grad_o, grad_lse):
+    grads = [x for x in (case.grad_o, case.grad_lse) if x is not None]
+    with guard(*case.inputs, *grads) as (q, k, v, *others):
+        given = iter(others)
+        grad_o = None if case.grad_o is None else next(given)
+        grad_lse = None if case.grad_lse is None else next(given)
         return run(call, replace(case, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse))
 
 

@@ -27,19 +27,21 @@ class Answer:
     """What was asked, what came, and how wrong it may be.
 
     Args:
-        case: what was asked.
+        question: what was asked ...
+        change: ... before it was changed.
+        case: what was asked, drawn and changed.
         got: what came, of o, lse, dq, dk and dv.
-        enlarged: more of its kind, for naive's errors.
     """
 
+    question: Question
+    change: Change
     case: Case
     got: Outputs
-    enlarged: Case
 
     @cached_property
     def truth(self) -> Truth:
         """What it is held against."""
-        return Truth.of(self.case, self.enlarged)
+        return Truth.of(self.case, self.change(self.question.enlarged().draw()))
 
     def budget(self, name: str, times: float = 1.0) -> Budget:
         """Return how wrong a sum of ``times`` elements of an output may be."""
@@ -47,18 +49,17 @@ class Answer:
         return {which: times * budget for which, budget in budgets.items()}
 
 
-def ask(impl: Impl, question: Question, change: Change | None = None) -> Answer:
+def ask(impl: Impl, question: Question, change: Change = lambda case: case) -> Answer:
     """Return the answer of ``impl``, run among poison, to a question or to a change of it.
 
     An example whose change the implementation cannot solve is rejected.
     """
-    case, enlarged = question.draw(), question.enlarged().draw()
-    if change is not None:
-        case, enlarged = change(case), change(enlarged)
+    case = change(question.draw())
     grad = case.grad_o is not None
-    hypothesis.assume(impl.why_not(case.problem, case.inputs[0].device, grad=grad) is None)
+    if impl.why_not(case.problem, case.inputs[0].device, grad=grad) is not None:
+        hypothesis.reject()
     call = partial(impl, causal=case.problem.causal, scale=case.scale)
-    return Answer(case, run_guarded(call, case), enlarged)
+    return Answer(question, change, case, run_guarded(call, case))
 
 
 def assert_within(name: str, errors: torch.Tensor, *budgets: Budget) -> None:
@@ -76,6 +77,21 @@ def assert_within(name: str, errors: torch.Tensor, *budgets: Budget) -> None:
         assert found[which] <= allowed, message
 
 
+def assert_same_bits(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Hold two outputs to be equal, element by element (0 and -0 are).
+
+    Raises:
+        AssertionError: how many elements differ, and the first that does.
+    """
+    assert one.shape == other.shape, f"{name}: shape {list(one.shape)}, not {list(other.shape)}"
+    different = (one != other).nonzero()
+    if len(different):
+        where = different[0].tolist()
+        values = f"{one[tuple(where)].item()!r} and {other[tuple(where)].item()!r}"
+        msg = f"{name}: {len(different)} elements differ, the first at {where}: {values}"
+        raise AssertionError(msg)
+
+
 def assert_agree(one: Answer, other: Answer, *, times: float = 1.0, **back: Back) -> None:
     """Hold the second answer to the first, within the budgets of both.
 
@@ -88,7 +104,7 @@ def assert_agree(one: Answer, other: Answer, *, times: float = 1.0, **back: Back
     Raises:
         AssertionError: which output differs, and by how much.
     """
-    for name in one.got.keys() & other.got.keys():
+    for name in (name for name in one.got if name in other.got):
         changed = back.get(name)
         a, b = one.got[name].double(), other.got[name].double()
         b = b if changed is None else changed(b)

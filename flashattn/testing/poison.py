@@ -80,30 +80,25 @@ def _allocator_fills(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def guard(*tensors: torch.Tensor | None) -> Iterator[list[torch.Tensor | None]]:
+def guard(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Hand over inputs in poisoned surroundings, and new memory full of poison, and watch both.
 
     What is read outside an input, or never written of an output, shows as NaN.
 
-    Args:
-        tensors: inputs; None is handed through.
-
     Raises:
         AssertionError: an input, its gaps or anything around an input or an output was written to.
     """
-    inputs = [None if x is None else surrounded(x) for x in tensors]
-    before = [None if x is None else _bytes(x).clone() for x in inputs]
+    inputs = [surrounded(x) for x in tensors]
+    before = [_bytes(x).clone() for x in inputs]
     made: list[torch.Tensor] = []
-    device = next((x.device for x in tensors if x is not None), torch.device("cpu"))
-    with _empty_is_poisoned(made), _allocator_fills(device):
+    with _empty_is_poisoned(made), _allocator_fills(tensors[0].device):
         yield inputs
     for i, (x, memory) in enumerate(zip(inputs, before, strict=True)):
-        if x is not None and not torch.equal(_bytes(x), memory):
+        if not torch.equal(_bytes(x), memory):
             msg = f"input {i}, or the memory around it, was written to"
             raise AssertionError(msg)
     for x in made:
-        margin = MARGIN * x.element_size()
-        memory = _bytes(x)
+        margin, memory = MARGIN * x.element_size(), _bytes(x)
         if not ((memory[:margin] == BYTE).all() and (memory[-margin:] == BYTE).all()):
             msg = f"the memory around an output of shape {list(x.shape)} was written to"
             raise AssertionError(msg)

@@ -12,7 +12,8 @@ from flashattn.testing.accuracy import Question
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.values import VALUES
 
-HEAD_DIMS = st.sampled_from((16, 32, 64, 128)) | st.integers(1, 72)
+WHOLE_HEAD_DIMS = st.sampled_from((16, 32, 64, 128))
+HEAD_DIMS = WHOLE_HEAD_DIMS | st.integers(1, 72)
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 
 
@@ -26,6 +27,8 @@ def problems(
     groups: tuple[int, ...] = (1, 2, 3),
     masks: tuple[Causal, ...] = MASKS,
     square: bool = False,
+    aligned: bool = False,
+    head_dims: tuple[int, ...] = (),
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
 ) -> Problem:
     """Draw problems with empty, single, ragged and whole tiles, grouped heads and every mask.
@@ -38,10 +41,16 @@ def problems(
         groups: to choose from: query heads that share a key head.
         masks: to choose from.
         square: as many keys as queries.
+        aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
+        head_dims: to choose from; none means any, up to 128.
         dtypes: to choose from.
     """
     kv_heads = draw(st.integers(1, 2), label="kv_heads")
     lengths = st.integers(shortest, longest)
+    if aligned:
+        lengths = st.integers(-(-shortest // 16), longest // 16).map(lambda n: 16 * n)
+    dims = WHOLE_HEAD_DIMS if aligned else HEAD_DIMS
+    dims = st.sampled_from(head_dims) if head_dims else dims
     seq_q = draw(lengths, label="seq_q")
     return Problem(
         batch=draw(st.sampled_from(batches), label="batch"),
@@ -49,7 +58,7 @@ def problems(
         kv_heads=kv_heads,
         seq_q=seq_q,
         seq_kv=seq_q if square else draw(st.just(seq_q) | lengths, label="seq_kv"),
-        head_dim=draw(HEAD_DIMS, label="head_dim"),
+        head_dim=draw(dims, label="head_dim"),
         causal=draw(st.sampled_from(masks), label="causal"),
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )

@@ -1,0 +1,187 @@
+"""The law decorator: ours fail, peers are excused, and what cannot be asked is skipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import hypothesis
+import pytest
+import torch
+
+from flashattn import registry
+from flashattn.problem import Problem
+from flashattn.testing.accuracy import Question
+from flashattn.testing.answers import ask, assert_agree, assert_same_bits, assert_within
+from flashattn.testing.examples import Count
+from flashattn.testing.law import law
+
+REFERENCE = registry.get("reference")
+CPU = torch.device("cpu")
+QUESTION = Question(problem=Problem(batch=2, heads=4, kv_heads=2, seq_q=20, head_dim=16))
+
+
+@pytest.fixture(autouse=True)
+def _forgetful():
+    """Remember no failure of laws that are made to fail."""
+    before = hypothesis.settings()
+    hypothesis.settings.register_profile("forgetful", before, database=None)
+    hypothesis.settings.load_profile("forgetful")
+    yield
+    hypothesis.settings.register_profile("before", before)
+    hypothesis.settings.load_profile("before")
+
+
+@law()
+def holds(impl, question):
+    """Hold."""
+    assert impl
+    assert question.problem.seq_q
+
+
+@law(needs="lse")
+def fails(impl, question):
+    """Fail from nine queries on."""
+    assert question.problem.seq_q < 9, f"{impl.name} fails"
+
+
+def test_a_law_that_fails_is_shrunk():
+    """One of ours that breaks a law fails, with the smallest question that does."""
+    with pytest.raises(AssertionError) as failed:
+        fails(REFERENCE, CPU)
+    assert "seq_q=9" in "\n".join(failed.value.__notes__)
+
+
+@law()
+def breaks(impl, question):
+    """Raise as PyTorch does."""
+    del impl, question
+    msg = "no kernel"
+    raise RuntimeError(msg)
+
+
+def test_a_peer_is_excused():
+    """One that does not claim the contract is expected to fail, and its sentence is told."""
+    peer = replace(REFERENCE, name="peer", strict=False)
+    with pytest.raises(pytest.xfail.Exception, match="peer: peer fails"):
+        fails(peer, CPU)
+    with pytest.raises(pytest.xfail.Exception, match="peer: no kernel"):
+        breaks(peer, CPU)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        breaks(REFERENCE, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lse": False}, "peer does not return the logsumexp"),
+        ({"compiles": True}, "peer compiles for seconds"),
+        ({"limits": lambda problem, device: "peer is away"}, "peer is away"),
+    ],
+)
+def test_what_cannot_be_asked_is_skipped(change, words):
+    """Without a fact that a law needs, or a machine to run on, a law is skipped with why."""
+    with pytest.raises(pytest.skip.Exception, match=words):
+        fails(replace(REFERENCE, name="peer", **change), CPU)
+
+
+def test_a_law_about_other_problems_is_skipped():
+    """A law about full attention says nothing of one that is causal only, and so it says."""
+
+    @law(asked={"masks": (False,)})
+    def full(impl, question):
+        """Hold."""
+        assert impl
+        assert question
+
+    limits = {"limits": lambda problem, device: None if problem.causal else "only causal"}
+    with pytest.raises(pytest.skip.Exception, match="peer takes no problem that this law is about"):
+        full(replace(REFERENCE, name="peer", **limits), CPU)
+
+
+def test_limits_are_kept():
+    """An implementation is asked only what it takes; without gradients, only forward."""
+    asked = []
+
+    @law()
+    def remembers(impl, question):
+        """Remember."""
+        assert impl is narrow
+        asked.append(question)
+
+    narrow = replace(
+        REFERENCE,
+        limits=lambda problem, device: None if problem.causal else "only causal",
+        grad=False,
+        strict=False,
+    )
+    remembers(narrow, CPU)
+    assert all(question.problem.causal and not question.grad for question in asked)
+    assert {(question.values, question.layout) for question in asked} == {("normal", "contiguous")}
+
+
+def test_shares(monkeypatch):
+    """The interpreter is asked an eighth of the profile's examples and a peer a quarter."""
+    most = hypothesis.settings().max_examples
+    shares = {"triton": max(1, most // 8), "tiled": most, "sdpa": max(1, most // 4)}
+    for name, wanted in shares.items():
+        monkeypatch.setattr(Count, "passed", 0)
+        holds(registry.get(name), CPU)
+        assert Count.passed == wanted
+
+
+def scaled(name, factor):
+    """Return the reference with one output, or one input's gradient, wrong by a factor."""
+
+    def call(q, k, v, **options):
+        where = {"dq": 0, "dk": 1, "dv": 2}.get(name)
+        inputs = [q, k, v]
+        if where is not None:
+            x = inputs[where]
+            inputs[where] = x * factor + (x * (1 - factor)).detach()
+        o, lse = REFERENCE(*inputs, **options)
+        off = {"o": o, "lse": lse}.get(name, torch.zeros(1)).detach() * (factor - 1)
+        return o + off if name == "o" else o, lse + off if name == "lse" else lse
+
+    return replace(REFERENCE, call=call)
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
+def test_disagreement_is_seen(name):
+    """Two answers agree with themselves, and not where one output is wrong by a thousandth."""
+    one = ask(REFERENCE, QUESTION)
+    assert_agree(one, ask(scaled(name, 1 + 1e-7), QUESTION))
+    with pytest.raises(AssertionError, match=rf"{name}: differs by .* \((max|mean)\), budget"):
+        assert_agree(one, ask(scaled(name, 1.001), QUESTION))
+
+
+def test_sums_have_larger_budgets():
+    """Only what was added up may differ by several budgets."""
+    answer = ask(REFERENCE, QUESTION)
+    budget = answer.budget("dk")["max"]
+    off = partial(torch.full, (9,), dtype=torch.float64)
+    assert_within("dk", off(2.9 * budget), {"max": budget}, {"max": 2 * budget})
+    with pytest.raises(AssertionError, match="dk: differs"):
+        assert_within("dk", off(3.1 * budget), {"max": budget}, {"max": 2 * budget})
+
+
+def test_infinities_must_agree():
+    """An infinite or NaN element in one answer only is seen."""
+    one, other = ask(REFERENCE, QUESTION), ask(REFERENCE, QUESTION)
+    for wrong in (torch.inf, torch.nan):
+        other.got["dv"][0, 0, 0, 0] = wrong
+        for pair in ((one, other), (other, one)):
+            with pytest.raises(AssertionError, match="dv: infinite or NaN"):
+                assert_agree(*pair)
+
+
+def test_bits():
+    """Bits are the same or the first that differs is told; NaN is the same as nothing."""
+    x = torch.arange(6.0).view(2, 3)
+    assert_same_bits("o", x, x.clone())
+    y = x.clone()
+    y[1, 0] += 1e-6
+    with pytest.raises(AssertionError, match=r"o: 1 elements differ, the first at \[1, 0\]: 3.0"):
+        assert_same_bits("o", x, y)
+    with pytest.raises(AssertionError, match="o: 1 elements"):
+        assert_same_bits("o", torch.tensor([torch.nan]), torch.tensor([torch.nan]))

@@ -7,12 +7,26 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from flashattn.problem import Causal, Problem, check_scale, diagonal
 
+
+def why_not_interpreted(triton: str, numpy: str) -> str | None:
+    """Return why the interpreter of this version of Triton fails with that of numpy, or None.
+
+    Triton 3.6's takes arrays of one element for numbers, which numpy 2.4 no longer does.
+    """
+    older, newer = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
+    if older > (3, 6) or newer < (2, 4):
+        return None
+    return "triton 3.6's interpreter needs an older numpy: pip install 'numpy<2.4'"
+
+
+INTERPRETER_FAILS = why_not_interpreted(version("triton"), version("numpy"))
 LARGEST_HEAD_DIM = 256
 OLDEST_GPU = (8, 0)
 
@@ -29,7 +43,7 @@ def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0
         )
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
-            return None
+            return INTERPRETER_FAILS
         return "triton runs on a CPU only interpreted: set TRITON_INTERPRET=1 before the first call"
     if device.type != "cuda":
         return f"triton runs on CUDA GPUs here, not on {device.type}"

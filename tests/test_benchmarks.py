@@ -176,8 +176,10 @@ def test_interpreted_kernels_have_no_speed(bench, pytester):
     assert kept(pytester) == []  # a run without a number
 
 
-def test_study_and_compiled_are_left_out_with_a_reason(bench):
+def test_study_and_compiled_are_left_out_with_a_reason(bench, monkeypatch):
     """What would take too long is a row that says so."""
+    # Nothing is compiled, and torch's compiler cannot be imported again once pytester forgot it.
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     result = bench({"slow": made_impl("slow", compiles=True), "good": good}, *ONE)
     result.assert_outcomes(passed=3, skipped=3)
     result.stdout.fnmatch_lines(["*slow compiles every shape*3 cases*"])

@@ -23,10 +23,16 @@ from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
 from flashattn.kernels.offline import variants
 from flashattn.kernels.primitives import INTERPRETED
+from flashattn.ops import INTERPRETER_FAILS
 
 FOLDER = Path(__file__).parent / "counts"
 COMPILED = sorted(FOLDER.glob("compiled-*.json"))
 interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
+
+
+needs_the_interpreter = pytest.mark.skipif(
+    INTERPRETER_FAILS is not None, reason=str(INTERPRETER_FAILS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,9 @@ def change(output, case, name):
 def test_interpreter_counts(copy_of):
     """Every kernel multiplies, loads and stores what is expected of it, case by case."""
     done = copy_of()("interpreter", "--folder", FOLDER)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    said = f"UNPROVEN: {INTERPRETER_FAILS}\n" if INTERPRETER_FAILS else done.stdout
+    assert (done.stdout, done.stderr) == (said, "")
+    assert done.returncode == (11 if INTERPRETER_FAILS else 0), done.stdout
 
 
 NO_LAST_KEY = (
@@ -91,6 +99,7 @@ NO_FIRST_QUERY = (
 )
 
 
+@needs_the_interpreter
 def test_lost_causal_skipping(copy_of):
     """A kernel that visits tiles that the mask hides does more products than expected."""
     case = f"{CAUSAL} descriptors"
@@ -117,6 +126,7 @@ SECOND_PASS = """\
 """
 
 
+@needs_the_interpreter
 def test_second_pass_over_keys(copy_of):
     """A kernel that reads K and V once more loads more bytes than expected, and only that."""
     marker = "    dead = l == 0.0"

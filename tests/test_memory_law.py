@@ -34,10 +34,11 @@ def sizes(problem):
     return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
 
 
-def kernels(problem):
+def kernels(problem, device):
     """Launch the kernels, below the operators that hide what they allocate."""
-    q, k, v = make_inputs(problem)
-    grads, how = make_grads(problem), {"diagonal": problem.diagonal, "scale": 0.25}
+    q, k, v = make_inputs(problem, device=device)
+    grads = make_grads(problem, device=device)
+    how = {"diagonal": problem.diagonal, "scale": 0.25}
     with Live() as live:
         o, lse = forward(q, k, v, **how)
         peaks = [live.peak]
@@ -45,10 +46,11 @@ def kernels(problem):
     return live, [*peaks, live.peak], sum(x.nbytes for x in (q, k, v, *grads))
 
 
-def tiles(problem):
+def tiles(problem, device):
     """Run the tiled algorithm in PyTorch."""
-    q, k, v = make_inputs(problem)
-    grads, how = make_grads(problem), {"diagonal": problem.diagonal, "scale": 0.25}
+    q, k, v = make_inputs(problem, device=device)
+    grads = make_grads(problem, device=device)
+    how = {"diagonal": problem.diagonal, "scale": 0.25}
     with Live() as live:
         o, lse = tiled.tiled_forward(q, k, v, **how)
         peaks = [live.peak]
@@ -56,9 +58,9 @@ def tiles(problem):
     return live, [*peaks, live.peak], sum(x.nbytes for x in (q, k, v, *grads))
 
 
-def naively(problem):
+def naively(problem, device):
     """Run the three lines that everybody writes."""
-    q, k, v = (x.requires_grad_() for x in make_inputs(problem))
+    q, k, v = (x.requires_grad_() for x in make_inputs(problem, device=device))
     with Live() as live:
         o = naive_attention(q, k, v, diagonal=problem.diagonal, scale=0.25)
         peaks = [live.peak]
@@ -67,16 +69,16 @@ def naively(problem):
 
 
 @pytest.mark.parametrize("way", [kernels, tiles])
-def test_no_tensor_is_a_score_matrix(way):
+def test_no_tensor_is_a_score_matrix(device, way):
     """No tensor of forward and backward is larger than o; naive attention's have T x S."""
     problem = problem_of(256, heads=1)
-    assert way(problem)[0].largest == 256 * 16 * FP32
-    assert naively(problem)[0].largest == 256 * 256 * FP32
+    assert way(problem, device)[0].largest == 256 * 16 * FP32
+    assert naively(problem, device)[0].largest == 256 * 256 * FP32
 
 
-def test_bytes_grow_linearly():
+def test_bytes_grow_linearly(device):
     """Each further tile of length adds the same bytes to the tiled algorithm; naive adds more."""
-    found = [[way(problem_of(n))[1] for n in (128, 192, 256)] for way in (tiles, naively)]
+    found = [[way(problem_of(n), device)[1] for n in (128, 192, 256)] for way in (tiles, naively)]
     for a, b, c in zip(*found[0], strict=True):
         assert c - b == b - a > 0
     for a, b, c in zip(*found[1], strict=True):
@@ -84,10 +86,10 @@ def test_bytes_grow_linearly():
 
 
 @pytest.mark.parametrize("length", [64, 130])
-def test_kernels_allocate_what_they_return(length):
+def test_kernels_allocate_what_they_return(device, length):
     """Forward allocates o and lse, backward the gradients and two numbers a query: to the byte."""
     problem = problem_of(length, heads=4, kv_heads=2, seq_kv=90)
-    _, (after_forward, after_backward), given = kernels(problem)
+    _, (after_forward, after_backward), given = kernels(problem, device)
     o, lse, grads, rows = sizes(problem)
     wanted_forward = sum(x.nbytes for x in make_inputs(problem)) + o + lse
     assert after_forward == wanted_forward

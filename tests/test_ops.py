@@ -107,3 +107,14 @@ def test_why_not():
     assert "tiled and reference" in ops.why_not(Problem(dtype="float64"), cpu)
     assert "up to 256" in ops.why_not(Problem(head_dim=257), cpu)
     assert "not on meta" in ops.why_not(Problem(), torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "fails"),
+    [("3.6.0", "2.4.1", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.4.1", False)],
+)
+def test_an_interpreter_that_fails_is_told(triton, numpy, fails):
+    """Triton 3.6's interpreter with a numpy that it cannot live with is a reason, and a remedy."""
+    reason = ops.why_not_interpreted(triton, numpy)
+    assert (reason is not None) is fails
+    assert not fails or "pip install 'numpy<2.4'" in reason

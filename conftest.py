@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -15,10 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
-from flashattn.testing import repro
-from flashattn.testing.accuracy import Question
-from flashattn.testing.chosen import asked, choose
+from flashattn.testing.chosen import choose
 from flashattn.testing.examples import Count
+from flashattn.testing.failures import Failures
 
 pytest_plugins = ["pytester"]
 
@@ -49,7 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 IMPLS = pytest.StashKey[list[str]]()
-FAILURES = pytest.StashKey[dict[str, tuple[str, list[Question]]]]()
 PEERS = ("triton", "naive", "sdpa_flash", "sdpa_cudnn", "flex")  # what a user would time it beside
 
 
@@ -57,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Resolve --impl once."""
     chosen = list(dict.fromkeys(n for option in config.option.impl or () for n in _named(option)))
     config.stash[IMPLS] = chosen or list(registry.names())
-    config.stash[FAILURES] = {}
+    config.pluginmanager.register(Failures(), "failures")
     config.option.impl = chosen
     # Somebody's own, and nobody else, is asked for: benchmarks put the peers beside it.
     own = all(registry.get(name).origin for name in chosen)
@@ -109,38 +105,10 @@ def _has_impl(item: pytest.Item) -> bool:
     return "impl" in params or hasattr(params.get("case"), "impl")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[pytest.TestReport]:
-    """Remember on what each implementation failed."""
-    report = yield
-    if report.when == "call" and report.failed and "impl" in getattr(item, "funcargs", {}):
-        error = call.excinfo.value
-        causes = getattr(error, "exceptions", (error,))  # Hypothesis may find several
-        first = item.config.cwd_relative_nodeid(item.nodeid)
-        _, questions = item.config.stash[FAILURES].setdefault(
-            item.funcargs["impl"].name, (first, [])
-        )
-        questions += [x.question for x in causes if hasattr(x, "question")]
-    return report
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Count the examples; for each implementation that failed, print the line that repeats it."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many examples were drawn and held."""
     if Count.passed:
         terminalreporter.write_line(f"hypothesis: {Count.passed} examples passed")
-    for name, (first, questions) in config.stash[FAILURES].items():
-        impl = registry.get(name)
-        smallest = None
-        if questions:
-            least = min(questions, key=lambda question: question.problem.flops())
-            smallest = repro.smallest(impl, least)
-        terminalreporter.section(f"{name}: what fails, made small")
-        said, line = smallest or (first, shlex.join(["pytest", first, "--impl", asked(impl)]))
-        terminalreporter.write_line(f"{said}\n{line}")
 
 
 @pytest.fixture(scope="session")

@@ -80,11 +80,13 @@ def test_offsets_are_64_bit(device, far):
     """A head that begins beyond 2^31 elements is read, and its gradient written, where it lies."""
     problem = Problem(heads=2, seq_q=20, head_dim=16, dtype="float16")
     near = make_inputs(problem, device=device)
+    # Two heads, the second behind 4 GiB that are never touched. As many lie before the first, so
+    # that an offset of 32 bits, which wraps to there, reads other numbers and does not crash.
+    first, apart = 2**31, 4096
+    buffer = torch.empty(first + far + 3 * apart, dtype=torch.float16, device=device)
     tensors = []
-    for x in near:
-        # Two heads of one buffer, the second behind 4 GiB that are never touched.
-        buffer = torch.empty(far + 20 * 16, dtype=torch.float16, device=device)
-        view = buffer.as_strided(x.shape, (0, far, 16, 1))
+    for i, x in enumerate(near):
+        view = buffer.as_strided(x.shape, (0, far, 16, 1), first + i * apart)
         view.copy_(x)
         tensors.append(view)
     assert torch.equal(triton(False)(*tensors)[0], triton(False)(*near)[0])

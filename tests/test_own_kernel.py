@@ -36,7 +36,7 @@ def wrong(q, k, v, *, causal, scale):
     p = scores(q, k, causal, scale).exp()  # the maximum is not subtracted
     return p @ v / p.sum(-1, keepdim=True)
 
-@register("forward_only", grad=False, **FLAGS)
+@register("forward_only", grad=False, head_dims=(64, 128), **FLAGS)
 def forward_only(q, k, v, *, causal, scale):
     return right(q, k, v, causal=causal, scale=scale).detach()
 
@@ -72,7 +72,7 @@ def test_tests_run_on_own_kernels(pytester):
         *("--impl", "kernels.py", "-k", chosen, "test_impls.py", "test_laws_of_mine.py"),
         timeout=200,
     )
-    result.assert_outcomes(passed=8, failed=2, skipped=2)
+    result.assert_outcomes(passed=7, failed=2, skipped=3)
     result.stdout.no_fnmatch_line("*something_else*")
     result.stdout.fnmatch_lines(
         [
@@ -151,7 +151,11 @@ def test_one_of_several(pytester):
         ("", "{path}", r"wanted a function attention\(q, k, v.* got neither"),
         ("attention = 3", "{path}", r"wanted a function attention\(q, k, v.* got neither"),
         (KERNELS, "{path}:nobody", "wanted a function nobody.* got right, wrong, forward_only"),
-        ("\n1 / 0", "{path}", "mine.py cannot be loaded: line 2: ZeroDivisionError: division"),
+        (
+            "import json\njson.loads('')",
+            "{path}",
+            "mine.py cannot be loaded: line 2: JSONDecodeError: ",
+        ),
         ("def (", "{path}", r"cannot be loaded: .*SyntaxError: .*\(mine.py, line 1\)"),
         (FUNCTIONS, "{path}:print", "wanted a function print"),
         ("def tiled(): pass", "{path}:tiled", "name: wanted one that is not taken, got 'tiled'"),

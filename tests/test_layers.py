@@ -39,6 +39,7 @@ ALLOWED = {
     },
     "measure": {"measure", "problem"},
     "report": {"report"},
+    "gate": {"gate", "report", "lm", "training"},
     "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }
 ONLY_IN = {"triton": {"kernels", "measure"}, "hypothesis": {"testing"}, "matplotlib": {"report"}}

@@ -1,0 +1,312 @@
+"""``pytest benchmarks --gate-against`` from end to end, in a repository of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # an inner run forgets what it imported, and these two
+import triton  # noqa: F401 - cannot be imported twice
+
+from flashattn.gate import cases, pair, plugin
+from flashattn.gate.pair import Pair, WorkerError
+from flashattn.report import gate
+
+pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+QUICK = replace(cases.CPU[0], name="quick", shape=(1, 1, 1, 64, 64))
+SPIN = "\n    for _ in range(30_000):\n        pass\n"
+BEGIN = "    o = torch.empty_like(q)\n"  # of tiled_forward
+
+
+@pytest.fixture
+def repository(pytester, monkeypatch):
+    """Return a repository with the package, the gate, and a commit; the margin is wide."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, pytester.path)
+    (pytester.path / "benchmarks").mkdir()
+    for name in ("conftest.py", "bench_flash.py", "bench_gate.py"):
+        shutil.copy(ROOT / "benchmarks" / name, pytester.path / "benchmarks")
+    pair.working_tree(ROOT, pytester.path)
+    monkeypatch.setattr(plugin, "CASES", dict.fromkeys(("cpu", "cuda"), (QUICK,)))
+    monkeypatch.setattr(plugin, "SELFTEST", dict.fromkeys(("cpu", "cuda"), ("quick",)))
+    monkeypatch.setattr(plugin, "INJECTED", (1.0,))
+    monkeypatch.setattr(gate, "MARGIN", 0.3)
+    monkeypatch.setattr(pair, "SAMPLE", 2e-3)
+    git(pytester.path, "init", "--quiet")
+    commit(pytester.path)
+    return pytester
+
+
+def git(folder, *arguments):
+    """Run git as somebody."""
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True)  # noqa: S607
+
+
+def commit(folder):
+    """Commit all there is."""
+    git(folder, "add", "--all", "--force")
+    git(folder, "commit", "--quiet", "--message", "change")
+
+
+def edit(folder, name, old, new):
+    """Replace a text that a file of the package has."""
+    path = folder / "flashattn" / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def run(repository, *arguments):
+    """Run the gate with few rounds."""
+    return repository.runpytest_inprocess("benchmarks", "--gate-rounds=15", *arguments)
+
+
+def junit(path):
+    """Return how many tests a JUnit file has, how many failed, and what it says of the failures."""
+    suite = ET.parse(path).getroot()[0]  # noqa: S314 - written a moment ago
+    said = [failure.get("message") for failure in suite.iter("failure")]
+    return int(suite.get("tests")), int(suite.get("failures")), said
+
+
+def test_unchanged_code_is_the_same(repository, monkeypatch):
+    """Unchanged code passes with a table, here and on GitHub's page; nothing is left behind."""
+    summary, scratch = repository.path / "summary.md", repository.path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(passed=1)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["| case *| HEAD, ms |*", "| quick *SAME |"])
+    assert "| quick " in summary.read_text()
+    assert not list(scratch.iterdir())
+
+
+def test_a_slow_down_is_a_failed_test(repository):
+    """A commit that is slower fails its case with a sentence that JUnit counts, not a traceback."""
+    edit(repository.path, "tiled.py", BEGIN, SPIN + BEGIN)
+    commit(repository.path)
+    result = run(repository, "--gate-against=HEAD^", "--junitxml=junit.xml")
+    result.assert_outcomes(failed=1)
+    assert result.ret == 1
+    tests, failures, said = junit(repository.path / "junit.xml")
+    assert (tests, failures) == (1, 1)
+    assert said[0].startswith("Failed: quick is SLOWER: +")
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*plugin.py:*: Failed*")
+
+
+def test_the_gain_of_a_commit_is_no_failure(repository):
+    """Faster code passes, and is what is in the working tree, committed or not."""
+    edit(repository.path, "tiled.py", BEGIN, SPIN + BEGIN)
+    commit(repository.path)
+    edit(repository.path, "tiled.py", SPIN + BEGIN, BEGIN)
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["| quick *FASTER |"])
+
+
+def test_a_dirty_null_arm_proves_nothing(repository, monkeypatch):
+    """Where the old revision is slower than itself the status says so, though nothing failed."""
+    prepare = Pair._prepare
+
+    def disturbed(self, case, *, slowdown):
+        reason = prepare(self, case, slowdown=slowdown)
+        self._workers["again"].ask("slow", share=2.0)
+        return reason
+
+    monkeypatch.setattr(Pair, "_prepare", disturbed)
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == gate.EXIT_UNPROVEN
+    result.stdout.fnmatch_lines(["| quick *15 + 30 | UNPROVEN |", "*quick is UNPROVEN*"])
+
+
+def test_an_older_revision_needs_no_gate(repository):
+    """A revision without the gate and its clock is compared; what it cannot run is new."""
+    folder = repository.path
+    shutil.rmtree(folder / "flashattn" / "gate")
+    shutil.rmtree(folder / "flashattn" / "measure")
+    (folder / "flashattn" / "training.py").unlink()
+    commit(folder)
+    shutil.rmtree(folder / "flashattn")
+    pair.working_tree(ROOT, folder)
+    plugin.CASES["cpu"] = plugin.CASES["cuda"] = (QUICK, replace(cases.CPU[-1], batch=1))
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(passed=1, skipped=1)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        ["| model-train *NEW |", "*model-train is NEW: * (ModuleNotFoundError: *training*)"]
+    )
+
+
+def test_a_dead_worker_tells_why(repository):
+    """A process that dies is a failure with its last words; the next case gets new processes."""
+    edit(
+        repository.path, "tiled.py", BEGIN, "    import os; os.write(2, b'farewell'); os._exit(3)\n"
+    )
+    edit(repository.path, "reference.py", "group = q", "group = q.no_such_thing\n    group = q")
+    other = replace(cases.CPU[0], name="other", impl="reference")
+    naive = replace(cases.CPU[0], name="naive", impl="naive", shape=(1, 1, 1, 64, 64))
+    plugin.CASES["cpu"] = plugin.CASES["cuda"] = (QUICK, other, naive)
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(failed=2, passed=1)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["*new: died at 'prepare'*farewell*", "*new: cannot run other: AttributeError:*"]
+    )
+
+
+def test_the_selftest_sees_what_is_there(repository, monkeypatch):
+    """A slow-down made on purpose is seen; work that is too little to see breaks the gate."""
+    result = run(repository, "--gate-selftest")
+    result.assert_outcomes(passed=1)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["| quick +100% *SEEN |"])
+    monkeypatch.setattr(plugin, "INJECTED", (0.01,))
+    blind = run(repository, "--gate-selftest", "--junitxml=junit.xml")
+    assert blind.ret == gate.EXIT_BROKEN
+    assert junit(repository.path / "junit.xml")[1] == 1
+    blind.stdout.fnmatch_lines(["*1% made on purpose was MISSED*"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gate-against=nowhere",), "*--gate-against: wanted a revision*got 'nowhere'*"),
+        (("--gate-against=--all",), "*--gate-against: wanted a revision*got '--all'*"),
+        (("--gate-against=HEAD", "--gate-rounds=3"), "*--gate-rounds: wanted at least 10, got 3*"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(repository, arguments, said):
+    """What is no revision, and too few rounds, are refused in a sentence before anything runs."""
+    result = repository.runpytest_inprocess("benchmarks", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([said])
+
+
+def test_a_revision_without_the_package(repository):
+    """A revision that has no ``flashattn`` is refused in a sentence."""
+    shutil.rmtree(repository.path / "flashattn")
+    (repository.path / "other").touch()
+    commit(repository.path)
+    pair.working_tree(ROOT, repository.path)
+    with pytest.raises(ValueError, match="wanted a revision that has flashattn, got 'HEAD'"):
+        Pair(repository.path, "HEAD", CPU)
+
+
+def test_the_gates_cases_are_its_own(repository):
+    """Without its options none of the gate's cases is collected, with them nothing else."""
+    plain = repository.runpytest_inprocess("benchmarks", "--collect-only", "-q")
+    plain.stdout.no_fnmatch_line("*bench_gate*")
+    plain.stdout.fnmatch_lines(["*bench_forward*"])
+    gated = run(repository, "--gate-against=HEAD", "--collect-only", "-q")
+    names = [line for line in gated.outlines if "::" in line]
+    assert [name.rpartition("::")[2] for name in names] == [
+        "bench_gate[[]quick]".replace("[[]", "[")
+    ]
+
+
+def processes(word):
+    """Return the ids of processes with a word in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        found += [int(path.parent.name)] if word.encode() in text else []
+    return found
+
+
+def wait_until(holds, seconds=60):
+    """Return whether something comes to hold in time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="lists processes in /proc")
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name
+)
+def test_an_interrupted_run_leaves_nothing(repository, how):
+    """However a run is ended its processes end; its trees are gone, too, unless it was killed."""
+    scratch = repository.path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--gate-against=HEAD", "-q"]
+    running = subprocess.Popen(
+        command,
+        cwd=repository.path,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    started = wait_until(lambda: len(processes(str(scratch))) == len(gate.ARMS))
+    time.sleep(0.5)
+    running.send_signal(how)
+    running.wait(30)
+    assert started
+    assert wait_until(lambda: not processes(str(scratch)), 20)
+    assert bool(list(scratch.iterdir())) == (how == signal.SIGKILL)
+
+
+def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
+    """A worker that finds another revision's package is refused: it would compare in vain."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    worker = pair.Worker("ref", tmp_path, CPU)
+    try:
+        with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
+            worker.greet()
+    finally:
+        worker.close()
+
+
+def test_arms_take_turns_by_lot():
+    """Every round has every arm once, on one core; orders and cores change from round to round."""
+    log = []
+
+    class Scripted:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, do, **request):
+            if do == "sample":
+                log.append((self.name, request["core"]))
+            return {"seconds": [1.0] if do == "sample" else 1.0}
+
+        def close(self):
+            pass
+
+    both = Pair(ROOT, None, CPU)
+    both._cores = [0, 1]
+    both._workers = {arm: Scripted(arm) for arm in gate.ARMS}
+    both._collect(40)
+    both.close()
+    rounds = [log[i : i + 3] for i in range(0, len(log), 3)]
+    assert all({arm for arm, _ in turn} == set(gate.ARMS) for turn in rounds)
+    assert [turn[0][1] for turn in rounds] == [0, 1] * 20
+    assert all(len({core for _, core in turn}) == 1 for turn in rounds)
+    assert len({tuple(arm for arm, _ in turn) for turn in rounds}) == 6
+
+
+def test_cases_have_reasons_and_names():
+    """Every device has 8 to 16 cases, each with a name of its own and a reason."""
+    for device, chosen in cases.CASES.items():
+        assert 8 <= len(chosen) <= 16
+        assert len({str(case) for case in chosen}) == len(chosen)
+        assert all(case.why for case in chosen)
+        assert set(cases.SELFTEST[device]) <= {str(case) for case in chosen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -81,7 +82,12 @@ def junit(path):
 
 
 def test_unchanged_code_is_the_same(repository, monkeypatch):
-    """Unchanged code passes with a table, here and on GitHub's page; nothing is left behind."""
+    """Unchanged code passes with a table, here and on GitHub's page; nothing is left behind.
+
+    Neither is what the package prints taken for an answer.
+    """
+    edit(repository.path, "tiled.py", "BLOCK_Q = 64\n", "BLOCK_Q = 64\nprint('noise')\n")
+    commit(repository.path)
     summary, scratch = repository.path / "summary.md", repository.path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
@@ -275,6 +281,19 @@ def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
         worker.close()
 
 
+@pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")
+def test_arms_lie_alike_in_memory():
+    """Two processes of one seed put an object at one address: neither is faster by luck."""
+    command = [*pair._fixed(), sys.executable, "-c", "print(id(object()), hash('a'))"]
+
+    def where(seed):
+        settings = os.environ | pair.SETTLED | {"PYTHONHASHSEED": str(seed)}
+        return subprocess.run(command, env=settings, capture_output=True, check=True).stdout
+
+    assert where(1) == where(1)
+    assert where(1) != where(2)
+
+
 def test_arms_take_turns_by_lot():
     """Every round has every arm once, on one core; orders and cores change from round to round."""
     log = []
@@ -310,3 +329,21 @@ def test_cases_have_reasons_and_names():
         assert len({str(case) for case in chosen}) == len(chosen)
         assert all(case.why for case in chosen)
         assert set(cases.SELFTEST[device]) <= {str(case) for case in chosen}
+
+
+def test_the_study_counts_verdicts():
+    """The study's table has a line for each slow-down, with its verdicts counted and as shares."""
+    spec = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "gate_study.py")
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    null = {"readings": [{"null": {"median": 0.98}}]}
+    made = [
+        {"injected": share, "seconds": 20, "outcomes": [null | {"difference": d} for d in found]}
+        for share, found in ((0.0, ["SAME", "AMBIGUOUS"]), (0.07, ["SLOWER"]), (0.07, ["SLOWER"]))
+    ]
+    _, _, same, slow = study.summary(made).splitlines()
+    assert [cell.strip() for cell in same.split("|")[1:8]] == [
+        *("0%", "1", "2", "0 (0%)", "0 (0%)", "1 (50%)", "1 (50%)")
+    ]
+    assert [cell.strip() for cell in slow.split("|")[1:5]] == ["7%", "2", "2", "2 (100%)"]
+    assert "2.0%" in same

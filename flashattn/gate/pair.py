@@ -281,7 +281,7 @@ def resolve(root: Path, revision: str) -> str:
         ValueError: there is none, or no git.
     """
     name = f"{revision}^{{commit}}"
-    ask = ("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "--end-of-options", name)
+    ask = ("git", "-C", str(root), "rev-parse", "--verify", "--quiet", name)
     try:
         done = subprocess.run(ask, capture_output=True, text=True, check=False)  # noqa: S603
     except OSError as error:

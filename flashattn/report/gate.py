@@ -24,7 +24,6 @@ MARGIN = 0.03  # what a change may cost
 CONFIDENCE = 0.99
 RESAMPLES = 4000
 AGAIN = 2  # how much longer a case is collected again
-MOST_COLLECTIONS = 3
 SLOWER, FASTER, SAME, AMBIGUOUS = "SLOWER", "FASTER", "SAME", "AMBIGUOUS"
 UNPROVEN, NEW = "UNPROVEN", "NEW"  # the null arm differs; the old revision cannot run the case
 SEEN, MISSED = "SEEN", "MISSED"  # of a slow-down made on purpose
@@ -105,11 +104,8 @@ class Outcome:
 
     @property
     def difference(self) -> str:
-        """SLOWER, FASTER, SAME, AMBIGUOUS, UNPROVEN or NEW: SLOWER only what was so twice."""
-        if not self.readings:
-            return NEW
-        last = self.readings[-1].verdict
-        return AMBIGUOUS if last == SLOWER and _times_slower(self.readings) < AGAIN else last
+        """SLOWER, FASTER, SAME, AMBIGUOUS, UNPROVEN or NEW: the last word; see ``settle``."""
+        return self.readings[-1].verdict if self.readings else NEW
 
     @property
     def verdict(self) -> str:
@@ -169,7 +165,7 @@ def settle(collect: Callable[[int], Collection], rounds: int = ROUNDS) -> list[R
     """Collect until the verdict is settled: once for most, thrice at most.
 
     SAME and FASTER stand at once. Everything else is collected again, twice as long; and what then
-    is SLOWER for the first time, once more, for it fails nobody before its second time.
+    is SLOWER for the first time, once more, for SLOWER is the last word only at its second time.
 
     Args:
         collect: makes so many rounds.
@@ -182,14 +178,10 @@ def settle(collect: Callable[[int], Collection], rounds: int = ROUNDS) -> list[R
 
 
 def _settled(readings: Sequence[Reading]) -> bool:
-    last = readings[-1].verdict
-    if last in (SAME, FASTER) or len(readings) == MOST_COLLECTIONS:
-        return True
-    return len(readings) > 1 and (last != SLOWER or _times_slower(readings) > 1)
-
-
-def _times_slower(readings: Sequence[Reading]) -> int:
-    return sum(reading.verdict == SLOWER for reading in readings)
+    found = [reading.verdict for reading in readings]
+    if found[-1] == SLOWER:
+        return found.count(SLOWER) > 1
+    return found[-1] in (SAME, FASTER) or len(found) > 1
 
 
 def exit_status(status: int, outcomes: Sequence[Outcome]) -> int:

@@ -50,12 +50,12 @@ SWEEPS = {
     "full": {
         "bench_attention": attentions(
             head_dim=[16, 64, 128],
-            seq=[256, 1024, 4096, 8192, 16384],
+            seq=[256, 1024, 4096, 16384],
             dtype=["float32"],
             impl=["naive"],
         ),
         "bench_model": models(
-            size=["small", "medium", "large"],
+            size=["small", "medium"],
             context=[1024],
             precision=["fp32", "bf16"],
             impl=["naive", "triton"],

@@ -36,26 +36,39 @@ def one_head(*, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[P
 
 
 community = partial(tokens, 16384, 2048)
+HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
+SMOKE = tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"])
+DEFAULT = [
+    *community(seq=[1024, 4096, 16384], head_dim=[64, 128], dtype=HALF),
+    *community(seq=[4096], head_dim=[256], dtype=HALF),
+    *one_head(seq=[512, 4096, 32768], head_dim=[64], dtype=HALF),
+]
+FULL = [
+    *community(seq=[512, 1024, 2048, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF),
+    *community(seq=[512, 4096, 16384], head_dim=[256], dtype=HALF),
+    *community(seq=[4096], head_dim=[64, 128, 256], dtype=["float16"]),
+    *community(seq=[4096], head_dim=[64, 128], dtype=["float32"]),
+    *one_head(seq=[1 << n for n in range(7, 17)], head_dim=[16, 32, 64, 128], dtype=HALF),
+    *one_head(seq=[1 << n for n in range(7, 17, 3)], head_dim=[16, 32, 64, 128], dtype=["float32"]),
+]
+
+
+def in_passes(problems, together):
+    """Return the problems by benchmark: both passes together show little that is new."""
+    one_by_one = dict.fromkeys(("bench_forward", "bench_backward"), problems)
+    return {**one_by_one, "bench_forward_backward": together}
+
+
 SWEEPS = {
-    "smoke": tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"]),
-    "default": [
-        *community(seq=[1024, 4096, 16384], head_dim=[64, 128], dtype=["bfloat16"]),
-        *community(seq=[4096], head_dim=[256], dtype=["bfloat16"]),
-        *one_head(seq=[512, 4096, 32768], head_dim=[64], dtype=["bfloat16"]),
-    ],
-    "full": [
-        *community(
-            seq=[512, 1024, 2048, 4096, 8192, 16384],
-            head_dim=[64, 128, 256],
-            dtype=["bfloat16", "float16"],
-        ),
-        *community(seq=[512, 4096, 16384], head_dim=[64, 128], dtype=["float32"]),
-        *one_head(
-            seq=[1 << n for n in range(7, 17)],
-            head_dim=[16, 32, 64, 128],
-            dtype=["bfloat16", "float32"],
-        ),
-    ],
+    "smoke": in_passes(SMOKE, SMOKE),
+    "default": in_passes(DEFAULT, community(seq=[4096], head_dim=[64, 128], dtype=HALF)),
+    "full": in_passes(
+        FULL,
+        [
+            *community(seq=[512, 4096, 16384], head_dim=[64, 128], dtype=HALF),
+            *one_head(seq=[128, 1024, 8192, 65536], head_dim=[16, 64, 128], dtype=BOTH),
+        ],
+    ),
 }
 # Compiling a shape costs 10 s and more, so few are: (queries, head dimension, dtype).
 COMPILED = {
@@ -64,12 +77,13 @@ COMPILED = {
     (4096, 128, "bfloat16"),
     (16384, 128, "bfloat16"),
 }
+TOGETHER = {(256, 64, "float32"), (4096, 64, "bfloat16")}
 STUDIES = {"tiled": 1024}  # launched tile by tile from Python: the most queries it is timed at
 HOLDS_SCORES = ("reference", "naive", "compiled", "sdpa_math")
 SCORE_MATRICES = 4  # held at once by these, at the least, in a forward and a backward pass
 
 
-def left_out_because(impl, problem, device):
+def left_out_because(impl, problem, device, passes):
     """Return why the case shall not be timed though it could be, or None."""
     rows = problem.batch * problem.heads * problem.seq_q
     scores = DTYPES[problem.dtype] * rows * problem.seq_kv
@@ -79,7 +93,8 @@ def left_out_because(impl, problem, device):
         > STUDIES.get(impl.name, problem.seq_q),
         "would hold more scores than there is memory": impl.name in HOLDS_SCORES
         and SCORE_MATRICES * scores > memory_bytes(device),
-        "compiles every shape for seconds: timed at few": impl.compiles and shape not in COMPILED,
+        "compiles every shape for seconds: timed at few": impl.compiles
+        and shape not in (TOGETHER if passes == "forward+backward" else COMPILED),
         "is the definition, not a way to compute: naive is timed": impl.name == "reference",
     }
     return next((f"{impl.name} {reason}" for reason, holds in reasons.items() if holds), None)
@@ -94,7 +109,7 @@ def admitted(judge, left_out, facts, device, interpreted):
             "one_head" if judge.problem.batch * judge.problem.heads == 1 else "tokens"
         )
         left_out(judge.admit(passes))
-        left_out(left_out_because(judge.impl, judge.problem, device))
+        left_out(left_out_because(judge.impl, judge.problem, device, passes))
         if interpreted(judge.impl):
             left_out(f"{judge.impl.name} is interpreted: not a speed")
 

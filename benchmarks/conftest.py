@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from pytest_benchmark.utils import get_commit_info, parse_columns
+from pytest_benchmark.utils import get_commit_info
 
 from flashattn.gate.plugin import Gate
 from flashattn.measure.device import accelerator, machine_info, out_of_memory, sm_clock
@@ -22,12 +22,13 @@ from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of, interpret
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.report.gate import ROUNDS
-from flashattn.report.runs import Journal, Run
+from flashattn.report.runs import Journal, Run, load
 from flashattn.report.table import tables
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.judge import Judge
 from flashattn.testing.progress import Progress
 from flashattn.testing.trained import Trained, costs, problem_of
+from flashattn.testing.trend import Trend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +46,8 @@ JOURNAL = pytest.StashKey[Journal]()
 HEADER = pytest.StashKey[dict[str, Any]]()
 MONITOR = pytest.StashKey[Monitor]()
 MADE_BEFORE = pytest.StashKey[dict[str, dict[str, Any]]]()
-NO_BASELINE = pytest.StashKey[bool]()
+COMPARE = pytest.StashKey[tuple[str | bool, list[Any]]]()
+TREND = pytest.StashKey[Trend | None]()
 MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 STARTED = pytest.StashKey[float]()
 STOCK_STORAGE = "file://./.benchmarks"
@@ -103,19 +105,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if option.benchmark_storage == STOCK_STORAGE:
         option.benchmark_storage = f"file://{folder}"
     if not (option.benchmark_save or option.benchmark_autosave):
-        versioned = commit["id"] != "unversioned"  # as where only the files were copied
+        versioned = commit["id"] != "unknown"  # as where only the files were copied
         name = commit["id"][:10] if versioned else f"sources-{facts['sources'][:10]}"
         option.benchmark_autosave = name + "-dirty" * commit["dirty"] + _part_suffix(config)
     option.benchmark_save_data = True
-    config.stash[NO_BASELINE] = option.benchmark_compare is True and not any(
-        folder.glob("[0-9]*_*.json")
-    )
-    if config.stash[NO_BASELINE]:
-        option.benchmark_compare = []
-    if not option.benchmark_compare:
-        option.benchmark_quiet = True  # our tables have a column for each implementation
-    elif option.benchmark_columns is None:
-        option.benchmark_columns = parse_columns("median,iqr,rounds")
+    option.benchmark_quiet = True  # our tables have a column for each implementation
+    # Comparing is ours: the plugin's has no verdicts, and says "regression" in a traceback.
+    config.stash[COMPARE] = option.benchmark_compare, option.benchmark_compare_fail or []
+    option.benchmark_compare, option.benchmark_compare_fail = [], []
     # Peers compile inside torch; what torch says to itself there is no failure of theirs.
     config.addinivalue_line("filterwarnings", r"default:::torch\..*")
     config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch\..*")
@@ -162,9 +159,41 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config._benchmarksession.storage.default_machine_id = None  # noqa: SLF001
     session.config.stash[MONITOR] = Monitor(DEVICE)
     session.config.stash[MONITOR].__enter__()
+    session.config.stash[TREND] = _trend(session.config)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and not session.config.getoption("benchmark_disable"):
         session.config.pluginmanager.register(Progress(reporter), "progress")
+
+
+def _trend(config: pytest.Config) -> Trend | None:
+    """Return what --benchmark-compare compares with, None if nothing was kept.
+
+    Raises:
+        pytest.UsageError: no run has the name that was asked for, a run is another accelerator's,
+            or there is none to hold --benchmark-compare-fail against.
+    """
+    compare, checks = config.stash[COMPARE]
+    named = isinstance(compare, str) and compare
+    storage = config._benchmarksession.storage  # noqa: SLF001
+    found = list(storage.load(*[compare] if named else [])) if compare else []
+    if named and not found:
+        raise pytest.UsageError(f"--benchmark-compare: no kept run is called {compare}")
+    if checks and not found:
+        raise pytest.UsageError("--benchmark-compare-fail: wanted --benchmark-compare and a run")
+    ours = config.stash[HEADER]["machine_info"]["accelerator"]
+    for _, saved in found:
+        theirs = saved["machine_info"].get("accelerator", "a machine it does not name")
+        if theirs != ours:
+            raise pytest.UsageError(
+                f"--benchmark-compare: wanted a run made on {ours}, got {theirs}"
+            )
+    if not found:
+        return None
+    stats = {case["fullname"]: case["stats"] for _, saved in found for case in saved["benchmarks"]}
+    runs = [load(storage.path / path) for path, _ in found]
+    trend = Trend(runs, stats, checks, sweep_name(config))
+    config.pluginmanager.register(trend, "trend")
+    return trend
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -255,6 +284,7 @@ def device_benchmark(
         "study": item.path.stem.removeprefix("bench_"),
         "name": item.name.removeprefix("bench_"),
         "fullname": item.nodeid,
+        "sweep": sweep_name(item.config),
     }
     case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
     ours.extra_info |= dict(getattr(case, "facts", ()))
@@ -409,6 +439,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed or (call.excinfo and call.excinfo.errisinstance(pytest.xfail.Exception)):
         said = call.excinfo.exconly().splitlines()[0]
         facts |= {"status": "failed", "reason": f"{item.name}: {said}"}
+    trend = item.config.stash[TREND]
+    if trend and report.passed and benchmark.stats:
+        complaint = trend.complaint(item.nodeid, benchmark.stats.stats)
+        if complaint:
+            report.outcome, report.longrepr = "failed", f"{item.name}: {complaint}"
     if "status" in facts:
         reading = item.config.stash[MONITOR].between(item.stash[STARTED], time.perf_counter())
         facts |= {"sm_hertz": reading.sm_hertz, "throttled": reading.throttled}
@@ -427,7 +462,8 @@ def _machine() -> dict[str, Any]:
 
 
 def _commit(info: dict[str, Any]) -> dict[str, Any]:
-    return {name: info[name] for name in ("id", "dirty", "time")}
+    kept = {name: info[name] for name in ("id", "dirty", "time")}
+    return kept | ({"id": "unknown"} if kept["id"] == "unversioned" else {})
 
 
 def _sources(config: pytest.Config) -> str:
@@ -462,17 +498,6 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
         case["stats"]["data"] = _rounded(case["stats"]["data"])
 
 
-def pytest_benchmark_compare_machine_info(
-    machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
-) -> None:
-    """Refuse the run of another accelerator: its seconds are no baseline for this one's."""
-    theirs = compared_benchmark["machine_info"].get("accelerator", "a machine it does not name")
-    if theirs != machine_info["accelerator"]:
-        raise pytest.UsageError(
-            f"--benchmark-compare: wanted a run made on {machine_info['accelerator']}, got {theirs}"
-        )
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
     """Keep a run only when all of it is right."""
@@ -499,8 +524,12 @@ def pytest_terminal_summary(
         journal.path.unlink()  # all of it is in the kept run
     verdict = "Kept in" if kept else "Not kept; every row is in"
     path = os.path.relpath(kept or journal.path, config.rootpath)
-    terminalreporter.write_line(f"\n{verdict} {path}")
-    if config.stash[NO_BASELINE]:
+    trend = config.stash[TREND]
+    if trend:
+        terminalreporter.section("compared with the runs kept before")
+        terminalreporter.write_line(trend.table(Run.of(config.stash[HEADER], journal.rows)))
+    elif config.stash[COMPARE][0]:
         terminalreporter.write_line(
-            "Compared with nothing: no run of this accelerator was kept before"
+            "\nCompared with nothing: no run of this accelerator was kept before"
         )
+    terminalreporter.write_line(f"\n{verdict} {path}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,17 +59,60 @@ def attention(
     Source: Dao, 2023, "FlashAttention-2".
     """
     q, k, v = _autocast(q, k, v)
-    problem = Problem.of(q, k, v, causal=causal)
-    scale = check_scale(scale, problem.head_dim)
-    chosen = _choose(impl, problem, q, lse=return_lse)
-    one_head = q.ndim == 3  # noqa: PLR2004 - [B, T, D]
-    if one_head:
+    plan = _plan(q, k, v, causal=causal, lse=return_lse, impl=impl)
+    scale = check_scale(scale, q.shape[-1])
+    if plan.one_head:
         q, k, v = q[:, None], k[:, None], v[:, None]
-    with torch.autocast(q.device.type, enabled=False):
-        o, lse = chosen(q, k, v, causal=problem.causal, scale=scale, **options)
-    if one_head:
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **options)
+    else:
+        o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **options)
+    if plan.one_head:
         o, lse = o[:, 0], None if lse is None else lse[:, 0]
     return o if lse is None or not return_lse else (o, lse)
+
+
+class _Plan(NamedTuple):
+    """Who answers, and what was made of the arguments."""
+
+    impl: registry.Impl
+    causal: Causal
+    one_head: bool
+
+
+# Checking costs the host more than launching, and a training loop asks for the same thing again and
+# again: what has passed the checks once is known by what they look at.
+_PLANS: dict[tuple[object, ...], _Plan] = {}
+_MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
+
+
+def _plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
+) -> _Plan:
+    """Check the arguments and choose, or repeat what was chosen for ones like them."""
+    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is torch.Tensor:
+        return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
+    kinds = tuple((x.shape, x.dtype, x.device, x.layout, x.is_nested) for x in (q, k, v))
+    named = impl if impl == "auto" else id(registry.get(impl))
+    try:
+        key = (*kinds, q.requires_grad, causal, type(causal), lse, named)
+        plan = _PLANS.get(key)
+    except TypeError:  # a mask that is no hashable value: the check says what is wanted
+        return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
+    if plan is None:
+        plan = _checked(q, k, v, causal=causal, lse=lse, impl=impl)
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
+) -> _Plan:
+    problem = Problem.of(q, k, v, causal=causal)
+    return _Plan(_choose(impl, problem, q, lse=lse), problem.causal, q.ndim == 3)  # noqa: PLR2004
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

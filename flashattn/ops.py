@@ -43,13 +43,24 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@torch.library.custom_op(
-    "flashattn::forward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision)"
+# Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
+# the launch. What it would add, these operators have below: fakes, autograd and vmap.
+_LIBRARY = torch.library.Library("flashattn", "DEF")
+_LIBRARY.define(
+    "forward(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision)"
     " -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
-def _forward(
+_LIBRARY.define(
+    "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    " SymInt? diagonal, float scale, str precision) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_forward = torch.ops.flashattn.forward.default
+_backward = torch.ops.flashattn.backward.default
+
+
+def _launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -63,18 +74,7 @@ def _forward(
     return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
 
 
-@_forward.register_fake
-def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(_dense(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "flashattn::backward",
-    mutates_args=(),
-    schema="(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? diagonal, float scale, str precision) -> (Tensor dq, Tensor dk, Tensor dv)",
-)
-def _backward(
+def _launch_backward(
     grad_o: torch.Tensor,
     grad_lse: torch.Tensor | None,
     q: torch.Tensor,
@@ -93,7 +93,12 @@ def _backward(
     return backward(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
 
 
-@_backward.register_fake
+@torch.library.register_fake("flashattn::forward", lib=_LIBRARY)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(_dense(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("flashattn::backward", lib=_LIBRARY)
 def _(
     grad_o: torch.Tensor,
     grad_lse: object,
@@ -107,31 +112,61 @@ def _(
     return dq, dk, dv
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.diagonal, ctx.scale, ctx.precision = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+class _Differentiable(torch.autograd.Function):
+    """The forward operator with the backward operator as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
+            o, lse = _forward(*inputs)
+        q, k, v, ctx.diagonal, ctx.scale, ctx.precision = inputs
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+        grads = _backward(grad_o, grad_lse, q, k, v, o, lse, ctx.diagonal, ctx.scale, ctx.precision)
+        return *grads, None, None, None
 
 
-def _differentiate(
-    ctx: Any,
-    grad_o: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, o, lse = ctx.saved_tensors
-    grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-    grads = _backward(grad_o, grad_lse, q, k, v, o, lse, ctx.diagonal, ctx.scale, ctx.precision)
-    return *grads, None, None, None
+class _Once(torch.autograd.Function):
+    """The backward operator, which has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Gradients:
+        del ctx
+        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
+            return _backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        del ctx, grads
+        msg = 'the Triton attention has no second derivative; impl="reference" has'
+        raise NotImplementedError(msg)
 
 
-def _no_second_derivative(ctx: Any, *grads: torch.Tensor) -> None:
-    del ctx, grads
-    msg = 'the Triton attention has no second derivative; impl="reference" has'
-    raise NotImplementedError(msg)
+def _autograd(op: Any, function: type[torch.autograd.Function], tensors: int) -> Any:
+    """Return what ``op`` does where gradients may be wanted of its first ``tensors`` arguments."""
+
+    def kernel(*inputs: Any) -> Any:
+        wanted = any(x is not None and x.requires_grad for x in inputs[:tensors])
+        if wanted and torch.is_grad_enabled():
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
+            return op(*inputs)
+
+    return kernel
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
-_backward.register_autograd(_no_second_derivative)
+for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+_LIBRARY.impl("forward", _autograd(_forward, _Differentiable, tensors=3), "Autograd")
+_LIBRARY.impl("backward", _autograd(_backward, _Once, tensors=7), "Autograd")
 
 
 def _vmap(op: Any, batched: int) -> Any:
@@ -152,8 +187,8 @@ def _vmap(op: Any, batched: int) -> Any:
     return rule
 
 
-_forward.register_vmap(_vmap(_forward, batched=3))
-_backward.register_vmap(_vmap(_backward, batched=7))
+torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=3), lib=_LIBRARY)
+torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=7), lib=_LIBRARY)
 
 
 def triton_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flashattn import attention
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_inputs
 
+attention_module = import_module("flashattn.attention")  # the package's name is the function's
 OURS = pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=33, seq_kv=40, head_dim=16)
 
@@ -201,3 +203,38 @@ def test_triton_on_a_cpu_needs_the_interpreter():
         [sys.executable, "-c", code], env={"PATH": ""}, capture_output=True, text=True, check=True
     )
     assert process.stdout.count("TRITON_INTERPRET=1") == 2
+
+
+def test_a_plan_is_repeated_only_for_its_like(device, monkeypatch):
+    """Arguments like ones that passed are not checked again; others are, and bad ones are."""
+    checked = []
+    whole = attention_module._checked
+    monkeypatch.setattr(attention_module, "_PLANS", {})
+    monkeypatch.setattr(
+        attention_module, "_checked", lambda *a, **k: checked.append(k) or whole(*a, **k)
+    )
+    q = torch.randn(1, 2, 8, 16, device=device)
+    first = attention(q, q, q, impl="reference")
+    assert torch.equal(attention(q, q, q, impl="reference"), first)
+    assert len(checked) == 1
+    attention(q, q, q, impl="reference", causal=True)
+    attention(q[:, :, 1:], q, q, impl="reference")
+    attention(q.half(), q.half(), q.half(), impl="reference")
+    attention(q, q, q, impl="tiled")
+    attention(q.clone().requires_grad_(), q, q, impl="reference")
+    assert len(checked) == 6
+    for _ in range(2):
+        with pytest.raises(ValueError, match="k: wanted shape"):
+            attention(q, q[..., 1:], q, impl="reference")
+        with pytest.raises(ValueError, match="causal: wanted"):
+            attention(q, q, q, impl="reference", causal=[])
+
+
+def test_plans_are_few(device, monkeypatch):
+    """Lengths that keep changing do not fill the memory."""
+    monkeypatch.setattr(attention_module, "_PLANS", {})
+    monkeypatch.setattr(attention_module, "_MOST_PLANS", 3)
+    for n in range(1, 9):
+        q = torch.randn(1, 1, n, 16, device=device)
+        attention(q, q, q, impl="reference")
+        assert len(attention_module._PLANS) <= 3

@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import signal
+import time
 from pathlib import Path
 from weakref import ref
 
@@ -193,15 +194,66 @@ def test_another_machines_baseline_is_refused(bench, pytester):
     result.stderr.fnmatch_lines([f"*wanted a run made on {FOLDER}, got nvidia-other*"])
 
 
-def test_compare_with_the_last_run(bench, pytester):
-    """The first comparison says that there is nothing to compare with; the second compares."""
-    first = bench({"good": good}, *ONE, "--benchmark-compare")
-    first.assert_outcomes(passed=3)
+def test_compare_with_what_was_kept(bench, pytester):
+    """The first comparison has nothing to compare with; the next has a verdict for each case."""
+    first = bench({"good": good, "old": good}, *ONE, "--benchmark-compare")
+    first.assert_outcomes(passed=6)
     first.stdout.fnmatch_lines(["Compared with nothing*"])
-    second = bench({"good": good}, *ONE, "--benchmark-compare")
-    second.assert_outcomes(passed=3)
+    second = bench({"good": good, "fresh": good}, *ONE, "--benchmark-compare")
+    second.assert_outcomes(passed=6)
     assert len(kept(pytester)) == 2
-    second.stdout.fnmatch_lines(["*(NOW)*", "*(0001_*)*"], consecutive=False)
+    lines = [line.split("|") for line in second.outlines if line.startswith("| flash: ")]
+    verdicts = {(words[1].strip()[-5:], words[-2].strip()) for words in lines}
+    assert {pair for pair in verdicts if "good" not in pair[0]} == {
+        ("resh]", "new"),
+        ("-old]", "gone"),
+    }
+    assert {verdict for name, verdict in verdicts if "good" in name} <= {"faster", "slower", "same"}
+    second.stdout.fnmatch_lines(["*3 gone, 3 new*Times after over before:*geometric mean of 3."])
+
+
+def test_what_was_not_asked_for_is_not_gone(bench):
+    """A selection of cases is compared with those cases alone."""
+    bench({"good": good, "old": good}, *ONE)
+    result = bench({"good": good, "old": good}, "-k", "q64 and full and old", "--benchmark-compare")
+    result.stdout.no_fnmatch_line("*| *gone |*")
+    result.stdout.fnmatch_lines(["*Times after over before:*geometric mean of 3."])
+
+
+def slow(q, k, v, **options):
+    """Answer rightly, and late."""
+    time.sleep(0.2)  # some hundred times as long: no load of the machine does that
+    return good(q, k, v, **options)
+
+
+def test_a_regression_is_a_failed_test(bench, pytester):
+    """--benchmark-compare-fail fails the case in a sentence that JUnit counts; it is not kept."""
+    two = ("-k", "q64 and full and not bench_backward")  # whose time the forward is not in
+    fail = ("--benchmark-compare", "--benchmark-compare-fail=median:2000%")
+    bench({"good": good}, *two).assert_outcomes(passed=2)
+    bench({"good": good}, *two, *fail).assert_outcomes(passed=2)
+    before = kept(pytester)
+    result = bench({"good": slow}, *two, *fail, "--junit-xml=junit.xml")
+    result.assert_outcomes(failed=2)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*slower than the last run: Field 'median'*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    assert 'failures="2"' in (pytester.path / "junit.xml").read_text()
+    assert kept(pytester) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--benchmark-compare-fail=median:5%"], "wanted --benchmark-compare and a run"),
+        (["--benchmark-compare=0009"], "no kept run is called 0009"),
+    ],
+)
+def test_a_missing_baseline_is_said(bench, arguments, words):
+    """A comparison that was asked for and cannot be made is a usage error, not a green run."""
+    result = bench({"good": good}, *ONE, *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{words}*"])
 
 
 def test_disabled_benchmarks_check_and_keep_nothing(bench, pytester):

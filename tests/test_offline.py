@@ -1,4 +1,4 @@
-"""Offline compilation: registers and spills of any kernel for any GPU, without one."""
+"""Offline compilation: registers, spills and matrix instructions for any GPU, without one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from flashattn.kernels.offline import matrix_instructions
+
 CODE = """
 from flashattn.kernels.offline import Variant, compile_variant
 from flashattn.kernels.tiles import Tile
@@ -15,6 +17,8 @@ for head_dim, tile in ((64, Tile(64, 64, 4, 2)), (256, Tile(128, 64, 4, 1))):
     variant = Variant("{arch}", "fwd", 2, head_dim, tile, True)
     resources = compile_variant(variant)
     assert resources.registers > 16 and resources.shared > 0, resources
+    assert resources.code > 1024 and resources.code % 128 == 0, resources
+    assert sum(resources.matrix.values()) > 0, resources
     print(resources.complaint(variant.arch))
 """
 
@@ -43,3 +47,29 @@ def test_an_interpreting_process_is_refused():
     """Where Triton interprets, the reason is said instead of a crash in the compiler."""
     code = "import os; os.environ['TRITON_INTERPRET'] = '1'\n" + CODE.format(arch="sm_90")
     assert "wanted a process without TRITON_INTERPRET=1" in run("-c", code).stderr
+
+
+PTX = """
+// wgmma.mma_async in a comment, a name like mma.sync.of.mine, and what is no product:
+wgmma.fence.sync.aligned;
+tcgen05.ld.sync.aligned.32x32b.x32.b32 {%r1}, [%r2];
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};
+mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f1}, {%r1}, {%r2}, {%f1};
+wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%f1}, %rd1, %rd2, 1, 1, 1, 0, 0;
+@%p1 wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%f1}, %rd1, %rd2, 1, 1, 1;
+@%p1 wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%f1}, %rd1, %rd2, 1, 1, 1;
+@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p3;
+@%p2 tcgen05.mma.cta_group::1.kind::tf32 [%r1], %rd1, %rd2, %r3, %p3;
+"""
+
+
+def test_matrix_instructions():
+    """Every generation's products are counted by shape and type, and nothing else is."""
+    assert matrix_instructions(PTX) == {
+        "mma m16n8k16 bf16": 1,
+        "mma m16n8k8 tf32": 1,
+        "tcgen05 f16": 1,
+        "tcgen05 tf32": 1,
+        "wgmma m64n128k16 f16": 1,
+        "wgmma m64n32k8 tf32": 2,
+    }

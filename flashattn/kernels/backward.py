@@ -29,6 +29,7 @@ from flashattn.kernels.primitives import (
 from flashattn.kernels.tiles import Kernel, Tile, block_d
 
 DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
+DELTA_WARPS = 4
 ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
 
 
@@ -423,7 +424,7 @@ def row_terms(
     flashattn_bwd_delta[(pitch // DELTA_BLOCK * batch * heads,)](
         o, grad_o, lse, grad_lse, lse2, delta, o.stride()[:3], grad_o.stride()[:3], heads, seq_q,
         pitch, head_dim=head_dim, PADDED=head_dim < block_d(head_dim), BLOCK=DELTA_BLOCK,
-        BLOCK_D=block_d(head_dim), num_warps=4,
+        BLOCK_D=block_d(head_dim), num_warps=DELTA_WARPS,
     )  # fmt: skip
     return lse2, delta
 

@@ -1,73 +1,129 @@
-"""Compile a kernel for any GPU without having one, and read what the assembler made of it.
+"""Compile a kernel for any GPU without having one, and read what the compilers made of it.
 
-``python -m flashattn.kernels.offline`` compiles every kernel with every tile of the table and fails
-if one spills or does not fit. It needs a process in which Triton is not interpreted.
+It needs a process in which Triton is not interpreted.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
+import struct
 import subprocess
-import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import backward, forward
+from flashattn.kernels import backward, forward, launch
 from flashattn.kernels.primitives import SIZES
-from flashattn.kernels.tiles import TABLES, Kernel, Tile
+from flashattn.kernels.tiles import HEAD_DIMS, TABLES, Kernel, Tile, block_d
 
 KERNELS = {
     "fwd": forward.flashattn_fwd,
+    "bwd_delta": backward.flashattn_bwd_delta,
     "bwd_dkdv": backward.flashattn_bwd_dkdv,
     "bwd_dq": backward.flashattn_bwd_dq,
 }
+ROWS = ("lse", "grad_lse", "lse2", "delta")  # fp32, whatever the inputs
 ELEMENTS = {2: "bf16", 4: "fp32"}
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
 # and 12.x, where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
-
-# fp32 at BLOCK_D 256: three TF32 products split operands 256 wide in registers, twice 128 a thread,
-# and no tile of the search has room for that. Reported, and not held against the table.
-KNOWN_TO_SPILL = {(4, 256)}
+ARCHITECTURES = tuple(SHARED_LIMIT)
+EXECUTABLE = 4  # flag of a section of an ELF file
+# PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
+# wgmma.mma_async.sync.aligned.m64n64k16 ... .bf16, tcgen05.mma.cta_group::1.kind::f16.
+MATRIX = re.compile(
+    r"\b(?:(wgmma|mma)\.[\w.]*?\.(m\d+n\d+k\d+)[\w.]*?\.f32\.(\w+)|(tcgen05)\.mma\.\S*?kind::(\w+))"
+)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as one launch compiles it."""
+    """One kernel as one launch compiles it.
+
+    Args:
+        arch: sm_80, sm_90, sm_100.
+        kernel: which.
+        size: bytes per element.
+        head_dim: D.
+        tile: of the launch; None for bwd_delta, which has one for all, and no mask.
+        causal: whether scores are masked.
+        describable: whether it serves inputs that can have descriptors; the tile may do without.
+    """
 
     arch: str
-    kernel: Kernel
+    kernel: Kernel | Literal["bwd_delta"]
     size: int
     head_dim: int
-    tile: Tile
+    tile: Tile | None
     causal: bool
+    describable: bool = False
 
     def __str__(self) -> str:
-        """Return a row's label."""
-        mask = "causal" if self.causal else "full"
-        return (
-            f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim} {mask} {self.tile}"
-        )
+        """Return what picks the tile."""
+        name = f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim}"
+        if self.tile is None:
+            return name
+        loading = "descriptors" if self.describable else "pointers"
+        return f"{name} {'causal' if self.causal else 'full'} {loading}"
+
+    @property
+    def launch(self) -> str:
+        """The tile in short: block_q x block_kv, warps, stages."""
+        if self.tile is None:
+            return f"{backward.DELTA_BLOCK} w{backward.DELTA_WARPS}"
+        numbers = "{block_q}x{block_kv} w{warps} s{stages}".format(**vars(self.tile))
+        without = self.describable and not self.tile.descriptors
+        return f"{numbers} by pointers" if without else numbers
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        if self.tile is None:
+            return {"num_warps": backward.DELTA_WARPS}
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The values of the kernel's constexpr arguments, and of others."""
+        if self.tile is None:
+            d = block_d(self.head_dim)
+            return {"PADDED": self.head_dim < d, "BLOCK": backward.DELTA_BLOCK, "BLOCK_D": d}
+        return {
+            "CAUSAL": self.causal,
+            "POSITIVE_SCALE": True,
+            "PRECISION": launch.input_precision("auto", DTYPES[self.size]),
+            **self.tile.options(self.head_dim),
+        }
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program takes: registers a thread, stack bytes a thread (spills), shared bytes."""
+    """What one program takes.
+
+    Args:
+        registers: of a thread.
+        stack: bytes of a thread: spills.
+        shared: bytes of shared memory.
+        code: bytes.
+        matrix: instructions of the tensor cores by kind, as they stand in the code.
+    """
 
     registers: int
     stack: int
     shared: int
+    code: int
+    matrix: dict[str, int]
 
     def complaint(self, arch: str) -> str | None:
         """Return what is wrong with it, or None."""
@@ -80,24 +136,25 @@ class Resources:
 
 def _source(variant: Variant) -> ASTSource:
     """Return the kernel with the argument types that a launch on aligned tensors gives it."""
-    fn, tile, d = KERNELS[variant.kernel], variant.tile, variant.head_dim
-    element = ELEMENTS[variant.size]
-    rows = {"q": tile.block_q, "grad_o": tile.block_q, "k": tile.block_kv, "v": tile.block_kv}
-    options = tile.options(d)
-    constants: dict[str, Any] = {
-        "CAUSAL": variant.causal,
-        "POSITIVE_SCALE": True,
-        "PRECISION": "tf32x3" if element == "fp32" else "ieee",
-        **{name: options[name] for name in options if name.isupper()},
-    }
+    fn, tile, element = KERNELS[variant.kernel], variant.tile, ELEMENTS[variant.size]
+    constants = {n: x for n, x in variant.constants.items() if n in fn.arg_names}
+    described = {}  # rows of the tiles that descriptors load
+    if tile is not None and tile.descriptors:
+        described = {
+            "q": tile.block_q,
+            "grad_o": tile.block_q,
+            "k": tile.block_kv,
+            "v": tile.block_kv,
+        }
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     aligned = [["tt.divisibility", 16]]
     for i, name in enumerate(fn.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in rows and tile.descriptors:
-            signature[name] = f"tensordesc<{element}[1, 1, {rows[name]}, {options['BLOCK_D']}]>"
+        elif name in described:
+            block = f"[1, 1, {described[name]}, {constants['BLOCK_D']}]"
+            signature[name] = f"tensordesc<{element}{block}>"
         elif name.endswith("strides"):
             signature[name] = ("i32",) * 3
             attributes |= {(i, j): aligned for j in range(3)}
@@ -108,11 +165,9 @@ def _source(variant: Variant) -> ASTSource:
         elif name in SIZES:
             signature[name] = "i32"
         else:
-            signature[name] = "*fp32" if name in ("lse", "lse2", "delta") else f"*{element}"
+            signature[name] = "*fp32" if name in ROWS else f"*{element}"
             attributes[(i,)] = aligned
-    return ASTSource(
-        fn, signature, {n: constants[n] for n in fn.arg_names if n in constants}, attributes
-    )
+    return ASTSource(fn, signature, constants, attributes)
 
 
 @cache
@@ -120,8 +175,25 @@ def _cuobjdump() -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
+def matrix_instructions(ptx: str) -> dict[str, int]:
+    """Count the instructions of the tensor cores by generation, shape and type of the operands.
+
+    tcgen05 names neither a shape nor bf16: its kind f16 is all of half precision.
+    """
+    kinds = Counter(" ".join(filter(None, found.groups())) for found in MATRIX.finditer(ptx))
+    return dict(sorted(kinds.items()))
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Return the size of the executable sections of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count = struct.unpack_from("<HH", cubin, 58)
+    sections = (struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count))
+    return sum(length for _, _, flags, _, _, length in sections if flags & EXECUTABLE)
+
+
 def compile_variant(variant: Variant) -> Resources:
-    """Compile one variant and read its resources from the cubin.
+    """Compile one variant and read what it takes from the PTX and the cubin.
 
     Raises:
         RuntimeError: Triton is interpreting in this process.
@@ -132,9 +204,8 @@ def compile_variant(variant: Variant) -> Resources:
             "wanted a process without TRITON_INTERPRET=1: an interpreted kernel cannot be compiled"
         )
         raise RuntimeError(msg)
-    options = {"num_warps": variant.tile.warps, "num_stages": variant.tile.stages}
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
-    compiled = triton.compile(_source(variant), target=target, options=options)
+    compiled = triton.compile(_source(variant), target=target, options=variant.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -142,45 +213,24 @@ def compile_variant(variant: Variant) -> Resources:
             [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     registers, stack = (int(re.findall(rf"{field}:(\d+)", usage)[0]) for field in ("REG", "STACK"))
-    return Resources(registers, stack, compiled.metadata.shared)
-
-
-def variants(arches: list[str]) -> list[Variant]:
-    """Return every kernel with every tile of the tables of these architectures."""
-    return [
-        Variant(arch, kernel, size, head_dim, tile, causal)
-        for arch in arches
-        for (kernel, size, head_dim, causal, _), tile in TABLES[arch].items()
-    ]
-
-
-def _report(variant: Variant) -> tuple[Variant, str | None, str]:
-    try:
-        resources = compile_variant(variant)
-    except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
-        return variant, f"does not compile: {error}", ""
-    if (variant.size, variant.head_dim) in KNOWN_TO_SPILL and resources.stack:
-        spilled, resources = resources, replace(resources, stack=0)  # all but that is still judged
-        return variant, resources.complaint(variant.arch), f"{spilled}, known to spill"
-    return variant, resources.complaint(variant.arch), str(resources)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Compile the tables; return how many variants are wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flashattn.kernels.offline", description=__doc__
+    return Resources(
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        code=code_bytes(compiled.asm["cubin"]),
+        matrix=matrix_instructions(compiled.asm["ptx"]),
     )
-    arches = [arch for arch in TABLES if arch in SHARED_LIMIT]
-    parser.add_argument("arch", nargs="*", default=arches, help=f"of {', '.join(arches)}")
-    wanted = variants(parser.parse_args(arguments).arch)
-    wrong = 0
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for variant, complaint, resources in pool.map(_report, wanted):
-            wrong += complaint is not None
-            print(f"{'FAIL' if complaint else 'ok'} {variant} {complaint or ''} {resources}")
-    print(f"triton {triton.__version__}: {len(wanted) - wrong} passed, {wrong} failed")
-    return wrong
 
 
-if __name__ == "__main__":
-    sys.exit(main() > 0)
+def variants() -> list[Variant]:
+    """Return every kernel with every tile of the tables of every architecture."""
+    tiled = [
+        Variant(arch, kernel, size, head_dim, tile, causal, describable)
+        for arch in ARCHITECTURES
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+    ]
+    fixed = [
+        Variant(arch, "bwd_delta", size, head_dim, None, causal=False)
+        for arch, size, head_dim in product(ARCHITECTURES, ELEMENTS, HEAD_DIMS)
+    ]
+    return tiled + fixed

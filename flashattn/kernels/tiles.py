@@ -15,6 +15,7 @@ import triton
 
 Kernel = Literal["fwd", "bwd_dkdv", "bwd_dq"]
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
 
 
 def block_d(head_dim: int) -> int:
@@ -226,7 +227,7 @@ H200 = H200_DESCRIPTORS | H200_POINTERS | H200_FP32 | ({} if MEASURED_HERE else 
 INTERPRETER: Table = {
     (kernel, size, d, causal, descriptors): Tile(32, 64, 4, 1, descriptors)
     for kernel, size, d, causal, descriptors in itertools.product(
-        get_args(Kernel), (2, 4), (16, 32, 64, 128, 256), (False, True), (False, True)
+        get_args(Kernel), (2, 4), HEAD_DIMS, (False, True), (False, True)
     )
 }
 TABLES: dict[str, Table] = {

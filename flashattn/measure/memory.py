@@ -98,6 +98,16 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
     return Peak(before, peak, torch.cuda.memory_allocated(device)), result
 
 
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return the bytes in use on ``device`` now, None where no allocator counts them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def above(total: int | None, ground: int | None) -> int | None:
+    """Return how many bytes ``total`` is above what was in use before; None where not counted."""
+    return None if total is None or ground is None else total - ground
+
+
 @dataclass(frozen=True)
 class Block:
     """Blocks of one size that one line allocated in one phase and that were live at the peak.

@@ -107,11 +107,19 @@ def summary(changes: Sequence[Change]) -> str:
     return f"{said}. Times after over before: {times(mean)} in the geometric mean of {len(ratios)}."
 
 
-def report(a: Run, b: Run) -> str:
-    """Return the comparison as Markdown: the summary, then a table of all that is not the same."""
+def report(a: Run, b: Run, *, every: bool = False) -> str:
+    """Return the comparison as Markdown: the summary, then a table.
+
+    Args:
+        a: the run before.
+        b: the run after.
+        every: give each timed case a line, and not only those that are not the same.
+    """
     changes = compare(a, b)
     told = [
-        change for change in changes if change.verdict != "same" and "still" not in change.verdict
+        change
+        for change in changes
+        if "still" not in change.verdict and (every or change.verdict != "same")
     ]
     sides = [f"Before: {circumstances(a)}.", f"After: {circumstances(b)}."]
     parts = ["\n".join(sides), summary(changes)]

@@ -12,6 +12,7 @@ import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.costs import Costs
 from flashattn.lm import SIZES, Attention
+from flashattn.measure.memory import allocated_bytes
 from flashattn.problem import Problem
 from flashattn.training import Trainer
 
@@ -59,6 +60,7 @@ class Trained:
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Make it; this is where a model that is too large runs out of memory."""
+        self.ground = allocated_bytes(device)  # not the model's
         self.costs = costs(
             size=size,
             context=context,

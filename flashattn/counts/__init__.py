@@ -1,0 +1,1 @@
+"""What a kernel does, counted without a GPU or a clock, against what it is expected to do."""

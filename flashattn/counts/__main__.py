@@ -1,0 +1,91 @@
+"""Count what the kernels do, without a GPU, and compare with what is expected in ``tests/counts``.
+
+    python -m flashattn.counts              # both kinds
+    python -m flashattn.counts interpreter  # products and bytes, a few seconds
+    python -m flashattn.counts compiled     # every kernel and tile, some minutes on two cores
+    python -m flashattn.counts --rewrite    # expect what is counted now
+
+Exit status: 0 as expected; 1 something differs, spills or does not compile; 2 a wrong argument;
+11 UNPROVEN, nothing is expected of this version of Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from flashattn.counts.expect import differences, read, write
+
+KINDS = ("interpreter", "compiled")
+COMMAND = "python -m flashattn.counts"
+FOLDER = Path(__file__).parents[2] / "tests" / "counts"
+FAILED, UNPROVEN = 1, 11
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", nargs="?", choices=KINDS, help="what to count (default: both)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of what is expected")
+    parser.add_argument("--rewrite", action="store_true", help="expect what is counted now")
+    return parser
+
+
+def _check(kind: str, options: argparse.Namespace) -> int:
+    """Count one kind, compare or rewrite; return the exit status."""
+    # Triton reads this when it is imported, which is below. It interprets or compiles, never both.
+    os.environ["TRITON_INTERPRET"] = str(int(kind == "interpreter"))
+    module = import_module(f"flashattn.counts.{kind}")
+    path = options.folder / module.FILE
+    got, complaints = module.collect(options.only)
+    for complaint in complaints:
+        print(f"FAILED {complaint}")
+    if not (got or complaints):
+        print(f"--only {options.only!r}: no case of {kind} has this in its name")
+        return 2
+    if options.rewrite:
+        others = read(path) if options.only and path.exists() else {}
+        write(path, {case: row for case, row in others.items() if options.only not in case} | got)
+        print(f"{len(got)} cases written to {path}")
+        return FAILED if complaints else 0
+    if not path.exists():
+        print(f"UNPROVEN: there is no {path}; {COMMAND} --rewrite makes it of what is counted now")
+        return FAILED if complaints else UNPROVEN
+    expected = {case: row for case, row in read(path).items() if options.only in case}
+    found = differences(expected, got)
+    for sentence in found:
+        print(f"FAILED {sentence}")
+    if found:
+        print(f"{len(found)} cases differ from {path}; if they should: {COMMAND} --rewrite")
+    elif not complaints:
+        print(f"{len(got)} cases are as {path} expects")
+    return FAILED if found or complaints else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Count and compare; return the exit status, of both kinds the lower that is not 0.
+
+    Args:
+        arguments: of the command line; None means the process's own.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = _parser()
+    options = parser.parse_args(given)
+    if options.only and not options.kind:
+        parser.error("--only: wanted a kind before it, for each names its cases in its own way")
+    if options.kind:
+        return _check(options.kind, options)
+    # A process each.
+    command = [sys.executable, "-m", "flashattn.counts"]
+    statuses = [subprocess.run([*command, kind, *given], check=False).returncode for kind in KINDS]  # noqa: S603
+    return min(filter(None, statuses), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""An expectation: a file of rows, one line a case, that counts must equal in both directions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Rows = dict[str, dict[str, Any]]  # case: what was counted, by name
+
+
+def read(path: Path) -> Rows:
+    """Return the rows of an expectation."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write(path: Path, rows: Rows) -> None:
+    """Write an expectation: sorted, one line a case, so that a difference is a line."""
+    lines = (f"{json.dumps(case)}: {json.dumps(rows[case])}" for case in sorted(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def differences(expected: Rows, got: Rows) -> list[str]:
+    """Return a sentence for each case that differs, is missing or is not expected."""
+    sentences = []
+    for case in sorted(expected.keys() | got.keys()):
+        if case not in got:
+            sentences.append(f"{case}: missing; expected {expected[case]}")
+        elif case not in expected:
+            sentences.append(f"{case}: not expected; got {got[case]}")
+        elif expected[case] != got[case]:
+            sentences.append(f"{case}: {_changes(expected[case], got[case])}")
+    return sentences
+
+
+def _changes(expected: dict[str, Any], got: dict[str, Any]) -> str:
+    """Say which numbers of one case changed."""
+    return "; ".join(
+        f"{name}: expected {expected.get(name)}, got {got.get(name)}"
+        for name in [*got, *(name for name in expected if name not in got)]
+        if expected.get(name) != got.get(name)
+    )

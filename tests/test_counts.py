@@ -1,0 +1,364 @@
+"""The counts: what is counted, what a difference says, and that each promised loss is caught."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import flashattn
+from flashattn.counts import __main__ as command
+from flashattn.counts.compiled import KNOWN_TO_SPILL
+from flashattn.counts.expect import differences, read, write
+from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
+from flashattn.kernels.offline import variants
+from flashattn.kernels.primitives import INTERPRETED
+
+FOLDER = Path(__file__).parent / "counts"
+COMPILED = sorted(FOLDER.glob("compiled-*.json"))
+interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Return what the interpreter is expected to count."""
+    return read(FOLDER / "interpreter.json")
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """Return a function that copies the package, changes it, and counts with the copy."""
+    root = tmp_path / "copy"
+
+    def copied(*edits):
+        shutil.rmtree(root, ignore_errors=True)
+        package = Path(flashattn.__file__).parent
+        shutil.copytree(package, root / "flashattn", ignore=shutil.ignore_patterns("__pycache__"))
+        for name, old, new in edits:
+            path = root / "flashattn" / "kernels" / name
+            text = path.read_text()
+            assert text.count(old) == 1, f"{name} has changed: {old}"
+            path.write_text(text.replace(old, new))
+
+        def count(*arguments):
+            return subprocess.run(
+                [sys.executable, "-m", "flashattn.counts", *map(str, arguments)],
+                cwd=root,
+                env=os.environ | {"PYTHONPATH": str(root)},
+                capture_output=True,
+                check=False,
+                text=True,
+            )
+
+        return count
+
+    return copied
+
+
+def change(output, case, name):
+    """Return what was expected and what was counted, of one number of one case."""
+    pattern = rf"^FAILED {re.escape(case)}: .*?\b{name}: expected (.+?), got (.+?)(?:;|$)"
+    found = re.search(pattern, output, re.MULTILINE)
+    assert found, output
+    return tuple(map(ast.literal_eval, found.groups()))
+
+
+def test_interpreter_counts(copy_of):
+    """Every kernel multiplies, loads and stores what is expected of it, case by case."""
+    done = copy_of()("interpreter", "--folder", FOLDER)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+NO_LAST_KEY = (
+    "primitives.py",
+    "end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))",
+    "end = seq_kv",
+)
+NO_FIRST_QUERY = (
+    "backward.py",
+    "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
+    "first = 0",
+)
+
+
+def test_lost_causal_skipping(copy_of):
+    """A kernel that visits tiles that the mask hides does more products than expected."""
+    case = f"{CAUSAL} descriptors"
+    count = copy_of(NO_LAST_KEY, NO_FIRST_QUERY)
+    done = count("interpreter", "--folder", FOLDER, "--only", case)
+    for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
+        expected, got = change(done.stdout, f"{kernel} {case}", "dots")
+        assert got > expected
+    assert done.returncode == 1
+    assert "3 cases differ" in done.stdout
+    assert "python -m flashattn.counts --rewrite" in done.stdout
+
+
+SECOND_PASS = """\
+    for again in tl.range(0, end, BLOCK_KV):
+        load_tile(
+            k, k_strides, batch, head // group, again, seq_kv,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+        )
+        load_tile(
+            v, v_strides, batch, head // group, again, seq_kv,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+        )
+"""
+
+
+def test_second_pass_over_keys(copy_of):
+    """A kernel that reads K and V once more loads more bytes than expected, and only that."""
+    marker = "    dead = l == 0.0"
+    count = copy_of(("forward.py", marker, SECOND_PASS + marker))
+    done = count("interpreter", "--folder", FOLDER, "--only", f"fwd {PLAIN}")
+    for loading in LAYOUTS:
+        expected, got = change(done.stdout, f"fwd {PLAIN} {loading}", "loaded")
+        # Four tiles of queries; K and V, 128 rows of 64 elements.
+        assert got - expected == 4 * 2 * 128 * 64 * 2
+    assert done.returncode == 1
+    assert "2 cases differ" in done.stdout
+    assert "dots" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("edit", "case"),
+    [
+        (("primitives.py", "input_precision=PRECISION", 'input_precision="ieee"'), "sm_80 fwd"),
+        (("launch.py", '== "tf32" else "tf32x3"', '== "tf32" else "ieee"'), "sm_90 bwd_dq"),
+    ],
+)
+def test_lost_tensor_cores(copy_of, tmp_path, edit, case):
+    """An fp32 product that fell off the tensor cores has lost its matrix instructions."""
+    case += " fp32 d16 full pointers"
+    arguments = ("compiled", "--folder", tmp_path, "--only", case)
+    assert copy_of()(*arguments, "--rewrite").returncode == 0
+    done = copy_of(edit)(*arguments)
+    expected, got = change(done.stdout, case, "matrix")
+    assert done.returncode == 1
+    assert all("tf32" in kind for kind in expected)
+    assert expected
+    assert got == {}
+
+
+def test_new_spill(copy_of, tmp_path):
+    """A tile too large for its registers is named, and expecting it does not excuse it."""
+    case = "sm_80 fwd bf16 d256 full pointers"
+    arguments = ("compiled", "--folder", tmp_path, "--only", case)
+    assert copy_of()(*arguments, "--rewrite").returncode == 0
+    count = copy_of(
+        ("tiles.py", '("fwd", 2, 256): (32, 32, 4, 2)', '("fwd", 2, 256): (128, 32, 4, 1)')
+    )
+    done = count(*arguments)
+    expected, got = change(done.stdout, case, "stack")
+    assert (done.returncode, expected) == (1, 0)
+    assert got > 0
+    assert change(
+        done.stdout.replace("32x32 w4 s2", "0").replace("128x32 w4 s1", "1"), case, "tile"
+    )
+    assert f"FAILED {case}: spills: {got} bytes of stack" in done.stdout
+    assert count(*arguments, "--rewrite").returncode == 1
+    assert count(*arguments).returncode == 1
+
+
+def test_plain_counts_are_right(rows):
+    """Without masks and padding the counts are the algorithm's: whole tiles, each product once."""
+    o = kv = 128 * 64 * 2
+    lse = 128 * 4
+    products = PLAIN.flops() // 2
+    for kernel, dots, loaded, stored in (
+        ("fwd", 2, o + 4 * 2 * kv, o + lse),
+        ("bwd_dkdv", 4, 2 * kv + 2 * (2 * o + 2 * lse), 2 * kv),
+        ("bwd_dq", 3, 2 * o + 2 * lse + 4 * 2 * kv, o),
+    ):
+        assert rows[f"{kernel} {PLAIN} descriptors"] == {
+            "dots": dots * 4 * 2,  # tiles of 32 queries and 64 keys
+            "flops": dots * products,
+            "loaded": loaded,
+            "stored": stored,
+        }
+
+
+def test_pointers_count_as_descriptors(rows):
+    """Both ways of loading do the same work."""
+    for problem, loading in CASES:
+        if loading == "pointers":
+            for kernel in KERNELS:
+                of = f"{kernel} {problem}"
+                assert rows[f"{of} pointers"] == rows[f"{of} descriptors"]
+    assert {loading for _, loading in CASES} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
+def test_compiled_expectations(path):
+    """For every version: all variants are expected, on tensor cores, and none to spill."""
+    expected = read(path)
+    assert expected.keys() == {"ptxas", *map(str, variants())}
+    for variant in variants():
+        row = expected[str(variant)]
+        assert bool(row["matrix"]) == (variant.kernel != "bwd_delta")
+        assert row["stack"] == 0 or (variant.size, variant.head_dim) in KNOWN_TO_SPILL
+
+
+def test_names_are_unique(rows):
+    """No two cases share a name, or one of them would go uncounted."""
+    assert len(set(map(str, variants()))) == len(variants())
+    assert len(rows) == len(CASES) * len(KERNELS)
+
+
+def test_supported_versions_are_expected():
+    """The oldest and the newest supported Triton have an expectation."""
+    assert {"compiled-triton-3.6", "compiled-triton-3.9"} <= {path.stem for path in COMPILED}
+
+
+@triton.jit
+def move(x, y, n, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):  # noqa: N803 - as in kernels
+    """Copy n elements, and one more."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(y + offsets, tl.load(x + offsets, mask=offsets < n), mask=offsets < n)
+    tl.store(y + n, tl.load(x + n))
+    if ATOMIC:
+        tl.atomic_add(y, 1.0)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_masked_elements_do_not_count(dtype):
+    """Bytes are those of the elements that a mask lets through, and of what has no mask."""
+    x, y = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
+    with counting() as counts:
+        move[(3,)](x, y, 5, BLOCK=8, ATOMIC=False)
+    moved = 3 * 6 * x.element_size()
+    assert counts == Counts(dots=0, flops=0, loaded=moved, stored=moved)
+    assert y.sum() == 6
+    move[(3,)](x, y, 5, BLOCK=8, ATOMIC=False)
+    assert counts.loaded == moved  # it no longer counts
+
+
+@interpreted
+def test_what_is_not_counted_is_refused():
+    """A kernel whose work would go uncounted is an error, and the interpreter is left as it was."""
+    x, y = torch.ones(16), torch.zeros(16)
+    with (
+        pytest.raises(triton.runtime.errors.InterpreterError, match="atomic_rmw is not counted"),
+        counting(),
+    ):
+        move[(1,)](x, y, 5, BLOCK=8, ATOMIC=True)
+    move[(1,)](x, y, 5, BLOCK=8, ATOMIC=True)
+    assert y[0] == 2
+
+
+BEFORE = {"same": {"dots": 1}, "changed": {"dots": 1, "loaded": 2, "old": 3}, "gone": {"dots": 4}}
+AFTER = {"same": {"dots": 1}, "changed": {"dots": 5, "loaded": 2, "new": 6}, "extra": {"dots": 7}}
+
+
+def test_differences():
+    """A changed number, a missing case and an extra one are each said, in both directions."""
+    assert differences(BEFORE, BEFORE) == []
+    assert differences(BEFORE, AFTER) == [
+        "changed: dots: expected 1, got 5; new: expected None, got 6; old: expected 3, got None",
+        "extra: not expected; got {'dots': 7}",
+        "gone: missing; expected {'dots': 4}",
+    ]
+    assert "changed: dots: expected 5, got 1" in differences(AFTER, BEFORE)[0]
+
+
+def test_one_line_a_case(tmp_path):
+    """What is written is read again, and stands one line a case, in order."""
+    path = tmp_path / "new" / "expected.json"
+    write(path, BEFORE)
+    assert read(path) == BEFORE
+    assert [line.partition(":")[0] for line in path.read_text().splitlines()[1:-1]] == [
+        '"changed"',
+        '"gone"',
+        '"same"',
+    ]
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path, capsys):
+    """Return a function that runs the command on made-up counts, and its folder."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    counted = SimpleNamespace(FILE="some.json", got=BEFORE, complaints=[])
+
+    def collect(only):
+        return {case: row for case, row in counted.got.items() if only in case}, counted.complaints
+
+    counted.collect = collect
+    monkeypatch.setattr(command, "import_module", lambda _: counted)
+
+    def run(*arguments):
+        status = command.main(["interpreter", "--folder", str(tmp_path), *arguments])
+        return status, capsys.readouterr().out
+
+    run.counted, run.path = counted, tmp_path / "some.json"
+    return run
+
+
+def test_without_an_expectation_nothing_is_proven(check):
+    """A version of Triton of which nothing is expected is UNPROVEN, never a pass."""
+    status, said = check()
+    assert (status, command.UNPROVEN) == (11, 11)
+    assert said.startswith(f"UNPROVEN: there is no {check.path}")
+    assert "python -m flashattn.counts --rewrite" in said
+
+
+def test_rewriting(check):
+    """What is rewritten is what is expected from then on; what was not chosen stays."""
+    assert check("--rewrite")[0] == 0
+    assert check() == (0, f"3 cases are as {check.path} expects\n")
+    check.counted.got = AFTER
+    status, said = check()
+    assert status == 1
+    assert said.count("FAILED ") == 3
+    assert "python -m flashattn.counts --rewrite" in said
+    assert check("--only", "changed")[1].count("FAILED ") == 1
+    assert check("--only", "g", "--rewrite")[0] == 0
+    assert read(check.path) == {"same": BEFORE["same"], "changed": AFTER["changed"]}
+    assert check("--rewrite")[0] == 0
+    assert read(check.path) == AFTER
+
+
+def test_what_is_wrong_fails_whatever_is_expected(check):
+    """A spill fails where nothing is expected, where it is, and when it is rewritten."""
+    check.counted.complaints = ["gone: spills"]
+    for arguments in ([], ["--rewrite"], []):
+        status, said = check(*arguments)
+        assert status == 1
+        assert said.startswith("FAILED gone: spills\n")
+
+
+def test_nothing_chosen_is_no_pass(check, capsys):
+    """A choice that fits no case is a wrong argument, and so is one without a kind."""
+    assert check("--only", "no such case")[0] == 2
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--only", "same"])
+    assert stopped.value.code == 2
+    assert "wanted a kind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"), [((0, 0), 0), ((0, 11), 11), ((11, 1), 1), ((1, 0), 1)]
+)
+def test_both_kinds(monkeypatch, statuses, status):
+    """Without a kind both are counted, a process each; a failure outweighs what is unproven."""
+    seen = []
+
+    def run(words, *, check):
+        assert not check
+        seen.append(words[-2:])
+        return SimpleNamespace(returncode=statuses[len(seen) - 1])
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    assert command.main(["--rewrite"]) == status
+    assert seen == [["interpreter", "--rewrite"], ["compiled", "--rewrite"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,6 +219,25 @@ def test_a_gate_that_sees_nothing_is_broken():
     assert exit_status(2, [missed]) == 2  # interrupted
 
 
+@pytest.mark.parametrize(
+    ("how", "injected", "verdict"),
+    [
+        ({"shift": 0.10, "noise": 0.01}, 0.10, "SEEN"),
+        ({"noise": 0.01}, 0.10, "MISSED"),
+        ({"shift": -0.10, "noise": 0.01}, 0.10, "MISSED"),
+        ({"shift": 0.03, "noise": 0.005}, 0.05, "MISSED"),  # AMBIGUOUS, and sharply so
+        ({"shift": 0.03, "noise": 0.1}, 0.05, "UNPROVEN"),  # so blurred that none could tell
+        ({"shift": 0.03, "noise": 0.04}, 0.05, "UNPROVEN"),  # 5% is not clear of the margin
+        ({"shift": 0.03, "noise": 0.04}, 0.10, "MISSED"),  # 10% would be
+        ({"shift": 0.10, "null": 0.10, "noise": 0.01}, 0.10, "UNPROVEN"),
+    ],
+)
+def test_a_slow_down_is_missed_only_where_it_had_to_be_seen(how, injected, verdict):
+    """A wrong or a sharp answer that is not SLOWER is the gate's fault, a blurred one is not."""
+    readings = settle(lambda rounds: made(rounds, seed=5, **how))
+    assert Outcome(case="a", readings=readings, injected=injected).verdict == verdict
+
+
 def test_exit_statuses_are_the_gates_own():
     """No status of the gate's is one of pytest's, of a shell's or of a signal's."""
     own = {gate.EXIT_AMBIGUOUS, gate.EXIT_UNPROVEN, gate.EXIT_BROKEN}
@@ -227,12 +247,13 @@ def test_exit_statuses_are_the_gates_own():
 
 def test_table_has_what_a_verdict_rests_on():
     """A line has the case, both intervals, the rounds of every collection and the verdict."""
-    lines = table([outcome("SLOWER"), outcome("NEW"), outcome("SEEN", 0.1)], "v1").splitlines()
+    seen = replace(outcome("SEEN", 0.1), attempts=2)
+    lines = table([outcome("SLOWER"), outcome("NEW"), seen], "v1").splitlines()
     assert "v1, ms" in lines[0]
     assert all(word in lines[2] for word in ("| a ", "+10.", "60 + 120", "SLOWER"))
     assert "NEW" in lines[3]
     assert "| a +10% " in lines[4]
-    assert "SEEN" in lines[4]
+    assert "SEEN, attempt 2 |" in lines[4]
 
 
 @pytest.mark.parametrize(

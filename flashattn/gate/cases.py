@@ -48,6 +48,7 @@ class Model:
         heads: H.
         batch: B.
         context: T.
+        vocab: V.
         precision: of the Trainer.
         compiled: through torch.compile.
     """
@@ -62,6 +63,7 @@ class Model:
     heads: int
     batch: int
     context: int
+    vocab: int = 10_000
     precision: str = "fp32"
     compiled: bool = False
 
@@ -84,14 +86,14 @@ CPU: tuple[Case, ...] = (
         why="the tile loop, nothing hidden: products and the online softmax",
         impl="tiled",
         step="forward",
-        shape=(2, 4, 4, 256, 64),
+        shape=(1, 1, 1, 256, 64),
     ),
     Attend(
         name="tiled-forward-causal-long",
         why="many tiles: what a tile costs in Python, and that half of them are skipped",
         impl="tiled",
         step="forward",
-        shape=(1, 1, 1, 768, 64),
+        shape=(1, 1, 1, 384, 64),
         causal=True,
     ),
     Attend(
@@ -99,7 +101,7 @@ CPU: tuple[Case, ...] = (
         why="many rows in one tile, and the casts to fp32",
         impl="tiled",
         step="forward",
-        shape=(32, 8, 8, 48, 64),
+        shape=(8, 4, 4, 48, 64),
         dtype="bfloat16",
     ),
     Attend(
@@ -107,14 +109,14 @@ CPU: tuple[Case, ...] = (
         why="five products a tile, and sums into dk and dv",
         impl="tiled",
         step="backward",
-        shape=(1, 4, 4, 256, 64),
+        shape=(1, 1, 1, 192, 64),
     ),
     Attend(
         name="tiled-backward-causal-grouped",
         why="the mask and its skipped tiles in the backward pass; dk and dv summed over a group",
         impl="tiled",
         step="backward",
-        shape=(1, 4, 2, 384, 64),
+        shape=(1, 2, 1, 192, 64),
         causal=True,
     ),
     Attend(
@@ -122,14 +124,14 @@ CPU: tuple[Case, ...] = (
         why="the definition, which every test waits for",
         impl="reference",
         step="forward",
-        shape=(2, 4, 4, 256, 64),
+        shape=(1, 2, 2, 192, 64),
     ),
     Attend(
         name="reference-backward-causal",
         why="its gradients, with a mask and grouped heads",
         impl="reference",
         step="backward",
-        shape=(2, 4, 2, 256, 64),
+        shape=(1, 2, 1, 192, 64),
         causal=True,
     ),
     Attend(
@@ -137,7 +139,7 @@ CPU: tuple[Case, ...] = (
         why="what the studies compare with",
         impl="naive",
         step="backward",
-        shape=(2, 4, 4, 256, 64),
+        shape=(1, 2, 2, 192, 64),
         causal=True,
     ),
     Attend(
@@ -153,24 +155,26 @@ CPU: tuple[Case, ...] = (
         why="norms, RoPE, SwiGLU and the head, with PyTorch's attention",
         impl="sdpa",
         step="forward",
-        width=128,
-        hidden=512,
+        width=64,
+        hidden=256,
         layers=2,
-        heads=4,
-        batch=2,
-        context=64,
+        heads=2,
+        batch=1,
+        context=32,
+        vocab=1000,
     ),
     Model(
         name="model-train",
         why="forward, loss, backward and AdamW, with our attention in it",
         impl="tiled",
         step="train",
-        width=128,
-        hidden=512,
+        width=64,
+        hidden=256,
         layers=1,
-        heads=4,
-        batch=2,
-        context=64,
+        heads=2,
+        batch=1,
+        context=32,
+        vocab=1000,
     ),
 )
 

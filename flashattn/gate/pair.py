@@ -137,6 +137,8 @@ class Worker:
 class Pair:
     """The working tree and a revision, each arm in a folder and a process of its own.
 
+    ``trees`` has the arms' folders; processes read them when they start.
+
     Args:
         root: of the working tree.
         revision: what it is held against; None for the working tree itself.
@@ -153,9 +155,9 @@ class Pair:
         self._left = ExitStack()
         folder = Path(self._left.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
         # Names of one length: a longer path is a longer string, and all behind it lies elsewhere.
-        self._trees = {arm: folder / str(number) for number, arm in enumerate(ARMS)}
+        self.trees = {arm: folder / str(number) for number, arm in enumerate(ARMS)}
         try:
-            for arm, tree in self._trees.items():
+            for arm, tree in self.trees.items():
                 if arm == "new" or revision is None:
                     working_tree(root, tree)
                 else:
@@ -168,8 +170,14 @@ class Pair:
 
     def close(self) -> None:
         """End the processes, then remove the trees."""
-        self._end()
+        self.renew()
         self._left.close()
+
+    def renew(self) -> None:
+        """End the processes; the next case gets others, laid out in another way."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers = {}
 
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
         """Time a case until its verdict is settled, each collection in fresh processes.
@@ -189,28 +197,23 @@ class Pair:
 
             def collect(count: int) -> Collection:
                 if count > rounds:
-                    self._end()
+                    self.renew()
                     self._prepare(case, slowdown=injected)
                 return self._collect(count)
 
             readings = settle(collect, rounds)
         except BaseException:
-            self._end()  # an answer may be on its way to a question that nobody remembers
+            self.renew()  # an answer may be on its way to a question that nobody remembers
             raise
         return Outcome(case=str(case), readings=readings, injected=injected)
 
     def _start(self) -> None:
         """Start the processes: the arms' memory is laid out alike, each time in another way."""
         self._started += 1
-        for arm, tree in self._trees.items():
+        for arm, tree in self.trees.items():
             self._workers[arm] = Worker(arm, tree, self.device, self._started)
         for worker in self._workers.values():
             worker.greet()
-
-    def _end(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
-        self._workers = {}
 
     def _prepare(self, case: Case, *, slowdown: float) -> str | None:
         """Make the case in each process and warm it up; return why the old revision cannot."""

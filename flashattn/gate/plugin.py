@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 FEWEST_ROUNDS = 10  # of fewer the interval at 99% is the range
 INJECTED = (0.05, 0.10)  # what the gate must see to be believed
+# A gate that is blind misses every time, a good one on a noisy machine misses now and then: three
+# times running is less than one in ten thousand where it misses one in twenty-five.
+ATTEMPTS = 3
 FAILED, UNSETTLED = {SLOWER, MISSED}, {AMBIGUOUS, UNPROVEN, NEW}  # all else passes
 
 
@@ -75,7 +79,7 @@ class Gate:
         return compared + [(cases[name], share) for name in chosen for share in INJECTED]
 
     def judge(self, case: Case, injected: float) -> Outcome:
-        """Time a case until its verdict is settled.
+        """Time a case until its verdict is settled, and what is not seen though it is there, again.
 
         Args:
             case: what is timed.
@@ -84,10 +88,15 @@ class Gate:
         pair = self._open(None if injected else self._revision)
         # 5% is close to the margin: the self-test must not miss it for want of precision.
         rounds = self._rounds * (2 if injected else 1)
-        try:
-            outcome = pair.judge(case, rounds=rounds, injected=injected)
-        except WorkerError as error:
-            pytest.fail(str(error), pytrace=False)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                found = pair.judge(case, rounds=rounds, injected=injected)
+            except WorkerError as error:
+                pytest.fail(str(error), pytrace=False)
+            outcome = replace(found, attempts=attempt)
+            if outcome.verdict not in (MISSED, UNPROVEN) or not injected:
+                break
+            pair.renew()
         self._outcomes.append(outcome)
         return outcome
 

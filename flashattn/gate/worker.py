@@ -74,7 +74,7 @@ def step(case: Facts, device: torch.device) -> Call:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return impl(q, k, v, causal="top_left", scale=None)[0]
 
-    shape = {name: case[name] for name in ("width", "hidden", "layers", "heads")}
+    shape = {name: case[name] for name in ("width", "hidden", "layers", "heads", "vocab")}
     how = {name: case[name] for name in ("batch", "context", "precision", "compiled")}
     trainer = Trainer(Config(**shape), attention=attention, device=device, **how)
     return getattr(trainer, case["step"])

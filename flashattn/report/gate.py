@@ -95,12 +95,14 @@ class Outcome:
         readings: in their order; none where the old revision cannot run it.
         reason: why it cannot.
         injected: share by which the new revision was made slower on purpose.
+        attempts: of the self-test, of which these readings are the last.
     """
 
     case: str
     readings: Sequence[Reading] = ()
     reason: str | None = None
     injected: float = 0.0
+    attempts: int = 1
 
     @property
     def difference(self) -> str:
@@ -109,10 +111,23 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The difference, or whether a slow-down that was made on purpose was seen."""
+        """The difference, or whether a slow-down that was made on purpose was seen.
+
+        MISSED is the gate's fault: it called the slow-down what it surely is not, or did not know
+        though its interval was narrow. What a noisy machine blurs is UNPROVEN.
+        """
         if not self.injected or self.difference == NEW:
             return self.difference
-        return SEEN if self.difference == SLOWER else MISSED
+        if self.difference == SLOWER:
+            return SEEN
+        return MISSED if self.difference in (SAME, FASTER) or self._sharp else UNPROVEN
+
+    @property
+    def _sharp(self) -> bool:
+        """Whether all of the interval has room between the margin and what was injected."""
+        last = self.readings[-1]
+        room = (1 + self.injected) / (1 + MARGIN)
+        return last.verdict != UNPROVEN and last.change.high / last.change.low < room
 
     def __str__(self) -> str:
         """Return a sentence."""
@@ -121,11 +136,12 @@ class Outcome:
         last = self.readings[-1]
         said = f"{last.change}, null arm {last.null}, {last.rounds} rounds"
         if self.injected:
-            was = f"a slow-down of {self.injected:.0%} made on purpose was {self.verdict}"
+            was = f"a slow-down of {self.injected:.0%} made on purpose was {SAID[self.verdict]}"
             return f"{self.case}: {was}: {self.difference}, {said}"
         return f"{self.case} is {self.verdict}: {said}{EXPLAINED.get(self.verdict, '')}"
 
 
+SAID = {SEEN: SEEN, MISSED: MISSED, UNPROVEN: "not seen on a machine as noisy as this one is now"}
 EXPLAINED = {
     SLOWER: f"; seen twice, each time surely more than {MARGIN:.0%}",
     AMBIGUOUS: f"; neither surely within {MARGIN:.0%} nor twice surely beyond it",
@@ -220,4 +236,5 @@ def _line(outcome: Outcome) -> list[str]:
         return [name, "", "", "", "", outcome.verdict]
     last = outcome.readings[-1]
     rounds = " + ".join(str(reading.rounds) for reading in outcome.readings)
-    return [name, ms(last.seconds), str(last.change), str(last.null), rounds, outcome.verdict]
+    verdict = outcome.verdict + (f", attempt {outcome.attempts}" if outcome.attempts > 1 else "")
+    return [name, ms(last.seconds), str(last.change), str(last.null), rounds, verdict]

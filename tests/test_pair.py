@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -19,8 +20,9 @@ import torch
 import torch._dynamo  # an inner run forgets what it imported, and these two
 import triton  # noqa: F401 - cannot be imported twice
 
-from flashattn.gate import cases, pair, plugin
+from flashattn.gate import cases, pair, plugin, worker
 from flashattn.gate.pair import Pair, WorkerError
+from flashattn.measure import timing
 from flashattn.report import gate
 
 pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
@@ -103,7 +105,7 @@ def test_unchanged_code_is_the_same(repository, monkeypatch):
     assert not list(scratch.iterdir())
 
 
-def test_a_slow_down_is_a_failed_test(repository):
+def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     """What is slower fails with a sentence that JUnit counts; what is faster or new does not.
 
     The old revision has neither the gate nor its clock, and prints, which is no answer.
@@ -120,7 +122,10 @@ def test_a_slow_down_is_a_failed_test(repository):
     edit(folder, "reference.py", GROUP, SPIN + GROUP)
     slow = replace(QUICK, name="slow", impl="reference")
     set_cases(QUICK, slow, replace(cases.CPU[-1], batch=1))
+    starts, start = [], Pair._start
+    monkeypatch.setattr(Pair, "_start", lambda both: starts.append(start(both)))
     result = run(repository, "--gate-against=HEAD", "--junitxml=junit.xml")
+    assert len(starts) == 2  # what is collected again is so in new processes
     result.assert_outcomes(passed=1, failed=1, skipped=1)
     assert result.ret == 1
     result.stdout.fnmatch_lines(
@@ -311,12 +316,12 @@ def test_an_interrupted_run_leaves_nothing(repository, how):
 def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
     """A worker that finds another revision's package is refused: it would compare in vain."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    worker = pair.Worker("ref", tmp_path, CPU)
+    arm = pair.Worker("ref", tmp_path, CPU)
     try:
         with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
-            worker.greet()
+            arm.greet()
     finally:
-        worker.close()
+        arm.close()
 
 
 @pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")
@@ -330,6 +335,36 @@ def test_arms_lie_alike_in_memory():
 
     assert where(1) == where(1)
     assert where(1) != where(2)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 1.0])
+def test_work_is_added_in_proportion(share):
+    """What is slowed down takes longer by just the share, whatever a call and the clock cost."""
+    spent = itertools.count()
+    now = lambda: next(spent) * 1e-6  # noqa: E731 - each look costs a microsecond
+
+    def took(call):
+        start = now()
+        assert call() == "result"
+        return now() - start
+
+    def work(lasts):
+        return lambda: [now() for _ in range(lasts)] and "result"
+
+    cost = took(worker.spun(lambda: "result", 0.0, now)) - took(lambda: "result")
+    for lasts in (300, 5000):
+        ratio = took(worker.spun(work(lasts), share, now, cost)) / took(work(lasts))
+        assert ratio == pytest.approx(1 + share, abs=0.01)
+
+
+def test_short_calls_are_timed_many_at_once(monkeypatch):
+    """Looking at the clock is little beside what it times, and seconds are those of one pass."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    timed = worker.Worker(CPU, timing)
+    monkeypatch.setitem(worker.MAKERS, "Attend", lambda *_: lambda: sum(range(1000)))
+    timed.prepare(cases.message(QUICK))
+    assert timed.pace()["seconds"] > worker.SHORTEST / 4
+    assert max(timed.sample(5, None)["seconds"]) < worker.SHORTEST / 4
 
 
 def test_arms_take_turns_by_lot():

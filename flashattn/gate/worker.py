@@ -24,7 +24,8 @@ import torch
 
 TIMING = Path(__file__).parents[1] / "measure" / "timing.py"
 SEED = 20231
-BUSY = {"cpu": 20_000, "cuda": 200_000}  # units of busy work that last long enough to be timed
+BUSY = 200_000  # clocks that a kernel holds the stream, long enough to be timed
+SHORTEST = 1e-3  # seconds of calls between two looks at the clock, which cost up to 10 microseconds
 SAMPLE = 10e-3  # seconds of calls that are timed at a time
 LISTENED = 0.2  # seconds of calls that say what one takes
 CORRECTIONS, TURNS = 2, 20  # of how much busy work makes a case so much slower
@@ -83,15 +84,37 @@ def step(case: Facts, device: torch.device) -> Call:
 MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"Attend": attend, "Model": step}
 
 
-def busy_cpu(units: int) -> None:
-    """Work: it becomes slower when the machine does, as the code beside it."""
-    for _ in range(units):
-        pass
+def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) -> Call:
+    """Return what works on after each call, for ``share`` of the time that this very call took.
+
+    Args:
+        call: what is made slower.
+        share: by which.
+        now: tells seconds of work.
+        cost: seconds that looking at the clock adds.
+    """
+
+    def slowed() -> Any:
+        start = now()
+        result = call()
+        end = now()
+        until = end + share * (end - start) - cost
+        while now() < until:
+            pass
+        return result
+
+    return slowed
 
 
-def busy_cuda(units: int) -> None:
-    """Queue a kernel that holds the stream for so many clocks."""
-    torch.cuda._sleep(units)  # noqa: SLF001 - what torch's own tests wait with
+def repeated(call: Call, times: int) -> Call:
+    """Return what makes so many calls."""
+
+    def calls() -> Any:
+        for _ in range(times):
+            result = call()
+        return result
+
+    return calls
 
 
 class Worker:
@@ -108,12 +131,12 @@ class Worker:
         self.device, self.timing = device, timing
         on_cuda = device.type == "cuda"
         self.clock = timing.DeviceClock.of(device) if on_cuda else timing.ProcessorClock()
-        self.busy = busy_cuda if on_cuda else busy_cpu
         self.call: Call = tuple
+        self.times = 1  # that a call of ours makes of the case's
 
     def prepare(self, case: Facts) -> Facts:
         """Make the case and warm it up; the answer says why it cannot be made, if it cannot."""
-        self.call = tuple
+        self.call, self.times = tuple, 1
         gc.collect()
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
@@ -127,19 +150,32 @@ class Worker:
             said = str(error).strip().partition("\n")[0]
             return {"cannot": f"{type(error).__name__}: {said}"}
         self.clock.cover(pace.launch)
+        if self.device.type == "cpu" and pace.wall < SHORTEST:
+            self.times = math.ceil(SHORTEST / pace.wall)
+            self.call = repeated(self.call, self.times)
         return {}
 
     def pace(self) -> Facts:
-        """Say what a call takes."""
+        """Say what a call takes, or as many as are timed at once."""
         return {"seconds": self._pace(self.call)}
 
     def slow(self, share: float) -> Facts:
-        """Make the case slower by ``share`` of what it takes, with work that is really done.
+        """Make the case slower by ``share`` of what it takes, with work that is really done."""
+        if self.device.type == "cuda":
+            self.call = self._queued(share)
+        else:
+            now = self.clock.now
+            cost = self._pace(spun(tuple, 0.0, now)) - self._pace(tuple)
+            self.call = spun(self.call, share, now, cost)
+        return {}
 
-        Work costs something else behind a call than on its own, so its amount is corrected by what
-        it does there.
+    def _queued(self, share: float) -> Call:
+        """Return the case with a kernel behind it that holds the stream.
+
+        It costs something else behind a call than on its own, so its length is corrected by what it
+        does there.
         """
-        call, busy, units = self.call, self.busy, BUSY[self.device.type]
+        call, busy, units = self.call, torch.cuda._sleep, BUSY  # noqa: SLF001 - torch's tests wait so
 
         def slowed() -> Any:
             result = call()
@@ -150,11 +186,10 @@ class Worker:
         units = round(share * self._pace(call) * units / alone)
         for _ in range(CORRECTIONS):
             units = round(units * share / max(self._added(slowed), share / 2))
-        self.call = slowed
-        return {"units": units}
+        return slowed
 
     def sample(self, calls: int, core: int | None) -> Facts:
-        """Time each of ``calls`` calls, on one core if one is named.
+        """Time each of ``calls`` calls, on one core if one is named; return what one pass takes.
 
         The first call is not timed: it finds the caches as the other revision has left them.
         """
@@ -162,7 +197,8 @@ class Worker:
             os.sched_setaffinity(0, {core})
         self.call()
         self.clock.synchronize()
-        return {"seconds": self.clock.samples(self.call, calls)[0]}
+        seconds, _ = self.clock.samples(self.call, calls)
+        return {"seconds": [each / self.times for each in seconds]}
 
     def _added(self, slowed: Call) -> float:
         """Return the share by which ``slowed`` takes longer than the case, in turns of a sample."""

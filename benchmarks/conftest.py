@@ -15,12 +15,14 @@ import pytest
 import torch
 from pytest_benchmark.utils import get_commit_info
 
+from flashattn.gate.plugin import Gate
 from flashattn.measure.device import accelerator, machine_info, out_of_memory, sm_clock
 from flashattn.measure.monitor import Monitor
 from flashattn.measure.roofline import measure_roofs
 from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of, interprets
 from flashattn.problem import Problem
 from flashattn.registry import get
+from flashattn.report.gate import ROUNDS
 from flashattn.report.runs import Journal, Run, load
 from flashattn.report.table import tables
 from flashattn.testing.inputs import make_inputs
@@ -65,6 +67,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--resume", action="store_true", help="go on with the last run that was not finished"
     )
+    parser.addoption(
+        "--gate-against",
+        metavar="REVISION",
+        help="time nothing but the gate's cases, here and in another revision, in turns; fail what"
+        " is slower (exit status 10: something is ambiguous; 11: this machine proves nothing)",
+    )
+    parser.addoption(
+        "--gate-selftest",
+        action="store_true",
+        help="slow some of the gate's cases by 5%% and 10%%, which it must see (else status 12)",
+    )
+    parser.addoption(
+        "--gate-rounds", type=int, default=ROUNDS, help="samples of each revision (%(default)s)"
+    )
 
 
 def sweep_name(config: pytest.Config) -> str:
@@ -75,6 +91,10 @@ def sweep_name(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep runs in a folder named by the accelerator, under the commit's name, with raw samples."""
     option = config.option
+    if option.gate_against is not None or option.gate_selftest:
+        revision, rounds, selftest = option.gate_against, option.gate_rounds, option.gate_selftest
+        gate = Gate(config.rootpath, revision, DEVICE, rounds=rounds, selftest=selftest)
+        config.pluginmanager.register(gate, "gate")
     folder = config.rootpath / ".benchmarks" / accelerator(DEVICE)
     commit = _commit(get_commit_info())
     facts = {"machine_info": _machine(), "commit_info": commit, "sources": _sources(config)}
@@ -98,6 +118,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Peers compile inside torch; what torch says to itself there is no failure of theirs.
     config.addinivalue_line("filterwarnings", r"default:::torch\..*")
     config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch\..*")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect either the gate's cases or all others."""
+    gated = collection_path.name == "bench_gate.py"
+    module = collection_path.parent == HERE and collection_path.suffix == ".py"
+    return True if module and gated != config.pluginmanager.has_plugin("gate") else None
 
 
 def _part_suffix(config: pytest.Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from flashattn.measure import timing
-from flashattn.measure.timing import DeviceBenchmark, DeviceClock, HostClock, interprets, warm_up
+from flashattn.measure.timing import (
+    DeviceBenchmark,
+    DeviceClock,
+    HostClock,
+    ProcessorClock,
+    interprets,
+    warm_up,
+)
 from flashattn.registry import get
 
 MICRO = 1e-6
@@ -243,3 +251,14 @@ def test_cuda_clock_tells_device_time():
     product(10)
     one, ten = (min(clock.samples(lambda n=n: product(n), 10)[0]) for n in (1, 10))
     assert 7 < ten / one < 13
+
+
+def test_waiting_is_no_work():
+    """The processor's clock stands while a process waits, and goes while it works."""
+    work = lambda: sum(range(300_000))  # noqa: E731
+    (rested,), _ = ProcessorClock().samples(lambda: time.sleep(0.05), 1)
+    worked, result = ProcessorClock().samples(work, 5)
+    assert rested < 0.01
+    assert min(worked) > 0.0005
+    assert result == work()
+    assert HostClock().samples(lambda: time.sleep(0.05), 1)[0][0] >= 0.05

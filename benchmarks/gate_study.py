@@ -1,0 +1,224 @@
+"""How often the gate errs: pairs of unchanged code, and of slower code, on a loaded machine.
+
+    python benchmarks/gate_study.py --null 30 --reworded 10 --injected 20 --output gate.json
+
+A pair holds the working tree against itself, so whatever it calls SLOWER in a null pair is wrong.
+A reworded pair has functions in the new tree that nobody calls: the same work from another text,
+which comes to lie elsewhere in memory, as after any commit. An injected pair slows the new one down
+by work that is really done. Meanwhile other processes load the machine, in bursts. Every outcome is
+on disk before the next pair starts, and pairs that are there already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashattn.gate.cases import CASES, Case
+from flashattn.gate.pair import Pair, terminable
+from flashattn.measure.device import accelerator
+from flashattn.report.gate import ROUNDS, Outcome
+from flashattn.report.study import Table
+from flashattn.report.table import markdown
+
+ROOT = Path(__file__).parents[1]
+FOUR = {  # short calls and long ones, forward, backward and a whole step
+    "cpu": ("tiled-forward-full", "reference-backward-causal", "attention-call", "model-forward"),
+    "cuda": (
+        "forward-d128-full",
+        "forward-short-rows",
+        "backward-d64-causal",
+        "forward-d64-causal",
+    ),
+}
+INJECTED = 0.07
+# Works for up to 0.4 s, rests for up to 0.2 s, as a neighbour does who compiles or tests.
+LOAD = """
+import random, time, torch
+torch.set_num_threads(1)
+x = torch.randn({size}, {size}, device="{device}")
+while True:
+    end = time.perf_counter() + random.uniform(0, 0.4)
+    while time.perf_counter() < end:
+        x @ x
+        {wait}
+    time.sleep(random.uniform(0, 0.2))
+"""
+
+
+UNUSED = """
+
+def _unused_{number}(first, second={value}):
+    '''{text}'''
+    return [first, second, "{value}"]
+"""
+
+
+@contextmanager
+def loaded(processes: int, device: str) -> Iterator[None]:
+    """Keep the machine busy meanwhile.
+
+    Args:
+        processes: how many.
+        device: what each of them works on.
+    """
+    on_cuda = device == "cuda"
+    wait = "torch.cuda.synchronize()" if on_cuda else "pass"
+    code = LOAD.format(size=4096 if on_cuda else 512, device=device, wait=wait)
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(processes)]  # noqa: S603
+    try:
+        yield
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def reword(tree: Path, seed: int) -> None:
+    """Add functions that nobody calls to every module of a tree."""
+    draw = random.Random(seed)  # noqa: S311
+    for path in sorted(tree.rglob("*.py")):
+        added = (
+            UNUSED.format(number=n, value=draw.random(), text="x" * draw.randrange(400))
+            for n in range(draw.randrange(12))
+        )
+        path.write_text(path.read_text() + "".join(added))
+
+
+def outcomes_of(
+    cases: Sequence[Case], device: str, rounds: int, *, injected: float, seed: int | None
+) -> list[dict[str, Any]]:
+    """Return the outcome of each case in one pair, in processes of its own.
+
+    Args:
+        cases: what is timed.
+        device: where.
+        rounds: of a first collection.
+        injected: share by which the new tree is slower.
+        seed: of the words that are added to the new tree; None adds none.
+    """
+    pair = Pair(ROOT, None, torch.device(device))
+    try:
+        if seed is not None:
+            reword(pair.trees["new"], seed)
+        outcomes = [pair.judge(case, rounds=rounds, injected=injected) for case in cases]
+    finally:
+        pair.close()
+    return [told(outcome) for outcome in outcomes]
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON's own types."""
+    facts = asdict(outcome) | {"difference": outcome.difference}
+    return json.loads(json.dumps(facts), parse_float=lambda text: round(float(text), 6))
+
+
+def kind(run: dict[str, Any]) -> str:
+    """Return what a pair was of."""
+    if run["injected"]:
+        return f"{run['injected']:+.0%} injected"
+    return "unchanged" if run["seed"] is None else "reworded"
+
+
+def summary(made: Sequence[dict[str, Any]]) -> str:
+    """Return how many cases got which verdict, and how far apart the arms were."""
+    words = ("SLOWER", "FASTER", "SAME", "AMBIGUOUS", "UNPROVEN")
+    header = ["code", "pairs", "cases", *words, "null arm, at most", "s a pair"]
+    lines = []
+    ordered = sorted(made, key=lambda run: (run["injected"], run["seed"] is not None))
+    for name in dict.fromkeys(kind(run) for run in ordered):
+        runs = [run for run in made if kind(run) == name]
+        outcomes = [outcome for run in runs for outcome in run["outcomes"]]
+        counts = Counter(outcome["difference"] for outcome in outcomes)
+        null = max(abs(r["null"]["median"] - 1) for o in outcomes for r in o["readings"])
+        seconds = sum(run["seconds"] for run in runs) / len(runs)
+        shares = [f"{counts[word]} ({counts[word] / len(outcomes):.0%})" for word in words]
+        numbers = [str(len(runs)), str(len(outcomes)), *shares, f"{null:.1%}", f"{seconds:.0f}"]
+        lines.append([name, *numbers])
+    return markdown(Table(caption="", header=header, lines=lines, rows=[]))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--null", type=int, default=30, help="pairs of unchanged code")
+    parser.add_argument("--reworded", type=int, default=10, help="pairs of the same in other words")
+    parser.add_argument("--injected", type=int, default=20, help="pairs with a slow-down")
+    parser.add_argument("--share", type=float, default=INJECTED, help="of the slow-down")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a first collection")
+    parser.add_argument("--load", type=int, default=1, help="processes that load the machine")
+    parser.add_argument("--load-gpu", action="store_true", help="they load the GPU, not the cores")
+    parser.add_argument("--output", type=Path, default=Path("gate.json"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make what is missing of the pairs, and print the table."""
+    options, device = arguments(), "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [case for case in CASES[device] if str(case) in FOUR[device]]
+    header = {
+        "accelerator": accelerator(torch.device(device)),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "rounds": options.rounds,
+        "load": f"{options.load} on the {'GPU' if options.load_gpu else 'cores'}",
+    }
+    made = made_before(options.output, header)
+    wanted: list[tuple[float, int | None]] = [(0.0, None)] * options.null
+    wanted += [(0.0, seed) for seed in range(options.reworded)]
+    wanted += [(options.share, None)] * options.injected
+    for run in made:
+        if (run["injected"], run["seed"]) in wanted:
+            wanted.remove((run["injected"], run["seed"]))
+    random.Random(0).shuffle(wanted)  # noqa: S311 - a machine's mood is shared by all kinds
+    with terminable(), loaded(options.load, "cuda" if options.load_gpu else "cpu"):
+        for injected, seed in wanted:
+            start, load = time.perf_counter(), os.getloadavg()[0]
+            run = {"injected": injected, "seed": seed, "load": round(load, 1)}
+            run["outcomes"] = outcomes_of(
+                cases, device, options.rounds, injected=injected, seed=seed
+            )
+            made.append(run | {"seconds": round(time.perf_counter() - start, 1)})
+            options.output.write_text(written(header, made))
+            words = ", ".join(outcome["difference"] for outcome in run["outcomes"])
+            print(f"{kind(run)} {made[-1]['seconds']} s, load {load:.1f}: {words}", flush=True)
+    print(summary(made))
+
+
+def made_before(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pairs that a file has.
+
+    Raises:
+        SystemExit: they were made elsewhere, or otherwise.
+    """
+    if not path.exists():
+        return []
+    kept = json.loads(path.read_text())
+    made = kept.pop("pairs")
+    if kept != header:
+        raise SystemExit(f"--output: wanted pairs made with {header}, got {kept}")
+    return made
+
+
+def written(header: dict[str, Any], made: Sequence[dict[str, Any]]) -> str:
+    """Return the study as JSON with a line for each pair."""
+    lines = ",\n".join(json.dumps(run) for run in made)
+    return f'{json.dumps(header)[:-1]}, "pairs": [\n{lines}\n]}}\n'
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""One revision in a process of its own: it makes a case, and times calls of it when it is told to.
+
+Run by its path, with the revision's tree first on ``sys.path``. This file and its clock belong to
+the tree that judges; ``flashattn`` is the revision's, which may be older than the gate, so nothing
+of it is imported before a case needs it. Requests and answers are lines of JSON on stdin and
+stdout; it ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+TIMING = Path(__file__).parents[1] / "measure" / "timing.py"
+SEED = 20231
+BUSY = 200_000  # clocks that a kernel holds the stream, long enough to be timed
+SHORTEST = 1e-3  # seconds of calls between two looks at the clock, which cost up to 10 microseconds
+SAMPLE = 10e-3  # seconds of calls that are timed at a time
+LISTENED = 0.2  # seconds of calls that say what one takes
+CORRECTIONS, TURNS = 2, 20  # of how much busy work makes a case so much slower
+
+Call = Callable[[], Any]
+Facts = dict[str, Any]
+
+
+def attend(case: Facts, device: torch.device) -> Call:
+    """Return one pass of one attention.
+
+    Args:
+        case: see ``cases.Attend``.
+        device: where.
+    """
+    import flashattn  # noqa: PLC0415 - the revision's
+
+    batch, heads, kv_heads, seq, dim = case["shape"]
+    backward, dtype = case["step"] == "backward", getattr(torch, case["dtype"])
+    shapes = ((batch, h, seq, dim) for h in (heads, kv_heads, kv_heads))
+    inputs = [
+        torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for shape in shapes
+    ]
+    if case["impl"] == "auto":
+        return partial(flashattn.attention, *inputs, causal=case["causal"])
+    how = {"causal": "top_left" if case["causal"] else False, "scale": dim**-0.5}
+    forward = partial(flashattn.get(case["impl"]), *inputs, **how)
+    if not backward:
+        return forward
+    o = forward()[0]
+    return partial(torch.autograd.grad, o, inputs, torch.randn_like(o), retain_graph=True)
+
+
+def step(case: Facts, device: torch.device) -> Call:
+    """Return one step of the transformer.
+
+    Args:
+        case: see ``cases.Model``.
+        device: where.
+    """
+    import flashattn  # noqa: PLC0415 - the revision's
+    from flashattn.lm import Config  # noqa: PLC0415
+    from flashattn.training import Trainer  # noqa: PLC0415
+
+    impl = flashattn.get(case["impl"])
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return impl(q, k, v, causal="top_left", scale=None)[0]
+
+    shape = {name: case[name] for name in ("width", "hidden", "layers", "heads", "vocab")}
+    how = {name: case[name] for name in ("batch", "context", "precision", "compiled")}
+    trainer = Trainer(Config(**shape), attention=attention, device=device, **how)
+    return getattr(trainer, case["step"])
+
+
+MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"Attend": attend, "Model": step}
+
+
+def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) -> Call:
+    """Return what works on after each call, for ``share`` of the time that this very call took.
+
+    Args:
+        call: what is made slower.
+        share: by which.
+        now: tells seconds of work.
+        cost: seconds that looking at the clock adds.
+    """
+
+    def slowed() -> Any:
+        start = now()
+        result = call()
+        end = now()
+        until = end + share * (end - start) - cost
+        while now() < until:
+            pass
+        return result
+
+    return slowed
+
+
+def repeated(call: Call, times: int) -> Call:
+    """Return what makes so many calls."""
+
+    def calls() -> Any:
+        for _ in range(times):
+            result = call()
+        return result
+
+    return calls
+
+
+class Worker:
+    """Holds one case at a time.
+
+    Args:
+        device: where it runs.
+        timing: the module of clocks.
+    """
+
+    def __init__(self, device: torch.device, timing: Any) -> None:
+        """Take one thread: two would wait for each other whenever another program takes a core."""
+        torch.set_num_threads(1)
+        self.device, self.timing = device, timing
+        on_cuda = device.type == "cuda"
+        self.clock = timing.DeviceClock.of(device) if on_cuda else timing.ProcessorClock()
+        self.call: Call = tuple
+        self.times = 1  # that a call of ours makes of the case's
+
+    def prepare(self, case: Facts) -> Facts:
+        """Make the case and warm it up; the answer says why it cannot be made, if it cannot."""
+        self.call, self.times = tuple, 1
+        gc.collect()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        torch.manual_seed(SEED)
+        try:
+            self.call = MAKERS[case["kind"]](case, self.device)
+            pace = self.timing.warm_up(self.call, clock=self.clock)
+        except Exception as error:  # noqa: BLE001 - an older revision may fail in any way
+            said = str(error).strip().partition("\n")[0]
+            return {"cannot": f"{type(error).__name__}: {said}"}
+        self.clock.cover(pace.launch)
+        if self.device.type == "cpu" and pace.wall < SHORTEST:
+            self.times = math.ceil(SHORTEST / pace.wall)
+            self.call = repeated(self.call, self.times)
+        return {}
+
+    def pace(self) -> Facts:
+        """Say what a call takes, or as many as are timed at once."""
+        return {"seconds": self._pace(self.call)}
+
+    def slow(self, share: float) -> Facts:
+        """Make the case slower by ``share`` of what it takes, with work that is really done."""
+        if self.device.type == "cuda":
+            self.call = self._queued(share)
+        else:
+            now = self.clock.now
+            cost = self._pace(spun(tuple, 0.0, now)) - self._pace(tuple)
+            self.call = spun(self.call, share, now, cost)
+        return {}
+
+    def _queued(self, share: float) -> Call:
+        """Return the case with a kernel behind it that holds the stream.
+
+        It costs something else behind a call than on its own, so its length is corrected by what it
+        does there.
+        """
+        call, busy, units = self.call, torch.cuda._sleep, BUSY  # noqa: SLF001 - torch's tests wait so
+
+        def slowed() -> Any:
+            result = call()
+            busy(units)
+            return result
+
+        alone = self._pace(partial(busy, 2 * units)) - self._pace(partial(busy, units))
+        units = round(share * self._pace(call) * units / alone)
+        for _ in range(CORRECTIONS):
+            units = round(units * share / max(self._added(slowed), share / 2))
+        return slowed
+
+    def sample(self, calls: int, core: int | None) -> Facts:
+        """Time each of ``calls`` calls, on one core if one is named; return what one pass takes.
+
+        The first call is not timed: it finds the caches as the other revision has left them.
+        """
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        self.call()
+        self.clock.synchronize()
+        seconds, _ = self.clock.samples(self.call, calls)
+        return {"seconds": [each / self.times for each in seconds]}
+
+    def _added(self, slowed: Call) -> float:
+        """Return the share by which ``slowed`` takes longer than the case, in turns of a sample."""
+        calls = math.ceil(SAMPLE / self._pace(self.call))
+        ratios = [
+            median(self.clock.samples(slowed, calls)[0])
+            / median(self.clock.samples(self.call, calls)[0])
+            for _ in range(TURNS)
+        ]
+        return median(ratios) - 1
+
+    def _pace(self, call: Call) -> float:
+        """Return the seconds of one call: the median, or the least where others disturb it."""
+        once = max(median(self.clock.samples(call, 3)[0]), 1e-7)
+        seconds = self.clock.samples(call, min(max(int(LISTENED / once), 5), 200))[0]
+        return median(seconds) if self.device.type == "cuda" else min(seconds)
+
+
+def clocks() -> Any:
+    """Return the module of clocks that stands beside this file, whatever the revision has."""
+    spec = importlib.util.spec_from_file_location("gate_timing", TIMING)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{TIMING} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+
+    def answer(facts: Facts) -> None:
+        answers.write(json.dumps(facts) + "\n")
+        answers.flush()
+
+    worker = Worker(torch.device(sys.argv[1]), clocks())
+    import flashattn  # noqa: PLC0415 - the revision's
+
+    answer({"flashattn": flashattn.__file__})
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer(getattr(worker, request.pop("do"))(**request))
+
+
+if __name__ == "__main__":
+    main()

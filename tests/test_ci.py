@@ -1,0 +1,91 @@
+"""What continuous integration makes of the gate's word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+GATE = Path(__file__).parents[1] / ".ci" / "gate"
+BASH = ("bash", ".ci/gate", "--gate-rounds=40")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Return a folder with the script, and a pytest that says how it was called and ends so."""
+    folder, programs = tmp_path / "checkout", tmp_path / "programs"
+    (folder / ".ci").mkdir(parents=True)
+    programs.mkdir()
+    (folder / ".ci" / "gate").write_text(GATE.read_text())
+    (programs / "pytest").write_text('#!/bin/sh\necho "pytest $*"\nexit "$STATUS"\n')
+    (programs / "pytest").chmod(0o755)
+    return folder
+
+
+def run(folder, status=0, **settings):
+    """Return how the script ends, and what it says."""
+    path = f"{folder.parent / 'programs'}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "STATUS": str(status)} | settings
+    done = subprocess.run(
+        BASH, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout
+
+
+def commit(folder):
+    """Commit nothing."""
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message=nothing"]):
+        subprocess.run(["git", "-C", str(folder), *who, *words], check=True)  # noqa: S607
+
+
+@pytest.mark.parametrize(
+    ("status", "ends", "said"),
+    [
+        (0, 0, None),
+        (1, 1, None),  # SLOWER
+        (2, 2, None),  # interrupted
+        (4, 4, None),  # a wrong option
+        (10, 0, "neither surely slower"),
+        (11, 0, "too noisy"),
+        (12, 12, None),  # blind
+    ],
+)
+def test_what_is_open_is_told_and_fails_nobody(checkout, status, ends, said):
+    """AMBIGUOUS and UNPROVEN are green with a sentence; SLOWER, a blind gate and errors are red."""
+    ended, output = run(checkout, status)
+    assert ended == ends
+    assert ("leaves something open" in output) == (said is not None)
+    assert said is None or said in output
+
+
+def test_github_shows_what_is_open(checkout):
+    """On GitHub the sentence is an annotation of the run."""
+    _, output = run(checkout, 11, GITHUB_ACTIONS="true")
+    assert output.splitlines()[-1].startswith("::warning::The gate leaves something open")
+
+
+def test_the_parent_is_what_a_commit_is_held_against(checkout):
+    """Where there is a parent commit the gate compares with it, and tests itself."""
+    commit(checkout)
+    commit(checkout)
+    assert run(checkout)[1] == (
+        "pytest benchmarks --gate-against=HEAD^ --gate-selftest --gate-rounds=40\n"
+    )
+
+
+@pytest.mark.parametrize("tree", ["exported", "inside-another", "shallow"])
+def test_without_a_parent_the_gate_tests_itself(checkout, tree):
+    """Without a parent, or with none but another repository's, a sentence says what is left out."""
+    if tree == "inside-another":
+        commit(checkout.parent)
+        commit(checkout.parent)
+    if tree == "shallow":
+        commit(checkout)
+    ended, output = run(checkout)
+    assert ended == 0
+    first, second = output.splitlines()
+    assert first.startswith("No parent commit here")
+    assert second == "pytest benchmarks --gate-selftest --gate-rounds=40"

@@ -1,0 +1,274 @@
+"""The gate's statistics on made-up rounds, whose truth is known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flashattn.report import gate
+from flashattn.report.gate import (
+    ARMS,
+    Collection,
+    Interval,
+    Outcome,
+    exit_status,
+    interval,
+    read,
+    settle,
+    table,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Draw fewer resamples: many runs are made here."""
+    monkeypatch.setattr(gate, "RESAMPLES", 1000)
+
+
+def made(rounds=60, *, seed=0, shift=0.0, null=0.0, noise=0.04, tail=0.0, drift=1.0, shocks=1.0):
+    """Make rounds: normal noise of each arm, with a share of outliers, and what all arms share.
+
+    Args:
+        rounds: of each arm.
+        seed: of the random numbers.
+        shift: by which the new revision is slower.
+        null: by which the old one's second process is slower than its first.
+        noise: standard deviation of an arm's logarithm.
+        tail: share of an arm's samples that take three times as long.
+        drift: factor from the first round to the last.
+        shocks: factor by which a third of all rounds is slower.
+    """
+    draw = np.random.default_rng(seed)
+    shared = drift ** np.linspace(0, 1, rounds) * np.where(draw.random(rounds) < 1 / 3, shocks, 1)
+    means = {"new": 1 + shift, "ref": 1.0, "again": 1 + null}
+    seconds = {
+        arm: 0.005
+        * means[arm]
+        * shared
+        * np.exp(noise * draw.standard_normal(rounds))
+        * np.where(draw.random(rounds) < tail, 3, 1)
+        for arm in ARMS
+    }
+    return Collection(**seconds)
+
+
+def settled(seed, **how):
+    """Return the verdict of a case that is collected for as long as the gate wants."""
+    seeds = itertools.count(1000 * seed)
+    readings = settle(lambda rounds: made(rounds, seed=next(seeds), **how))
+    return Outcome(case="made up", readings=readings).difference
+
+
+MACHINES = {
+    "quiet": {"noise": 0.01},
+    "noisy": {"noise": 0.05},
+    "drifting": {"drift": 2.0},
+    "shocked": {"shocks": 5.0},
+    "interrupted": {"tail": 0.05},
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("shift", "verdict"), [(0.0, "SAME"), (0.08, "SLOWER"), (-0.08, "FASTER")])
+def test_truth_is_found(machine, shift, verdict):
+    """A difference is called by its name, whatever a machine does to all arms or to some rounds."""
+    assert settled(1, shift=shift, **MACHINES[machine]) == verdict
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_unchanged_code_is_never_slower(machine):
+    """Of 40 runs of unchanged code none is SLOWER, and three in four are SAME."""
+    found = [settled(seed, **MACHINES[machine]) for seed in range(40)]
+    assert "SLOWER" not in found
+    assert found.count("SAME") >= 30
+
+
+@pytest.mark.parametrize("shift", [0.02, 0.03])
+def test_what_is_within_the_margin_fails_nobody(shift):
+    """Of 40 runs of code that is slower by no more than the margin none is SLOWER."""
+    assert "SLOWER" not in [settled(seed, shift=shift) for seed in range(40)]
+
+
+@pytest.mark.parametrize("machine", ["noisy", "drifting", "interrupted"])
+def test_seven_percent_are_seen(machine):
+    """Of 40 runs of code that is 7% slower nine in ten are SLOWER, and none is SAME."""
+    found = [settled(seed, shift=0.07, **MACHINES[machine]) for seed in range(40)]
+    assert found.count("SLOWER") >= 36
+    assert "SAME" not in found
+
+
+@pytest.mark.parametrize(("confidence", "least", "most"), [(0.99, 295, 300), (0.8, 235, 270)])
+def test_interval_covers_the_truth(monkeypatch, confidence, least, most):
+    """Of 300 intervals as many have the true ratio as they say, and not many more."""
+    monkeypatch.setattr(gate, "CONFIDENCE", confidence)
+    draw, hits = np.random.default_rng(3), 0
+    for _ in range(300):
+        found = interval(0.05 + 0.04 * draw.standard_t(3, 60))
+        hits += found.low <= np.exp(0.05) <= found.high
+    assert least <= hits <= most
+
+
+def test_same_rounds_same_interval():
+    """The bootstrap draws the same every time: a verdict can be computed again."""
+    rounds = made()
+    assert read(rounds) == read(rounds)
+
+
+def test_second_process_counts_as_much_as_the_first():
+    """The old revision's time is the mean of its two arms: either may be called the first."""
+    rounds = made(null=0.02)
+    swapped = Collection(new=rounds.new, ref=rounds.again, again=rounds.ref)
+    assert read(rounds).change == read(swapped).change
+
+
+def test_what_the_null_arm_shows_is_not_the_codes_doing():
+    """Where the old revision differs from itself nothing is proven, however slow the new one is."""
+    for shift in (0.0, 0.2):
+        assert settled(2, shift=shift, null=0.1) == "UNPROVEN"
+
+
+@pytest.mark.parametrize(
+    ("low", "median", "high", "verdict"),
+    [
+        (0.98, 1.0, 1.02, "SAME"),
+        (1.001, 1.01, 1.029, "SAME"),  # surely slower, and surely by less than the margin
+        (1.031, 1.05, 1.10, "SLOWER"),
+        (1.029, 1.05, 1.10, "AMBIGUOUS"),  # surely slower, but perhaps by less than the margin
+        (0.99, 1.05, 1.10, "AMBIGUOUS"),
+        (0.90, 0.95, 0.970, "FASTER"),
+        (0.90, 0.95, 0.972, "AMBIGUOUS"),
+        (0.90, 1.0, 1.10, "AMBIGUOUS"),
+    ],
+)
+def test_verdict_of_an_interval(low, median, high, verdict):
+    """SLOWER is surely slower and by more than the margin; SAME is surely within it."""
+    assert Interval(low=low, median=median, high=high).verdict == verdict
+
+
+SHIFTS = {"S": {"shift": 0.1}, "=": {}, "F": {"shift": -0.1}, "?": {"noise": 0.4}}
+SHIFTS["U"] = {"null": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("shown", "verdict", "collections"),
+    [
+        ("=", "SAME", 1),
+        ("F", "FASTER", 1),
+        ("SS", "SLOWER", 2),
+        ("S=", "SAME", 2),
+        ("S?", "AMBIGUOUS", 2),
+        ("SU", "UNPROVEN", 2),
+        ("?=", "SAME", 2),
+        ("??", "AMBIGUOUS", 2),
+        ("?SS", "SLOWER", 3),  # SLOWER fails at its second time, not at the second collection
+        ("?S=", "SAME", 3),
+        ("?S?", "AMBIGUOUS", 3),
+        ("USS", "SLOWER", 3),
+        ("UU", "UNPROVEN", 2),
+    ],
+)
+def test_only_twice_slower_is_slower(shown, verdict, collections):
+    """What is not settled is collected again, twice as long; only SLOWER twice is SLOWER."""
+    asked = []
+
+    def collect(rounds):
+        asked.append(rounds)
+        return made(rounds, seed=5, **{"noise": 0.01} | SHIFTS[shown[len(asked) - 1]])
+
+    outcome = Outcome(case="made up", readings=settle(collect))
+    assert outcome.difference == verdict
+    assert asked == [60, 120, 120][:collections]
+
+
+def outcome(verdict, injected=0.0):
+    """Return an outcome with that verdict."""
+    if verdict == "NEW":
+        return Outcome(case="a", reason="there was no such thing")
+    sign = {"SLOWER": "S", "MISSED": "=", "SEEN": "S", "SAME": "=", "FASTER": "F"}
+    sign |= {"AMBIGUOUS": "?", "UNPROVEN": "U"}
+    how = {"noise": 0.01} | SHIFTS[sign[verdict]]
+    found = Outcome(case="a", readings=settle(lambda n: made(n, seed=5, **how)), injected=injected)
+    assert found.verdict == verdict
+    return found
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        (["SAME", "FASTER", "NEW"], 0),
+        ([], 0),
+        (["SLOWER", "SAME", "UNPROVEN"], 1),
+        (["AMBIGUOUS", "SAME"], 10),
+        (["AMBIGUOUS", "UNPROVEN"], 11),
+    ],
+)
+def test_exit_status_tells(verdicts, status):
+    """A run that fails nobody still tells by its status that something was not proven."""
+    pytests = int("SLOWER" in verdicts)
+    assert exit_status(pytests, [outcome(verdict) for verdict in verdicts]) == status
+
+
+def test_a_gate_that_sees_nothing_is_broken():
+    """A slow-down made on purpose and missed outranks all else, but for pytest's own errors."""
+    missed, seen = outcome("MISSED", injected=0.1), outcome("SEEN", injected=0.1)
+    assert exit_status(1, [outcome("SLOWER"), missed, seen]) == 12
+    assert exit_status(0, [seen]) == 0
+    assert exit_status(2, [missed]) == 2  # interrupted
+
+
+@pytest.mark.parametrize(
+    ("how", "injected", "verdict"),
+    [
+        ({"shift": 0.10, "noise": 0.01}, 0.10, "SEEN"),
+        ({"noise": 0.01}, 0.10, "MISSED"),
+        ({"shift": -0.10, "noise": 0.01}, 0.10, "MISSED"),
+        ({"shift": 0.03, "noise": 0.005}, 0.05, "MISSED"),  # AMBIGUOUS, and sharply so
+        ({"shift": 0.03, "noise": 0.1}, 0.05, "UNPROVEN"),  # so blurred that none could tell
+        ({"shift": 0.03, "noise": 0.04}, 0.05, "UNPROVEN"),  # 5% is not clear of the margin
+        ({"shift": 0.03, "noise": 0.04}, 0.10, "MISSED"),  # 10% would be
+        ({"shift": 0.10, "null": 0.10, "noise": 0.01}, 0.10, "UNPROVEN"),
+    ],
+)
+def test_a_slow_down_is_missed_only_where_it_had_to_be_seen(how, injected, verdict):
+    """A wrong or a sharp answer that is not SLOWER is the gate's fault, a blurred one is not."""
+    readings = settle(lambda rounds: made(rounds, seed=5, **how))
+    assert Outcome(case="a", readings=readings, injected=injected).verdict == verdict
+
+
+def test_exit_statuses_are_the_gates_own():
+    """No status of the gate's is one of pytest's, of a shell's or of a signal's."""
+    own = {gate.EXIT_AMBIGUOUS, gate.EXIT_UNPROVEN, gate.EXIT_BROKEN}
+    assert len(own) == 3
+    assert own.isdisjoint({*range(6), *range(126, 256)})
+
+
+def test_table_has_what_a_verdict_rests_on():
+    """A line has the case, both intervals, the rounds of every collection and the verdict."""
+    seen = replace(outcome("SEEN", 0.1), attempts=2)
+    lines = table([outcome("SLOWER"), outcome("NEW"), seen], "v1").splitlines()
+    assert "v1, ms" in lines[0]
+    assert all(word in lines[2] for word in ("| a ", "+10.", "60 + 120", "SLOWER"))
+    assert "NEW" in lines[3]
+    assert "| a +10% " in lines[4]
+    assert "SEEN, attempt 2 |" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("SLOWER", "seen twice"),
+        ("AMBIGUOUS", "neither surely"),
+        ("UNPROVEN", "differs from itself"),
+        ("NEW", "there was no such thing"),
+    ],
+)
+def test_a_verdict_is_a_short_sentence(verdict, said):
+    """What fails, and what is not proven, says why in one line."""
+    text = str(outcome(verdict))
+    assert text.startswith(f"a is {verdict}")
+    assert said in text
+    assert len(text) < 250
+    assert "\n" not in text

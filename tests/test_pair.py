@@ -1,0 +1,459 @@
+"""``pytest benchmarks --gate-against`` from end to end, in a repository of its own."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # an inner run forgets what it imported, and these two
+import triton  # noqa: F401 - cannot be imported twice
+
+from flashattn.gate import cases, pair, plugin, worker
+from flashattn.gate.pair import Pair, WorkerError
+from flashattn.measure import timing
+from flashattn.report import gate
+
+pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+QUICK = replace(cases.CPU[0], name="quick", shape=(1, 1, 1, 64, 64))
+SPIN = "\n    for _ in range(30_000):\n        pass\n"
+BEGIN = "    o = torch.empty_like(q)\n"  # of tiled_forward
+GROUP = "    group = q"  # of the reference
+
+
+@pytest.fixture
+def repository(pytester, monkeypatch):
+    """Return a repository with the package, the gate, and a commit; the margin is wide."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, pytester.path)
+    (pytester.path / "benchmarks").mkdir()
+    for name in ("conftest.py", "bench_flash.py", "bench_gate.py"):
+        shutil.copy(ROOT / "benchmarks" / name, pytester.path / "benchmarks")
+    pair.working_tree(ROOT, pytester.path)
+    monkeypatch.setattr(plugin, "CASES", {})
+    set_cases(QUICK)
+    monkeypatch.setattr(plugin, "SELFTEST", dict.fromkeys(("cpu", "cuda"), ("quick",)))
+    monkeypatch.setattr(plugin, "INJECTED", (1.0,))
+    monkeypatch.setattr(gate, "MARGIN", 0.3)
+    monkeypatch.setattr(pair, "SAMPLE", 2e-3)
+    git(pytester.path, "init", "--quiet")
+    commit(pytester.path)
+    return pytester
+
+
+def git(folder, *arguments):
+    """Run git as somebody."""
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True)  # noqa: S607
+
+
+def commit(folder):
+    """Commit all there is."""
+    git(folder, "add", "--all", "--force")
+    git(folder, "commit", "--quiet", "--message", "change")
+
+
+def edit(folder, name, old, new):
+    """Replace a text that a file of the package has."""
+    path = folder / "flashattn" / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def set_cases(*chosen):
+    """Let the gate have no other cases."""
+    plugin.CASES.update(dict.fromkeys(("cpu", "cuda"), chosen))
+
+
+def run(repository, *arguments):
+    """Run the gate with few rounds."""
+    return repository.runpytest_inprocess("benchmarks", "--gate-rounds=15", *arguments)
+
+
+def junit(path):
+    """Return how many tests a JUnit file has, how many failed, and what it says of the failures."""
+    suite = ET.parse(path).getroot()[0]  # noqa: S314 - written a moment ago
+    said = [failure.get("message") for failure in suite.iter("failure")]
+    return int(suite.get("tests")), int(suite.get("failures")), said
+
+
+def test_unchanged_code_is_the_same(repository, monkeypatch):
+    """Unchanged code passes with a table, here and on GitHub's page; nothing is left behind."""
+    summary, scratch = repository.path / "summary.md", repository.path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(passed=1)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["| case *| HEAD, ms |*", "| quick *SAME |"])
+    assert "| quick " in summary.read_text()
+    assert not list(scratch.iterdir())
+
+
+def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
+    """What is slower fails with a sentence that JUnit counts; what is faster or new does not.
+
+    The old revision has neither the gate nor its clock, and prints, which is no answer.
+    """
+    folder = repository.path
+    for gone in ("gate", "measure"):
+        shutil.rmtree(folder / "flashattn" / gone)
+    (folder / "flashattn" / "training.py").unlink()
+    edit(folder, "tiled.py", BEGIN, SPIN + BEGIN)
+    edit(folder, "__init__.py", "\nfrom", "\nprint('noise')\nfrom")
+    commit(folder)
+    shutil.rmtree(folder / "flashattn")
+    pair.working_tree(ROOT, folder)
+    edit(folder, "reference.py", GROUP, SPIN + GROUP)
+    slow = replace(QUICK, name="slow", impl="reference")
+    set_cases(QUICK, slow, replace(cases.CPU[-1], batch=1))
+    starts, start = [], Pair._start
+    monkeypatch.setattr(Pair, "_start", lambda both: starts.append(start(both)))
+    result = run(repository, "--gate-against=HEAD", "--junitxml=junit.xml")
+    assert len(starts) == 2  # what is collected again is so in new processes
+    result.assert_outcomes(passed=1, failed=1, skipped=1)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            "| quick *FASTER |",
+            "| slow * 15 + 30 | *SLOWER |",
+            "| model-train *NEW |",
+            "*model-train is NEW: * (ModuleNotFoundError: *training*)",
+        ]
+    )
+    tests, failures, said = junit(folder / "junit.xml")
+    assert (tests, failures) == (3, 1)
+    assert said[0].startswith("Failed: slow is SLOWER: +")
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*plugin.py:*: Failed*")
+
+
+def test_a_dirty_null_arm_proves_nothing(repository, monkeypatch):
+    """Where the old revision is slower than itself the status says so, though nothing failed."""
+
+    def disturbed(root, revision, tree, written=pair.export):
+        written(root, revision, tree)
+        if tree.name == str(gate.ARMS.index("again")):
+            edit(tree, "tiled.py", BEGIN, SPIN + BEGIN)
+
+    monkeypatch.setattr(pair, "export", disturbed)
+    monkeypatch.setattr(gate, "AGAIN", 1)  # in the same processes
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == gate.EXIT_UNPROVEN
+    result.stdout.fnmatch_lines(["| quick *15 + 15 | UNPROVEN |", "*quick is UNPROVEN*"])
+
+
+def test_a_dead_worker_tells_why(repository):
+    """A process that dies is a failure with its last words; the next case gets new processes."""
+    die = "    import os; os.write(2, b'farewell'); os._exit(3)\n"
+    edit(repository.path, "tiled.py", BEGIN, die)
+    edit(repository.path, "reference.py", GROUP, "    q.no_such_thing\n" + GROUP)
+    set_cases(QUICK, replace(QUICK, name="other", impl="reference"))
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(failed=2)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["*new: died at 'prepare'*farewell*", "*new: cannot run other: AttributeError:*"]
+    )
+
+
+def test_the_selftest_sees_what_is_there(repository):
+    """Work that is added to a case is seen, by the processes of each collection."""
+    result = run(repository, "--gate-selftest")
+    result.assert_outcomes(passed=1)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["| quick +100% *| *30 + 60 | *SEEN |"])
+
+
+SHARP = gate.Interval(low=0.99, median=1.0, high=1.01)
+BLURRED = gate.Interval(low=0.5, median=1.0, high=2.0)
+SLOW = gate.Interval(low=1.9, median=2.0, high=2.1)
+
+
+@pytest.mark.parametrize(
+    ("readings", "verdict", "status", "failed"),
+    [
+        ([SHARP] * 3, "MISSED, attempt 3", gate.EXIT_BROKEN, 1),
+        ([BLURRED] * 3, "UNPROVEN, attempt 3", gate.EXIT_UNPROVEN, 0),
+        ([SHARP, BLURRED, SLOW], "SEEN, attempt 3", 0, 0),
+        ([SLOW], "SEEN", 0, 0),
+    ],
+    ids=["blind", "noisy", "at-last", "at-once"],
+)
+def test_a_blind_gate_is_a_failure(repository, monkeypatch, readings, verdict, status, failed):
+    """What is there and was not seen is tried again, each time in new processes, thrice in all.
+
+    Then a gate that was blind has failed, and one on too noisy a machine has proven nothing.
+    """
+    log, left = [], iter(readings)
+
+    def judge(_, case, *, rounds, injected):
+        log.append(rounds)
+        reading = gate.Reading(change=next(left), null=SHARP, seconds=1e-3, rounds=rounds)
+        return gate.Outcome(case=str(case), readings=[reading], injected=injected)
+
+    monkeypatch.setattr(Pair, "judge", judge)
+    monkeypatch.setattr(Pair, "renew", lambda _: log.append("renew"))
+    result = run(repository, "--gate-selftest", "--junitxml=junit.xml")
+    assert result.ret == status
+    assert junit(repository.path / "junit.xml")[1] == failed
+    result.stdout.fnmatch_lines([f"| quick +100% *| *{verdict} |"])
+    assert log == [30, "renew"] * len(readings) + ["renew"] * (not verdict.startswith("SEEN"))
+
+
+def test_what_is_open_is_told_by_the_status(repository, monkeypatch):
+    """A case that stays AMBIGUOUS fails nobody, and is not tried again; the status says so."""
+    judged = []
+
+    def judge(_, case, *, rounds, injected):
+        judged.append(case)
+        reading = gate.Reading(change=BLURRED, null=SHARP, seconds=1e-3, rounds=rounds)
+        return gate.Outcome(case=str(case), readings=[reading], injected=injected)
+
+    monkeypatch.setattr(Pair, "judge", judge)
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == gate.EXIT_AMBIGUOUS
+    assert judged == [QUICK]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gate-against=nowhere",), "*--gate-against: wanted a revision*got 'nowhere'*"),
+        (("--gate-against=--all",), "*--gate-against: wanted a revision*got '--all'*"),
+        (("--gate-against=HEAD", "--gate-rounds=3"), "*--gate-rounds: wanted at least 10, got 3*"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(repository, arguments, said):
+    """What is no revision, and too few rounds, are refused in a sentence before anything runs."""
+    result = repository.runpytest_inprocess("benchmarks", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([said])
+
+
+def test_a_revision_without_the_package(repository):
+    """A revision that has no ``flashattn`` is refused in a sentence."""
+    shutil.rmtree(repository.path / "flashattn")
+    (repository.path / "other").touch()
+    commit(repository.path)
+    pair.working_tree(ROOT, repository.path)
+    with pytest.raises(ValueError, match="wanted a revision that has flashattn, got 'HEAD'"):
+        Pair(repository.path, "HEAD", CPU)
+
+
+def test_the_gates_cases_are_its_own(repository):
+    """Without its options none of the gate's cases is collected, with them nothing else."""
+    plain = repository.runpytest_inprocess("benchmarks", "--collect-only", "-q")
+    plain.stdout.no_fnmatch_line("*bench_gate*")
+    plain.stdout.fnmatch_lines(["*bench_forward*"])
+    gated = run(repository, "--gate-against=HEAD", "--collect-only", "-q")
+    names = [line for line in gated.outlines if "::" in line]
+    assert [name.rpartition("::")[2] for name in names] == [
+        "bench_gate[[]quick]".replace("[[]", "[")
+    ]
+
+
+def processes(word):
+    """Return the ids of processes with a word in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        found += [int(path.parent.name)] if word.encode() in text else []
+    return found
+
+
+def wait_until(holds, seconds=60):
+    """Return whether something comes to hold in time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="lists processes in /proc")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_an_interrupted_run_leaves_nothing(repository, how):
+    """However a run is ended its processes end; its trees are gone, too, unless it was killed."""
+    scratch = repository.path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--gate-against=HEAD", "-q"]
+    running = subprocess.Popen(
+        command,
+        cwd=repository.path,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    started = wait_until(lambda: len(processes(str(scratch))) == len(gate.ARMS))
+    time.sleep(0.5)
+    running.send_signal(how)
+    running.wait(30)
+    assert started
+    assert wait_until(lambda: not processes(str(scratch)), 20)
+    assert bool(list(scratch.iterdir())) == (how == signal.SIGKILL)
+
+
+def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
+    """A worker that finds another revision's package is refused: it would compare in vain."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    arm = pair.Worker("ref", tmp_path, CPU)
+    try:
+        with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
+            arm.greet()
+    finally:
+        arm.close()
+
+
+@pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")
+def test_arms_lie_alike_in_memory():
+    """Two processes of one seed put an object at one address: neither is faster by luck."""
+    command = [*pair._fixed(), sys.executable, "-c", "print(id(object()), hash('a'))"]
+
+    def where(seed):
+        settings = os.environ | pair.SETTLED | {"PYTHONHASHSEED": str(seed)}
+        return subprocess.run(command, env=settings, capture_output=True, check=True).stdout
+
+    assert where(1) == where(1)
+    assert where(1) != where(2)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 1.0])
+def test_work_is_added_in_proportion(share):
+    """What is slowed down takes longer by just the share, whatever a call and the clock cost."""
+    spent = itertools.count()
+    now = lambda: next(spent) * 1e-6  # noqa: E731 - each look costs a microsecond
+
+    def took(call):
+        start = now()
+        assert call() == "result"
+        return now() - start
+
+    def work(lasts):
+        return lambda: [now() for _ in range(lasts)] and "result"
+
+    cost = took(worker.spun(lambda: "result", 0.0, now)) - took(lambda: "result")
+    for lasts in (300, 5000):
+        ratio = took(worker.spun(work(lasts), share, now, cost)) / took(work(lasts))
+        assert ratio == pytest.approx(1 + share, abs=0.01)
+
+
+def test_short_calls_are_timed_many_at_once(monkeypatch):
+    """Looking at the clock is little beside what it times, and seconds are those of one pass."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    timed = worker.Worker(CPU, timing)
+    monkeypatch.setitem(worker.MAKERS, "Attend", lambda *_: lambda: sum(range(1000)))
+    timed.prepare(cases.message(QUICK))
+    assert timed.pace()["seconds"] > worker.SHORTEST / 4
+    assert max(timed.sample(5, None)["seconds"]) < worker.SHORTEST / 4
+
+
+def test_arms_take_turns_by_lot():
+    """Every round has every arm once, on one core; orders and cores change from round to round."""
+    log = []
+
+    class Scripted:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, do, **request):
+            if do == "sample":
+                log.append((self.name, request["core"]))
+            return {"seconds": [1.0] if do == "sample" else 1.0}
+
+        def close(self):
+            pass
+
+    both = Pair(ROOT, None, CPU)
+    both._cores = [0, 1]
+    both._workers = {arm: Scripted(arm) for arm in gate.ARMS}
+    both._collect(40)
+    both.close()
+    rounds = [log[i : i + 3] for i in range(0, len(log), 3)]
+    assert all({arm for arm, _ in turn} == set(gate.ARMS) for turn in rounds)
+    assert [turn[0][1] for turn in rounds] == [0, 1] * 20
+    assert all(len({core for _, core in turn}) == 1 for turn in rounds)
+    assert len({tuple(arm for arm, _ in turn) for turn in rounds}) == 6
+
+
+def test_cases_have_reasons_and_names():
+    """Every device has 8 to 16 cases, each with a name of its own and a reason."""
+    for device, chosen in cases.CASES.items():
+        assert 8 <= len(chosen) <= 16
+        assert len({str(case) for case in chosen}) == len(chosen)
+        assert all(case.why for case in chosen)
+        assert set(cases.SELFTEST[device]) <= {str(case) for case in chosen}
+
+
+@pytest.fixture
+def study():
+    """Return the script that studies the gate."""
+    spec = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "gate_study.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_study_counts_verdicts(study):
+    """The study's table has a line for each kind of pair, with verdicts counted and as shares."""
+    null = {"readings": [{"null": {"median": 0.98}}]}
+    made = [
+        {"injected": share, "seed": seed, "seconds": 20}
+        | {"outcomes": [null | {"difference": verdict} for verdict in found]}
+        for share, seed, found in (
+            (0.07, None, ["SLOWER"]),
+            (0.0, 3, ["FASTER"]),
+            (0.0, None, ["SAME", "AMBIGUOUS"]),
+            (0.07, None, ["SLOWER"]),
+        )
+    ]
+    lines = study.summary(made).splitlines()[2:]
+    told = [[cell.strip() for cell in line.split("|")[1:]] for line in lines]
+    assert told[0][:7] == ["unchanged", "1", "2", "0 (0%)", "0 (0%)", "1 (50%)", "1 (50%)"]
+    assert told[0][8] == "2.0%"
+    assert told[1][:5] == ["reworded", "1", "1", "0 (0%)", "1 (100%)"]
+    assert told[2][:4] == ["+7% injected", "2", "2", "2 (100%)"]
+
+
+def test_other_words_do_the_same_work(tmp_path, study):
+    """Rewording leaves what a module had, adds what nobody calls, and is drawn by its seed."""
+    trees = [tmp_path / name for name in ("one", "two", "three")]
+    for tree, seed in zip(trees, (1, 1, 2), strict=True):
+        pair.working_tree(ROOT, tree)
+        study.reword(tree, seed)
+    one, two, three = ((tree / "flashattn" / "tiled.py").read_text() for tree in trees)
+    before = (ROOT / "flashattn" / "tiled.py").read_text()
+    assert one == two != three
+    added = ast.parse(one.removeprefix(before)).body
+    assert one.startswith(before)
+    assert added
+    assert all(isinstance(node, ast.FunctionDef) for node in added)
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path, study):
+    """Pairs are read back as they were written; those of another machine are refused."""
+    path, header, made = tmp_path / "gate.json", {"rounds": 60}, [{"injected": 0.0, "seed": None}]
+    assert study.made_before(path, header) == []
+    path.write_text(study.written(header, made * 2))
+    assert study.made_before(path, header) == made * 2
+    with pytest.raises(SystemExit, match="wanted pairs made with"):
+        study.made_before(path, {"rounds": 40})

@@ -49,7 +49,7 @@ LESS = hypothesis.settings(max_examples=8)
 @pytest.mark.parametrize("again", [False, True])
 @LESS
 @hypothesis.given(number=st.integers())
-def test_given(again, number):
+def test_given(impl, again, number):
     pass
 
 

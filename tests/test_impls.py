@@ -117,7 +117,7 @@ def test_big_cases(impl, device, problem):
 @pytest.mark.parametrize("name", VALUES)
 def test_values(impl, device, name, dtype):
     """Large, negative, tied, constant, zero, huge and tiny inputs stay within the budgets."""
-    problem = Problem(heads=2, seq_q=70, head_dim=32, causal=True, dtype=dtype)
+    problem = Problem(seq_q=70, head_dim=32, causal=True, dtype=dtype)
     judge_strictly(impl, device, problem, values=name)
 
 

@@ -14,7 +14,7 @@ from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question
 from flashattn.testing.answers import ask, assert_agree, assert_same_bits, assert_within
 from flashattn.testing.examples import Count
-from flashattn.testing.law import law
+from flashattn.testing.law import law, share
 
 REFERENCE = registry.get("reference")
 CPU = torch.device("cpu")
@@ -123,11 +123,12 @@ def test_limits_are_kept():
 def test_shares(monkeypatch):
     """The interpreter is asked an eighth of the profile's examples and a peer a quarter."""
     most = hypothesis.settings().max_examples
-    shares = {"triton": max(1, most // 8), "tiled": most, "sdpa": max(1, most // 4)}
-    for name, wanted in shares.items():
+    for name, part in {"triton": 8, "tiled": 1, "sdpa": 4}.items():
+        assert share(registry.get(name), CPU) == max(1, most // part)
+    for peer in (REFERENCE, replace(REFERENCE, name="peer", strict=False)):
         monkeypatch.setattr(Count, "passed", 0)
-        holds(registry.get(name), CPU)
-        assert Count.passed == wanted
+        holds(peer, CPU)
+        assert Count.passed == share(peer, CPU)
 
 
 def scaled(name, factor):

@@ -98,7 +98,7 @@ def assert_agree(one: Answer, other: Answer, *, times: float = 1.0, **back: Back
     Args:
         one: to the plain question.
         other: to the changed one.
-        times: elements of ``other``'s that ``back`` adds up.
+        times: how many elements of ``other``'s ``back`` adds up, or what it multiplies by.
         back: by name of an output, what takes the second answer's back to the first.
 
     Raises:

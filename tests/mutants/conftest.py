@@ -32,7 +32,7 @@ SUITE = (
     "tests/test_impls.py::test_values",
 )
 CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled"}
-# In names' full length, up to the first failure, which nobody needs made small.
+# Tests are named before they run; the first failure is enough, and nobody needs it made small.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures")
 # Interpreted, on one thread each; lines are wide, so that no test's name is cut.
 ENVIRONMENT = {

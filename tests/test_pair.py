@@ -324,6 +324,18 @@ def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
         arm.close()
 
 
+def test_a_worker_ends_with_its_stdin(tmp_path):
+    """A process that waits for a question is gone when nobody can ask any more."""
+    pair.working_tree(ROOT, tmp_path / "tree")
+    arm = pair.Worker("ref", tmp_path / "tree", CPU)
+    try:
+        arm.greet()
+        arm._process.stdin.close()
+        assert arm._process.wait(20) == 0
+    finally:
+        arm.close()
+
+
 @pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")
 def test_arms_lie_alike_in_memory():
     """Two processes of one seed put an object at one address: neither is faster by luck."""

@@ -140,7 +140,7 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     assert (tests, failures) == (3, 1)
     assert said[0].startswith("Failed: slow is SLOWER: +")
     result.stdout.no_fnmatch_line("*Traceback*")
-    result.stdout.no_fnmatch_line("*plugin.py:*: Failed*")
+    result.stdout.no_fnmatch_line("*pytest.fail(*")
 
 
 def test_a_dirty_null_arm_proves_nothing(repository, monkeypatch):
@@ -320,6 +320,20 @@ def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
     try:
         with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
             arm.greet()
+    finally:
+        arm.close()
+
+
+def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
+    """A process that does not answer in time is ended, and its last words are where it was."""
+    (tmp_path / "flashattn").mkdir()
+    (tmp_path / "flashattn" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setitem(pair.PATIENCE, "hello", 3)
+    arm = pair.Worker("ref", tmp_path, CPU)
+    try:
+        with pytest.raises(WorkerError, match="ref: no answer to 'hello' in 3 s; .*Aborted"):
+            arm.greet()
+        assert arm._process.returncode == -signal.SIGABRT
     finally:
         arm.close()
 

@@ -80,7 +80,7 @@ class Worker:
                 stderr=errors,
                 text=True,
                 start_new_session=True,  # so that Ctrl-C asks us, and we end it and its compilers
-                env=os.environ | settled | {"PYTHONHASHSEED": str(seed)},
+                env=os.environ | settled | {"PYTHONHASHSEED": str(seed), "PYTHONFAULTHANDLER": "1"},
             )
 
     def greet(self) -> None:
@@ -108,7 +108,11 @@ class Worker:
         """
         patience, answers = PATIENCE.get(to, PATIENCE_ELSE), self._process.stdout
         if answers is None or not select.select([answers], [], [], patience)[0]:
-            raise WorkerError(f"{self.name}: no answer to {to!r} in {patience:.0f} s")
+            self._process.send_signal(signal.SIGABRT)  # at which Python writes where it is
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            said = f"no answer to {to!r} in {patience:.0f} s; {self._last_words()}"
+            raise WorkerError(f"{self.name}: {said}")
         line = answers.readline()
         if not line.endswith("\n"):
             raise WorkerError(f"{self.name}: died at {to!r}; its last words: {self._last_words()}")

@@ -331,7 +331,7 @@ def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
     monkeypatch.setitem(pair.PATIENCE, "hello", 3)
     arm = pair.Worker("ref", tmp_path, CPU)
     try:
-        with pytest.raises(WorkerError, match="ref: no answer to 'hello' in 3 s; .*Aborted"):
+        with pytest.raises(WorkerError, match=r"no answer to 'hello' in 3 s; .*Aborted"):
             arm.greet()
         assert arm._process.returncode == -signal.SIGABRT
     finally:
@@ -353,11 +353,12 @@ def test_a_worker_ends_with_its_stdin(tmp_path):
 @pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")
 def test_arms_lie_alike_in_memory():
     """Two processes of one seed put an object at one address: neither is faster by luck."""
-    command = [*pair._fixed(), sys.executable, "-c", "print(id(object()), hash('a'))"]
 
     def where(seed):
-        settings = os.environ | pair.SETTLED | {"PYTHONHASHSEED": str(seed)}
-        return subprocess.run(command, env=settings, capture_output=True, check=True).stdout
+        python, settings = pair.laid_out(CPU, seed)
+        command = [*python, "-c", "print(id(object()), hash('a'))"]
+        environment = os.environ | settings
+        return subprocess.run(command, env=environment, capture_output=True, check=True).stdout
 
     assert where(1) == where(1)
     assert where(1) != where(2)

@@ -70,17 +70,16 @@ class Worker:
         """Start it; ``greet`` waits until it is there."""
         self.name, self.tree = name, tree
         self._errors = tree.with_suffix(".stderr")
-        on_cpu = device.type == "cpu"  # a GPU's memory is laid out by its driver
-        fixed, settled = (_fixed(), SETTLED) if on_cpu else ((), {})
+        python, settings = laid_out(device, seed)
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(  # noqa: S603 - ours
-                [*fixed, sys.executable, "-c", START, str(tree), str(WORKER), str(device)],
+                [*python, "-c", START, str(tree), str(WORKER), str(device)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,  # so that Ctrl-C asks us, and we end it and its compilers
-                env=os.environ | settled | {"PYTHONHASHSEED": str(seed), "PYTHONFAULTHANDLER": "1"},
+                env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
             )
 
     def greet(self) -> None:
@@ -249,6 +248,19 @@ class Pair:
                 told = self._workers[arm].ask("sample", calls=calls, core=core)["seconds"]
                 seconds[arm].append(self._typical(told))
         return Collection(**seconds)
+
+
+def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:
+    """Return a command that starts Python, and its settings: one seed, one layout of memory.
+
+    Args:
+        device: where it will work; a GPU's memory is laid out by its driver.
+        seed: of the hashes.
+    """
+    settings = {"PYTHONHASHSEED": str(seed)}
+    if device.type == "cuda":
+        return [sys.executable], settings
+    return [*_fixed(), sys.executable], SETTLED | settings
 
 
 @cache

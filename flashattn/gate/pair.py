@@ -70,17 +70,16 @@ class Worker:
         """Start it; ``greet`` waits until it is there."""
         self.name, self.tree = name, tree
         self._errors = tree.with_suffix(".stderr")
-        on_cpu = device.type == "cpu"  # a GPU's memory is laid out by its driver
-        fixed, settled = (_fixed(), SETTLED) if on_cpu else ((), {})
+        python, settings = laid_out(device, seed)
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(  # noqa: S603 - ours
-                [*fixed, sys.executable, "-c", START, str(tree), str(WORKER), str(device)],
+                [*python, "-c", START, str(tree), str(WORKER), str(device)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,  # so that Ctrl-C asks us, and we end it and its compilers
-                env=os.environ | settled | {"PYTHONHASHSEED": str(seed)},
+                env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
             )
 
     def greet(self) -> None:
@@ -108,7 +107,11 @@ class Worker:
         """
         patience, answers = PATIENCE.get(to, PATIENCE_ELSE), self._process.stdout
         if answers is None or not select.select([answers], [], [], patience)[0]:
-            raise WorkerError(f"{self.name}: no answer to {to!r} in {patience:.0f} s")
+            self._process.send_signal(signal.SIGABRT)  # at which Python writes where it is
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            said = f"no answer to {to!r} in {patience:.0f} s; {self._last_words()}"
+            raise WorkerError(f"{self.name}: {said}")
         line = answers.readline()
         if not line.endswith("\n"):
             raise WorkerError(f"{self.name}: died at {to!r}; its last words: {self._last_words()}")
@@ -167,6 +170,8 @@ class Pair:
             raise
         affinity = getattr(os, "sched_getaffinity", None)
         self._cores = sorted(affinity(0)) if affinity and device.type == "cpu" else [None]
+        # Others use a core's caches, too, and only ever slow a call down; a GPU is ours alone.
+        self._typical = min if device.type == "cpu" else median
 
     def close(self) -> None:
         """End the processes, then remove the trees."""
@@ -241,8 +246,21 @@ class Pair:
             core = self._cores[number % len(self._cores)]
             for arm in self._shuffled.sample(ARMS, len(ARMS)):
                 told = self._workers[arm].ask("sample", calls=calls, core=core)["seconds"]
-                seconds[arm].append(median(told))
+                seconds[arm].append(self._typical(told))
         return Collection(**seconds)
+
+
+def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:
+    """Return a command that starts Python, and its settings: one seed, one layout of memory.
+
+    Args:
+        device: where it will work; a GPU's memory is laid out by its driver.
+        seed: of the hashes.
+    """
+    settings = {"PYTHONHASHSEED": str(seed)}
+    if device.type == "cuda":
+        return [sys.executable], settings
+    return [*_fixed(), sys.executable], SETTLED | settings
 
 
 @cache

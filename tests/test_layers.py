@@ -42,7 +42,7 @@ ALLOWED = {
     "measure": {"measure", "problem"},
     "report": {"report"},
     "gate": {"gate", "report", "lm", "training"},
-    "counts": {"counts", "kernels", "problem", "testing"},
+    "counts": {"counts", "kernels", "ops", "problem", "testing"},
     "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
     "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }

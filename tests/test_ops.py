@@ -17,8 +17,10 @@ def arguments(device, layout="contiguous"):
     return [x.detach().requires_grad_() for x in make_inputs(PROBLEM, device=device, layout=layout)]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided", "expanded"])
-@pytest.mark.parametrize("diagonal", [None, 0, -16])
+@pytest.mark.parametrize(
+    ("layout", "diagonal"),
+    [("contiguous", None), ("sequence_first", 0), ("strided", -16), ("expanded", None)],
+)
 def test_opcheck(device, layout, diagonal):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
@@ -78,7 +80,7 @@ def test_repeats_bit_by_bit(device, layout):
     """The same inputs give the same bits, forward and backward, every time."""
     q, k, v = arguments(device, layout)
     runs = []
-    for _ in range(3 if device.type == "cpu" else 50):
+    for _ in range(2 if device.type == "cpu" else 50):
         o, lse = attention(q, k, v, causal=True, return_lse=True, impl="triton")
         runs.append([o, lse, *torch.autograd.grad((o.sum(), lse[..., 1:].sum()), (q, k, v))])
     for run in runs[1:]:

@@ -8,7 +8,7 @@ import pytest
 
 from flashattn.kernels.tiles import ARCHITECTURES, TABLES, Tile, block_d, pick
 
-KERNELS, SIZES, HEAD_DIMS = ("fwd", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256)
+KERNELS, SIZES, HEAD_DIMS = ("fwd", "decode", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256)
 
 
 @pytest.mark.parametrize(

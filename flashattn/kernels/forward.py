@@ -1,6 +1,13 @@
-"""flashattn_fwd: algorithm 1 of FlashAttention-2 (Dao, 2023), one tile of queries per program."""
+"""flashattn_fwd: algorithm 1 of FlashAttention-2 (Dao, 2023), one tile of queries per program.
+
+Where that makes fewer programs than the GPU has room for, the keys are split as well, as in
+Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program folds a part of the keys, and
+flashattn_merge puts the parts together by their logsumexp, always in the same order.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
@@ -17,10 +24,13 @@ from flashattn.kernels.primitives import (
     seen_keys,
     store_rows,
     store_tile,
+    tile_mask,
     visited_keys,
 )
-from flashattn.kernels.tiles import Tile
+from flashattn.kernels.tiles import Kernel, Tile, block_d
 
+FEW_QUERIES = 16  # from here down a tile has rows to spare: what counts is how fast keys come
+MERGE_BLOCK, MERGE_WARPS = 4, 1
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
 
@@ -98,6 +108,8 @@ def flashattn_fwd(
     seq_q,
     seq_kv,
     diagonal,
+    batches,
+    chunk,
     scale_log2,
     head_dim,
     PADDED: tl.constexpr,
@@ -108,10 +120,18 @@ def flashattn_fwd(
     POSITIVE_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Compute o and lse; a program folds all the keys that one tile of queries of one head sees."""
-    block, batch, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    """Compute o and lse; a program folds the keys that one tile of queries of one head sees.
+
+    With SPLIT only those of its part, of ``chunk`` keys; o and lse have a batch for each part.
+    """
+    block, place, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
     start_q = block * BLOCK_Q
+    if SPLIT:
+        batch, first = place % batches, place // batches * chunk
+    else:
+        batch, first = place, 0
     q_tile = load_tile(
         q,
         q_strides,
@@ -130,9 +150,12 @@ def flashattn_fwd(
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
+    if SPLIT:  # a chunk is whole tiles
+        full = tl.maximum(tl.minimum(full, first + chunk), first)
+        end = tl.minimum(end, first + chunk)
     acc, m, l = fold_keys(
         (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
-        start_q, 0, full, seq_kv, diagonal, scale_log2,
+        start_q, first, full, seq_kv, diagonal, scale_log2,
         head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE,
         PRECISION, DESCRIPTORS,
     )  # fmt: skip
@@ -145,9 +168,53 @@ def flashattn_fwd(
     dead = l == 0.0  # rows that see no key
     l = tl.where(dead, 1.0, l)
     acc = acc / l[:, None]
-    store_tile(o, o_strides, batch, head, start_q, seq_q, acc, head_dim, PADDED, BLOCK_Q, BLOCK_D)
+    store_tile(o, o_strides, place, head, start_q, seq_q, acc, head_dim, PADDED, BLOCK_Q, BLOCK_D)
     lse_tile = tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
-    store_rows(lse, batch * heads + head, seq_q, start_q, seq_q, lse_tile, BLOCK_Q)
+    store_rows(lse, place * heads + head, seq_q, start_q, seq_q, lse_tile, BLOCK_Q)
+
+
+@triton.jit(do_not_specialize=["parts", "rows", *SIZES])
+def flashattn_merge(
+    o_parts,
+    lse_parts,
+    o,
+    lse,
+    o_strides,
+    parts,
+    rows,
+    heads,
+    seq_q,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Put together what is dense, o_parts [parts, rows, head_dim] and lse_parts [parts, rows]."""
+    start = tl.program_id(0) * BLOCK
+    row = start + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
+    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    for part in range(parts):
+        lse_row = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
+        m = tl.maximum(m, lse_row)
+    finite = tl.where(m == float("-inf"), 0.0, m)  # a row that sees no key
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    l = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        lse_row = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
+        weight = tl.exp2((lse_row - finite) * LOG2E)
+        origin = (part * rows + row).to(tl.int64)[:, None] * head_dim
+        acc += weight[:, None] * tl.load(o_parts + origin + cols, mask=mask, other=0.0)
+        l += weight
+    dead = l == 0.0
+    l = tl.where(dead, 1.0, l)
+    stride_b, stride_h, stride_t = o_strides
+    batch, head = (row // seq_q // heads).to(tl.int64), (row // seq_q % heads).to(tl.int64)
+    origin = batch * stride_b + head * stride_h + (row % seq_q).to(tl.int64) * stride_t
+    tl.store(o + origin[:, None] + cols, (acc / l[:, None]).to(o.dtype.element_ty), mask=mask)
+    lse_row = tl.where(dead, float("-inf"), finite + tl.log2(l) * LN2)
+    tl.store(lse + row, lse_row, mask=row < rows)
 
 
 def forward(
@@ -159,8 +226,9 @@ def forward(
     scale: float,
     precision: str = "auto",
     tile: Tile | None = None,
+    parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_fwd.
+    """Launch flashattn_fwd, and flashattn_merge where keys are split.
 
     Args:
         q: [B, H, T, D], checked, the last dimension dense.
@@ -170,35 +238,102 @@ def forward(
         scale: factor on the scores.
         precision: of fp32 products, see ``launch.input_precision``.
         tile: instead of the table's.
+        parts: to split the keys into, at most; None lets ``launch.split`` say.
 
     Returns:
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    if lse.numel() == 0 or k.shape[2] == 0:
+        return o.zero_(), lse.fill_(-torch.inf)
+    run = partial(_launch, scale=scale, precision=precision, tile=tile, parts=parts)
+    if q.shape[2] > 1 or q.shape[1] == k.shape[1]:
+        run(q, k, v, o, lse, diagonal)
+        return o, lse
+    # One query: the heads that share keys are rows of one tile, and read them once. It sees all
+    # keys up to one, without a mask.
+    seen = k.shape[2] if diagonal is None else min(k.shape[2], diagonal + 1)
+    if seen <= 0:
+        return o.zero_(), lse.fill_(-torch.inf)
+    q, o_rows = (x.squeeze(2).unflatten(1, (k.shape[1], -1)) for x in (q, o))
+    lse_rows = lse.view(q.shape[:3])
+    run(q, k[:, :, :seen], v[:, :, :seen], o_rows, lse_rows, None)
+    return o, lse
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    diagonal: int | None,
+    *,
+    scale: float,
+    precision: str,
+    tile: Tile | None,
+    parts: int | None,
+) -> None:
+    """Fill o and lse."""
     batch, heads, seq_q, head_dim = q.shape
     seq_kv = k.shape[2]
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    if lse.numel() == 0 or seq_kv == 0:
-        return o.zero_(), lse.fill_(-torch.inf)
-    tile = tile or launch.pick_tile("fwd", q, k, v, causal=diagonal is not None)
+    tile = tile or launch.pick_tile(_kernel(seq_q), q, k, v, causal=diagonal is not None)
+    programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
+    parts, chunk = launch.split(programs, seq_kv, tile.block_kv, q.device, parts)
+    o_parts, lse_parts = o, lse
+    if parts > 1:
+        o_parts = torch.empty(
+            (parts * batch, heads, seq_q, head_dim), device=q.device, dtype=torch.float32
+        )
+        lse_parts = torch.empty(o_parts.shape[:3], device=q.device, dtype=torch.float32)
     scale_log2 = scale * LOG2E.value
     with launch.on_device(q):
-        flashattn_fwd[(triton.cdiv(seq_q, tile.block_q) * batch * heads,)](
+        flashattn_fwd[(programs * parts,)](
             launch.operand(q, tile, tile.block_q),
             launch.operand(k, tile, tile.block_kv),
             launch.operand(v, tile, tile.block_kv),
-            o,
-            lse,
-            *(x.stride()[:3] for x in (q, k, v, o)),
+            o_parts,
+            lse_parts,
+            *(x.stride()[:3] for x in (q, k, v, o_parts)),
             heads,
             heads // k.shape[1],
             seq_q,
             seq_kv,
             diagonal or 0,
+            batch,
+            chunk,
             scale_log2,
             head_dim=head_dim,
             CAUSAL=diagonal is not None,
             POSITIVE_SCALE=scale_log2 >= SMALLEST_SCALE,
             PRECISION=launch.input_precision(precision, q.dtype),
+            SPLIT=parts > 1,
             **tile.options(head_dim),
         )
-    return o, lse
+        if parts > 1:
+            _merge(o_parts, lse_parts, o, lse, parts)
+
+
+def _kernel(seq_q: int) -> Kernel:
+    return "decode" if seq_q <= FEW_QUERIES else "fwd"
+
+
+def _merge(
+    o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, parts: int
+) -> None:
+    d = block_d(o.shape[-1])
+    flashattn_merge[(triton.cdiv(lse.numel(), MERGE_BLOCK),)](
+        o_parts,
+        lse_parts,
+        o,
+        lse,
+        o.stride()[:3],
+        parts,
+        lse.numel(),
+        *o.shape[1:3],
+        head_dim=o.shape[-1],
+        PADDED=o.shape[-1] < d,
+        BLOCK=MERGE_BLOCK,
+        BLOCK_D=d,
+        num_warps=MERGE_WARPS,
+    )

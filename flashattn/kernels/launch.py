@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -12,6 +13,11 @@ from flashattn.kernels.tiles import Kernel, Tile, pick
 
 PRECISIONS = ("auto", "tf32x3", "tf32", "ieee")
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
+PROGRAMS = 2  # that a multiprocessor shall have, when few tiles of queries are to fill a GPU
+# Tiles of keys that a part has at least: below, merging costs more than the split gains. Small in
+# the interpreter, so that small problems are split; and it pretends to few multiprocessors.
+SHORTEST = 1 if INTERPRETED.value else 4
+PRETENDED = 4
 
 
 def input_precision(asked: str, dtype: torch.dtype) -> str:
@@ -79,3 +85,31 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
         msg = f"wanted a CUDA tensor, got {x.device}; TRITON_INTERPRET=1, set before, interprets"
         raise ValueError(msg)
     return nullcontext()
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return PRETENDED
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def split(
+    programs: int, seq_kv: int, block_kv: int, device: torch.device, most: int | None = None
+) -> tuple[int, int]:
+    """Return (parts, keys of a part), so that few tiles of queries fill the GPU.
+
+    It depends on sizes and on the GPU alone, so a repeated call gives the same bits.
+
+    Args:
+        programs: without a split.
+        seq_kv: S, at least 1.
+        block_kv: keys of a tile, of which a part has whole ones.
+        device: of the launch.
+        most: parts, instead of what fills the GPU.
+    """
+    tiles = -(-seq_kv // block_kv)
+    if most is None:
+        most = min(PROGRAMS * _multiprocessors(device) // programs, tiles // SHORTEST)
+    chunk = -(-tiles // max(most, 1)) * block_kv
+    return -(-seq_kv // chunk), chunk

@@ -27,17 +27,26 @@ from flashattn.kernels.tiles import HEAD_DIMS, TABLES, Kernel, Tile, block_d
 
 KERNELS = {
     "fwd": forward.flashattn_fwd,
+    "decode": forward.flashattn_fwd,
+    "merge": forward.flashattn_merge,
     "bwd_delta": backward.flashattn_bwd_delta,
     "bwd_dkdv": backward.flashattn_bwd_dkdv,
     "bwd_dq": backward.flashattn_bwd_dq,
 }
-ROWS = ("lse", "grad_lse", "lse2", "delta")  # fp32, whatever the inputs
+Untiled = Literal["merge", "bwd_delta"]
+FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
+    "merge": (forward.MERGE_BLOCK, forward.MERGE_WARPS),
+    "bwd_delta": (backward.DELTA_BLOCK, backward.DELTA_WARPS),
+}
+ROWS = ("lse", "lse_parts", "o_parts", "grad_lse", "lse2", "delta")  # fp32, whatever the inputs
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
 # and 12.x, where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
+# Ways to compile a kernel. Few queries always find keys to split but where they are many heads.
+SPLIT = {"fwd": (False, True), "decode": (True,)}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
@@ -56,18 +65,20 @@ class Variant:
         kernel: which.
         size: bytes per element.
         head_dim: D.
-        tile: of the launch; None for bwd_delta, which has one for all, and no mask.
+        tile: of the launch; None for merge and bwd_delta, which have one for all, and no mask.
         causal: whether scores are masked.
         describable: whether it serves inputs that can have descriptors; the tile may do without.
+        split: whether a program has a part of the keys only.
     """
 
     arch: str
-    kernel: Kernel | Literal["bwd_delta"]
+    kernel: Kernel | Untiled
     size: int
     head_dim: int
     tile: Tile | None
     causal: bool
     describable: bool = False
+    split: bool = False
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -75,22 +86,26 @@ class Variant:
         if self.tile is None:
             return name
         loading = "descriptors" if self.describable else "pointers"
-        return f"{name} {'causal' if self.causal else 'full'} {loading}"
+        return f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}"
 
     @property
     def launch(self) -> str:
         """The tile in short: block_q x block_kv, warps, stages."""
         if self.tile is None:
-            return f"{backward.DELTA_BLOCK} w{backward.DELTA_WARPS}"
+            return "{} w{}".format(*self._fixed)
         numbers = "{block_q}x{block_kv} w{warps} s{stages}".format(**vars(self.tile))
         without = self.describable and not self.tile.descriptors
         return f"{numbers} by pointers" if without else numbers
 
     @property
+    def _fixed(self) -> tuple[int, int]:
+        return next(numbers for kernel, numbers in FIXED.items() if kernel == self.kernel)
+
+    @property
     def options(self) -> dict[str, int]:
         """The compiler's options."""
         if self.tile is None:
-            return {"num_warps": backward.DELTA_WARPS}
+            return {"num_warps": self._fixed[1]}
         return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
 
     @property
@@ -98,10 +113,12 @@ class Variant:
         """The values of the kernel's constexpr arguments, and of others."""
         if self.tile is None:
             d = block_d(self.head_dim)
-            return {"PADDED": self.head_dim < d, "BLOCK": backward.DELTA_BLOCK, "BLOCK_D": d}
+            block = self._fixed[0]
+            return {"PADDED": self.head_dim < d, "BLOCK": block, "BLOCK_D": d}
         return {
             "CAUSAL": self.causal,
             "POSITIVE_SCALE": True,
+            "SPLIT": self.split,
             "PRECISION": launch.input_precision("auto", DTYPES[self.size]),
             **self.tile.options(self.head_dim),
         }
@@ -165,7 +182,8 @@ def _source(variant: Variant) -> ASTSource:
         elif name in SIZES:
             signature[name] = "i32"
         else:
-            signature[name] = "*fp32" if name in ROWS else f"*{element}"
+            wide = name in ROWS or (name == "o" and variant.split)
+            signature[name] = "*fp32" if wide else f"*{element}"
             attributes[(i,)] = aligned
     return ASTSource(fn, signature, constants, attributes)
 
@@ -225,12 +243,13 @@ def compile_variant(variant: Variant) -> Resources:
 def variants() -> list[Variant]:
     """Return every kernel with every tile of the tables of every architecture."""
     tiled = [
-        Variant(arch, kernel, size, head_dim, tile, causal, describable)
+        Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
         for arch in ARCHITECTURES
         for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+        for split in SPLIT.get(kernel, (False,))
     ]
     fixed = [
-        Variant(arch, "bwd_delta", size, head_dim, None, causal=False)
-        for arch, size, head_dim in product(ARCHITECTURES, ELEMENTS, HEAD_DIMS)
+        Variant(arch, kernel, size, head_dim, None, causal=False)
+        for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, HEAD_DIMS)
     ]
     return tiled + fixed

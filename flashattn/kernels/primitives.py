@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Sizes that change from call to call: one compiled kernel serves them all.
-SIZES = ["heads", "group", "seq_q", "seq_kv", "diagonal"]
+SIZES = ["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk", "parts", "rows"]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter multiplies the bit patterns of bf16, so there the operands are widened first.

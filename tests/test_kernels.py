@@ -1,4 +1,4 @@
-"""The kernels as launched: both ways of loading, fp32's precision, and addresses above 2^31."""
+"""The kernels as launched: both ways of loading, split keys, fp32's precision, far addresses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flashattn import attention
-from flashattn.kernels import launch
+from flashattn.kernels import backward, forward, launch
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate
-from flashattn.testing.inputs import make_inputs
+from flashattn.testing.inputs import make_grads, make_inputs
 
 
 def triton(causal, **options):
@@ -25,24 +25,108 @@ def test_both_ways_of_loading_are_tested(device):
         pytest.skip("this GPU has no descriptors")
     for layout, descriptors in (("contiguous", True), ("misaligned", False), ("expanded", False)):
         problem = Problem(heads=2, seq_q=8, head_dim=64, dtype="float16")
-        q, k, v = make_inputs(problem, device=device, layout=layout)
-        assert launch.pick_tile("fwd", q, k, v, causal=False).descriptors is descriptors
+        likes = map(launch.Like.of, make_inputs(problem, device=device, layout=layout))
+        assert launch.pick_tile("fwd", *likes, causal=False).descriptors is descriptors
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
-def test_loading_changes_no_bit(device, layout, monkeypatch):
+def test_loading_changes_no_bit(device, layout):
     """Descriptors and pointers give the same bits with the same tile."""
     problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype="float16", causal=True)
-    tensors = make_inputs(problem, device=device, layout=layout)
-    tiles = {True: launch.Tile(32, 32, 4, 1, True), False: launch.Tile(32, 32, 4, 1)}
-    results = {}
-    for descriptors, tile in tiles.items():
-        monkeypatch.setattr(launch, "pick_tile", lambda *_, causal, tile=tile: tile)
-        q, k, v = (x.detach().requires_grad_() for x in tensors)
-        o, lse = triton("top_left")(q, k, v)
-        results[descriptors] = [o, lse, *torch.autograd.grad((o.sum(), lse.sum()), (q, k, v))]
-    for by_descriptor, by_pointer in zip(results[True], results[False], strict=True):
+    q, k, v = make_inputs(problem, device=device, layout=layout)
+    grad_o, grad_lse = make_grads(problem, device=device)
+    how = {"diagonal": problem.diagonal, "scale": 0.2}
+    results = []
+    for descriptors in (True, False):
+        tile = launch.Tile(32, 32, 4, 1, descriptors)
+        o, lse = forward.forward(q, k, v, tile=tile, **how)
+        lse2, delta = backward.row_terms(grad_o, grad_lse, o, lse)
+        given = backward.Recomputation(
+            q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **how
+        )
+        dq = backward.query_gradients(given, tile)
+        results.append([o, lse, dq, *backward.key_gradients(given, tile)])
+    for by_descriptor, by_pointer in zip(*results, strict=True):
         assert torch.equal(by_descriptor, by_pointer)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
+def test_like_inputs_are_launched_again(device, layout, monkeypatch):
+    """Inputs like earlier ones skip Triton's own launcher, and get an answer of their own."""
+    problem = Problem(heads=2, seq_q=33, seq_kv=50, head_dim=16, dtype="float16", causal=True)
+    draws = [make_inputs(problem, seed=seed, device=device, layout=layout) for seed in (0, 1)]
+    grads = make_grads(problem, device=device)
+
+    def answers(inputs):
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        outputs = triton("top_left")(q, k, v)
+        return [*outputs, *torch.autograd.grad(outputs, (q, k, v), grads)]
+
+    wanted = []
+    for inputs in draws:
+        forward._plan.cache_clear()
+        backward._pass.cache_clear()
+        backward._delta.cache_clear()
+        wanted.append(answers(inputs))
+    firsts, first = [], launch.Launch._first
+    monkeypatch.setattr(
+        launch.Launch, "_first", lambda self, tensors: firsts.append(first(self, tensors))
+    )
+    for inputs, exact in zip(draws, wanted, strict=True):
+        got = answers(inputs)
+        assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
+    assert bool(firsts) == (device.type == "cpu")  # where every launch is interpreted
+
+
+def test_unlike_inputs_are_not():
+    """A tensor is like another only if size, strides, dtype, device and alignment are the same."""
+    x = torch.zeros(2, 2, 9, 16)
+    others = (
+        torch.zeros(2, 2, 10, 16),
+        x.mT.contiguous().mT,
+        x.half(),
+        x.to("meta"),
+        torch.zeros(x.numel() + 1)[1:].view(x.shape),
+    )
+    assert launch.Like.of(x) == launch.Like.of(torch.ones_like(x))
+    assert len({launch.Like.of(x), *map(launch.Like.of, others)}) == 6
+
+
+SPLITS = (
+    Problem(heads=4, kv_heads=2, seq_q=1, seq_kv=300, head_dim=16, dtype="bfloat16"),
+    Problem(batch=2, heads=4, kv_heads=1, seq_q=1, seq_kv=130, head_dim=32, causal="bottom_right"),
+    Problem(heads=2, kv_heads=1, seq_q=1, seq_kv=200, head_dim=16, causal="top_left"),  # one key
+    Problem(heads=2, seq_q=7, seq_kv=190, head_dim=24, causal="bottom_right", dtype="float16"),
+    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # parts that no query sees
+    Problem(seq_q=150, seq_kv=130, head_dim=16, causal="bottom_right"),  # dead rows
+)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 1000])
+@pytest.mark.parametrize("problem", SPLITS, ids=str)
+def test_split_keys(device, problem, parts, monkeypatch):
+    """However many parts the keys are split into, o and lse, and their gradients, are right."""
+    chosen = launch.split
+    monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:4], parts))
+    forward._plan.cache_clear()
+    asked = Question(problem=problem, device=device)
+    try:
+        assert_accurate(triton(problem.causal), asked)
+    finally:
+        forward._plan.cache_clear()
+
+
+@pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
+@pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
+def test_parts_are_whole_tiles_and_cover_the_keys(device, programs, seq_kv):
+    """Every key is in one part, no part is empty, and many programs are not split."""
+    parts, chunk = launch.split(programs, seq_kv, 64, device)
+    assert chunk % 64 == 0
+    assert (parts - 1) * chunk < seq_kv <= parts * chunk
+    if programs == 100_000:
+        assert parts == 1
+    if (programs, seq_kv) == (1, 2**20):
+        assert parts > 3
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "ieee"])

@@ -8,12 +8,14 @@ element is written by one program, in one order: no atomics.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
+from flashattn.kernels.launch import PLANS, Launch, Like, Loaded
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
@@ -378,78 +380,120 @@ class Recomputation:
     scale: float
     precision: str
 
-    def pick_tile(self, kernel: Kernel) -> Tile:
-        """Return the table's tile for one of the passes."""
-        inputs = (self.q, self.k, self.v, self.grad_o)
-        return launch.pick_tile(kernel, *inputs, causal=self.diagonal is not None)
+    @cached_property
+    def likes(self) -> tuple[Like, Like, Like, Like]:
+        """What a plan depends on of the inputs."""
+        return Like.of(self.q), Like.of(self.k), Like.of(self.v), Like.of(self.grad_o)
 
-    def arguments(
-        self, tile: Tile, *grads: torch.Tensor
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the positional and keyword arguments of a pass that writes ``grads``."""
-        inputs = (self.q, self.k, self.v, self.grad_o)
-        rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
-        operands = (launch.operand(x, tile, n) for x, n in zip(inputs, rows, strict=True))
-        strides = (x.stride()[:3] for x in (*inputs, *grads))
-        heads, kv_heads = self.q.shape[1], self.k.shape[1]
-        sizes = (heads, heads // kv_heads, self.q.shape[2], self.k.shape[2], self.lse2.shape[1])
-        scales = (self.scale, self.scale * LOG2E.value)
-        head_dim = self.q.shape[3]
-        options = {
+    def launch(self, kernel: Kernel, tile: Tile | None, *grads: torch.Tensor) -> None:
+        """Launch a pass that writes ``grads``."""
+        options = (self.diagonal, self.scale, launch.input_precision(self.precision, self.q.dtype))
+        plan = _pass(kernel, *self.likes, tuple(map(Like.of, grads)), *options, tile)
+        plan(self.q, self.k, self.v, self.grad_o, self.lse2, self.delta, *grads)
+
+
+@lru_cache(PLANS)
+def _pass(
+    kernel: Kernel,
+    q: Like,
+    k: Like,
+    v: Like,
+    grad_o: Like,
+    grads: tuple[Like, ...],
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+    tile: Tile | None,
+) -> Launch:
+    """Prepare the launch of flashattn_bwd_dkdv or flashattn_bwd_dq."""
+    inputs = (q, k, v, grad_o)
+    tile = tile or launch.pick_tile(kernel, *inputs, causal=diagonal is not None)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
+    if kernel == "bwd_dkdv":
+        function, programs = flashattn_bwd_dkdv, triton.cdiv(seq_kv, tile.block_kv) * kv_heads
+    else:
+        function, programs = flashattn_bwd_dq, triton.cdiv(seq_q, tile.block_q) * heads
+    return Launch(
+        function,
+        programs * batch,
+        [
+            *(Loaded(x, tile, n) for x, n in zip(inputs, rows, strict=True)),
+            *[None] * (2 + len(grads)),
+        ],
+        (
+            *(x.strides[:3] for x in (*inputs, *grads)),
+            heads,
+            heads // kv_heads,
+            seq_q,
+            seq_kv,
+            _pitch(seq_q),
+            diagonal or 0,
+            scale,
+            scale * LOG2E.value,
+        ),
+        {
             "head_dim": head_dim,
-            "CAUSAL": self.diagonal is not None,
-            "PRECISION": launch.input_precision(self.precision, self.q.dtype),
+            "CAUSAL": diagonal is not None,
+            "PRECISION": precision,
             **tile.options(head_dim),
-        }
-        positional = (
-            *operands,
-            self.lse2,
-            self.delta,
-            *grads,
-            *strides,
-            *sizes,
-            self.diagonal or 0,
-            *scales,
-        )
-        return positional, options
+        },
+    )
+
+
+def _pitch(seq_q: int) -> int:
+    """Return how many numbers of lse2 and delta a head has."""
+    return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
 def row_terms(
     grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
-    batch, heads, seq_q, head_dim = o.shape
-    pitch = triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-    lse2, delta = torch.empty((2, batch * heads, pitch), device=o.device, dtype=torch.float32)
-    flashattn_bwd_delta[(pitch // DELTA_BLOCK * batch * heads,)](
-        o, grad_o, lse, grad_lse, lse2, delta, o.stride()[:3], grad_o.stride()[:3], heads, seq_q,
-        pitch, head_dim=head_dim, PADDED=head_dim < block_d(head_dim), BLOCK=DELTA_BLOCK,
-        BLOCK_D=block_d(head_dim), num_warps=DELTA_WARPS,
-    )  # fmt: skip
+    batch, heads, seq_q, _ = o.shape
+    rows = (2, batch * heads, _pitch(seq_q))
+    lse2, delta = torch.empty(rows, device=o.device, dtype=torch.float32)
+    given = (o, grad_o, lse, grad_lse)
+    plan = _delta(*(None if x is None else Like.of(x) for x in given))
+    plan(*given, lse2, delta)
     return lse2, delta
+
+
+@lru_cache(PLANS)
+def _delta(o: Like, grad_o: Like, lse: Like, grad_lse: Like | None) -> Launch:
+    """Prepare the launch of flashattn_bwd_delta; of lse and its gradient the alignment counts."""
+    del lse, grad_lse
+    batch, heads, seq_q, head_dim = o.shape
+    pitch, d = _pitch(seq_q), block_d(head_dim)
+    return Launch(
+        flashattn_bwd_delta,
+        pitch // DELTA_BLOCK * batch * heads,
+        [None] * 6,
+        (o.strides[:3], grad_o.strides[:3], heads, seq_q, pitch),
+        {
+            "head_dim": head_dim,
+            "PADDED": head_dim < d,
+            "BLOCK": DELTA_BLOCK,
+            "BLOCK_D": d,
+            "num_warps": DELTA_WARPS,
+        },
+    )
 
 
 def key_gradients(
     given: Recomputation, tile: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_dkdv with the table's tile or another: the gradients of k and v."""
-    tile = tile or given.pick_tile("bwd_dkdv")
     dk, dv = torch.empty_like(given.k), torch.empty_like(given.v)
-    batch, kv_heads, seq_kv, _ = given.k.shape
-    positional, options = given.arguments(tile, dk, dv)
-    flashattn_bwd_dkdv[(triton.cdiv(seq_kv, tile.block_kv) * batch * kv_heads,)](
-        *positional, **options
-    )
+    given.launch("bwd_dkdv", tile, dk, dv)
     return dk, dv
 
 
 def query_gradients(given: Recomputation, tile: Tile | None = None) -> torch.Tensor:
     """Launch flashattn_bwd_dq with the table's tile or another: the gradient of q."""
-    tile = tile or given.pick_tile("bwd_dq")
     dq = torch.empty_like(given.q)
-    batch, heads, seq_q, _ = given.q.shape
-    positional, options = given.arguments(tile, dq)
-    flashattn_bwd_dq[(triton.cdiv(seq_q, tile.block_q) * batch * heads,)](*positional, **options)
+    given.launch("bwd_dq", tile, dq)
     return dq
 
 

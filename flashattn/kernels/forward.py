@@ -7,17 +7,20 @@ flashattn_merge puts the parts together by their logsumexp, always in the same o
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
+from flashattn.kernels.launch import PLANS, Launch, Like, Loaded
 from flashattn.kernels.primitives import (
     LN2,
     LOG2E,
     SIZES,
+    add_compensated,
     dot,
     load_tile,
     program_tile,
@@ -61,8 +64,11 @@ def fold_keys(
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Fold keys ``first ... end`` into (acc, m, l), the online softmax; ``m`` is in base 2."""
-    acc, m, l = state
+    """Fold keys ``first ... end`` into the online softmax, (acc, m, l, lost); ``m`` is in base 2.
+
+    In fp32 ``lost`` is what rounding has added to ``l``, a sum of as many terms as there are tiles.
+    """
+    acc, m, l, lost = state
     if POSITIVE_SCALE:  # it does not move the maximum, so it folds into exp2's multiply-add
         factor = scale_log2
     else:
@@ -82,14 +88,17 @@ def fold_keys(
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = tl.exp2(s * factor - finite[:, None])
         alpha = tl.exp2(m - finite)
-        l = l * alpha + tl.sum(p, 1)
+        if q_tile.dtype == tl.float32:
+            l, lost = add_compensated(l * alpha, lost * alpha, tl.sum(p, 1))
+        else:
+            l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, start_kv, seq_kv,
             head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
         )  # fmt: skip
         acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], PRECISION)
         m = m_new
-    return acc, m, l
+    return acc, m, l, lost
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -149,18 +158,19 @@ def flashattn_fwd(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
+    lost = tl.zeros([BLOCK_Q], tl.float32)
     full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
     if SPLIT:  # a chunk is whole tiles
         full = tl.maximum(tl.minimum(full, first + chunk), first)
         end = tl.minimum(end, first + chunk)
-    acc, m, l = fold_keys(
-        (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
+    acc, m, l, lost = fold_keys(
+        (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
         start_q, first, full, seq_kv, diagonal, scale_log2,
         head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE,
         PRECISION, DESCRIPTORS,
     )  # fmt: skip
-    acc, m, l = fold_keys(
-        (acc, m, l), q_tile, k, v, k_strides, v_strides, batch, head // group,
+    acc, m, l, lost = fold_keys(
+        (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
         start_q, full, end, seq_kv, diagonal, scale_log2,
         head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, POSITIVE_SCALE,
         PRECISION, DESCRIPTORS,
@@ -246,94 +256,115 @@ def forward(
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     if lse.numel() == 0 or k.shape[2] == 0:
         return o.zero_(), lse.fill_(-torch.inf)
-    run = partial(_launch, scale=scale, precision=precision, tile=tile, parts=parts)
-    if q.shape[2] > 1 or q.shape[1] == k.shape[1]:
-        run(q, k, v, o, lse, diagonal)
-        return o, lse
-    # One query: the heads that share keys are rows of one tile, and read them once. It sees all
-    # keys up to one, without a mask.
-    seen = k.shape[2] if diagonal is None else min(k.shape[2], diagonal + 1)
-    if seen <= 0:
-        return o.zero_(), lse.fill_(-torch.inf)
-    q, o_rows = (x.squeeze(2).unflatten(1, (k.shape[1], -1)) for x in (q, o))
-    lse_rows = lse.view(q.shape[:3])
-    run(q, k[:, :, :seen], v[:, :, :seen], o_rows, lse_rows, None)
+    options = (scale, launch.input_precision(precision, q.dtype), tile, parts)
+    with launch.on_device(q):
+        if q.shape[2] > 1 or q.shape[1] == k.shape[1]:
+            _plan(*map(Like.of, (q, k, v, o)), diagonal, *options)(q, k, v, o, lse)
+            return o, lse
+        # One query: the heads that share keys are rows of one tile, and read them once. It sees
+        # all keys up to one, without a mask.
+        seen = k.shape[2] if diagonal is None else min(k.shape[2], diagonal + 1)
+        if seen <= 0:
+            return o.zero_(), lse.fill_(-torch.inf)
+        rows, o_rows = (x.squeeze(2).unflatten(1, (k.shape[1], -1)) for x in (q, o))
+        inputs = rows, k[:, :, :seen], v[:, :, :seen], o_rows
+        _plan(*map(Like.of, inputs), None, *options)(*inputs, lse.view(rows.shape[:3]))
     return o, lse
 
 
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
+@dataclass(frozen=True)
+class _Plan:
+    """What is launched: a fold, and where keys are split a merge of its parts.
+
+    Args:
+        fold: flashattn_fwd.
+        parts: shape of o for each part of the keys; None where they are not split.
+        merge: flashattn_merge; likewise.
+    """
+
+    fold: Launch
+    parts: tuple[int, ...] | None = None
+    merge: Launch | None = None
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Fill o and lse."""
+        if self.parts is None or self.merge is None:
+            self.fold(q, k, v, o, lse)
+            return
+        o_parts = torch.empty(self.parts, device=q.device, dtype=torch.float32)
+        lse_parts = torch.empty(self.parts[:3], device=q.device, dtype=torch.float32)
+        self.fold(q, k, v, o_parts, lse_parts)
+        self.merge(o_parts, lse_parts, o, lse)
+
+
+@lru_cache(PLANS)
+def _plan(
+    q: Like,
+    k: Like,
+    v: Like,
+    o: Like,
     diagonal: int | None,
-    *,
     scale: float,
     precision: str,
     tile: Tile | None,
     parts: int | None,
-) -> None:
-    """Fill o and lse."""
+) -> _Plan:
+    """Choose a tile and a split, and prepare the launches."""
     batch, heads, seq_q, head_dim = q.shape
-    seq_kv = k.shape[2]
-    tile = tile or launch.pick_tile(_kernel(seq_q), q, k, v, causal=diagonal is not None)
+    kv_heads, seq_kv = k.shape[1:3]
+    kernel: Kernel = "decode" if seq_q <= FEW_QUERIES else "fwd"
+    tile = tile or launch.pick_tile(kernel, q, k, v, causal=diagonal is not None)
     programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
     parts, chunk = launch.split(programs, seq_kv, tile.block_kv, q.device, parts)
-    o_parts, lse_parts = o, lse
-    if parts > 1:
-        o_parts = torch.empty(
-            (parts * batch, heads, seq_q, head_dim), device=q.device, dtype=torch.float32
-        )
-        lse_parts = torch.empty(o_parts.shape[:3], device=q.device, dtype=torch.float32)
+    dense = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value
-    with launch.on_device(q):
-        flashattn_fwd[(programs * parts,)](
-            launch.operand(q, tile, tile.block_q),
-            launch.operand(k, tile, tile.block_kv),
-            launch.operand(v, tile, tile.block_kv),
-            o_parts,
-            lse_parts,
-            *(x.stride()[:3] for x in (q, k, v, o_parts)),
+    fold = Launch(
+        flashattn_fwd,
+        programs * parts,
+        [
+            Loaded(q, tile, tile.block_q),
+            Loaded(k, tile, tile.block_kv),
+            Loaded(v, tile, tile.block_kv),
+            None,
+            None,
+        ],
+        (
+            *(x.strides[:3] for x in (q, k, v)),
+            dense if parts > 1 else o.strides[:3],
             heads,
-            heads // k.shape[1],
+            heads // kv_heads,
             seq_q,
             seq_kv,
             diagonal or 0,
             batch,
             chunk,
             scale_log2,
-            head_dim=head_dim,
-            CAUSAL=diagonal is not None,
-            POSITIVE_SCALE=scale_log2 >= SMALLEST_SCALE,
-            PRECISION=launch.input_precision(precision, q.dtype),
-            SPLIT=parts > 1,
+        ),
+        {
+            "head_dim": head_dim,
+            "CAUSAL": diagonal is not None,
+            "POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE,
+            "PRECISION": precision,
+            "SPLIT": parts > 1,
             **tile.options(head_dim),
-        )
-        if parts > 1:
-            _merge(o_parts, lse_parts, o, lse, parts)
-
-
-def _kernel(seq_q: int) -> Kernel:
-    return "decode" if seq_q <= FEW_QUERIES else "fwd"
-
-
-def _merge(
-    o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, parts: int
-) -> None:
-    d = block_d(o.shape[-1])
-    flashattn_merge[(triton.cdiv(lse.numel(), MERGE_BLOCK),)](
-        o_parts,
-        lse_parts,
-        o,
-        lse,
-        o.stride()[:3],
-        parts,
-        lse.numel(),
-        *o.shape[1:3],
-        head_dim=o.shape[-1],
-        PADDED=o.shape[-1] < d,
-        BLOCK=MERGE_BLOCK,
-        BLOCK_D=d,
-        num_warps=MERGE_WARPS,
+        },
     )
+    if parts == 1:
+        return _Plan(fold)
+    rows, d = batch * heads * seq_q, block_d(head_dim)
+    merge = Launch(
+        flashattn_merge,
+        triton.cdiv(rows, MERGE_BLOCK),
+        [None] * 4,
+        (o.strides[:3], parts, rows, heads, seq_q),
+        {
+            "head_dim": head_dim,
+            "PADDED": head_dim < d,
+            "BLOCK": MERGE_BLOCK,
+            "BLOCK_D": d,
+            "num_warps": MERGE_WARPS,
+        },
+    )
+    return _Plan(fold, (parts * batch, heads, seq_q, head_dim), merge)

@@ -1,9 +1,16 @@
-"""What every launcher prepares on the host: operands, tile, fp32 precision, the current device."""
+"""What every launcher prepares on the host: operands, tile, fp32 precision, the current device.
+
+Triton looks at every argument of every call to find the kernel that it compiled for the like of it,
+which costs the host more than SDPA's whole call. So what is launched is planned once for all inputs
+that are ``Like`` the first ones, and a ``Launch`` starts the kernel that Triton found then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -13,11 +20,13 @@ from flashattn.kernels.tiles import Kernel, Tile, pick
 
 PRECISIONS = ("auto", "tf32x3", "tf32", "ieee")
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
+PLANS = 1024  # kept by each launcher: shapes that keep changing shall not fill the memory
 PROGRAMS = 2  # that a multiprocessor shall have, when few tiles of queries are to fill a GPU
 # Tiles of keys that a part has at least: below, merging costs more than the split gains. Small in
 # the interpreter, so that small problems are split; and it pretends to few multiprocessors.
 SHORTEST = 1 if INTERPRETED.value else 4
 PRETENDED = 4
+_NOTHING = nullcontext()
 
 
 def input_precision(asked: str, dtype: torch.dtype) -> str:
@@ -40,37 +49,113 @@ def input_precision(asked: str, dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-def _describable(x: torch.Tensor) -> bool:
-    """Whether the bulk copy engine can address x: aligned, no stride 0, dense in the last."""
-    size = x.element_size()
-    return x.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 and all(
-        n == 1 or (stride > 0 and stride * size % DESCRIPTOR_ALIGNMENT == 0)
-        for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
+class Like(NamedTuple):
+    """What a launch depends on of a tensor: everything but where it lies, and what is in it."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int  # of its address from a multiple of 16 bytes
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Like:
+        """Look at a tensor."""
+        return cls(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % DESCRIPTOR_ALIGNMENT)
+
+    @property
+    def describable(self) -> bool:
+        """Whether the bulk copy engine can address it: aligned, no stride 0, dense in the last."""
+        size = self.dtype.itemsize
+        return self.offset == 0 and all(
+            n == 1 or (stride > 0 and stride * size % DESCRIPTOR_ALIGNMENT == 0)
+            for n, stride in zip(self.shape[:-1], self.strides[:-1], strict=True)
+        )
 
 
-def pick_tile(kernel: Kernel, *inputs: torch.Tensor, causal: bool) -> Tile:
+def pick_tile(kernel: Kernel, *inputs: Like, causal: bool) -> Tile:
     """Return the table's tile for these inputs; one with descriptors only if all can have one."""
     x = inputs[0]
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
-    describable = all(_describable(x) for x in inputs)
+    describable = all(x.describable for x in inputs)
     return pick(
-        kernel, x.element_size(), x.shape[-1], capability, causal=causal, descriptors=describable
+        kernel, x.dtype.itemsize, x.shape[-1], capability, causal=causal, descriptors=describable
     )
 
 
-def operand(x: torch.Tensor, tile: Tile, rows: int) -> torch.Tensor | TensorDescriptor:
-    """Return what a kernel loads tiles [rows, BLOCK_D] of x [B, H, T, D] from."""
-    if not tile.descriptors:
-        return x
-    # A dimension of size 1 may carry any stride; the engine wants one that is aligned.
-    dense = x.shape[-1] * x.shape[-2]
-    strides = [
-        s if n > 1 else -(-dense // 16) * 16 for n, s in zip(x.shape, x.stride(), strict=True)
-    ]
-    return TensorDescriptor(
-        x, list(x.shape), [*strides[:-1], 1], [1, 1, rows, tile.block_d(x.shape[-1])]
-    )
+class Loaded(NamedTuple):
+    """What a kernel loads in tiles: by a descriptor of it, or by pointers."""
+
+    like: Like
+    tile: Tile
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x, which loads tiles of [rows, BLOCK_D]."""
+        # A dimension of size 1 may carry any stride; the engine wants one that is aligned.
+        shape = self.like.shape
+        dense = shape[-1] * shape[-2]
+        strides = [
+            s if n > 1 else -(-dense // 16) * 16
+            for n, s in zip(shape, self.like.strides, strict=True)
+        ]
+        block = [1, 1, self.rows, self.tile.block_d(shape[-1])]
+        return TensorDescriptor(x, list(shape), [*strides[:-1], 1], block)
+
+
+class Launch:
+    """A kernel with all of its arguments but the tensors, which come first and are like these.
+
+    Args:
+        kernel: what is launched.
+        programs: how many.
+        operands: each tensor: in tiles, or as it is.
+        numbers: the arguments that follow, in the kernel's order.
+        options: the others by name, and the compiler's.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        operands: Sequence[Loaded | None],
+        numbers: Sequence[object],
+        options: dict[str, Any],
+    ) -> None:
+        """Hold on to it; nothing is compiled yet."""
+        self._kernel, self._grid = kernel, (programs, 1, 1)
+        self._operands, self._numbers, self._options = operands, numbers, options
+        self._described: list[tuple[int, dict[str, Any]]] = []
+        self._again: Callable[..., None] | None = None
+        self._rest: tuple[object, ...] = ()
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch it on the current device's stream."""
+        if self._again is None:
+            self._first(tensors)
+            return
+        operands: list[Any] = list(tensors)
+        for i, facts in self._described:
+            descriptor = object.__new__(TensorDescriptor)  # the first of its like was checked
+            descriptor.__dict__.update(facts, base=tensors[i])
+            operands[i] = descriptor
+        self._again(*operands, *self._rest)
+
+    def _first(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Launch it as Triton does, and keep what Triton compiled."""
+        operands: list[Any] = list(tensors)
+        described = []
+        for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True)):
+            if x is not None and operand is not None and operand.tile.descriptors:
+                operands[i] = operand.describe(x)
+                described.append((i, vars(operands[i]) | {"base": None}))
+        compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
+        if INTERPRETED.value:
+            return
+        names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
+        self._rest = (*self._numbers, *(self._options[name] for name in names))
+        self._described = described
+        self._again = compiled[self._grid]
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -80,11 +165,12 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
         ValueError: x is on a CPU and the kernels were compiled, not interpreted.
     """
     if x.is_cuda:
-        return torch.cuda.device(x.device)
+        current = x.device.index == torch.cuda.current_device()
+        return _NOTHING if current else torch.cuda.device(x.device)
     if not INTERPRETED.value:
         msg = f"wanted a CUDA tensor, got {x.device}; TRITON_INTERPRET=1, set before, interprets"
         raise ValueError(msg)
-    return nullcontext()
+    return _NOTHING
 
 
 @cache

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,6 +39,7 @@ STAGES = {2: (1, 2, 3, 4), 4: (1, 2)}  # fp32 has no room for more
 # products split their operands in registers, which leaves less of them.
 REGISTERS = {2: range(24, 241), 4: range(4, 129)}
 SHARED = 227 << 10
+SHOWN = ("block_q", "block_kv", "warps", "stages", "registers")
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -52,8 +53,18 @@ def problem(head_dim: int, dtype: str, *, causal: bool) -> Problem:
     )
 
 
-def candidates(kernel: Kernel, size: int, head_dim: int, *, descriptors: bool) -> list[Tile]:
-    """Return the tiles whose accumulators fit the registers and whose loads the shared memory."""
+def candidates(
+    kernel: Kernel, size: int, head_dim: int, *, descriptors: bool, limits: Sequence[int] = (0,)
+) -> list[Tile]:
+    """Return the tiles whose accumulators fit the registers and whose loads the shared memory.
+
+    Args:
+        kernel: which.
+        size: bytes per element.
+        head_dim: D.
+        descriptors: whether tiles are loaded by them.
+        limits: of registers.
+    """
     owned, scores = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (1, 2)}[kernel]
     found = []
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES[size]):
@@ -62,7 +73,7 @@ def candidates(kernel: Kernel, size: int, head_dim: int, *, descriptors: bool) -
         resident = own * (1 if kernel == "fwd" else 2)
         shared = size * head_dim * (resident + 2 * stages * walked)
         if (size == 4 or own >= 8 * warps) and registers in REGISTERS[size] and shared <= SHARED:  # noqa: PLR2004
-            found.append(Tile(block_q, block_kv, warps, stages, descriptors))
+            found += [Tile(block_q, block_kv, warps, stages, descriptors, n) for n in limits]
     return found
 
 
@@ -132,11 +143,11 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
     A kernel that reads where it must not breaks its whole process: what else failed there in that
     way is tried again in a process of its own.
     """
-    context = get_context("spawn")
-    with context.Pool(os.cpu_count()) as pool:
+    context, cores = get_context("spawn"), len(os.sched_getaffinity(0))
+    with context.Pool(cores) as pool:
         found = pool.starmap(fault, jobs, chunksize=1)
     broken = [i for i, reason in enumerate(found) if reason and "CUDA" in reason]
-    with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+    with context.Pool(cores, maxtasksperchild=1) as pool:
         again = pool.starmap(fault, [jobs[i] for i in broken], chunksize=1)
     for i, reason in zip(broken, again, strict=True):
         found[i] = reason
@@ -144,11 +155,12 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
 
 
 def tune(
-    kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool
+    kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool, limits: Sequence[int]
 ) -> list[dict[str, object]]:
     """Return every candidate's row, the fastest first."""
     full, causal = (problem(head_dim, dtype, causal=mask) for mask in (False, True))
-    tiles = candidates(kernel, full.torch_dtype.itemsize, head_dim, descriptors=descriptors)
+    size = full.torch_dtype.itemsize
+    tiles = candidates(kernel, size, head_dim, descriptors=descriptors, limits=limits)
     found = faults([(kernel, asked, tile) for tile in tiles for asked in (full, causal)])
     rows = []
     for tile, *reasons in zip(tiles, found[::2], found[1::2], strict=True):
@@ -169,6 +181,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(RELATIVE))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--pointers", action="store_true", help="load by pointers, not descriptors")
+    parser.add_argument("--registers", nargs="+", type=int, default=[0], help="limits; 0 is none")
     parser.add_argument("--show", type=int, default=4, help="rows printed for each search")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")
     options = parser.parse_args()
@@ -176,11 +189,13 @@ def main() -> None:
     for dtype, head_dim, kernel in itertools.product(
         options.dtype, options.head_dim, options.kernel
     ):
-        rows = tune(kernel, dtype, head_dim, descriptors=not options.pointers)
+        rows = tune(
+            kernel, dtype, head_dim, descriptors=not options.pointers, limits=options.registers
+        )
         everything += rows
         for row in rows[: options.show]:
             rates = " ".join(f"{x * 1e-12:.0f}" for x in row["rates"]) or row["fault"]
-            tile = tuple(row[name] for name in ("block_q", "block_kv", "warps", "stages"))
+            tile = tuple(row[name] for name in SHOWN)
             print(f"{dtype} {head_dim} {kernel} {tile} {rates}", flush=True)
         if options.save:
             options.save.write_text(json.dumps(everything, indent=1))

@@ -94,6 +94,7 @@ class Variant:
         if self.tile is None:
             return "{} w{}".format(*self._fixed)
         numbers = "{block_q}x{block_kv} w{warps} s{stages}".format(**vars(self.tile))
+        numbers += f" r{self.tile.registers}" * bool(self.tile.registers)
         without = self.describable and not self.tile.descriptors
         return f"{numbers} by pointers" if without else numbers
 
@@ -106,7 +107,7 @@ class Variant:
         """The compiler's options."""
         if self.tile is None:
             return {"num_warps": self._fixed[1]}
-        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+        return self.tile.compiler_options()
 
     @property
     def constants(self) -> dict[str, Any]:

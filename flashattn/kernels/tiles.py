@@ -33,6 +33,8 @@ class Tile:
         warps: per program: 1, 2, 4, 8 or 16.
         stages: of the software pipeline that loads tiles ahead.
         descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers.
+        registers: that a thread may have, so that more programs fit a multiprocessor; 0 leaves it
+            to the compiler.
 
     Raises:
         ValueError: a number is not one of those.
@@ -43,6 +45,7 @@ class Tile:
     warps: int
     stages: int
     descriptors: bool = False
+    registers: int = 0
 
     def __post_init__(self) -> None:
         """Check."""
@@ -53,6 +56,9 @@ class Tile:
                 raise ValueError(msg)
         if not 1 <= self.stages <= 8:  # noqa: PLR2004 - more would not fit any shared memory
             msg = f"stages: wanted 1 to 8, got {self.stages}"
+            raise ValueError(msg)
+        if self.registers and not 24 <= self.registers <= 255:  # noqa: PLR2004 - the hardware's
+            msg = f"registers: wanted 0, or 24 to 255, got {self.registers}"
             raise ValueError(msg)
 
     def block_d(self, head_dim: int) -> int:
@@ -67,15 +73,20 @@ class Tile:
             "BLOCK_D": block_d(head_dim),
             "PADDED": head_dim < block_d(head_dim),
             "DESCRIPTORS": self.descriptors,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
+            **self.compiler_options(),
         }
+
+    def compiler_options(self) -> dict[str, int]:
+        """Return those of the keyword arguments that are not the kernel's."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
 
 
 # What picks a tile: kernel, bytes per element, BLOCK_D, causal, descriptors.
 Key = tuple[Kernel, int, int, bool, bool]
 Table = dict[Key, Tile]
-Numbers = tuple[int, int, int, int]  # block_q, block_kv, warps, stages
+# block_q, block_kv, warps, stages; and registers, where they are limited.
+Numbers = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 
 
 def _table(
@@ -87,8 +98,9 @@ def _table(
     table: Table = {}
     for (kernel, size, d), numbers in rows.items():
         full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
-        table[kernel, size, d, False, descriptors] = Tile(*full, descriptors)
-        table[kernel, size, d, True, descriptors] = Tile(*causal, descriptors)
+        for mask, tile in ((False, full), (True, causal)):
+            limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
+            table[kernel, size, d, mask, descriptors] = Tile(*tile[:4], descriptors, limit)
     return table
 
 

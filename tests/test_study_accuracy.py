@@ -117,3 +117,15 @@ def test_what_a_logarithm_cannot_show_is_left_out():
     (figure,) = accuracy.pictures(run(*rows)).values()
     heights = [tuple(dot.get_offsets()[:, 1]) for dot in figure.axes[0].collections]
     assert heights == [(1.0,), (0.1,)]
+
+
+def test_the_contract_is_drawn_as_it_is_told():
+    """Each verdict has a field with the word of the table, in its row and its column."""
+    rows = [contract("triton", a="keeps", b="keeps"), contract("sdpa", a="breaks", b="refuses")]
+    (name, figure), *others = accuracy.pictures(run(*rows)).items()
+    assert (name, others) == ("accuracy-contract", [])
+    (axis,) = figure.axes
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["triton", "sdpa"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a", "b"]
+    told = {text.get_position(): text.get_text() for text in axis.texts}
+    assert told == {(0, 0): "yes", (1, 0): "NO", (0, 1): "yes", (1, 1): "-"}

@@ -43,10 +43,48 @@ def test_speed_share_and_ratio():
 
 
 def test_one_head_is_told_in_ms():
-    """The protocol of one head, where launching counts, is in milliseconds."""
-    (table,) = flash.tables(run(row("triton", 0.01, protocol="one_head", batch=1, heads=1)))
-    assert cells(table, "q4096")["triton"] == "10"
-    assert table.caption == "forward, one head: ms"
+    """One head, where launching counts, is in milliseconds: a table for each head dimension."""
+    one = {"protocol": "one_head", "batch": 1, "heads": 1}
+    rows = [row("triton", 0.01, **one), row("triton", 0.02, **one | {"head_dim": 64})]
+    narrow, wide = flash.tables(run(*rows))
+    assert (narrow.caption, wide.caption) == (
+        "forward, one head, D = 64: ms",
+        "forward, one head, D = 128: ms",
+    )
+    assert [cells(table, "q4096")["triton"] for table in (narrow, wide)] == ["20", "10"]
+
+
+def test_an_unsteady_median_is_marked():
+    """Quartiles further apart than a quarter of the median put a mark behind it, and explain it."""
+    apart, close = {"q1": 0.009, "q3": 0.012}, {"q1": 0.009, "q3": 0.0114}
+    (table,) = flash.tables(run(row("triton", 0.01, **apart), row("sdpa", 0.01, **close)))
+    assert cells(table, "q4096")["triton"] == "400 (50%) ~"
+    assert cells(table, "q4096")["sdpa"] == "400 (50%)"
+    assert table.caption.endswith("~ where the quartiles are further apart than 25% of the median")
+    (table,) = flash.tables(run(row("triton", 0.01, **close)))
+    assert "~" not in table.caption
+
+
+def test_wins_are_counted_again_where_medians_are_steady():
+    """An unsteady median of either side takes its problem out of a second count."""
+    apart = {"q1": 0.01, "q3": 0.04}
+    rows = [row("sdpa", 0.02), row("triton", 0.01), row("sdpa", 0.02, n=512)]
+    said = flash.findings(run(*rows, row("triton", 0.03, n=512, **apart)))
+    assert "triton is the fastest in 1 of 2 problems" in said[0]
+    assert "where both medians are steady: triton is the fastest in 1 of 1 problems" in said[1]
+    assert "steady" not in flash.findings(run(*rows, row("triton", 0.03, n=512)))[1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [(0.01, "in 0 of 2 problems."), (0.03, "in 1 of 2 problems, the longest of them q512.")],
+)
+def test_one_head_is_held_against_naive(ours, said):
+    """How often the definition is faster is told, and up to which length."""
+    one = {"protocol": "one_head", "batch": 1, "heads": 1}
+    rows = [row("naive", 0.02, n=n, **one) for n in (512, 4096)]
+    rows += [row("triton", ours, n=512, **one), row("triton", 0.01, **one)]
+    assert f"forward, one head: triton is slower than naive {said}" in flash.findings(run(*rows))
 
 
 def test_a_study_of_ours_is_no_peer():
@@ -94,10 +132,12 @@ def test_winner_follows_the_times(ours, wins, speed):
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_growth_is_fitted_to_the_long_half(power):
-    """For one head the exponent is that of the longer half of the lengths."""
-    long = [row("triton", 1e-9 * n**power, n=n, protocol="one_head") for n in (4096, 8192, 16384)]
-    short = [row("triton", 1e-5, n=n, protocol="one_head") for n in (128, 256)]
-    said = flash.findings(run(*short, *long))
+    """For one head the exponent is that of the longer half of the lengths that are steady."""
+    apart = {"q1": 0.1, "q3": 9.0}
+    unsteady = row("triton", 5.0, n=8192, protocol="one_head", **apart)
+    long = [row("triton", 1e-9 * n**power, n=n, protocol="one_head") for n in (32768, 4096, 16384)]
+    short = [row("triton", 1e-5, n=n, protocol="one_head") for n in (128, 256, 512)]
+    said = flash.findings(run(*short, *long, unsteady))
     assert any(f"grows as N^{power:.2f} (bf16 D = 128, from N = 4096)" in s for s in said)
 
 
@@ -119,6 +159,19 @@ def test_pictures_show_speed_roof_and_time():
     assert speed.get_ylim()[1] > 800
     assert [list(line.get_ydata()) for line in time.get_lines()] == [[10, 10]]
     assert time.get_yscale() == "log"
+
+
+def test_pictures_tell_what_is_unsteady_and_what_is_missing():
+    """An unsteady point is hollow; a pass that was not measured at a head dimension says so."""
+    apart = {"q1": 0.01, "q3": 0.04}
+    rows = [row("triton", 0.02, n=512, **apart), row("triton", 0.01, n=1024)]
+    rows += [row("triton", 0.01, n=n, head_dim=64, **{"pass": "backward"}) for n in (512, 1024)]
+    (figure,) = flash.pictures(run(*rows)).values()
+    missing, measured, *_ = figure.axes
+    assert [text.get_text() for text in missing.texts] == ["not measured"]
+    assert not measured.texts
+    hollow = [line for line in measured.get_lines() if line.get_label() == "quartiles far apart"]
+    assert [line.get_xydata().tolist() for line in hollow] == [[[512, 200]]]
 
 
 def test_one_length_is_no_line():

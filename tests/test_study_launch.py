@@ -8,10 +8,10 @@ from flashattn.report.runs import Run
 from flashattn.report.studies import launch
 
 
-def row(impl, mode, seconds, status="ok"):
+def row(impl, mode, seconds, status="ok", dtype="bfloat16"):
     """Return the host's time for a call."""
-    made = {"study": "launch", "name": f"{impl}-{mode}", "impl": impl, "mode": mode}
-    made |= {"pass": "forward", "problem": "p", "dtype": "bfloat16", "reason": None}
+    made = {"study": "launch", "name": f"{impl}-{mode}-{dtype}", "impl": impl, "mode": mode}
+    made |= {"pass": "forward", "problem": "p", "dtype": dtype, "reason": None}
     return made | {"status": status, "seconds": seconds}
 
 
@@ -38,7 +38,7 @@ def test_least_follows_the_times(sdpa, times, least):
     """Who costs the host least, and how far ours is from it, is said."""
     (said,) = launch.findings(run(row("triton", "eager", 3e-5), row("sdpa", "eager", sdpa)))
     wanted = f"a call of triton costs the host 30 µs, {times} the least ({least} µs)."
-    assert said == f"forward, eager: {wanted}"
+    assert said == f"bf16, forward, eager: {wanted}"
 
 
 def test_bars_are_microseconds():
@@ -47,3 +47,19 @@ def test_bars_are_microseconds():
     (figure,) = launch.pictures(run(*rows)).values()
     heights = [[bar.get_height() for bar in group] for group in figure.axes[0].containers]
     assert heights == [pytest.approx([30, 20]), pytest.approx([1])]
+
+
+def test_dtypes_are_told_apart():
+    """Each dtype has sentences and a panel of its own: no time hides behind another's."""
+    rows = [row("sdpa", "eager", 1e-5), row("triton", "eager", 2e-5)]
+    rows += [
+        row("sdpa", "eager", 3e-5, dtype="float32"),
+        row("triton", "eager", 9e-5, dtype="float32"),
+    ]
+    half, single = launch.findings(run(*rows))
+    assert half.startswith("bf16, forward, eager: a call of triton costs the host 20 µs, 2.00x")
+    assert single.startswith("fp32, forward, eager: a call of triton costs the host 90 µs, 3.00x")
+    (figure,) = launch.pictures(run(*rows)).values()
+    assert [axis.get_title() for axis in figure.axes] == ["bf16, forward", "fp32, forward"]
+    heights = [[bar.get_height() for bar in axis.containers[0]] for axis in figure.axes]
+    assert heights == [pytest.approx([20, 10]), pytest.approx([90, 30])]

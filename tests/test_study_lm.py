@@ -91,3 +91,11 @@ def test_prediction_that_is_off_the_most_is_named():
     far = row(size="xl", peak_bytes=0.9 * GIBI, predicted_bytes=GIBI)
     said = " ".join(lm.findings(run(near, far)))
     assert "Of 2 measured peaks the one furthest from its prediction is 0.9 times it (xl" in said
+
+
+def test_sizes_tell_their_parameters():
+    """Each size has its exact parameters once, and the 16 bytes that training holds for each."""
+    rows = [row(size="xl", parameters=2 * GIBI), row(size="small", parameters=1234567)]
+    sizes, *_ = lm.tables(run(*rows, row(size="xl", context=512, parameters=2 * GIBI)))
+    assert sizes.header == ["size", "parameters", "GiB"]
+    assert sizes.lines == [["small", "1 234 567", "0.0184"], ["xl", "2 147 483 648", "32"]]

@@ -113,3 +113,17 @@ def test_three_digits_and_a_unit(made, wanted):
 def test_nothing_is_nothing(unit):
     """What was not measured is an empty cell, not a zero."""
     assert unit(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "steady"),
+    [
+        ({"q1": 0.9, "q3": 1.1}, True),
+        ({"q1": 0.9, "q3": 1.2}, False),
+        ({"q1": 0.9}, True),
+        ({"q1": 0.9, "q3": 1.2, "seconds": None}, True),
+    ],
+)
+def test_steady_is_what_has_its_quartiles_together(facts, steady):
+    """Quartiles within a quarter of the median are steady, and so are unknown ones."""
+    assert rows_.steady(row() | facts) == steady

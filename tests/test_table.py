@@ -89,6 +89,15 @@ def test_reasons_are_listed_once():
     ]
 
 
+def test_a_failed_check_is_told_without_its_details():
+    """What a check wanted and got is told; how it was raised and what naive got is not."""
+    said = "bench_forward[x]: _pytest.outcomes.XFailed: sdpa: o: max error 2e-07, budget 1e-07 "
+    row = {"status": "failed", "reason": f"{said}(naive=Error(max=5e-08, mean=1e-08, bias=0.0))"}
+    assert reasons([row]) == [
+        "bench_forward[x]: sdpa: o: max error 2e-07, budget 1e-07 (FAILED in 1 case)"
+    ]
+
+
 def test_terminal_shows_every_study(made_run):
     """Printed at the end of a run: a table and a finding of each study, the circumstances once."""
     text = tables(made_run)

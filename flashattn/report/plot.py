@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from flashattn.report.rows import OURS
+from flashattn.report.units import digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,6 +89,18 @@ def curves(axis: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> N
         )
 
 
+def hollow(axis: Axes, points: Iterable[tuple[float, float]], name: str) -> None:
+    """Empty the marks of some points of curves, whose place is not to be relied on."""
+    look: Any = {"markersize": 2.8, "markerfacecolor": "white", "markeredgecolor": "0.3"}
+    for x, y in points:
+        axis.plot(x, y, "o", **look, markeredgewidth=0.5, zorder=4, label=name)
+
+
+def empty(axis: Axes) -> None:
+    """Say that a panel has nothing to show."""
+    axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
+
+
 def lengths(axis: Axes, counts: Sequence[int], name: str = "N") -> None:
     """Make x a logarithm of base two that is labelled with plain numbers."""
     from matplotlib.ticker import NullLocator  # noqa: PLC0415
@@ -134,7 +147,7 @@ def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float 
             label=name,
             color=colour(name) if name in COLOURS else CYCLE[i % len(CYCLE)],
         )
-        axis.bar_label(drawn, fmt="%.3g", fontsize=7.5, padding=1)
+        axis.bar_label(drawn, fmt=digits, fontsize=7.5, padding=1)
     axis.set_xticks(range(len(places)), places)
     axis.grid(visible=False, axis="x")
     axis.margins(y=0.12)
@@ -143,7 +156,7 @@ def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float 
 def ranked(axis: Axes, places: Sequence[str], sizes: Sequence[float]) -> None:
     """Draw a bar from the left for each place, one below the other, each with its length."""
     drawn = axis.barh(range(len(places)), sizes, color=CYCLE[0], height=0.75)
-    axis.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
+    axis.bar_label(drawn, fmt=digits, fontsize=7, padding=2)
     axis.set_yticks(range(len(places)), places, fontsize=7)
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")

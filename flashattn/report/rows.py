@@ -9,6 +9,7 @@ from flashattn.report.runs import Row
 from flashattn.report.units import word
 
 OURS = "triton"
+UNSTEADY = 0.25  # of a median: how far apart its quartiles may be
 LETTERS = {"seq": "N = ", "seq_q": "N = ", "head_dim": "D = "}
 # The order of what has one by custom; whatever else there is comes after, by name.
 CUSTOM: dict[str, tuple[Any, ...]] = {
@@ -29,6 +30,17 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
 def timed(rows: Iterable[Row]) -> list[Row]:
     """Return the rows with a time."""
     return [row for row in rows if row["status"] == "ok" and row.get("seconds")]
+
+
+def steady(row: Row) -> bool:
+    """Whether half of the samples lie close around the median, or nothing is known of them.
+
+    Where the host cannot queue a call as fast as the device runs it, the device waits, now and
+    then: the median is of both, and no longer of the device alone.
+    """
+    if row.get("q1") is None or row.get("q3") is None or not row.get("seconds"):
+        return True
+    return bool(row["q3"] - row["q1"] <= UNSTEADY * row["seconds"])
 
 
 def known(rows: Iterable[Row], *facts: str) -> list[Row]:

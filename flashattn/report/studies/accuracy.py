@@ -21,6 +21,7 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 KINDS = ("max", "mean")
 STYLES = {"max": "-", "mean": ":"}
 ABOVE = "!"  # behind an error that is above its budget
+FIELDS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
 MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
 
 
@@ -165,10 +166,32 @@ def _judged(impl: str, found: list[Verdict]) -> str | None:
 
 
 def pictures(run: Run) -> dict[str, Figure]:
-    """Draw the errors by output with both budgets: a picture for each kind of values."""
+    """Draw the errors by output with both budgets, by kind of values; and who keeps what."""
     rows = _errors(run)
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["errors"]))
-    return {f"{NAME}-{kind.replace('_', '-')}": _picture(kind, rows) for kind in kinds}
+    drawn = {f"{NAME}-{kind.replace('_', '-')}": _picture(kind, rows) for kind in kinds}
+    clauses = _clauses(_contracts(run))
+    return drawn | ({f"{NAME}-contract": _kept(clauses)} if clauses.lines else {})
+
+
+def _kept(clauses: Table) -> Figure:
+    """Draw the table of clauses: a field for each verdict, in its word and its colour."""
+    _, *impls = clauses.header
+    names = [name for name, *_ in clauses.lines]
+    title = "The contract: kept (yes), broken (NO), refused with an error (-)"
+    figure, ((axis,),) = panels(title, 1, 1, height=0.8 + 0.27 * len(names))
+    for y, (_, *verdicts) in enumerate(clauses.lines):
+        for x, verdict in enumerate(verdicts):
+            axis.barh(y, 0.96, 0.92, x - 0.48, color=FIELDS.get(verdict, "white"))
+            axis.text(x, y, verdict, ha="center", va="center", fontsize=8)
+    axis.set_xticks(range(len(impls)), impls, rotation=30, ha="left", fontsize=8.5)
+    axis.set_yticks(range(len(names)), names, fontsize=8.5)
+    axis.tick_params(length=0, top=False, labeltop=True, labelbottom=False)
+    axis.set_xlim(-0.5, len(impls) - 0.5)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.spines[:].set_visible(False)
+    axis.grid(visible=False)
+    return figure
 
 
 def _picture(kind: str, rows: list[Row]) -> Figure:

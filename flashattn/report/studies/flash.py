@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING
 
 from flashattn.report.fit import exponent, in_words
-from flashattn.report.plot import curves, heading, legend, lengths, logarithmic, panels
-from flashattn.report.rows import OURS, by, groups, known, timed, values
+from flashattn.report.plot import (
+    curves,
+    empty,
+    heading,
+    hollow,
+    legend,
+    lengths,
+    logarithmic,
+    panels,
+)
+from flashattn.report.rows import OURS, UNSTEADY, by, groups, known, steady, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Study, Table
 from flashattn.report.units import MARKS, TERA, ms, percent, tera, word
@@ -17,11 +27,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "flash"
+NAIVE = "naive"
 OWN = ("tiled",)  # ours too, and no peer
 ONE_HEAD = "one_head"
 FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv")
-WIDEST = 3  # panels beside one another that can still be read
+WIDEST = 4  # panels beside one another that can still be read
+MARK = "~"  # behind a median that is not steady
 
 
 def _rows(run: Run) -> list[Row]:
@@ -29,14 +41,21 @@ def _rows(run: Run) -> list[Row]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return a table for each protocol and pass: a line per problem, a column per impl."""
-    found = groups(_rows(run), "protocol", "pass").items()
-    made = [_table(run, protocol, name, rows) for (protocol, name), rows in found]
+    """Return a table for each protocol and pass: a line per problem, a column per impl.
+
+    One head has many lengths: it has a table for each head dimension.
+    """
+    made = []
+    for (protocol, name), rows in groups(_rows(run), "protocol", "pass").items():
+        parts = groups(rows, "head_dim").values() if protocol == ONE_HEAD else [rows]
+        made += [_table(run, protocol, name, part) for part in parts]
     return [table for table in made if table.lines]
 
 
 def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
     """Return one pass; an implementation without a single number is left to the reasons."""
+    where = f"{name}, {_sizes(rows)}"
+    where += f", D = {rows[0]['head_dim']}" if protocol == ONE_HEAD else ""
     impls = values(timed(rows), "impl")
     ratio = OURS in impls
     unit = "ms" if protocol == ONE_HEAD else "TFLOP/s (share of its dtype's roof), no masked work"
@@ -46,11 +65,18 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
         cells = [_cell(run, protocol, sides.get(impl)) for impl in impls]
         lines.append([problem, *cells, *([_ratio(cases)] if ratio else [])])
     return Table(
-        caption=f"{name}, {_sizes(rows)}: {unit}",
+        caption=f"{where}: {unit}{_legend(rows)}",
         header=["problem", *impls, *([f"{OURS} / best peer"] if ratio else [])],
         lines=lines,
         rows=rows,
     )
+
+
+def _legend(rows: list[Row]) -> str:
+    """Return what the mark means, if a row has it."""
+    if all(map(steady, timed(rows))):
+        return ""
+    return f"; {MARK} where the quartiles are further apart than {UNSTEADY:.0%} of the median"
 
 
 def _sizes(rows: list[Row]) -> str:
@@ -71,9 +97,13 @@ def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
     if row["status"] != "ok":
         return MARKS[row["status"]]
     if protocol == ONE_HEAD:
-        return ms(row["seconds"])
+        return ms(row["seconds"]) + _mark(row)
     roof = run.roof(row, row["dtype"])
-    return tera(_speed(row)) + (f" ({percent(_speed(row) / roof)})" if roof else "")
+    return tera(_speed(row)) + (f" ({percent(_speed(row) / roof)})" if roof else "") + _mark(row)
+
+
+def _mark(row: Row) -> str:
+    return "" if steady(row) else f" {MARK}"
 
 
 def _speed(row: Row) -> float:
@@ -104,18 +134,48 @@ def findings(run: Run) -> list[str]:
         where = f"{name}, {_sizes(rows)}"
         said += [*_wins(where, rows), *_best(run, where, rows)]
         if protocol == ONE_HEAD:
-            said += _growth(where, rows)
+            said += [*_slower(where, rows), *_growth(where, rows)]
     return said
 
 
+def _problems(rows: list[Row]) -> Iterable[list[Row]]:
+    return groups(rows, *SHAPE, "problem").values()
+
+
 def _wins(where: str, rows: list[Row]) -> list[str]:
-    found = [best_peer(cases) for cases in groups(rows, *SHAPE, "problem").values()]
-    ratios = {pair[1]["problem"]: pair[0]["seconds"] / pair[1]["seconds"] for pair in found if pair}
+    found = [pair for pair in map(best_peer, _problems(rows)) if pair]
+    quiet = [pair for pair in found if all(map(steady, pair))]
+    said = [f"{where}: {sentence}" for sentence in _won(found)]
+    if len(quiet) < len(found):
+        said += [f"{where}, where both medians are steady: {text}" for text in _won(quiet)]
+    return said
+
+
+def _won(pairs: list[tuple[Row, Row]]) -> list[str]:
+    """Say of pairs of the best peer's row and ours how often ours is faster, and how much."""
+    ratios = {ours["problem"]: peer["seconds"] / ours["seconds"] for peer, ours in pairs}
     if not ratios:
         return []
     won = sum(ratio > 1 for ratio in ratios.values())
-    first = f"{where}: {OURS} is the fastest in {won} of {len(ratios)} problems"
+    first = f"{OURS} is the fastest in {won} of {len(ratios)} problems"
     return [f"{first}, and its speed over the best peer's is {in_words(ratios)}."]
+
+
+def _slower(where: str, rows: list[Row]) -> list[str]:
+    """Say how often, and up to which length, ours is slower than the definition."""
+    found = (by(timed(cases), "impl") for cases in _problems(rows))
+    both = [sides for sides in found if {OURS, NAIVE} <= set(sides)]
+    slower = [s[OURS] for s in both if s[OURS]["seconds"] > s[NAIVE]["seconds"]]
+    if not both:
+        return []
+    end = f", the longest of them {_longest(slower)}" if slower else ""
+    return [
+        f"{where}: {OURS} is slower than {NAIVE} in {len(slower)} of {len(both)} problems{end}."
+    ]
+
+
+def _longest(rows: list[Row]) -> str:
+    return str(max(rows, key=lambda row: row["seq_q"])["problem"])
 
 
 def _best(run: Run, where: str, rows: list[Row]) -> list[str]:
@@ -133,15 +193,16 @@ def _best(run: Run, where: str, rows: list[Row]) -> list[str]:
 
 
 def _growth(where: str, rows: list[Row]) -> list[str]:
-    """Say how our time grows over the upper half of the lengths, where launching is over."""
+    """Say how our steady time grows over the upper half of the lengths, past the launching."""
     found = {}
     ours = (row for row in timed(rows) if row["impl"] == OURS)
     for (dtype, head_dim), cases in groups(ours, "dtype", "head_dim").items():
         counts = values(cases, "seq_q")
-        long = [row for row in cases if row["seq_q"] >= counts[len(counts) // 2]]
+        half = counts[len(counts) // 2]
+        long = [row for row in cases if row["seq_q"] >= half and steady(row)]
         e = exponent((row["seq_q"], row["seconds"]) for row in long)
         if e is not None:
-            found[f"{word('dtype', dtype)} D = {head_dim}"] = (e, long[0]["seq_q"])
+            found[f"{word('dtype', dtype)} D = {head_dim}"] = (e, values(long, "seq_q")[0])
     if not found:
         return []
     said = [f"N^{e:.2f} ({case}, from N = {start})" for case, (e, start) in found.items()]
@@ -169,7 +230,10 @@ def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
     for (i, name), (j, head_dim) in product(enumerate(passes), enumerate(dims)):
         axis = axes[i][j]
         cases = [row for row in rows if (row["pass"], row["head_dim"]) == (name, head_dim)]
-        _panel(run, axis, cases, slow=slow)
+        if cases:
+            _panel(run, axis, cases, slow=slow)
+        else:
+            empty(axis)
         heading(axis, f"{name}, D = {head_dim}")
         axis.set_ylabel("" if j else "ms" if slow else "TFLOP/s")
         lengths(axis, values(rows, "seq_q"), "N" if i == len(passes) - 1 else "")
@@ -178,19 +242,16 @@ def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
 
 
 def _panel(run: Run, axis: Axes, cases: list[Row], *, slow: bool) -> None:
-    curves(
-        axis,
-        {
-            impl: [
-                (row["seq_q"], row["seconds"] * 1e3 if slow else _speed(row) / TERA) for row in own
-            ]
-            for (impl,), own in groups(cases, "impl").items()
-        },
-    )
+    def point(row: Row) -> tuple[float, float]:
+        return row["seq_q"], row["seconds"] * 1e3 if slow else _speed(row) / TERA
+
+    found = groups(cases, "impl").items()
+    curves(axis, {impl: [point(row) for row in own] for (impl,), own in found})
+    hollow(axis, [point(row) for row in cases if not steady(row)], "quartiles far apart")
     if slow:
         logarithmic(axis)
         return
-    roof = run.roof(cases[0], cases[0]["dtype"]) if cases else None
+    roof = run.roof(cases[0], cases[0]["dtype"])
     if roof:
         name = f"{word('dtype', cases[0]['dtype'])} product, measured"
         axis.axhline(roof / TERA, linestyle="--", color="0.4", linewidth=1, label=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashattn.report.plot import bars, heading, legend, panels
-from flashattn.report.rows import OURS, by, groups, known, timed, values
+from flashattn.report.rows import OURS, by, groups, known, label, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Study, Table
 from flashattn.report.units import MARKS, microseconds, times, word
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "launch"
+FACTS = ("impl", "mode", "pass")
 CASE = ("impl", "pass", "problem", "dtype")
 
 
@@ -44,33 +45,33 @@ def _cell(row: Row | None) -> str:
 def findings(run: Run) -> list[str]:
     """Say who costs the host least in each pass, and what a mode saves of ours."""
     said = []
-    for (name, mode), own in groups(
-        timed(known(run.study(NAME), "impl", "mode")), "pass", "mode"
-    ).items():
+    rows = timed(known(run.study(NAME), *FACTS))
+    for own in groups(rows, "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
         least = min(costs, key=costs.__getitem__)
         if OURS in costs and len(costs) > 1:
             said.append(
-                f"{name}, {mode}: a call of {OURS} costs the host {microseconds(costs[OURS])} µs, "
-                f"{times(costs[OURS] / costs[least])} the least ({least}, "
-                f"{microseconds(costs[least])} µs)."
+                f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
+                f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "
+                f"({least}, {microseconds(costs[least])} µs)."
             )
     return said
 
 
 def pictures(run: Run) -> dict[str, Figure]:
-    """Draw a bar for each mode, by implementation, a panel for each pass."""
-    rows = timed(known(run.study(NAME), "impl", "mode"))
-    found = groups(rows, "pass")
-    if not found:
+    """Draw a bar for each mode, by implementation: a row for each dtype, a panel for each pass."""
+    rows = timed(known(run.study(NAME), *FACTS))
+    if not rows:
         return {}
-    figure, axes = panels("The host's time for a call", 1, len(found), height=3.2)
-    modes = values(rows, "mode")
-    for axis, ((name,), own) in zip(axes[0], found.items(), strict=True):
+    dtypes = [dtype for (dtype,) in groups(rows, "dtype")]
+    passes, modes = values(rows, "pass"), values(rows, "mode")
+    figure, axes = panels("The host's time for a call", len(dtypes), len(passes), height=2.8)
+    for (dtype, name), own in groups(rows, "dtype", "pass").items():
+        axis = axes[dtypes.index(dtype)][passes.index(name)]
         impls = values(own, "impl")
         sides = {(row["impl"], row["mode"]): 1e6 * row["seconds"] for row in own}
         bars(axis, impls, {mode: [sides.get((impl, mode)) for impl in impls] for mode in modes})
-        heading(axis, word("pass", name))
+        heading(axis, label(own[0], "dtype", "pass"))
         axis.set_ylabel("µs")
     legend(figure, axes)
     return {"launch-host": figure}

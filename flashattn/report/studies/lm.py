@@ -51,11 +51,26 @@ CONTRASTS: dict[str, tuple[str, Any, Any]] = {
 
 
 def tables(run: Run) -> list[Table]:
-    """Return a table for each precision, attention and compiler, then what each choice gains."""
+    """Return the sizes, a table for each precision, attention and compiler, and the gains."""
     rows = known(run.study(NAME), "size", "step")
     found = [_table(run, own) for own in groups(rows, *SETTING).values()]
     axes = ("precision", "compiled", "impl")
-    return [table for table in [*found, *(_gains(rows, axis) for axis in axes)] if table.lines]
+    gains = [_gains(rows, axis) for axis in axes]
+    return [table for table in [_sizes(rows), *found, *gains] if table.lines]
+
+
+def _sizes(rows: list[Row]) -> Table:
+    """Return the exact number of parameters of each size, and the bytes of a training's state."""
+    told = [own[-1] for own in groups(known(rows, "parameters"), "size").values()]
+    return Table(
+        caption="The sizes: parameters, and GiB of them, their gradients and AdamW's two moments",
+        header=["size", "parameters", "GiB"],
+        lines=[
+            [row["size"], f"{row['parameters']:,}".replace(",", " "), gib(16 * row["parameters"])]
+            for row in told
+        ],
+        rows=told,
+    )
 
 
 def _table(run: Run, rows: list[Row]) -> Table:

@@ -215,6 +215,7 @@ def pictures(run: Run) -> dict[str, Figure]:
         left = [start + share for start, share in zip(left, shares, strict=True)]
     axis.set_yticks(range(len(rows)), [label(row, *CASE, "step") for row in rows], fontsize=8)
     axis.invert_yaxis()
+    axis.margins(y=0.01)
     axis.set_xlim(0, 100)
     axis.set_xlabel("% of device time")
     legend(figure, axes)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from itertools import product
 
 import pytest
 import torch
 
+from flashattn.counts.patching import remember_builtins
 from flashattn.report.runs import Run
 from flashattn.testing.upstream import products_mix_rows
 
 # Tests multiply small matrices. Threads that wait for one another, on cores that others use as
 # well, made them six times slower.
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    remember_builtins()  # a third of the time that kernels take
 WITHOUT_ONEDNN = products_mix_rows()
 if WITHOUT_ONEDNN:  # or laws about NaN fail that whoever is tested has kept
     torch.backends.mkldnn.enabled = False

@@ -18,6 +18,7 @@ import triton.language as tl
 
 import flashattn
 from flashattn.counts import __main__ as command
+from flashattn.counts import compiled, interpreter
 from flashattn.counts.compiled import KNOWN_TO_SPILL
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
@@ -28,8 +29,6 @@ from flashattn.ops import INTERPRETER_FAILS
 FOLDER = Path(__file__).parent / "counts"
 COMPILED = sorted(FOLDER.glob("compiled-*.json"))
 interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
-
-
 needs_the_interpreter = pytest.mark.skipif(
     INTERPRETER_FAILS is not None, reason=str(INTERPRETER_FAILS)
 )
@@ -221,7 +220,9 @@ def test_compiled_expectations(path):
 
 
 def test_names_are_unique(rows):
-    """No two cases share a name, or one of them would go uncounted."""
+    """No two cases share a name, or one of them would go uncounted; all can be asked for."""
+    assert sorted(interpreter.names()) == sorted(rows)
+    assert set(compiled.names()) == {"ptxas", *map(str, variants())}
     assert len(set(map(str, variants()))) == len(variants())
     assert len(rows) == len(CASES) * len(KERNELS)
 
@@ -299,7 +300,9 @@ def test_one_line_a_case(tmp_path):
 def check(monkeypatch, tmp_path, capsys):
     """Return a function that runs the command on made-up counts, and its folder."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(command, "INTERPRETER_FAILS", None)  # nothing is interpreted
     counted = SimpleNamespace(FILE="some.json", got=BEFORE, complaints=[])
+    counted.names = lambda: list(counted.got)
 
     def collect(only):
         return {case: row for case, row in counted.got.items() if only in case}, counted.complaints
@@ -355,6 +358,15 @@ def test_nothing_chosen_is_no_pass(check, capsys):
         command.main(["--only", "same"])
     assert stopped.value.code == 2
     assert "wanted a kind" in capsys.readouterr().err
+
+
+def test_where_the_interpreter_fails_nothing_is_proven(check, monkeypatch):
+    """That is UNPROVEN with the remedy, and rewrites nothing; a wrong argument stays wrong."""
+    monkeypatch.setattr(command, "INTERPRETER_FAILS", "it needs an older numpy")
+    for arguments in ([], ["--rewrite"], ["--only", "same"]):
+        assert check(*arguments) == (command.UNPROVEN, "UNPROVEN: it needs an older numpy\n")
+    assert not check.path.exists()
+    assert check("--only", "no such case")[0] == 2
 
 
 @pytest.mark.parametrize(

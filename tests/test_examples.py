@@ -6,11 +6,14 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from flashattn import registry
 from flashattn.testing.examples import Count
+from flashattn.testing.law import share
 
 # Times the profile's examples per property: on a CPU 600 by default, 6000 in the thorough profile;
 # on a GPU, whose profiles have five times the examples, 1000 and 10 000.
 PROMISED = {"cpu": 30, "cuda": 10}
+CHOOSE = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "impl", "lf", "stepwise")
 
 
 def test_count(monkeypatch):
@@ -59,15 +62,15 @@ def test_law(impl, question):
 """
 
 
-def test_summary(pytester, request):
-    """The summary says how many examples passed, of properties and of laws."""
+def test_summary(pytester, request, device):
+    """The summary says how many examples passed, of properties and of laws, which draw a share."""
     pytester.makepyfile(COUNTED)
     pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
     result = pytester.runpytest_subprocess(
         "--impl", "reference", "--hypothesis-profile", "quick", "-p", "no:cacheprovider"
     )
-    quick = hypothesis.settings.get_profile("quick").max_examples
-    result.stdout.fnmatch_lines([f"hypothesis: {2 * 8 + quick} examples passed"])
+    of_the_law = share(registry.get("reference"), device, "quick")
+    result.stdout.fnmatch_lines([f"hypothesis: {2 * 8 + of_the_law} examples passed"])
 
 
 @pytest.mark.last
@@ -76,6 +79,6 @@ def test_enough_examples(request, device):
     config = request.config
     if config.args not in (["tests"], [str(config.rootpath / "tests")]):
         pytest.skip("only some files were asked for")
-    if any(config.getoption(name, None) for name in ("keyword", "impl", "lf", "stepwise")):
+    if any(config.getoption(name, None) for name in CHOOSE):
         pytest.skip("only some tests were asked for")
     assert Count.passed >= PROMISED[device.type] * hypothesis.settings().max_examples

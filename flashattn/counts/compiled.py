@@ -19,6 +19,7 @@ FILE = f"compiled-triton-{'.'.join(triton.__version__.split('.')[:2])}.json"
 # and no tile of the search has room for that; on sm_100 bwd_delta's two tiles, 128 a thread each,
 # do not fit either. Expected, and not held against the table.
 KNOWN_TO_SPILL = {(4, 256)}
+ASSEMBLERS = "ptxas"  # the row of their versions
 
 
 def _assemblers() -> dict[str, str]:
@@ -47,6 +48,11 @@ def _compile(variant: Variant) -> tuple[dict[str, Any] | None, str | None]:
     return {"tile": variant.launch, **asdict(resources)}, _complaint(variant, resources)
 
 
+def names() -> list[str]:
+    """Return the names of all rows, without compiling any."""
+    return [ASSEMBLERS, *map(str, variants())]
+
+
 def collect(only: str = "") -> tuple[Rows, list[str]]:
     """Compile every variant.
 
@@ -56,7 +62,7 @@ def collect(only: str = "") -> tuple[Rows, list[str]]:
     Returns:
         The rows, and what is wrong whatever is expected: a tile that spills or does not fit.
     """
-    rows: Rows = {name: row for name, row in {"ptxas": _assemblers()}.items() if only in name}
+    rows: Rows = {name: row for name, row in {ASSEMBLERS: _assemblers()}.items() if only in name}
     complaints = []
     wanted = [variant for variant in variants() if only in str(variant)]
     with ProcessPoolExecutor() as pool:

@@ -18,6 +18,7 @@ import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flashattn.counts.expect import Rows
+from flashattn.counts.patching import remember_builtins
 from flashattn.kernels import backward, forward
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -154,6 +155,16 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     return counts
 
 
+def _names(problem: Problem, loading: str) -> dict[str, str]:
+    """Return the name of each kernel's case."""
+    return {kernel: f"{kernel} {problem} {loading}" for kernel in KERNELS}
+
+
+def names() -> list[str]:
+    """Return the names of all cases, without counting any."""
+    return [name for case in CASES for name in _names(*case).values()]
+
+
 def collect(only: str = "") -> tuple[Rows, list[str]]:
     """Count every kernel on every case.
 
@@ -163,10 +174,11 @@ def collect(only: str = "") -> tuple[Rows, list[str]]:
     Returns:
         The rows, and what is wrong whatever is expected: nothing.
     """
+    remember_builtins()
     rows: Rows = {}
     for problem, loading in CASES:
-        names = {kernel: f"{kernel} {problem} {loading}" for kernel in KERNELS}
-        if any(only in name for name in names.values()):
+        named = _names(problem, loading)
+        if any(only in name for name in named.values()):
             counts = count(problem, LAYOUTS[loading])
-            rows |= {name: asdict(counts[kernel]) for kernel, name in names.items() if only in name}
+            rows |= {name: asdict(counts[kernel]) for kernel, name in named.items() if only in name}
     return rows, []

@@ -33,10 +33,11 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def share(impl: Impl, device: torch.device) -> int:
-    """Return how many of the profile's examples an implementation is asked."""
+def share(impl: Impl, device: torch.device, profile: str | None = None) -> int:
+    """Return how many of a profile's examples an implementation is asked; None: the one in use."""
     others = (OURS if impl.strict else PEERS)[device.type]
-    most = hypothesis.settings().max_examples  # the profile's
+    used = hypothesis.settings() if profile is None else hypothesis.settings.get_profile(profile)
+    most = used.max_examples
     return max(1, most // SHARES[device.type].get(impl.name, others))
 
 

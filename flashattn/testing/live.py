@@ -16,7 +16,11 @@ class Live(TorchDispatchMode):
     """Counts the bytes of living storages as operators take and make them.
 
     What an operator allocates inside itself, as one of a library of its own does, is not seen: call
-    what is below it.
+    what is below it. Nor is what only a kernel reads, which on a GPU no operator takes: it is given
+    where only what was made is to count, on any device.
+
+    Args:
+        given: tensors whose storages do not count.
 
     Attributes:
         now: bytes of the storages that are alive.
@@ -24,11 +28,13 @@ class Live(TorchDispatchMode):
         largest: bytes of the largest storage that was ever seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *given: torch.Tensor) -> None:
         """Start with none."""
         super().__init__()
         self.now, self.peak, self.largest = 0, 0, 0
         self._storages: dict[int, weakref.ref[Any]] = {}
+        for x in given:
+            self._meet(x, counted=False)
 
     def __torch_dispatch__(
         self,
@@ -41,13 +47,18 @@ class Live(TorchDispatchMode):
         del types
         result = op(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._storages:  # noqa: SLF001 - what identifies it
-                storage = x.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()  # noqa: SLF001
-                self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
-                self.now, self.largest = self.now + size, max(self.largest, size)
+            if isinstance(x, torch.Tensor):
+                self._meet(x, counted=True)
         self.peak = max(self.peak, self.now)
         return result
+
+    def _meet(self, x: torch.Tensor, *, counted: bool) -> None:
+        """Count a tensor's storage from now on, or never."""
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() * counted  # noqa: SLF001 - what identifies it
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
+            self.now, self.largest = self.now + size, max(self.largest, size)
 
     def _free(self, key: int, size: int, _: object) -> None:
         """Forget a storage."""

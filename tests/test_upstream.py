@@ -1,0 +1,28 @@
+"""What PyTorch gets wrong is known where it does, and kept away from what is tested."""
+
+from __future__ import annotations
+
+import torch
+
+from flashattn.testing.upstream import products_mix_rows
+
+
+def test_a_product_that_mixes_rows_is_found():
+    """NaN that reaches the row before it is seen; NaN that stays in its rows is none."""
+
+    def mixed(left, right):
+        left[:, 12, 0] += 0 * left[:, 13, 0]
+        return left @ right
+
+    assert products_mix_rows(mixed)
+    assert not products_mix_rows(lambda left, right: left @ right + 1)
+
+
+def test_products_under_test_keep_rows_apart():
+    """Here no product mixes rows, on one thread or two; where oneDNN would it is turned off."""
+    assert not products_mix_rows()
+    torch.set_num_threads(2)
+    try:
+        assert not products_mix_rows()
+    finally:
+        torch.set_num_threads(1)

@@ -35,7 +35,7 @@ TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
 STAGES = {2: (1, 2, 3, 4), 4: (1, 2)}  # fp32 has no room for more
-# A thread's part of the accumulators: with fewer it idles, with more it must spill. Three TF32
+# A thread's part of the accumulators: with fewer it idles, with more it must spill. Six bf16
 # products split their operands in registers, which leaves less of them.
 REGISTERS = {2: range(24, 241), 4: range(4, 129)}
 SHARED = 227 << 10

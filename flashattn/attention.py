@@ -45,7 +45,7 @@ def attention(
             solve the problem; on a CPU, where ours are for study, PyTorch's own
             scaled_dot_product_attention, or the reference where that cannot. A name never falls
             back to another.
-        options: the implementation's own, such as Triton's ``precision="tf32x3"``.
+        options: the implementation's own, such as Triton's ``precision="ieee"``.
 
     Returns:
         o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32. A query

@@ -222,8 +222,9 @@ def triton_attention(
         v: [B, G, S, D].
         causal: see ``attention``.
         scale: see ``attention``.
-        precision: of fp32 products: "tf32x3", "tf32", "ieee", or "auto": "tf32" where torch's
-            setting for matrix products on CUDA allows it, else "tf32x3".
+        precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
+            ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
+            products on CUDA allows it, else "bf16x6".
 
     Returns:
         o [B, H, T, D] and lse [B, H, T].

@@ -123,7 +123,7 @@ def test_options_reach_the_implementation(device):
     """Precision is Triton's own option, checked there."""
     q, k, v = tensors(device)
     exact = attention(q, k, v, impl="reference")
-    for precision in ("tf32x3", "ieee"):
+    for precision in ("bf16x6", "tf32x3", "ieee"):
         torch.testing.assert_close(attention(q, k, v, impl="triton", precision=precision), exact)
     with pytest.raises(ValueError, match="precision: wanted one of auto"):
         attention(q, k, v, impl="triton", precision="fp8")

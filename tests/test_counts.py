@@ -144,7 +144,7 @@ def test_second_pass_over_keys(copy_of):
     ("edit", "case"),
     [
         (("primitives.py", "input_precision=PRECISION", 'input_precision="ieee"'), "sm_80 fwd"),
-        (("launch.py", '== "tf32" else "tf32x3"', '== "tf32" else "ieee"'), "sm_90 bwd_dq"),
+        (("launch.py", '== "tf32" else "bf16x6"', '== "tf32" else "ieee"'), "sm_90 bwd_dq"),
     ],
 )
 def test_lost_tensor_cores(copy_of, tmp_path, edit, case):
@@ -155,7 +155,7 @@ def test_lost_tensor_cores(copy_of, tmp_path, edit, case):
     done = copy_of(edit)(*arguments)
     expected, got = change(done.stdout, case, "matrix")
     assert done.returncode == 1
-    assert all("tf32" in kind for kind in expected)
+    assert all("bf16" in kind for kind in expected)
     assert expected
     assert got == {}
 

@@ -34,7 +34,6 @@ BETWEEN = (8, 24, 40, 80, 192)  # computed in 16, 32, 64, 128 and 256
 HALF, FULL = ("bfloat16", "float16"), ("float32",)
 MASKS = (False, "top_left", "bottom_right")
 ALIGNED, LAYOUTS = ("contiguous",), ("contiguous", "misaligned")  # descriptors; pointers
-TOO_WIDE = "three TF32 products 256 wide: o's mean error is 1.3 to 1.5 of naive's, not 1.1"
 
 
 @dataclass(frozen=True)
@@ -87,17 +86,7 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-tile")
         chosen = EVERY if every else ORDINARY if torch.cuda.is_available() else INTERPRETED
-        metafunc.parametrize("case", [marked(case) for case in chosen], ids=str)
-
-
-def marked(case):
-    """Return the case as a parameter; the one that is known to be too wide is expected to fail."""
-    if case.dtype != "float32" or case.head_dim <= 128:
-        return case
-    # Which of the others are above their budget was not measured.
-    known = case in ORDINARY
-    mark = pytest.mark.xfail(reason=TOO_WIDE, raises=AssertionError, strict=known)
-    return pytest.param(case, marks=mark)
+        metafunc.parametrize("case", chosen, ids=str)
 
 
 def question(case, device):

@@ -129,9 +129,9 @@ def test_parts_are_whole_tiles_and_cover_the_keys(device, programs, seq_kv):
         assert parts > 3
 
 
-@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+@pytest.mark.parametrize("precision", ["bf16x6", "tf32x3", "ieee"])
 def test_fp32_precision(device, precision):
-    """Both ways to multiply in full fp32 are within its budgets."""
+    """Every way to multiply in full fp32 is within its budgets on ordinary inputs."""
     problem = Problem(heads=2, seq_q=100, head_dim=64, causal=True)
     question = Question(problem=problem, device=device)
     assert_accurate(triton("top_left", precision=precision), question)
@@ -139,7 +139,7 @@ def test_fp32_precision(device, precision):
 
 @pytest.mark.parametrize("seq_kv", [1, 100])
 def test_fp32_budgets_see_tf32(device, seq_kv):
-    """One TF32 product in place of three breaks the budgets, where dS cancels, too."""
+    """One TF32 product in place of six of bf16 breaks the budgets, where dS cancels, too."""
     if device.type != "cuda":
         pytest.skip("the interpreter multiplies in full fp32, whatever is asked")
     problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
@@ -148,10 +148,10 @@ def test_fp32_budgets_see_tf32(device, seq_kv):
 
 
 def test_torch_decides_on_tf32():
-    """Precision auto is three products, and one where torch's setting allows TF32."""
+    """Precision auto is six bf16 products, and one of TF32 where torch's setting allows TF32."""
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     try:
-        for setting, wanted in (("ieee", "tf32x3"), ("tf32", "tf32")):
+        for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
             matmul.fp32_precision = setting
             assert launch.input_precision("auto", torch.float32) == wanted
             assert launch.input_precision("ieee", torch.float32) == "ieee"

@@ -241,7 +241,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-fp32-causal",
-        why="three TF32 products for each fp32 one",
+        why="six bf16 products for each fp32 one",
         impl="triton",
         step="forward",
         shape=(4, 16, 16, 2048, 64),
@@ -275,7 +275,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="backward-fp32-causal",
-        why="backward by three TF32 products",
+        why="backward by six bf16 products",
         impl="triton",
         step="backward",
         shape=(4, 16, 16, 1024, 64),

@@ -14,36 +14,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def nearest_tf32(x):
-    """Round fp32 to TF32, which has 10 bits of mantissa, to the nearest."""
-    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def dot_tf32x3(a, b, acc):
-    """Return acc + a @ b as three products of TF32, each operand in a high and a low part.
-
-    Both parts are rounded to the nearest. Triton's own "tf32x3" truncates both, which loses two
-    bits of 24, always to the same side.
-    """
-    a_high, b_high = nearest_tf32(a), nearest_tf32(b)
-    a_low, b_low = nearest_tf32(a - a_high), nearest_tf32(b - b_high)
-    low = tl.dot(a_low, b_high, None, input_precision="tf32")
-    low = tl.dot(a_high, b_low, low, input_precision="tf32")
-    low = tl.where(low == low, low, 0.0)  # noqa: PLR0124 - inf - inf; the high parts have it
-    product = tl.dot(a_high, b_high, low, input_precision="tf32")
-    if acc is not None:
-        product += acc
-    return product
-
-
-@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """Return acc + a @ b, in fp32; PRECISION says how fp32 operands are multiplied."""
     if INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    elif PRECISION == "tf32x3":
-        product = dot_tf32x3(a, b, acc)
     else:
         product = tl.dot(a, b, acc, input_precision=PRECISION)
     return product

@@ -120,12 +120,12 @@ H200_DESCRIPTORS = _table(
         ("decode", 2, 256): (16, 32, 4, 3),
         ("bwd_dkdv", 2, 16): (64, 64, 4, 3),
         ("bwd_dkdv", 2, 32): (64, 64, 4, 3),
-        ("bwd_dkdv", 2, 64): (64, 64, 4, 2),
+        ("bwd_dkdv", 2, 64): ((64, 64, 4, 3), (128, 64, 4, 2)),
         ("bwd_dkdv", 2, 128): (64, 64, 4, 2),
         ("bwd_dkdv", 2, 256): (32, 64, 8, 3),
         ("bwd_dq", 2, 16): (64, 64, 4, 3),
         ("bwd_dq", 2, 32): (64, 64, 4, 3),
-        ("bwd_dq", 2, 64): (64, 64, 4, 2),
+        ("bwd_dq", 2, 64): (128, 64, 8, 3),
         ("bwd_dq", 2, 128): (64, 64, 4, 2),
         ("bwd_dq", 2, 256): (128, 32, 8, 3),
     },
@@ -157,7 +157,7 @@ H200_POINTERS = _table(
         ("bwd_dq", 2, 256): (64, 32, 8, 2),
     }
 )
-# fp32 as three TF32 products, measured as above. By pointers whatever the input: with descriptors
+# fp32 as six bf16 products, measured as above. By pointers whatever the input: with descriptors
 # every tile of the backward spills at D = 64 and every tile of all at D = 128 (forward would gain
 # 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps:
 # the search met wrong results and illegal accesses, and left them out.

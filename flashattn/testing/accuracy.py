@@ -27,9 +27,10 @@ These matter where naive is exact: with one key, its P is 1 and its dS 0.
 
 Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical behavior of NVIDIA
 tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
-three TF32 products, each D / 8 steps; a step loses half an eps32 of the running sum on average, and
-the running sum grows as the root of the steps, to 2 / 3 of the whole on average: on a GPU b grows
-by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. In half precision eps is larger than all of this.
+three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
+eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
+the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. In half
+precision eps is larger than all of this.
 
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
 there, and nothing on a CPU.

@@ -280,7 +280,7 @@ MUTANTS = [
     Mutant(
         "tf32_unasked",
         "kernels/launch.py",
-        'fp32_precision == "tf32" else "tf32x3"',
+        'fp32_precision == "tf32" else "bf16x6"',
         'fp32_precision == "tf32" else "tf32"',
         "fp32 is multiplied with 10 bits of mantissa though torch does not allow it",
         TF32,

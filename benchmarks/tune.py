@@ -147,6 +147,8 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
     with context.Pool(cores) as pool:
         found = pool.starmap(fault, jobs, chunksize=1)
     broken = [i for i, reason in enumerate(found) if reason and "CUDA" in reason]
+    if not broken:
+        return found
     with context.Pool(cores, maxtasksperchild=1) as pool:
         again = pool.starmap(fault, [jobs[i] for i in broken], chunksize=1)
     for i, reason in zip(broken, again, strict=True):

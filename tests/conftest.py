@@ -17,6 +17,7 @@ from flashattn.testing.upstream import products_mix_rows
 # Tests multiply small matrices. Threads that wait for one another, on cores that others use as
 # well, made them six times slower.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 if os.environ.get("TRITON_INTERPRET") == "1":
     remember_builtins()  # a third of the time that kernels take
 WITHOUT_ONEDNN = products_mix_rows()

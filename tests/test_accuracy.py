@@ -7,7 +7,15 @@ import torch
 
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
-from flashattn.testing.accuracy import Error, Question, Truth, assert_accurate, run, run_reference
+from flashattn.testing.accuracy import (
+    Error,
+    Question,
+    Truth,
+    assert_accurate,
+    largest,
+    run,
+    run_reference,
+)
 
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=70, head_dim=32, causal=True, dtype="bfloat16")
 QUESTION = Question(problem=PROBLEM, scale=0.2)
@@ -116,3 +124,12 @@ def test_error_statistics():
     """Max, mean and bias of known errors."""
     exact = torch.zeros(4, dtype=torch.float64)
     assert Error.of(torch.tensor([1.0, -1.0, 3.0, 1.0]), exact) == Error(3.0, 1.5, 1.0)
+
+
+def test_what_is_infinite_is_no_error():
+    """A logsumexp of -inf has no size, and no error of which budgets could be made."""
+    exact = torch.tensor([-torch.inf, -2.0, 1.0], dtype=torch.float64)
+    assert largest({"lse": exact, "o": exact[:0]}) == {"lse": 2.0, "o": 0.0}
+    error = Error.of(torch.tensor([-torch.inf, -2.0, 1.5]), exact)
+    assert (error.max, error.mean, error.bias) == (0.5, 0.25, 0.25)
+    assert Error.of(exact[:1].float(), exact[:1]) == Error()

@@ -290,13 +290,21 @@ def saved_bytes(model, batch, context, precision):
 
 
 @pytest.mark.parametrize(
-    ("size", "held"),
-    [("small", "naive_autocast"), *((s, h) for s in SIZES for h in ("naive", "flash"))],
+    ("size", "layers", "held"),
+    [
+        ("small", 2, "naive_autocast"),
+        *((size, 2, held) for size in SIZES for held in ("naive", "flash")),
+        *(("small", 12, held) for held in ("naive", "flash")),  # as deep as it is
+    ],
 )
-def test_activation_bytes(size, held):
-    """What forward keeps is predicted to the byte: every size, contexts 128 and 1024."""
+def test_activation_bytes(size, layers, held):
+    """What forward keeps is predicted to the byte: every size, contexts 128 and 1024.
+
+    All blocks are alike, so few stand for many; that each adds the same shows one that is deep.
+    """
     with FakeTensorMode():
-        model = TransformerLM(SIZES[size], ATTENTION[held])
+        config = dataclasses.replace(SIZES[size], layers=layers)
+        model = TransformerLM(config, ATTENTION[held])
         for precision in ("fp32", "bf16"):
             for context in (128, 1024):
                 costs = Costs(
@@ -359,23 +367,23 @@ def peak_of(costs, step):
     return live.peak
 
 
-PEAKS = [
-    ("tiny", "naive", 1024, False),  # the scores are the largest
-    ("small", "naive_autocast", 1024, False),
-    ("small", "naive", 1024, True),  # one block's scores at a time
-    ("small", "flash", 1024, False),
-    ("small", "flash", 1024, True),
-    ("medium", "flash", 128, False),  # gradients outweigh activations
-    ("2.7B", "naive", 256, False),
+PEAKS = [  # some as deep as they are, others cut
+    ("tiny", 2, "naive", 1024, False),  # the scores are the largest
+    ("small", 4, "naive_autocast", 1024, False),
+    ("small", 12, "naive", 1024, True),  # one block's scores at a time
+    ("small", 12, "flash", 1024, False),
+    ("small", 4, "flash", 1024, True),
+    ("medium", 24, "flash", 128, False),  # gradients outweigh activations
+    ("2.7B", 4, "naive", 256, False),
 ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "held", "context", "checkpoint"), PEAKS)
-def test_peak_bytes(size, held, context, checkpoint, precision):
+@pytest.mark.parametrize(("size", "layers", "held", "context", "checkpoint"), PEAKS)
+def test_peak_bytes(size, layers, held, context, checkpoint, precision):
     """The predicted peak of each step is within 3% of the most that is alive in it."""
     costs = Costs(
-        config=SIZES[size],
+        config=dataclasses.replace(SIZES[size], layers=layers),
         batch=4,
         context=context,
         precision=precision,

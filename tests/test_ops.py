@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,17 +11,19 @@ from flashattn import attention, ops
 from flashattn.problem import Problem
 from flashattn.testing.inputs import LAYOUTS, make_grads, make_inputs
 
-PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=24, head_dim=16)
+# One tile a head: what operators promise does not hang on more, and interpreted each takes time.
+PROBLEM = Problem(heads=4, kv_heads=2, seq_q=32, seq_kv=24, head_dim=16)
+BATCHES = replace(PROBLEM, batch=2, heads=2)
 
 
-def arguments(device, layout="contiguous"):
+def arguments(device, layout="contiguous", problem=PROBLEM):
     """Return q, k, v that need gradients."""
-    return [x.detach().requires_grad_() for x in make_inputs(PROBLEM, device=device, layout=layout)]
+    return [x.detach().requires_grad_() for x in make_inputs(problem, device=device, layout=layout)]
 
 
 @pytest.mark.parametrize(
     ("layout", "diagonal"),
-    [("contiguous", None), ("sequence_first", 0), ("strided", -16), ("expanded", None)],
+    [("contiguous", None), ("sequence_first", 0), ("strided", -8), ("expanded", None)],
 )
 def test_opcheck(device, layout, diagonal):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
@@ -78,7 +82,7 @@ def test_vmap(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_repeats_bit_by_bit(device, layout):
     """The same inputs give the same bits, forward and backward, every time."""
-    q, k, v = arguments(device, layout)
+    q, k, v = arguments(device, layout, BATCHES)
     runs = []
     for _ in range(2 if device.type == "cpu" else 50):
         o, lse = attention(q, k, v, causal=True, return_lse=True, impl="triton")

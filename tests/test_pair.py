@@ -329,10 +329,10 @@ def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
     """A process that does not answer in time is ended, and its last words are where it was."""
     (tmp_path / "flashattn").mkdir()
     (tmp_path / "flashattn" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setitem(pair.PATIENCE, "hello", 3)
+    monkeypatch.setitem(pair.PATIENCE, "hello", 2)
     arm = pair.Worker("ref", tmp_path, CPU)
     try:
-        with pytest.raises(WorkerError, match=r"(?s)no answer to 'hello' in 3 s; .*worker.py"):
+        with pytest.raises(WorkerError, match=r"(?s)no answer to 'hello' in 2 s; .*worker.py"):
             arm.greet()
         assert arm._process.returncode == -signal.SIGABRT
     finally:

@@ -172,8 +172,9 @@ class Error:
     @classmethod
     def of(cls, got: torch.Tensor, exact: torch.Tensor) -> Error:
         """Compare where ``exact`` is finite."""
-        finite = exact.isfinite()
-        errors = (got.double() - exact)[finite]
+        errors, finite = got.double() - exact, exact.isfinite()
+        if not finite.all():
+            errors = errors[finite]
         if errors.numel() == 0:
             return cls()
         return cls(errors.abs().max().item(), errors.abs().mean().item(), errors.mean().item())
@@ -232,7 +233,7 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
 
 def largest(outputs: Outputs) -> dict[str, float]:
     """Return the largest finite magnitude of each output."""
-    finite = {name: x[x.isfinite()].abs() for name, x in outputs.items()}
+    finite = {name: x.where(x.isfinite(), 0.0).abs() for name, x in outputs.items()}
     return {name: x.max().item() if x.numel() else 0.0 for name, x in finite.items()}
 
 
@@ -252,9 +253,9 @@ class Truth:
         naive, sizes = naive_errors(case, exact), largest(exact)
         if enlarged is not None:
             more = run_reference(enlarged, torch.float64)
-            others = naive_errors(enlarged, more)
+            others, larger = naive_errors(enlarged, more), largest(more)
             naive = {name: error.joined(others[name]) for name, error in naive.items()}
-            sizes = {name: max(size, largest(more)[name]) for name, size in sizes.items()}
+            sizes = {name: max(size, larger[name]) for name, size in sizes.items()}
         return cls(exact, naive, sizes, stored_terms(case, exact))
 
     def complaints(self, got: Outputs) -> list[str]:

@@ -70,13 +70,14 @@ def _empty_is_poisoned(made: list[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def _allocator_fills(device: torch.device) -> Iterator[None]:
     """Let PyTorch's own functions, in C++, find NaN in new memory, too."""
-    before = torch.are_deterministic_algorithms_enabled()
-    # On a GPU that would choose other kernels, and some have none to choose.
-    torch.use_deterministic_algorithms(before or device.type == "cpu")
+    before = torch.get_deterministic_debug_mode()
+    # On a GPU that would choose other kernels, and some have none to choose. By this name it does
+    # not import the compiler, which takes two seconds.
+    torch.set_deterministic_debug_mode("error" if device.type == "cpu" else before)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ H200_DESCRIPTORS = _table(
         ("fwd", 2, 128): ((64, 128, 4, 1), (64, 64, 4, 3)),
         ("fwd", 2, 256): (128, 64, 8, 2),
         ("decode", 2, 16): (16, 64, 4, 3),
-        ("decode", 2, 32): (16, 64, 4, 3),
+        ("decode", 2, 32): (16, 64, 4, 2),
         ("decode", 2, 64): (16, 128, 4, 3),
         ("decode", 2, 128): (16, 64, 4, 3),
         ("decode", 2, 256): (16, 32, 4, 3),
@@ -157,18 +157,18 @@ H200_POINTERS = _table(
         ("bwd_dq", 2, 256): (64, 32, 8, 2),
     }
 )
-# fp32 as six bf16 products, measured as above. By pointers whatever the input: with descriptors
-# every tile of the backward spills at D = 64 and every tile of all at D = 128 (forward would gain
-# 10% at D = 32 and 64). Triton 3.6 miscompiles some tiles of fp32, such as 64 x 16 with 8 warps:
-# the search met wrong results and illegal accesses, and left them out.
+# fp32 as six bf16 products, measured as above. By pointers whatever the input: with descriptors,
+# though forward gained 10% at D = 32 and 64 when fp32 was three TF32 products, every tile of the
+# backward spilled at D = 64 and every tile of all at D = 128. Triton 3.6 miscompiles some tiles of
+# fp32, such as 64 x 16 with 8 warps: the search met illegal accesses, and left them out.
 H200_FP32 = _table(
     {
         ("fwd", 4, 16): (128, 32, 4, 1),
         ("fwd", 4, 32): ((128, 32, 4, 1), (64, 64, 4, 1)),
-        ("fwd", 4, 64): ((128, 32, 8, 1), (64, 64, 4, 1)),
+        ("fwd", 4, 64): ((128, 32, 8, 1), (64, 32, 4, 1)),
         ("fwd", 4, 128): ((128, 32, 8, 1), (64, 32, 4, 1)),
         ("fwd", 4, 256): (128, 16, 8, 1),
-        ("decode", 4, 16): (16, 64, 4, 2),
+        ("decode", 4, 16): (16, 32, 4, 2),
         ("decode", 4, 32): (16, 64, 4, 2),
         ("decode", 4, 64): (16, 32, 4, 2),
         ("decode", 4, 128): (16, 32, 4, 2),
@@ -246,16 +246,16 @@ SM_100 = SM_80 | _table(
 # first of these makes 483 of 569 TFLOP/s, the second 153 of 247.
 H200_LATER = _table(
     {
-        ("bwd_dkdv", 2, 64): ((64, 64, 4, 3), (64, 64, 4, 2)),
         ("bwd_dkdv", 2, 128): ((64, 64, 4, 2), (32, 64, 4, 4)),
         ("bwd_dkdv", 2, 256): (16, 64, 8, 3),
+        ("bwd_dkdv", 2, 64): ((64, 64, 4, 3), (64, 64, 4, 2)),
     },
     descriptors=True,
 ) | _table(
     {
-        ("fwd", 4, 64): (128, 32, 8, 1),
         ("bwd_dkdv", 4, 32): (32, 64, 4, 2),
-        ("bwd_dkdv", 4, 128): (16, 16, 8, 1),
+        ("bwd_dkdv", 4, 64): (16, 64, 4, 1),
+        ("bwd_dq", 4, 64): (128, 32, 8, 1),
     }
 )
 H200_LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)

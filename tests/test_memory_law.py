@@ -10,6 +10,7 @@ import torch
 
 from flashattn import tiled
 from flashattn.impls.naive import naive_attention
+from flashattn.kernels import launch
 from flashattn.kernels.backward import ROW_PADDING, backward
 from flashattn.kernels.forward import forward
 from flashattn.problem import Problem
@@ -34,13 +35,13 @@ def sizes(problem):
     return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
 
 
-def kernels(problem, device):
+def kernels(problem, device, parts=1):
     """Launch the kernels, below the operators that hide what they allocate."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
     how = {"diagonal": problem.diagonal, "scale": 0.25}
     with Live(q, k, v, *grads) as live:
-        o, lse = forward(q, k, v, **how)
+        o, lse = forward(q, k, v, parts=parts, **how)
         peaks = [live.peak]
         backward(grads, (q, k, v, o, lse), **how)
     return live, [*peaks, live.peak]
@@ -95,6 +96,20 @@ def test_kernels_allocate_what_they_return(device, length):
     assert after_backward == o + lse + grads + rows
 
 
+@pytest.mark.parametrize("seq_kv", [300, 1200])
+def test_split_keys_take_a_bounded_scratch(device, seq_kv):
+    """Each part has an o and an lse in fp32, and no more parts are than programs fill the GPU."""
+    problem = problem_of(64, heads=1, seq_kv=seq_kv, causal=False)
+    likes = map(launch.Like.of, make_inputs(problem, device=device))
+    tile = launch.pick_tile("fwd", *likes, causal=False)
+    programs = -(-64 // tile.block_q)
+    parts, _ = launch.split(programs, seq_kv, tile.block_kv, device)
+    assert 1 < parts * programs <= launch.PROGRAMS * launch.multiprocessors(device)
+    o, lse, _, _ = sizes(problem)
+    _, (after_forward, _) = kernels(problem, device, parts=None)
+    assert after_forward == (1 + parts) * (o + lse)
+
+
 def requested(call, device):
     """Return the most bytes that were asked of the GPU's allocator at once, and the result."""
     torch.cuda.synchronize(device)
@@ -109,12 +124,15 @@ def requested(call, device):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("causal", [False, "top_left"])
 def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
-    """On a GPU, too, to the byte, at every length: 16 times the length is 16 times the bytes."""
+    """On a GPU, too, to the byte, at every length: 16 times the length is 16 times the bytes.
+
+    The heads are so many that no keys are split.
+    """
     if device.type != "cuda":
         pytest.skip("a CPU's allocator does not count; its operators are counted above")
     impl, ratios = get("triton"), []
     for length in (2048, 2048, 8192, 32768):  # the first call compiles and is not judged
-        problem = problem_of(length, heads=4, kv_heads=2, head_dim=64, causal=causal, dtype=dtype)
+        problem = problem_of(length, heads=64, kv_heads=2, head_dim=64, causal=causal, dtype=dtype)
         q, k, v = (x.requires_grad_() for x in make_inputs(problem, device=device))
         grads = make_grads(problem, device=device)
         forward_bytes, outputs = requested(

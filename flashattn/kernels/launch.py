@@ -22,9 +22,9 @@ PRECISIONS = ("auto", "bf16x6", "tf32x3", "tf32", "ieee")
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
 PLANS = 1024  # kept by each launcher: shapes that keep changing shall not fill the memory
 PROGRAMS = 4  # that a multiprocessor shall have, when few tiles of queries are to fill a GPU
-# Tiles of keys that a part has at least: below, merging costs more than the split gains. Small in
+# Tiles of keys that a part has at least: below, merging costs more than the split gains. Fewer in
 # the interpreter, so that small problems are split; and it pretends to few multiprocessors.
-SHORTEST = 1 if INTERPRETED.value else 4
+SHORTEST = 2 if INTERPRETED.value else 4
 PRETENDED = 4
 _NOTHING = nullcontext()
 
@@ -178,7 +178,8 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; the interpreter pretends to a few."""
     if device.type == "cpu":
         return PRETENDED
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -200,6 +201,6 @@ def split(
     """
     tiles = -(-seq_kv // block_kv)
     if most is None:
-        most = min(PROGRAMS * _multiprocessors(device) // programs, tiles // SHORTEST)
+        most = min(PROGRAMS * multiprocessors(device) // programs, tiles // SHORTEST)
     chunk = -(-tiles // max(most, 1)) * block_kv
     return -(-seq_kv // chunk), chunk

@@ -57,6 +57,7 @@ CORNERS = "tests/test_attention.py::test_bottom_right_is_not_top_left"
 LSE = "tests/test_attention.py::test_lse_alone_is_differentiable"
 LOADING = "tests/test_kernels.py::test_both_ways_of_loading_are_tested"
 OFFSETS = "tests/test_kernels.py::test_offsets_are_64_bit"
+SPLIT = "tests/test_kernels.py::test_split_keys"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
 
 MUTANTS = [
@@ -71,8 +72,8 @@ MUTANTS = [
     Mutant(
         "forward_sum_not_rescaled",
         "kernels/forward.py",
-        "l = l * alpha + tl.sum(p, 1)",
-        "l = l + tl.sum(p, 1)",
+        "add_compensated(l * alpha, lost * alpha, tl.sum(p, 1))",
+        "add_compensated(l, lost, tl.sum(p, 1))",
         "rows do not add up to one where a later tile of keys raises the maximum",
     ),
     Mutant(
@@ -93,17 +94,50 @@ MUTANTS = [
     Mutant(
         "forward_dead_rows_division",
         "kernels/forward.py",
-        "    l = tl.where(dead, 1.0, l)\n",
-        "",
+        "dead = l == 0.0  # rows that see no key\n    l = tl.where(dead, 1.0, l)\n",
+        "dead = l == 0.0\n",
         "0 / 0 in rows that see no key",
     ),
     Mutant(
         "forward_negative_scale",
         "kernels/forward.py",
-        "POSITIVE_SCALE=scale_log2 >= SMALLEST_SCALE",
-        "POSITIVE_SCALE=True",
+        '"POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE',
+        '"POSITIVE_SCALE": True',
         "a scale below zero takes the least score for the largest; a scale of zero gives NaN",
         SCALES,
+    ),
+    # Split keys
+    Mutant(
+        "split_counts_keys_twice",
+        "kernels/forward.py",
+        "full = tl.maximum(tl.minimum(full, first + chunk), first)",
+        "full = tl.minimum(full, first + chunk)",
+        "a part that lies behind the mask's whole tiles folds the keys before it, too",
+        SPLIT,
+    ),
+    Mutant(
+        "split_merged_in_base_e",
+        "kernels/forward.py",
+        "weight = tl.exp2((lse_row - finite) * LOG2E)",
+        "weight = tl.exp2(lse_row - finite)",
+        "parts are weighted by powers of two of a natural logarithm",
+        SPLIT,
+    ),
+    Mutant(
+        "split_forgets_the_group",
+        "kernels/forward.py",
+        "(x.squeeze(2).unflatten(1, (k.shape[1], -1)) for x in (q, o))",
+        "(x.squeeze(2).unflatten(1, (-1, k.shape[1])).transpose(1, 2) for x in (q, o))",
+        "one query of grouped heads: heads are dealt to the keys' heads in turns",
+        SPLIT,
+    ),
+    Mutant(
+        "plan_forgets_strides",
+        "kernels/launch.py",
+        "return cls(x.shape, x.stride(), x.dtype",
+        "return cls(x.shape, x.contiguous().stride(), x.dtype",
+        "inputs are read as if they were contiguous",
+        LAYOUTS,
     ),
     # Scales and bases
     Mutant(
@@ -153,8 +187,8 @@ MUTANTS = [
     Mutant(
         "queries_tail_dropped",
         "kernels/forward.py",
-        "flashattn_fwd[(triton.cdiv(seq_q, tile.block_q) * batch * heads,)]",
-        "flashattn_fwd[(seq_q // tile.block_q * batch * heads,)]",
+        "programs = triton.cdiv(seq_q, tile.block_q) * batch * heads",
+        "programs = seq_q // tile.block_q * batch * heads",
         "the last tiles of o keep what the memory held",
     ),
     Mutant(
@@ -218,8 +252,8 @@ MUTANTS = [
     Mutant(
         "forward_heads_interleaved",
         "kernels/forward.py",
-        "batch, head // group,\n        start_q, 0, full",
-        "batch, head % (heads // group),\n        start_q, 0, full",
+        "batch, head // group,\n        start_q, first, full",
+        "batch, head % (heads // group),\n        start_q, first, full",
         "query heads read the keys of other groups, in whole tiles",
         LAYOUTS,
     ),

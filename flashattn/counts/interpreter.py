@@ -24,7 +24,7 @@ from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
 FILE = "interpreter.json"
-KERNELS = ("fwd", "bwd_delta", "bwd_dkdv", "bwd_dq")
+KERNELS = ("fwd", "fwd_split", "bwd_delta", "bwd_dkdv", "bwd_dq")
 # What would touch memory or multiply past the three that count. A method that this version of
 # Triton lacks cannot be called.
 NOT_COUNTED = ("create_atomic_cas", "create_atomic_rmw", "create_dot_scaled")
@@ -142,7 +142,9 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     grad_o, grad_lse = make_grads(problem)
     counts = {}
     with counting() as counts["fwd"]:
-        o, lse = forward.forward(q, k, v, **options)
+        o, lse = forward.forward(q, k, v, parts=1, **options)
+    with counting() as counts["fwd_split"]:  # and merged
+        forward.forward(q, k, v, parts=2, **options)
     with counting() as counts["bwd_delta"]:
         lse2, delta = backward.row_terms(grad_o, grad_lse, o, lse)
     given = backward.Recomputation(

@@ -22,7 +22,7 @@ from flashattn.counts import compiled, interpreter
 from flashattn.counts.compiled import KNOWN_TO_SPILL
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
-from flashattn.kernels.offline import variants
+from flashattn.kernels.offline import FIXED, variants
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.ops import INTERPRETER_FAILS
 
@@ -104,11 +104,11 @@ def test_lost_causal_skipping(copy_of):
     case = f"{CAUSAL} descriptors"
     count = copy_of(NO_LAST_KEY, NO_FIRST_QUERY)
     done = count("interpreter", "--folder", FOLDER, "--only", case)
-    for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
+    for kernel in ("fwd", "fwd_split", "bwd_dkdv", "bwd_dq"):
         expected, got = change(done.stdout, f"{kernel} {case}", "dots")
         assert got > expected
     assert done.returncode == 1
-    assert "3 cases differ" in done.stdout
+    assert "4 cases differ" in done.stdout
     assert "python -m flashattn.counts --rewrite" in done.stdout
 
 
@@ -128,7 +128,7 @@ SECOND_PASS = """\
 @needs_the_interpreter
 def test_second_pass_over_keys(copy_of):
     """A kernel that reads K and V once more loads more bytes than expected, and only that."""
-    marker = "    dead = l == 0.0"
+    marker = "    dead = l == 0.0  # rows"
     count = copy_of(("forward.py", marker, SECOND_PASS + marker))
     done = count("interpreter", "--folder", FOLDER, "--only", f"fwd {PLAIN}")
     for loading in LAYOUTS:
@@ -162,16 +162,16 @@ def test_lost_tensor_cores(copy_of, tmp_path, edit, case):
 
 def test_new_spill(copy_of, tmp_path):
     """A tile too large for its registers is named; that expecting it is no excuse, see below."""
-    case = "sm_80 fwd bf16 d256 full pointers"
+    case = "sm_80 bwd_dq bf16 d256 full pointers"
     arguments = ("compiled", "--folder", tmp_path, "--only", case)
     assert copy_of()(*arguments, "--rewrite").returncode == 0
-    larger = ("tiles.py", '("fwd", 2, 256): (32, 32, 4, 2)', '("fwd", 2, 256): (128, 32, 4, 1)')
+    larger = ("tiles.py", '("bwd_dq", 2, 256): (32, 32, 8', '("bwd_dq", 2, 256): (128, 32, 4')
     done = copy_of(larger)(*arguments)
     expected, got = change(done.stdout, case, "stack")
     assert (done.returncode, expected) == (1, 0)
     assert got > 0
     assert change(
-        done.stdout.replace("32x32 w4 s2", "0").replace("128x32 w4 s1", "1"), case, "tile"
+        done.stdout.replace("32x32 w8 s1", "0").replace("128x32 w4 s1", "1"), case, "tile"
     )
     assert f"FAILED {case}: spills: {got} bytes of stack" in done.stdout
 
@@ -211,7 +211,7 @@ def test_compiled_expectations(path):
     assert expected.keys() == {"ptxas", *map(str, variants())}
     for variant in variants():
         row = expected[str(variant)]
-        assert bool(row["matrix"]) == (variant.kernel != "bwd_delta")
+        assert bool(row["matrix"]) == (variant.kernel not in FIXED)
         assert row["stack"] == 0 or (variant.size, variant.head_dim) in KNOWN_TO_SPILL
 
 

@@ -107,7 +107,7 @@ SPLITS = (
 def test_split_keys(device, problem, parts, monkeypatch):
     """However many parts the keys are split into, o and lse, and their gradients, are right."""
     chosen = launch.split
-    monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:4], parts))
+    monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:5], parts))
     forward._plan.cache_clear()
     asked = Question(problem=problem, device=device)
     try:
@@ -116,11 +116,12 @@ def test_split_keys(device, problem, parts, monkeypatch):
         forward._plan.cache_clear()
 
 
+@pytest.mark.parametrize("kernel", ["fwd", "decode"])
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
-def test_parts_are_whole_tiles_and_cover_the_keys(device, programs, seq_kv):
+def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_kv):
     """Every key is in one part, no part is empty, and many programs are not split."""
-    parts, chunk = launch.split(programs, seq_kv, 64, device)
+    parts, chunk = launch.split(kernel, programs, seq_kv, 64, device)
     assert chunk % 64 == 0
     assert (parts - 1) * chunk < seq_kv <= parts * chunk
     if programs == 100_000:

@@ -65,6 +65,20 @@ def test_an_unsteady_median_is_marked():
     assert "~" not in table.caption
 
 
+def test_the_best_peer_is_of_the_same_run_where_there_is_one():
+    """A peer of our row's run is preferred to a faster one of another; if there is none, marked."""
+    old, new = Run(machine={}), Run(machine={})
+    ours = [row("triton", 0.01, run=new), row("triton", 0.01, n=512, run=new)]
+    peers = [row("sdpa", 0.005, run=old), row("flex", 0.02, run=new)]
+    merged = run(*ours, *peers, row("sdpa", 0.005, n=512, run=old))
+    (table,) = flash.tables(merged)
+    assert cells(table, "q4096")["triton / best peer"] == "2.00 x flex"
+    assert cells(table, "q512")["triton / best peer"] == "0.50 x sdpa +"
+    assert table.caption.endswith("; + peer of another run")
+    assert any("in 1 of 2 problems the peer is of another run" in f for f in flash.findings(merged))
+    assert "another run" not in str(flash.tables(run(row("triton", 0.01), row("sdpa", 0.01))))
+
+
 def test_wins_are_counted_again_where_medians_are_steady():
     """An unsteady median of either side takes its problem out of a second count."""
     apart = {"q1": 0.01, "q3": 0.04}

@@ -317,7 +317,7 @@ def _plan(
     kernel: Kernel = "decode" if seq_q <= FEW_QUERIES else "fwd"
     tile = tile or launch.pick_tile(kernel, q, k, v, causal=diagonal is not None)
     programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
-    parts, chunk = launch.split(programs, seq_kv, tile.block_kv, q.device, parts)
+    parts, chunk = launch.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     dense = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value
     fold = Launch(

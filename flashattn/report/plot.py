@@ -156,7 +156,8 @@ def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float 
 def ranked(axis: Axes, places: Sequence[str], sizes: Sequence[float]) -> None:
     """Draw a bar from the left for each place, one below the other, each with its length."""
     drawn = axis.barh(range(len(places)), sizes, color=CYCLE[0], height=0.75)
-    axis.bar_label(drawn, fmt=digits, fontsize=7, padding=2)
+    clear: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of a line behind it
+    axis.bar_label(drawn, fmt=digits, fontsize=7, padding=2, bbox=clear)
     axis.set_yticks(range(len(places)), places, fontsize=7)
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")

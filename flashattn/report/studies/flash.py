@@ -34,6 +34,7 @@ FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv")
 WIDEST = 4  # panels beside one another that can still be read
 MARK = "~"  # behind a median that is not steady
+OTHER = "+"  # behind a ratio of times of two runs
 
 
 def _rows(run: Run) -> list[Row]:
@@ -64,8 +65,10 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
         sides = by(cases, "impl")
         cells = [_cell(run, protocol, sides.get(impl)) for impl in impls]
         lines.append([problem, *cells, *([_ratio(cases)] if ratio else [])])
+    other = any(line[-1].endswith(OTHER) for line in lines)
+    marks = f"{_legend(rows)}; {OTHER} peer of another run" if other else _legend(rows)
     return Table(
-        caption=f"{where}: {unit}{_legend(rows)}",
+        caption=f"{where}: {unit}{marks}",
         header=["problem", *impls, *([f"{OURS} / best peer"] if ratio else [])],
         lines=lines,
         rows=rows,
@@ -111,12 +114,22 @@ def _speed(row: Row) -> float:
 
 
 def best_peer(cases: list[Row]) -> tuple[Row, Row] | None:
-    """Return the fastest peer's row and ours, of one problem and pass, if both have a time."""
+    """Return the fastest peer's row and ours, of one problem and pass, if both have a time.
+
+    Peers of our row's own run come first; where it has none, those of other runs count.
+    """
     sides = by(timed(cases), "impl")
     peers = [row for impl, row in sides.items() if impl not in (OURS, *OWN)]
     if OURS not in sides or not peers:
         return None
-    return min(peers, key=lambda row: row["seconds"]), sides[OURS]
+    ours = sides[OURS]
+    beside = [row for row in peers if _beside(row, ours)]
+    return min(beside or peers, key=lambda row: row["seconds"]), ours
+
+
+def _beside(a: Row, b: Row) -> bool:
+    """Return whether two rows are of one run."""
+    return a.get("run") is b.get("run")
 
 
 def _ratio(cases: list[Row]) -> str:
@@ -124,7 +137,8 @@ def _ratio(cases: list[Row]) -> str:
     if pair is None:
         return ""
     peer, ours = pair
-    return f"{peer['seconds'] / ours['seconds']:.2f} x {peer['impl']}"
+    mark = "" if _beside(peer, ours) else f" {OTHER}"
+    return f"{peer['seconds'] / ours['seconds']:.2f} x {peer['impl']}{mark}"
 
 
 def findings(run: Run) -> list[str]:
@@ -148,6 +162,9 @@ def _wins(where: str, rows: list[Row]) -> list[str]:
     said = [f"{where}: {sentence}" for sentence in _won(found)]
     if len(quiet) < len(found):
         said += [f"{where}, where both medians are steady: {text}" for text in _won(quiet)]
+    apart = sum(not _beside(*pair) for pair in found)
+    if apart:
+        said.append(f"{where}: in {apart} of {len(found)} problems the peer is of another run.")
     return said
 
 

@@ -26,9 +26,9 @@ PLANS = 1024  # kept by each launcher: shapes that keep changing shall not fill 
 # memory, 142 us with 2 and 161 with 4.
 PROGRAMS = {"fwd": 4, "decode": 2}
 # Tiles of keys that a part has at least: below, merging costs more than the split gains. Fewer in
-# the interpreter, so that small problems are split; and it pretends to few multiprocessors.
+# the interpreter, so that small problems are split; and it pretends to one multiprocessor.
 SHORTEST = 2 if INTERPRETED.value else 4
-PRETENDED = 4
+PRETENDED = 1
 _NOTHING = nullcontext()
 
 
@@ -182,7 +182,7 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has; the interpreter pretends to a few."""
+    """Return how many multiprocessors a device has; the interpreter pretends to one."""
     if device.type == "cpu":
         return PRETENDED
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,6 +13,7 @@ from flashattn.testing.accuracy import (
     Truth,
     assert_accurate,
     largest,
+    one_by_one,
     run,
     run_reference,
 )
@@ -118,6 +119,34 @@ def test_fp64_is_judged_too():
         assert_accurate(
             lambda q, k, v: naive(q, k, v, scale=0.25 * (1 + 1e-9), last=None), question
         )
+
+
+def in_turn(q, k, v):
+    """Attend with scores that are summed from the last column to the first, one by one."""
+    scores = sum(q[..., :, None, j] * k[..., None, :, j] for j in reversed(range(q.shape[-1])))
+    p = (scores * q.shape[-1] ** -0.5).softmax(-1)
+    return p @ v, (scores * q.shape[-1] ** -0.5).logsumexp(-1)
+
+
+def test_any_order_of_a_sum_is_naive():
+    """Scores of one sign, summed one by one, are right; less six bits of the keys they are not."""
+    problem = Problem(heads=2, seq_q=72, seq_kv=11, head_dim=128)
+    asked = Question(problem=problem, values="negative", grad=False)
+    assert_accurate(in_turn, asked)
+    with pytest.raises(AssertionError, match="o: mean error"):
+        assert_accurate(
+            lambda q, k, v: in_turn(q, (k.view(torch.int32) & -64).view(torch.float32), v), asked
+        )
+
+
+def test_scores_one_by_one_are_the_references():
+    """Where sums are exact, or infinite, their order changes nothing."""
+    problem = Problem(heads=2, kv_heads=1, seq_q=9, seq_kv=12, head_dim=8, causal="bottom_right")
+    case = Question(problem=problem, values="grid", grad=False).draw()
+    wanted = run_reference(case)
+    assert all(torch.equal(x, wanted[name]) for name, x in one_by_one(case).items())
+    case.inputs[0][0, 0, 0, 0] = torch.inf
+    assert one_by_one(case) == {}
 
 
 def test_error_statistics():

@@ -35,6 +35,11 @@ precision eps is larger than all of this.
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
 there, and nothing on a CPU.
 
+In fp32 the order counts in which a score is summed: where its terms have one sign, one by one is
+up to four times as wrong as in the eight or sixteen lanes of a CPU's library. Any order is naive's,
+so on a CPU the scores are summed one by one as well, and o and lse may be as wrong as the worse of
+the two.
+
 A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
 run on further draws of a small problem, until there are ``POOL`` elements. And a mean is judged
 only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
@@ -190,10 +195,35 @@ class Error:
         return Error(self.max * factor, self.mean * factor, self.bias * factor)
 
 
+def one_by_one(case: Case) -> Outputs:
+    """Return the reference's o and lse of scores that are summed one by one, in the inputs' dtype.
+
+    The scores stand in for q and the identity for k: then the product that the reference makes of
+    them is exact. Nothing where a score is infinite or NaN, which 0 does not cancel.
+    """
+    q, k, v = (x.detach() for x in case.inputs)
+    group = case.problem.heads // max(case.problem.kv_heads, 1)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.new_zeros((*q.shape[:3], k.shape[2]))
+    for a, b in zip(q.unbind(-1), k.unbind(-1), strict=True):
+        scores += a[..., :, None] * b[..., None, :]
+    if not scores.isfinite().all():
+        return {}
+    identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
+    o, lse = reference_attention(
+        scores, identity, v, diagonal=case.problem.diagonal, scale=case.scale
+    )
+    return {"o": o, "lse": lse}
+
+
 def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
     """Return how wrong the reference is in the case's own dtype."""
     if case.problem.dtype != "float64":
-        return {name: Error.of(x, exact[name]) for name, x in run_reference(case).items()}
+        errors = {name: Error.of(x, exact[name]) for name, x in run_reference(case).items()}
+        if case.problem.dtype == "float32" and not case.inputs[0].is_cuda:
+            others = {name: x for name, x in one_by_one(case).items() if name in errors}
+            errors |= {n: errors[n].joined(Error.of(x, exact[n])) for n, x in others.items()}
+        return errors
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     narrow = run_reference(case, torch.float32)
     return {name: Error.of(x, exact[name]).scaled(ratio) for name, x in narrow.items()}

@@ -102,7 +102,7 @@ SPLITS = (
 )
 
 
-@pytest.mark.parametrize("parts", [2, 5, 1000])
+@pytest.mark.parametrize("parts", [2, 1000])
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
 def test_split_keys(device, problem, parts, monkeypatch):
     """However many parts the keys are split into, o and lse, and their gradients, are right."""

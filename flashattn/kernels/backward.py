@@ -419,7 +419,7 @@ def _pass(
         function,
         programs * batch,
         [
-            *(Loaded(x, tile, n) for x, n in zip(inputs, rows, strict=True)),
+            *(Loaded(tile, n) for n in rows),
             *[None] * (2 + len(grads)),
         ],
         (

@@ -324,9 +324,9 @@ def _plan(
         flashattn_fwd,
         programs * parts,
         [
-            Loaded(q, tile, tile.block_q),
-            Loaded(k, tile, tile.block_kv),
-            Loaded(v, tile, tile.block_kv),
+            Loaded(tile, tile.block_q),
+            Loaded(tile, tile.block_kv),
+            Loaded(tile, tile.block_kv),
             None,
             None,
         ],

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashattn.report.plot import heading, panels, save
+from flashattn.report.plot import CYCLE, heading, panels, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TILES = 8  # of queries and of keys in the picture
-COLOURS = ("#0a58ca", "#e07a1f")  # of the parts of the keys
 UNSEEN, EDGE = "#f3f3f3", "#ffffff"
 
 
@@ -91,7 +90,7 @@ def _panel(axis: Axes, title: str, programs: Sequence[Program], *, columns: bool
 
     axis.add_patch(Rectangle((0, 0), TILES, TILES, color=UNSEEN))
     for program in programs:
-        colour = COLOURS[program.part]
+        colour = CYCLE[program.part]
         for other in program.walked:
             x, y = (program.owned, other) if columns else (other, program.owned)
             hatch = "////" if x == y else None

@@ -86,8 +86,10 @@ class Gate:
             injected: share by which the new revision is made slower on purpose.
         """
         pair = self._open(None if injected else self._revision)
-        # 5% is close to the margin: the self-test must not miss it for want of precision.
-        rounds = self._rounds * (2 if injected else 1)
+        # 5% is close to the margin: on a processor that others use the self-test must not miss it
+        # for want of precision. A GPU is ours alone.
+        disturbed = self._device.type == "cpu"
+        rounds = self._rounds * (2 if injected and disturbed else 1)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 found = pair.judge(case, rounds=rounds, injected=injected)

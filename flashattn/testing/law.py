@@ -92,7 +92,7 @@ def law(
                 settings(held)(impl)
             except hypothesis.errors.Unsatisfiable:
                 pytest.skip(f"{impl.name} takes no problem that this law is about")
-            except (AssertionError, RuntimeError) as error:
+            except (AssertionError, RuntimeError, hypothesis.errors.FlakyFailure) as error:
                 if impl.strict:
                     raise
                 pytest.xfail(f"{impl.name}: {error}")

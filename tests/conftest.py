@@ -19,7 +19,7 @@ from flashattn.testing.upstream import products_mix_rows
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 if os.environ.get("TRITON_INTERPRET") == "1":
-    remember_builtins()  # a third of the time that kernels take
+    remember_builtins()  # almost half of the time that kernels take
 WITHOUT_ONEDNN = products_mix_rows()
 if WITHOUT_ONEDNN:  # or laws about NaN fail that whoever is tested has kept
     torch.backends.mkldnn.enabled = False

@@ -1,4 +1,4 @@
-"""The interpreter replaces the same builtins, though it looks for them once."""
+"""The interpreter does what it did before, though it looks for the same things once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,44 @@ def test_it_looks_once(monkeypatch):
     assert looks == [Owner]
 
 
+def of_a_module(**known):
+    """Return a function of a module that knows some others."""
+    return type(replaced)(replaced.__code__, known)
+
+
+@pytest.mark.parametrize("known", [{"tl": tl}, {"core": tl.core}, {"tl": tl, "core": tl.core}])
+def test_what_a_kernel_calls_replaces_what_is_left(known, monkeypatch):
+    """A kernel replaces what Triton does; what it calls that knows no more replaces nothing."""
+    monkeypatch.setattr(tl.core, "range", patching._PLAIN[tl.core])  # left replaced by callees
+    kernel, callee = of_a_module(tl=tl), of_a_module(**known)
+    for _ in range(2):
+        changes = []
+        for patch in (patching._patch_language, patching._patch_once):
+            scope = patch(kernel)
+            changes.append([change[:2] for change in scope._changes])
+            inner = patching._patch_once(callee)
+            assert bool(inner._changes) == ("core" in known)
+            assert patching._patch_once(callee)._changes == []
+            inner.restore()
+            scope.restore()
+            assert tl.range is patching._PLAIN[tl]
+            assert tl.tensor.T is patching._PLAIN_T
+        assert changes[0] == changes[1]
+
+
+def test_dtypes_are_the_same():
+    """Numbers, pointers and blocks of them have the dtypes of numpy that they had, each time."""
+    numbers = [tl.int1, tl.int8, tl.uint16, tl.int64, tl.float16, tl.bfloat16, tl.float32]
+    pointers = [tl.pointer_type(dtype) for dtype in (tl.float16, tl.int64)]
+    for dtype in [*numbers, *pointers]:
+        for of in (dtype, tl.block_type(dtype, [16]), tl.block_type(dtype, [4, 8])):
+            wanted = patching._look_up(of)
+            assert [patching._np_dtype(of) for _ in range(2)] == [wanted] * 2
+
+
 @pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
 def test_tests_do_so():
     """Kernels under test are interpreted so."""
     assert interpreter._patch_builtin is patching._patch
+    assert interpreter._patch_lang is patching._patch_once
+    assert interpreter._get_np_dtype is patching._np_dtype

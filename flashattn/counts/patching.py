@@ -1,17 +1,29 @@
-"""Triton's interpreter without a third of its time, which goes into asking what it knows."""
+"""Triton's interpreter without almost half of its time, which goes into asking what it knows.
+
+To be imported before a first kernel runs, which leaves some of the language replaced.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 Members = list[tuple[str, Any]]
 
-_look_and_patch = interpreter._patch_builtin  # noqa: SLF001 - there is no public way to it
+# There is no public way to any of these.
+_look_and_patch = interpreter._patch_builtin  # noqa: SLF001
+_patch_language = interpreter._patch_lang  # noqa: SLF001
+_look_up = interpreter._get_np_dtype  # noqa: SLF001
 _builtins: dict[Any, Members] = {}
+_languages: dict[Any, list[Any]] = {}
+_np_dtypes: dict[str, np.dtype[Any]] = {}
+# Of each module, and of the tensors that both have, something that is not replaced yet.
+_PLAIN = {tl: tl.range, tl.core: tl.core.range}
+_PLAIN_T = tl.tensor.__dict__["T"]
 
 
 def _builtins_of(owner: Any) -> Members:
@@ -26,12 +38,14 @@ def remember_builtins() -> None:
     """Find the builtins of Triton's language once, not at each call of each interpreted function.
 
     The interpreter replaces them for as long as a kernel runs, and looks through every module for
-    them whenever a jitted function calls another, where most often they are replaced already. To be
-    called before a first kernel, which leaves some of them replaced.
+    them whenever a jitted function calls another, where most often they are replaced already. And
+    it makes a table of all dtypes each time that it looks one up.
     """
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins_of(owner)
     interpreter._patch_builtin = _patch  # noqa: SLF001
+    interpreter._patch_lang = _patch_once  # noqa: SLF001
+    interpreter._get_np_dtype = _np_dtype  # noqa: SLF001
 
 
 def _patch(owner: Any, *others: Any) -> None:
@@ -39,3 +53,22 @@ def _patch(owner: Any, *others: Any) -> None:
     for name, member in _builtins_of(owner):
         if getattr(owner, name) is member:
             interpreter._patch_attr(owner, name, member, *others)  # noqa: SLF001
+
+
+def _patch_once(fn: Any) -> Any:
+    """Replace the language that a function knows, unless the kernel that calls it has done so."""
+    if fn not in _languages:
+        known = fn.__globals__.values()
+        _languages[fn] = [x for x in known if inspect.ismodule(x) and x in _PLAIN]
+    within = tl.tensor.__dict__["T"] is not _PLAIN_T  # a kernel, which restores it
+    if within and all(x.range is not _PLAIN[x] for x in _languages[fn]):
+        return interpreter._LangPatchScope()  # noqa: SLF001 - nothing to restore
+    return _patch_language(fn)
+
+
+def _np_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return numpy's dtype for one of Triton's, whose name says all that decides it."""
+    found = _np_dtypes.get(dtype.name)
+    if found is None:
+        found = _np_dtypes[dtype.name] = _look_up(dtype)
+    return found

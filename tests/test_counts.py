@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,34 +41,58 @@ def rows():
     return read(FOLDER / "interpreter.json")
 
 
+def count(folder, edits, *arguments):
+    """Copy the package into a folder, change it, and count with the copy."""
+    root, package = folder / "copy", Path(flashattn.__file__).parent
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(package, root / "flashattn", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in edits:
+        path = root / "flashattn" / "kernels" / name
+        text = path.read_text()
+        assert text.count(old) == 1, f"{name} has changed: {old}"
+        path.write_text(text.replace(old, new))
+    return subprocess.run(
+        [sys.executable, "-m", "flashattn.counts", *map(str, arguments)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+
+
+def interpret(folder, only="", *edits):
+    """Hold what the interpreter counts of some cases, after some edits, to what is expected."""
+    return count(folder, edits, "interpreter", "--folder", FOLDER, "--only", only)
+
+
+def compile_(folder, case, edit):
+    """Hold a compiled case after an edit to what it was before."""
+    arguments = ("compiled", "--folder", folder / "expected", "--only", case)
+    assert count(folder, (), *arguments, "--rewrite").returncode == 0
+    return count(folder, (edit,), *arguments)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(request, tmp_path_factory):
+    """Start all that the tests of this session count, on as many cores as there are."""
+    items = (item for item in request.session.items if item.path == request.path)
+    asked = (item.callspec.params.get("done") for item in items if hasattr(item, "callspec"))
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield {
+            job: pool.submit(job[0], tmp_path_factory.mktemp("counted"), *job[1:])
+            for job in asked
+            if job is not None
+        }
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture
-def copy_of(tmp_path):
-    """Return a function that copies the package, changes it, and counts with the copy."""
-    root = tmp_path / "copy"
-
-    def copied(*edits):
-        shutil.rmtree(root, ignore_errors=True)
-        package = Path(flashattn.__file__).parent
-        shutil.copytree(package, root / "flashattn", ignore=shutil.ignore_patterns("__pycache__"))
-        for name, old, new in edits:
-            path = root / "flashattn" / "kernels" / name
-            text = path.read_text()
-            assert text.count(old) == 1, f"{name} has changed: {old}"
-            path.write_text(text.replace(old, new))
-
-        def count(*arguments):
-            return subprocess.run(
-                [sys.executable, "-m", "flashattn.counts", *map(str, arguments)],
-                cwd=root,
-                env=os.environ | {"PYTHONPATH": str(root)},
-                capture_output=True,
-                check=False,
-                text=True,
-            )
-
-        return count
-
-    return copied
+def done(request, side_by_side):
+    """Return how a process ended that counted: ``interpret`` or ``compile_``, with arguments."""
+    return side_by_side[request.param].result()
 
 
 def change(output, case, name):
@@ -78,9 +103,9 @@ def change(output, case, name):
     return tuple(map(ast.literal_eval, found.groups()))
 
 
-def test_interpreter_counts(copy_of):
+@pytest.mark.parametrize("done", [(interpret,)], ids=["all"], indirect=True)
+def test_interpreter_counts(done):
     """Every kernel multiplies, loads and stores what is expected of it, case by case."""
-    done = copy_of()("interpreter", "--folder", FOLDER)
     said = f"UNPROVEN: {INTERPRETER_FAILS}\n" if INTERPRETER_FAILS else done.stdout
     assert (done.stdout, done.stderr) == (said, "")
     assert done.returncode == (11 if INTERPRETER_FAILS else 0), done.stdout
@@ -98,20 +123,24 @@ NO_FIRST_QUERY = (
 )
 
 
+SKIPPED = f"{CAUSAL} descriptors"
+
+
 @needs_the_interpreter
-def test_lost_causal_skipping(copy_of):
+@pytest.mark.parametrize(
+    "done", [(interpret, SKIPPED, NO_LAST_KEY, NO_FIRST_QUERY)], ids=[SKIPPED], indirect=True
+)
+def test_lost_causal_skipping(done):
     """A kernel that visits tiles that the mask hides does more products than expected."""
-    case = f"{CAUSAL} descriptors"
-    count = copy_of(NO_LAST_KEY, NO_FIRST_QUERY)
-    done = count("interpreter", "--folder", FOLDER, "--only", case)
     for kernel in ("fwd", "fwd_split", "bwd_dkdv", "bwd_dq"):
-        expected, got = change(done.stdout, f"{kernel} {case}", "dots")
+        expected, got = change(done.stdout, f"{kernel} {SKIPPED}", "dots")
         assert got > expected
     assert done.returncode == 1
     assert "4 cases differ" in done.stdout
     assert "python -m flashattn.counts --rewrite" in done.stdout
 
 
+END_OF_PASS = "    dead = l == 0.0  # rows"
 SECOND_PASS = """\
     for again in tl.range(0, end, BLOCK_KV):
         load_tile(
@@ -125,12 +154,15 @@ SECOND_PASS = """\
 """
 
 
+TWO_PASSES = ("forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS)
+
+
 @needs_the_interpreter
-def test_second_pass_over_keys(copy_of):
+@pytest.mark.parametrize(
+    "done", [(interpret, f"fwd {PLAIN}", TWO_PASSES)], ids=[f"fwd {PLAIN}"], indirect=True
+)
+def test_second_pass_over_keys(done):
     """A kernel that reads K and V once more loads more bytes than expected, and only that."""
-    marker = "    dead = l == 0.0  # rows"
-    count = copy_of(("forward.py", marker, SECOND_PASS + marker))
-    done = count("interpreter", "--folder", FOLDER, "--only", f"fwd {PLAIN}")
     for loading in LAYOUTS:
         expected, got = change(done.stdout, f"fwd {PLAIN} {loading}", "loaded")
         # Four tiles of queries; K and V, 128 rows of 64 elements.
@@ -140,19 +172,22 @@ def test_second_pass_over_keys(copy_of):
     assert "dots" not in done.stdout
 
 
+FP32 = {arch: f"{arch} fp32 d16 full pointers" for arch in ("sm_80 fwd", "sm_90 bwd_dq")}
+NO_TF32 = ("primitives.py", "input_precision=PRECISION", 'input_precision="ieee"')
+NO_BF16X6 = ("launch.py", '== "tf32" else "bf16x6"', '== "tf32" else "ieee"')
+
+
 @pytest.mark.parametrize(
-    ("edit", "case"),
+    ("done", "case"),
     [
-        (("primitives.py", "input_precision=PRECISION", 'input_precision="ieee"'), "sm_80 fwd"),
-        (("launch.py", '== "tf32" else "bf16x6"', '== "tf32" else "ieee"'), "sm_90 bwd_dq"),
+        ((compile_, FP32["sm_80 fwd"], NO_TF32), FP32["sm_80 fwd"]),
+        ((compile_, FP32["sm_90 bwd_dq"], NO_BF16X6), FP32["sm_90 bwd_dq"]),
     ],
+    ids=FP32,
+    indirect=["done"],
 )
-def test_lost_tensor_cores(copy_of, tmp_path, edit, case):
+def test_lost_tensor_cores(done, case):
     """An fp32 product that fell off the tensor cores has lost its matrix instructions."""
-    case += " fp32 d16 full pointers"
-    arguments = ("compiled", "--folder", tmp_path, "--only", case)
-    assert copy_of()(*arguments, "--rewrite").returncode == 0
-    done = copy_of(edit)(*arguments)
     expected, got = change(done.stdout, case, "matrix")
     assert done.returncode == 1
     assert all("bf16" in kind for kind in expected)
@@ -160,20 +195,20 @@ def test_lost_tensor_cores(copy_of, tmp_path, edit, case):
     assert got == {}
 
 
-def test_new_spill(copy_of, tmp_path):
+WIDE = "sm_80 bwd_dq bf16 d256 full pointers"
+LARGER = ("tiles.py", '("bwd_dq", 2, 256): (32, 32, 8', '("bwd_dq", 2, 256): (128, 32, 4')
+
+
+@pytest.mark.parametrize("done", [(compile_, WIDE, LARGER)], ids=[WIDE], indirect=True)
+def test_new_spill(done):
     """A tile too large for its registers is named; that expecting it is no excuse, see below."""
-    case = "sm_80 bwd_dq bf16 d256 full pointers"
-    arguments = ("compiled", "--folder", tmp_path, "--only", case)
-    assert copy_of()(*arguments, "--rewrite").returncode == 0
-    larger = ("tiles.py", '("bwd_dq", 2, 256): (32, 32, 8', '("bwd_dq", 2, 256): (128, 32, 4')
-    done = copy_of(larger)(*arguments)
-    expected, got = change(done.stdout, case, "stack")
+    expected, got = change(done.stdout, WIDE, "stack")
     assert (done.returncode, expected) == (1, 0)
     assert got > 0
     assert change(
-        done.stdout.replace("32x32 w8 s1", "0").replace("128x32 w4 s1", "1"), case, "tile"
+        done.stdout.replace("32x32 w8 s1", "0").replace("128x32 w4 s1", "1"), WIDE, "tile"
     )
-    assert f"FAILED {case}: spills: {got} bytes of stack" in done.stdout
+    assert f"FAILED {WIDE}: spills: {got} bytes of stack" in done.stdout
 
 
 def test_plain_counts_are_right(rows):

@@ -12,6 +12,7 @@ import torch
 
 from flashattn.counts.patching import remember_builtins
 from flashattn.report.runs import Run
+from flashattn.report.studies import STUDIES
 from flashattn.testing.upstream import products_mix_rows
 
 # Tests multiply small matrices. Threads that wait for one another, on cores that others use as
@@ -444,3 +445,9 @@ def made_run():
         name="nvidia-h200/0002_0123456789.json",
         rows=[row for maker in makers for row in maker(rng)],
     )
+
+
+@pytest.fixture(scope="session")
+def made_pictures(made_run):
+    """What every study draws of the made-up run, by its name and the picture's."""
+    return {study.name: study.pictures(made_run) for study in STUDIES}

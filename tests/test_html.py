@@ -83,14 +83,14 @@ def page(made_run, tmp_path_factory):
     return write(made_run, tmp_path_factory.mktemp("report"))
 
 
-def test_every_study_is_on_the_page(page, made_run):
+def test_every_study_is_on_the_page(page, made_run, made_pictures):
     """A section for each study, in the table of contents too, with its findings and tables."""
     text = page.read_text()
     for study in STUDIES:
         assert f'<a href="#{study.name}">' in text
         assert f'<section id="{study.name}">' in text
     assert text.count("<table>") == sum(len(study.tables(made_run)) for study in STUDIES)
-    assert text.count("<img ") == sum(len(study.pictures(made_run)) for study in STUDIES)
+    assert text.count("<img ") == sum(map(len, made_pictures.values()))
     assert text.count('<p class="origin">') >= text.count("<table>")
     assert "flash_attn_3 is not installed (- in" in text
 
@@ -104,11 +104,11 @@ def test_page_needs_nothing_beside_it(page):
     assert not re.search(r"https?://|@import|url\(|fetch\(", text)
 
 
-def test_pictures_are_kept_both_ways(page, made_run):
+def test_pictures_are_kept_both_ways(page, made_pictures):
     """Each picture is beside the page as PNG and SVG, and the Markdown shows it."""
     markdown = (page.parent / "report.md").read_text()
-    for study in STUDIES:
-        for name in study.pictures(made_run):
+    for pictures in made_pictures.values():
+        for name in pictures:
             assert (page.parent / f"{name}.svg").exists()
             assert (page.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
             assert f"({name}.png)" in markdown

@@ -51,9 +51,9 @@ def test_findings_are_sentences(study, made_run):
 
 
 @EACH
-def test_pictures_are_named_after_their_study(study, made_run):
+def test_pictures_are_named_after_their_study(study, made_pictures):
     """A study draws at least one picture, each with a title and a name that a file can have."""
-    pictures = study.pictures(made_run)
+    pictures = made_pictures[study.name]
     assert pictures
     for name, figure in pictures.items():
         assert re.fullmatch(rf"{study.name}[-\w]*", name)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from flashattn.kernels.offline import matrix_instructions
 
@@ -24,11 +27,19 @@ for arch, (head_dim, tile) in itertools.product(ARCHITECTURES, tiles):
 CODE = f"import itertools; ARCHITECTURES = {ARCHITECTURES}\n{CODE}"
 
 
-def run(*arguments):
+@pytest.fixture(scope="module")
+def side_by_side():
+    """Start Python where Triton compiles, and where it interprets; return how both ended."""
+    interprets = "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(run, (CODE, interprets + CODE)))
+
+
+def run(code):
     """Run Python where Triton compiles, as it does not in a process that interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
+        [sys.executable, "-W", "ignore", "-c", code],
         env=environment,
         capture_output=True,
         check=False,
@@ -36,19 +47,19 @@ def run(*arguments):
     )
 
 
-def test_spills_are_seen():
+def test_spills_are_seen(side_by_side):
     """A tile that fits is without complaint; one that is much too large spills, and that shows."""
-    done = run("-c", CODE)
+    done, _ = side_by_side
     complaints = done.stdout.splitlines()
     assert len(complaints) == 2 * len(ARCHITECTURES), done.stderr
     assert set(complaints[::2]) == {"None"}
     assert all(bad.startswith("spills: ") for bad in complaints[1::2])
 
 
-def test_an_interpreting_process_is_refused():
+def test_an_interpreting_process_is_refused(side_by_side):
     """Where Triton interprets, the reason is said instead of a crash in the compiler."""
-    code = "import os; os.environ['TRITON_INTERPRET'] = '1'\n" + CODE
-    assert "wanted a process without TRITON_INTERPRET=1" in run("-c", code).stderr
+    _, done = side_by_side
+    assert "wanted a process without TRITON_INTERPRET=1" in done.stderr
 
 
 PTX = """

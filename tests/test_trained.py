@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -74,8 +76,10 @@ def test_costs_by_name(device):
 def test_cold_steps():
     """A new process gives as many seconds as asked, and its failure is told with what it said."""
     facts = TINY | {"warm_steps": 1, "measured": 3, "device": "cpu"}
-    seconds = steps_in_a_new_process(**facts)
-    assert len(seconds) == 3
-    assert all(0 < second < 60 for second in seconds)
+    with ThreadPoolExecutor() as pool:  # side by side
+        right = pool.submit(steps_in_a_new_process, **facts)
+        wrong = pool.submit(steps_in_a_new_process, **facts | {"precision": "fp3"})
+    assert len(right.result()) == 3
+    assert all(0 < second < 60 for second in right.result())
     with pytest.raises(RuntimeError, match="precision: wanted one of"):
-        steps_in_a_new_process(**facts | {"precision": "fp3"})
+        wrong.result()

@@ -27,7 +27,10 @@ class Config:
     registers: int = 240
     persistent: bool = True
     groups: int = 2  # warpgroups that attend
-    order: int = 0  # heads of a band; 0: head by head
+    order: int = 0  # heads of a band; 0: as L2
+    drawn: bool = True
+    staged: bool = True
+    emulated: int = 0
 
     def __post_init__(self) -> None:
         """Check."""
@@ -47,4 +50,4 @@ class Config:
 
 
 # Not measured yet: what fits, by the head dimension that is computed in.
-FORWARD = {64: Config(slots=4), 128: Config(slots=2), 256: Config(block_kv=64, slots=2)}
+FORWARD = {64: Config(slots=4), 128: Config(slots=2), 256: Config(block_kv=64, slots=2, staged=False)}

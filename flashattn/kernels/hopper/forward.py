@@ -25,28 +25,44 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashattn.kernels import launch
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import FORWARD, Config
-from flashattn.kernels.hopper.ring import new_ring
+from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
 
+L2 = 24 << 20  # bytes of keys and values of a band of heads
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 LN2 = gl.constexpr(0.6931471805599453)
+POLYNOMIAL = (  # 2 ** x: the nearest integer goes to the exponent, the rest through the polynomial
+    "{{ .reg .f32 c, t, f; .reg .b32 e, g;",
+    "max.ftz.f32 c, ${x}, 0fC2FC0000;",
+    "add.rn.ftz.f32 t, c, 0f4B400000;",
+    "sub.rn.ftz.f32 f, t, 0f4B400000;",
+    "sub.rn.ftz.f32 f, c, f;",
+    "fma.rn.ftz.f32 c, f, 0f3C1CCB97, 0f3D6509F0;",
+    "fma.rn.ftz.f32 c, c, f, 0f3E76036D;",
+    "fma.rn.ftz.f32 c, c, f, 0f3F31706F;",
+    "fma.rn.ftz.f32 c, c, f, 0f3F7FFFF4;",
+    "shl.b32 e, t, 23;",
+    "mov.b32 g, c;",
+    "add.s32 e, e, g;",
+    "mov.b32 ${r}, e; }}",
+)
 
 
 @gluon.jit
-def place(tile, tiles, blocks, heads, CAUSAL: gl.constexpr, ORDER: gl.constexpr):
-    """Return (block, batch, head) of a tile of queries: the longest rows of a head first."""
-    if ORDER == 0:
-        block, row = tile % blocks, tile // blocks
-    else:
-        rows = tiles // blocks
-        band = ORDER * blocks
-        start = tile // band * ORDER
-        width = gl.minimum(ORDER, rows - start)
-        block = tile % band // width
-        row = start + tile % band % width
+def place(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
+    """Return (block, batch, head) of a tile of queries.
+
+    Under a causal mask the longest rows of ``band`` heads come first, whose keys and values stay in
+    the L2 cache; then those of the next.
+    """
     if CAUSAL:
-        block = blocks - 1 - block
+        start = tile // (band * blocks) * band
+        width = gl.minimum(band, tiles // blocks - start)
+        within = tile - start * blocks
+        block, row = blocks - 1 - within // width, start + within % width
+    else:
+        block, row = tile % blocks, tile // blocks
     return block, row // heads, row % heads
 
 
@@ -67,28 +83,41 @@ def visited(
 
 @gluon.jit
 def load(
-    q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv, diagonal,
-    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band, group, seq_q,
+    seq_kv, diagonal, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr,
+    CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that loads: queries of each tile, then its keys and values, the last first."""
+    """Be the warp that loads: queries of each tile, then its keys and values, the last first.
+
+    Keys and the values of the step before are freed together, when ``keys`` says so: freeing
+    makes the threads of a warpgroup wait for each other.
+    """
     n = 0
-    asked = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, head = place(tile, tiles, blocks, heads, CAUSAL, ORDER)
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         kv_head = head // group
         _, end = visited(
             block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
         )
         for w in gl.static_range(GROUPS):
-            queries.put(asked + w, q, batch, head, block * BLOCK_Q + w * ROWS)
-        asked += GROUPS
-        keys.put(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
+            queries.put(turn * GROUPS + w, q, batch, head, block * BLOCK_Q + w * ROWS)
+        keys.load(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
+        if DRAWN:
+            tile = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            queue.give(turn, tile)
+        else:
+            tile += gl.num_programs(0)
         for i in range(1, end):
-            keys.put(n + 1, k, batch, kv_head, (end - 1 - i) * BLOCK_KV)
-            values.put(n, v, batch, kv_head, (end - i) * BLOCK_KV)
+            keys.wait(n + 1)
+            keys.load(n + 1, k, batch, kv_head, (end - 1 - i) * BLOCK_KV)
+            values.load(n, v, batch, kv_head, (end - i) * BLOCK_KV)
             n += 1
-        values.put(n, v, batch, kv_head, 0)
+        keys.wait(n + 1)
+        values.load(n, v, batch, kv_head, 0)
         n += 1
+        turn += 1
 
 
 @gluon.jit
@@ -118,16 +147,42 @@ def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def exponential(x, EMULATED: gl.constexpr):
+    """Return 2 ** x; one in EMULATED by a polynomial, as there are few units for exponentials."""
+    if EMULATED == 0:
+        power = gl.exp2(x)
+    else:
+        power = gl.inline_asm_elementwise(
+            exponentials(EMULATED), registers(EMULATED), [x], gl.float32, is_pure=True,
+            pack=EMULATED,
+        )  # fmt: skip
+    return power
+
+
+@gluon.constexpr_function
+def registers(n):
+    """Return the constraints of n results and as many arguments."""
+    return ",".join(["=f"] * n + ["f"] * n)
+
+
+@gluon.constexpr_function
+def exponentials(n):
+    """Return PTX for n exponentials, the last by a polynomial of degree 4 (relative error 3e-6)."""
+    units = [f"ex2.approx.ftz.f32 ${i}, ${n + i};" for i in range(n - 1)]
+    return "\n".join([*units, *(line.format(r=n - 1, x=2 * n - 1) for line in POLYNOMIAL)])
+
+
+@gluon.jit
 def step(
     state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, EMULATED: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
     s = scores(q, keys, n + 1, BLOCK_KV, LAYOUT)
     acc = warpgroup_mma(p, values.take(n), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    keys.free(n + 1)
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -135,12 +190,12 @@ def step(
     if MASKED:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
-    weights = gl.exp2(s * scale_log2 - finite[:, None])
+    weights = exponential(s * scale_log2 - finite[:, None], EMULATED)
     parts = part_sums(weights, BLOCK_KV)
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + parts
     acc = warpgroup_mma_wait(0, deps=[acc])
-    values.free(n)
+    keys.free(n + 1)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     acc = acc * gl.convert_layout(alpha, acc_rows, assert_trivial=True)[:, None]
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout, assert_trivial=True)
@@ -149,22 +204,25 @@ def step(
 
 @gluon.jit
 def attend(
-    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-    seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
+    band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
+    STAGED: gl.constexpr, EMULATED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that attends to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     n = 0
-    asked = WARPGROUP
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, head = place(tile, tiles, blocks, heads, CAUSAL, ORDER)
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(
             block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
         )
+        asked = turn * GROUPS + WARPGROUP
         q = queries.take(asked)
         s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
         keys.free(n)
@@ -180,22 +238,32 @@ def attend(
         for i in range(end - 2, masked - 1, -1):
             acc, p, m, l = step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, True, S,
+                scale_log2, BLOCK_KV, CAUSAL, True, 0, S,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
             acc, p, m, l = step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, False, S,
+                scale_log2, BLOCK_KV, CAUSAL, False, EMULATED, S,
             )  # fmt: skip
             n += 1
-        queries.free(asked)
-        asked += GROUPS
+        if STAGED:
+            queries.free(asked)
+            staged = staging.index(WARPGROUP)
+        else:
+            staged = queries.tiles.index(asked % GROUPS)
         acc = warpgroup_mma(p, values.take(n), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        values.free(n)
         n += 1
-        write(acc, m, l, o, lse, staging.index(WARPGROUP), batch, head, heads, start_q, seq_q, S)
+        write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
+        if not STAGED:
+            tma.store_wait(0)
+            queries.free(asked)
+        if DRAWN:
+            tile = queue.take(turn)
+        else:
+            tile += gl.num_programs(0)
+        turn += 1
     tma.store_wait(0)
 
 
@@ -216,52 +284,58 @@ def write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, LAYOUT:
     store_tile(o, [batch, head, start_q, 0], staged)
 
 
-@gluon.jit(do_not_specialize=["tiles", "blocks", "heads", "group", "seq_q", "seq_kv", "diagonal"])
+@gluon.jit(
+    do_not_specialize=["tiles", "blocks", "heads", "band", "group", "seq_q", "seq_kv", "diagonal"]
+)
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, tiles, blocks, heads, group, seq_q, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, ORDER: gl.constexpr,
+    q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
+    scale_log2, BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr, STAGED: gl.constexpr,
+    EMULATED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
     BLOCK_Q: gl.constexpr = GROUPS * ROWS
     queries = new_ring(q, GROUPS, 1)
     keys = new_ring(k, SLOTS, GROUPS)
     values = new_ring(v, SLOTS, GROUPS)
-    staging = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
+    queue = new_queue(GROUPS)
+    staging = queries.tiles
+    if STAGED:
+        staging = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
-        [
-            (attend, (0, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
-                      ORDER)),
-            (attend, (1, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
-                      ORDER)),
-            (load, (q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv,
-                    diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, ORDER)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+            [
+                (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
+                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
+                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
+                        group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
-        [
-            (attend, (0, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
-                      ORDER)),
-            (attend, (1, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
-                      ORDER)),
-            (attend, (2, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
-                      ORDER)),
-            (load, (q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv,
-                    diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, ORDER)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )  # fmt: skip
+            [
+                (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
+                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
+                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                (attend, (2, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
+                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
+                        group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -298,7 +372,11 @@ def forward(
     config = config or FORWARD[block_d(head_dim)]
     blocks = triton.cdiv(seq_q, config.groups * ROWS.value)
     tiles = blocks * batch * heads
-    programs = min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles
+    multiprocessors = launch.multiprocessors(q.device)
+    programs = min(multiprocessors, tiles) if config.persistent else tiles
+    drawn = diagonal is not None and config.drawn and programs < tiles
+    kept = 2 * k.shape[2] * head_dim * k.element_size() // (heads // k.shape[1])
+    band = config.order or max(1, L2 // kept)
     with launch.on_device(q):
         flashattn_hopper_fwd[(programs,)](
             descriptor(q, ROWS.value),
@@ -306,9 +384,11 @@ def forward(
             descriptor(v, config.block_kv),
             descriptor(o, ROWS.value),
             lse,
+            torch.zeros(1, device=q.device, dtype=torch.int32) if drawn else None,
             tiles,
             blocks,
             heads,
+            band,
             heads // k.shape[1],
             seq_q,
             k.shape[2],
@@ -319,8 +399,10 @@ def forward(
             GROUPS=config.groups,
             SLOTS=config.slots,
             CAUSAL=diagonal is not None,
+            DRAWN=drawn,
+            STAGED=config.staged,
+            EMULATED=config.emulated,
             REGISTERS=config.registers,
-            ORDER=config.order,
             num_warps=4,
         )
     return o, lse

@@ -30,13 +30,23 @@ class Ring:
         self.slots = gl.constexpr(slots)
 
     @gluon.jit
-    def put(self, n, descriptor, batch, head, row):
-        """Let the n-th tile come as soon as its slot is empty."""
+    def wait(self, n):
+        """Wait until the n-th tile's slot is empty."""
+        mbarrier.wait(self.empty.index(n % self.slots), ((n // self.slots) & 1) ^ 1)
+
+    @gluon.jit
+    def load(self, n, descriptor, batch, head, row):
+        """Let the n-th tile come; its slot is empty."""
         slot = n % self.slots
-        mbarrier.wait(self.empty.index(slot), ((n // self.slots) & 1) ^ 1)
         tile = self.tiles.index(slot)
         mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
         load_tile(descriptor, [batch, head, row, 0], self.full.index(slot), tile)
+
+    @gluon.jit
+    def put(self, n, descriptor, batch, head, row):
+        """Let the n-th tile come as soon as its slot is empty."""
+        self.wait(n)
+        self.load(n, descriptor, batch, head, row)
 
     @gluon.jit
     def take(self, n):
@@ -64,3 +74,48 @@ def new_ring(descriptor, SLOTS: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return Ring(tiles, full, empty, SLOTS)
+
+
+@aggregate
+class Queue:
+    """Numbers that one warp hands to several warpgroups, two under way at once."""
+
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, full, empty):
+        """Hold on to them."""
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def give(self, n, number):
+        """Hand over the n-th number."""
+        mbarrier.wait(self.empty.index(n % 2), ((n // 2) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.numbers.index(n % 2).store(gl.full([1], number, gl.int32, layout))
+        mbarrier.arrive(self.full.index(n % 2), count=1)
+
+    @gluon.jit
+    def take(self, n):
+        """Wait for the n-th number and return it."""
+        mbarrier.wait(self.full.index(n % 2), (n // 2) & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        number = gl.max(self.numbers.index(n % 2).load(layout), 0)
+        mbarrier.arrive(self.empty.index(n % 2), count=1)
+        return number
+
+
+@gluon.jit
+def new_queue(READERS: gl.constexpr):
+    """Return an empty queue."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Queue(numbers, full, empty)

@@ -11,7 +11,7 @@ from flashattn import registry
 from flashattn.problem import Causal, Problem, check_scale
 
 # In the order in which "auto" asks them.
-FASTEST_FIRST = {"cuda": ("triton", "tiled"), "cpu": ("sdpa", "reference")}
+FASTEST_FIRST = {"cuda": ("hopper", "triton", "tiled"), "cpu": ("sdpa", "reference")}
 
 
 def attention(
@@ -136,8 +136,8 @@ def _choose(name: str, problem: Problem, q: torch.Tensor, *, lse: bool) -> regis
     for candidate in asked:
         impl = registry.get(candidate)
         reason = impl.why_not(problem, q.device, grad=q.requires_grad, lse=lse)
-        if reason is None:
+        if reason is None and (name != "auto" or impl.pays(problem, q.device)):
             return impl
-        reasons.append(reason)
+        reasons.append(reason or f"{impl.name} is not the fastest here")
     msg = f"impl: {'; '.join(reasons)}"
     raise ValueError(msg)

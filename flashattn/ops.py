@@ -29,6 +29,9 @@ def why_not_interpreted(triton: str, numpy: str) -> str | None:
 INTERPRETER_FAILS = why_not_interpreted(version("triton"), version("numpy"))
 LARGEST_HEAD_DIM = 256
 OLDEST_GPU = (8, 0)
+HOPPER = (9, 0)
+HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
+HOPPER_DTYPES = ("float16", "bfloat16")
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -52,6 +55,30 @@ def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0
     return None
 
 
+def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
+    """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
+    least, most = HOPPER_HEAD_DIMS
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return "hopper needs a GPU of compute capability 9.0, an H100 or H200"
+    if problem.dtype not in HOPPER_DTYPES:
+        return "hopper takes fp16 and bf16; triton takes fp32, too"
+    if not least <= problem.head_dim <= most:
+        return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
+    return None
+
+
+def hopper_pays(problem: Problem, device: torch.device) -> bool:
+    """Return whether the Hopper kernels are faster than the portable ones, as measured on an H200.
+
+    A program for each multiprocessor wants as many tiles of 128 queries; where there are fewer, the
+    portable kernels split the keys.
+    """
+    if problem.head_dim <= 64 and problem.causal:  # noqa: PLR2004 - computed in 64
+        return False
+    tiles = -(-problem.seq_q // 128) * problem.batch * problem.heads
+    return tiles >= torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """Return x with a dense last dimension: x itself, or one copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -61,13 +88,14 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision)"
-    " -> (Tensor o, Tensor lse)",
+    "forward(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision,"
+    " str kernels) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? diagonal, float scale, str precision) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " SymInt? diagonal, float scale, str precision, str kernels)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward = torch.ops.flashattn.forward.default
@@ -81,10 +109,15 @@ def _launch_forward(
     diagonal: int | None,
     scale: float,
     precision: str,
+    kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flashattn.kernels.forward import forward  # noqa: PLC0415 - Triton is imported here
 
     q, k, v = _dense(q), _dense(k), _dense(v)
+    if kernels == "hopper":
+        from flashattn.kernels.hopper.forward import forward as on_hopper  # noqa: PLC0415
+
+        return on_hopper(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
     return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
 
 
@@ -99,7 +132,9 @@ def _launch_backward(
     diagonal: int | None,
     scale: float,
     precision: str,
+    kernels: str,
 ) -> Gradients:
+    del kernels
     from flashattn.kernels.backward import backward  # noqa: PLC0415 - Triton is imported here
 
     saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
@@ -133,7 +168,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
             o, lse = _forward(*inputs)
-        q, k, v, ctx.diagonal, ctx.scale, ctx.precision = inputs
+        q, k, v, *ctx.options = inputs
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -144,8 +179,8 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        grads = _backward(grad_o, grad_lse, q, k, v, o, lse, ctx.diagonal, ctx.scale, ctx.precision)
-        return *grads, None, None, None
+        grads = _backward(grad_o, grad_lse, q, k, v, o, lse, *ctx.options)
+        return *grads, *[None] * len(ctx.options)
 
 
 class _Once(torch.autograd.Function):
@@ -213,8 +248,9 @@ def triton_attention(
     causal: Causal = False,
     scale: float | None = None,
     precision: str = "auto",
+    kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the Triton kernels; the caller has checked the arguments and asked ``why_not``.
+    """Attend with our kernels; the caller has checked the arguments and asked ``why_not``.
 
     Args:
         q: [B, H, T, D].
@@ -225,6 +261,7 @@ def triton_attention(
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
+        kernels: "triton", the portable ones, or "hopper".
 
     Returns:
         o [B, H, T, D] and lse [B, H, T].
@@ -233,7 +270,7 @@ def triton_attention(
         NotImplementedError: on a second derivative, which only the reference has.
     """
     last = diagonal(causal, q.shape[2], k.shape[2])
-    return _forward(q, k, v, last, check_scale(scale, q.shape[3]), precision)
+    return _forward(q, k, v, last, check_scale(scale, q.shape[3]), precision, kernels)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -267,5 +304,5 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, q, k, v, o, lse = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
         scale = check_scale(None, q.shape[-1])
-        grads = _backward(grad_o, None, q, k, v, o, lse, ctx.diagonal, scale, "auto")
+        grads = _backward(grad_o, None, q, k, v, o, lse, ctx.diagonal, scale, "auto", "triton")
         return *(x.squeeze(1) for x in grads), None

@@ -1,4 +1,4 @@
-"""Ours: triton, tiled, reference."""
+"""Ours: triton, hopper, tiled, reference."""
 
 from __future__ import annotations
 
@@ -27,6 +27,26 @@ def triton(
 ) -> Pair:
     """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
     return ops.triton_attention(q, k, v, causal=causal, scale=scale, precision=precision)
+
+
+@register("hopper", why_not=ops.why_not_hopper, pays=ops.hopper_pays, lse=True)
+def _hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    precision: str = "auto",
+) -> Pair:
+    """FlashAttention for Hopper in Gluon, with the portable backward kernels.
+
+    What the bulk copy engine cannot reach (an address or a stride that is no multiple of 16 bytes,
+    a stride of 0) and a scale that is not positive are the portable kernels', too.
+    """
+    return ops.triton_attention(
+        q, k, v, causal=causal, scale=scale, precision=precision, kernels="hopper"
+    )
 
 
 @register("tiled", lse=True)

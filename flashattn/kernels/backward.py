@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Launch, Like, Loaded
+from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
@@ -419,7 +419,7 @@ def _pass(
         function,
         programs * batch,
         [
-            *(Loaded(tile, n) for n in rows),
+            *(launch.loaded(tile, n) for n in rows),
             *[None] * (2 + len(grads)),
         ],
         (

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Launch, Like, Loaded
+from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import (
     LN2,
     LOG2E,
@@ -324,9 +324,9 @@ def _plan(
         flashattn_fwd,
         programs * parts,
         [
-            Loaded(tile, tile.block_q),
-            Loaded(tile, tile.block_kv),
-            Loaded(tile, tile.block_kv),
+            launch.loaded(tile, tile.block_q),
+            launch.loaded(tile, tile.block_kv),
+            launch.loaded(tile, tile.block_kv),
             None,
             None,
         ],

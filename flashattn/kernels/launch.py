@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -90,21 +90,38 @@ def pick_tile(kernel: Kernel, *inputs: Like, causal: bool) -> Tile:
     )
 
 
+class Described(Protocol):
+    """What a kernel reaches in tiles by a descriptor."""
+
+    def describe(self, x: torch.Tensor) -> Any:
+        """Return a descriptor of x, which holds it as ``base``."""
+
+
 class Loaded(NamedTuple):
-    """What a kernel loads in tiles: by a descriptor of it, or by pointers."""
+    """What a kernel loads in tiles of [rows, BLOCK_D]."""
 
     tile: Tile
     rows: int
 
     def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x, which loads tiles of [rows, BLOCK_D]."""
-        # A dimension of size 1 may carry any stride; the engine wants one that is aligned.
-        dense = x.shape[-1] * x.shape[-2]
-        strides = [
-            s if n > 1 else -(-dense // 16) * 16 for n, s in zip(x.shape, x.stride(), strict=True)
-        ]
+        """Return a descriptor of x."""
         block = [1, 1, self.rows, self.tile.block_d(x.shape[-1])]
-        return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block)
+        return TensorDescriptor(x, list(x.shape), described_strides(x), block)
+
+
+def loaded(tile: Tile, rows: int) -> Loaded | None:
+    """Return how a tile loads; None is by pointers."""
+    return Loaded(tile, rows) if tile.descriptors else None
+
+
+def described_strides(x: torch.Tensor) -> list[int]:
+    """Return the strides of x for a descriptor.
+
+    A dimension of size 1 may carry any stride; the bulk copy engine wants one that is aligned.
+    """
+    dense = -(-x.shape[-1] * x.shape[-2] // 16) * 16
+    strides = [s if n > 1 else dense for n, s in zip(x.shape, x.stride(), strict=True)]
+    return [*strides[:-1], 1]
 
 
 class Launch:
@@ -113,7 +130,7 @@ class Launch:
     Args:
         kernel: what is launched.
         programs: how many.
-        operands: each tensor: in tiles, or as it is.
+        operands: each tensor: by a descriptor, or as it is.
         numbers: the arguments that follow, in the kernel's order.
         options: the others by name, and the compiler's.
     """
@@ -122,14 +139,14 @@ class Launch:
         self,
         kernel: Any,
         programs: int,
-        operands: Sequence[Loaded | None],
+        operands: Sequence[Described | None],
         numbers: Sequence[object],
         options: dict[str, Any],
     ) -> None:
         """Hold on to it; nothing is compiled yet."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._operands, self._numbers, self._options = operands, numbers, options
-        self._described: list[tuple[int, dict[str, Any]]] = []
+        self._described: list[tuple[int, type, dict[str, Any]]] = []
         self._again: Callable[..., None] | None = None
         self._rest: tuple[object, ...] = ()
 
@@ -139,8 +156,8 @@ class Launch:
             self._first(tensors)
             return
         operands: list[Any] = list(tensors)
-        for i, facts in self._described:
-            descriptor = object.__new__(TensorDescriptor)  # the first of its like was checked
+        for i, kind, facts in self._described:
+            descriptor: Any = object.__new__(kind)  # the first of its like was checked
             descriptor.__dict__.update(facts, base=tensors[i])
             operands[i] = descriptor
         self._again(*operands, *self._rest)
@@ -150,9 +167,9 @@ class Launch:
         operands: list[Any] = list(tensors)
         described = []
         for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True)):
-            if x is not None and operand is not None and operand.tile.descriptors:
+            if x is not None and operand is not None:
                 operands[i] = operand.describe(x)
-                described.append((i, vars(operands[i]) | {"base": None}))
+                described.append((i, type(operands[i]), vars(operands[i]) | {"base": None}))
         compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
         if INTERPRETED.value:
             return

@@ -9,6 +9,9 @@ Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overla
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -19,34 +22,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
+from flashattn.kernels.forward import SMALLEST_SCALE
+from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.compat import store_tile
-from flashattn.kernels.hopper.config import FORWARD, Config
+from flashattn.kernels.hopper.config import Config, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d
 
-L2 = 24 << 20  # bytes of keys and values of a band of heads
+KEPT = 24 << 20  # bytes of keys and values of a band of heads: half of the L2 cache
+WARPS = 4
+SWIZZLE = 128  # bytes, of tiles in shared memory
 ROWS = gl.constexpr(64)  # queries of a warpgroup
-LN2 = gl.constexpr(0.6931471805599453)
-POLYNOMIAL = (  # 2 ** x: the nearest integer goes to the exponent, the rest through the polynomial
-    "{{ .reg .f32 c, t, f; .reg .b32 e, g;",
-    "max.ftz.f32 c, ${x}, 0fC2FC0000;",
-    "add.rn.ftz.f32 t, c, 0f4B400000;",
-    "sub.rn.ftz.f32 f, t, 0f4B400000;",
-    "sub.rn.ftz.f32 f, c, f;",
-    "fma.rn.ftz.f32 c, f, 0f3C1CCB97, 0f3D6509F0;",
-    "fma.rn.ftz.f32 c, c, f, 0f3E76036D;",
-    "fma.rn.ftz.f32 c, c, f, 0f3F31706F;",
-    "fma.rn.ftz.f32 c, c, f, 0f3F7FFFF4;",
-    "shl.b32 e, t, 23;",
-    "mov.b32 g, c;",
-    "add.s32 e, e, g;",
-    "mov.b32 ${r}, e; }}",
-)
 
 
 @gluon.jit
@@ -98,9 +89,7 @@ def load(
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         kv_head = head // group
-        _, end = visited(
-            block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
-        )
+        _, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         for w in gl.static_range(GROUPS):
             queries.put(turn * GROUPS + w, q, batch, head, block * BLOCK_Q + w * ROWS)
         keys.load(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
@@ -147,36 +136,9 @@ def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def exponential(x, EMULATED: gl.constexpr):
-    """Return 2 ** x; one in EMULATED by a polynomial, as there are few units for exponentials."""
-    if EMULATED == 0:
-        power = gl.exp2(x)
-    else:
-        power = gl.inline_asm_elementwise(
-            exponentials(EMULATED), registers(EMULATED), [x], gl.float32, is_pure=True,
-            pack=EMULATED,
-        )  # fmt: skip
-    return power
-
-
-@gluon.constexpr_function
-def registers(n):
-    """Return the constraints of n results and as many arguments."""
-    return ",".join(["=f"] * n + ["f"] * n)
-
-
-@gluon.constexpr_function
-def exponentials(n):
-    """Return PTX for n exponentials, the last by a polynomial of degree 4 (relative error 3e-6)."""
-    units = [f"ex2.approx.ftz.f32 ${i}, ${n + i};" for i in range(n - 1)]
-    return "\n".join([*units, *(line.format(r=n - 1, x=2 * n - 1) for line in POLYNOMIAL)])
-
-
-@gluon.jit
 def step(
     state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, EMULATED: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
@@ -190,7 +152,7 @@ def step(
     if MASKED:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
-    weights = exponential(s * scale_log2 - finite[:, None], EMULATED)
+    weights = gl.exp2(s * scale_log2 - finite[:, None])
     parts = part_sums(weights, BLOCK_KV)
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + parts
@@ -207,7 +169,7 @@ def attend(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
     band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
     BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
-    STAGED: gl.constexpr, EMULATED: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that attends to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
@@ -219,9 +181,7 @@ def attend(
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
-        full, end = visited(
-            block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
-        )
+        full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         asked = turn * GROUPS + WARPGROUP
         q = queries.take(asked)
         s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
@@ -238,13 +198,13 @@ def attend(
         for i in range(end - 2, masked - 1, -1):
             acc, p, m, l = step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, True, 0, S,
+                scale_log2, BLOCK_KV, CAUSAL, True, S,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
             acc, p, m, l = step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, False, EMULATED, S,
+                scale_log2, BLOCK_KV, CAUSAL, False, S,
             )  # fmt: skip
             n += 1
         if STAGED:
@@ -291,7 +251,7 @@ def flashattn_hopper_fwd(
     q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
     scale_log2, BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr,
     SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr, STAGED: gl.constexpr,
-    EMULATED: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
     BLOCK_Q: gl.constexpr = GROUPS * ROWS
@@ -308,10 +268,10 @@ def flashattn_hopper_fwd(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -323,13 +283,13 @@ def flashattn_hopper_fwd(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED)),
                 (attend, (2, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, EMULATED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -338,11 +298,22 @@ def flashattn_hopper_fwd(
         )  # fmt: skip
 
 
-def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Return what loads and stores tiles of [rows, D] of x [B, H, N, D]; what is outside is 0."""
-    d = block_d(x.shape[-1])
-    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, d], layout)
+@dataclass(frozen=True)
+class Tiles:
+    """What is loaded and stored in tiles of [rows, BLOCK_D]; what lies outside is 0."""
+
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x [B, H, N, D]."""
+        layout = gl.NVMMASharedLayout(SWIZZLE, 8 * x.element_size(), x.ndim)
+        block = [1, 1, self.rows, block_d(x.shape[-1])]
+        return TensorDescriptor(x, list(x.shape), launch.described_strides(x), block, layout)
+
+
+def takes(*inputs: Like, scale: float) -> bool:
+    """Return whether the kernel can be launched on these; the others are the portable kernel's."""
+    return scale >= SMALLEST_SCALE and all(x.describable and 0 not in x.shape for x in inputs)
 
 
 def forward(
@@ -352,57 +323,99 @@ def forward(
     *,
     diagonal: int | None,
     scale: float,
+    precision: str = "auto",
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_hopper_fwd.
+    """Launch flashattn_hopper_fwd, or on tensors that it cannot reach the portable kernel.
 
     Args:
-        q: [B, H, T, D], bf16 or fp16, that a descriptor can have.
-        k: [B, G, S, D], S at least 1, likewise.
+        q: [B, H, T, D], bf16 or fp16, the last dimension dense.
+        k: [B, G, S, D], likewise.
         v: [B, G, S, D], likewise.
         diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
-        scale: factor on the scores, above 0.
+        scale: factor on the scores.
+        precision: checked, as ``launch.input_precision`` does; of fp32 only.
         config: instead of the table's.
 
     Returns:
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
-    batch, heads, seq_q, head_dim = q.shape
+    launch.input_precision(precision, q.dtype)
+    likes = Like.of(q), Like.of(k), Like.of(v)
+    if not takes(*likes, scale=scale):
+        return portable(q, k, v, diagonal=diagonal, scale=scale)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    config = config or FORWARD[block_d(head_dim)]
+    with launch.on_device(q):
+        _plan(*likes, Like.of(o), diagonal, scale, config)(q, k, v, o, lse)
+    return o, lse
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is launched.
+
+    Args:
+        kernel: flashattn_hopper_fwd.
+        drawn: whether it counts the tiles that programs have taken.
+    """
+
+    kernel: Launch
+    drawn: bool
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Fill o and lse."""
+        counter = torch.zeros(1, device=q.device, dtype=torch.int32) if self.drawn else None
+        self.kernel(q, k, v, o, lse, counter)
+
+
+@lru_cache(PLANS)
+def _plan(
+    q: Like,
+    k: Like,
+    v: Like,
+    o: Like,
+    diagonal: int | None,
+    scale: float,
+    config: Config | None,
+) -> _Plan:
+    """Choose a config and the programs."""
+    del v, o
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    causal = diagonal is not None
+    config = config or pick(head_dim, seq_q, causal=causal)
     blocks = triton.cdiv(seq_q, config.groups * ROWS.value)
     tiles = blocks * batch * heads
-    multiprocessors = launch.multiprocessors(q.device)
-    programs = min(multiprocessors, tiles) if config.persistent else tiles
-    drawn = diagonal is not None and config.drawn and programs < tiles
-    kept = 2 * k.shape[2] * head_dim * k.element_size() // (heads // k.shape[1])
-    band = config.order or max(1, L2 // kept)
-    with launch.on_device(q):
-        flashattn_hopper_fwd[(programs,)](
-            descriptor(q, ROWS.value),
-            descriptor(k, config.block_kv),
-            descriptor(v, config.block_kv),
-            descriptor(o, ROWS.value),
-            lse,
-            torch.zeros(1, device=q.device, dtype=torch.int32) if drawn else None,
+    programs = min(launch.multiprocessors(q.device), tiles)
+    drawn = causal and programs < tiles
+    kept = 2 * seq_kv * head_dim * q.dtype.itemsize * kv_heads // heads  # bytes, of a query head
+    kernel = Launch(
+        flashattn_hopper_fwd,
+        programs,
+        [Tiles(ROWS.value), *[Tiles(config.block_kv)] * 2, Tiles(ROWS.value), None, None],
+        (
             tiles,
             blocks,
             heads,
-            band,
-            heads // k.shape[1],
+            max(1, KEPT // kept),
+            heads // kv_heads,
             seq_q,
-            k.shape[2],
+            seq_kv,
             diagonal or 0,
             scale * LOG2E.value,
-            BLOCK_KV=config.block_kv,
-            BLOCK_D=block_d(head_dim),
-            GROUPS=config.groups,
-            SLOTS=config.slots,
-            CAUSAL=diagonal is not None,
-            DRAWN=drawn,
-            STAGED=config.staged,
-            EMULATED=config.emulated,
-            REGISTERS=config.registers,
-            num_warps=4,
-        )
-    return o, lse
+        ),
+        {
+            "BLOCK_KV": config.block_kv,
+            "BLOCK_D": block_d(head_dim),
+            "GROUPS": config.groups,
+            "SLOTS": config.slots,
+            "CAUSAL": causal,
+            "DRAWN": drawn,
+            "STAGED": config.staged,
+            "REGISTERS": config.registers,
+            "num_warps": WARPS,
+        },
+    )
+    return _Plan(kernel, drawn)

@@ -115,7 +115,7 @@ def test_a_name_never_falls_back(device):
         attention(q, k, v, impl="triton")
     with pytest.raises(ValueError, match="sdpa does not return the logsumexp"):
         attention(q, k, v, impl="sdpa", return_lse=True)
-    with pytest.raises(ValueError, match="impl: wanted one of triton, tiled, reference"):
+    with pytest.raises(ValueError, match="impl: wanted one of triton, hopper, tiled, reference"):
         attention(q, k, v, impl="nobody")
 
 

@@ -160,7 +160,7 @@ def test_one_of_several(pytester):
         (FUNCTIONS, "{path}:print", "wanted a function print"),
         ("def tiled(): pass", "{path}:tiled", "name: wanted one that is not taken, got 'tiled'"),
         (KERNELS.replace('"wrong"', '"triton"'), "{path}", "name: wanted one that is not taken"),
-        ("", "nobody", "impl: wanted one of triton, tiled, reference, .*, got 'nobody'"),
+        ("", "nobody", "impl: wanted one of triton, hopper, tiled, reference, .*, got 'nobody'"),
     ],
 )
 def test_files_that_hold_none(tmp_path, source, option, words):

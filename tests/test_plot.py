@@ -27,12 +27,12 @@ def test_lines_go_through_their_points_from_left_to_right(axis):
 
 
 def test_ours_stands_out(axis):
-    """Our line is the thickest and lies on top; each implementation has a colour of its own."""
+    """Our lines are the thickest and lie on top; each implementation has a colour of its own."""
     plot.curves(axis, {name: [(1, 1.0), (2, 2.0)] for name in plot.COLOURS})
     lines = drawn(axis)
-    ours = lines.pop(plot.OURS)
-    assert all(ours.get_linewidth() > line.get_linewidth() for line in lines.values())
-    assert all(ours.get_zorder() > line.get_zorder() for line in lines.values())
+    for ours in [lines.pop(name) for name in plot.KERNELS]:
+        assert all(ours.get_linewidth() > line.get_linewidth() for line in lines.values())
+        assert all(ours.get_zorder() > line.get_zorder() for line in lines.values())
     assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
 
 

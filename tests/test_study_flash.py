@@ -37,7 +37,7 @@ def test_speed_share_and_ratio():
         "triton": "400 (50%)",
         "flex": "200 (25%)",
         "sdpa": "500 (62%)",
-        "triton / best peer": "0.80 x sdpa",
+        "ours / best peer": "0.80 x sdpa",
     }
     assert "16384 tokens, hidden 2048: TFLOP/s" in table.caption
 
@@ -72,8 +72,8 @@ def test_the_best_peer_is_of_the_same_run_where_there_is_one():
     peers = [row("sdpa", 0.005, run=old), row("flex", 0.02, run=new)]
     merged = run(*ours, *peers, row("sdpa", 0.005, n=512, run=old))
     (table,) = flash.tables(merged)
-    assert cells(table, "q4096")["triton / best peer"] == "2.00 x flex"
-    assert cells(table, "q512")["triton / best peer"] == "0.50 x sdpa +"
+    assert cells(table, "q4096")["ours / best peer"] == "2.00 x flex"
+    assert cells(table, "q512")["ours / best peer"] == "0.50 x sdpa +"
     assert table.caption.endswith("; + peer of another run")
     assert any("in 1 of 2 problems the peer is of another run" in f for f in flash.findings(merged))
     assert "another run" not in str(flash.tables(run(row("triton", 0.01), row("sdpa", 0.01))))
@@ -84,8 +84,8 @@ def test_wins_are_counted_again_where_medians_are_steady():
     apart = {"q1": 0.01, "q3": 0.04}
     rows = [row("sdpa", 0.02), row("triton", 0.01), row("sdpa", 0.02, n=512)]
     said = flash.findings(run(*rows, row("triton", 0.03, n=512, **apart)))
-    assert "triton is the fastest in 1 of 2 problems" in said[0]
-    assert "where both medians are steady: triton is the fastest in 1 of 1 problems" in said[1]
+    assert "ours is the fastest in 1 of 2 problems" in said[0]
+    assert "where both medians are steady: ours is the fastest in 1 of 1 problems" in said[1]
     assert "steady" not in flash.findings(run(*rows, row("triton", 0.03, n=512)))[1]
 
 
@@ -98,13 +98,13 @@ def test_one_head_is_held_against_naive(ours, said):
     one = {"protocol": "one_head", "batch": 1, "heads": 1}
     rows = [row("naive", 0.02, n=n, **one) for n in (512, 4096)]
     rows += [row("triton", ours, n=512, **one), row("triton", 0.01, **one)]
-    assert f"forward, one head: triton is slower than naive {said}" in flash.findings(run(*rows))
+    assert f"forward, one head: ours is slower than naive {said}" in flash.findings(run(*rows))
 
 
 def test_a_study_of_ours_is_no_peer():
     """The tiled implementation is ours too, so a faster one does not count as the best peer."""
     (table,) = flash.tables(run(row("triton", 0.01), row("tiled", 0.001)))
-    assert cells(table, "q4096")["triton / best peer"] == ""
+    assert cells(table, "q4096")["ours / best peer"] == ""
 
 
 def test_share_is_of_the_roof_of_the_dtype():
@@ -139,9 +139,9 @@ def test_winner_follows_the_times(ours, wins, speed):
     """How often ours is the fastest, by how much, and its best speed change with the times."""
     rows = [row("sdpa", 0.008), row("sdpa", 0.04, n=512), row("flex", 0.02)]
     said = flash.findings(run(*rows, row("triton", ours), row("triton", 0.02, n=512)))
-    assert f"triton is the fastest in {wins} of 2 problems" in said[0]
+    assert f"ours is the fastest in {wins} of 2 problems" in said[0]
     assert f"from {0.008 / ours:.2f}x (q4096)" in said[0] or f"{0.008 / ours:.2f}x" in said[0]
-    assert f"triton reaches {speed} TFLOP/s (q4096), {speed / 800:.0%} of the bf16 roof." in said[1]
+    assert f"ours reaches {speed} TFLOP/s (q4096), {speed / 800:.0%} of the bf16 roof." in said[1]
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])

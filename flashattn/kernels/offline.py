@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flashattn.kernels import backward, forward, launch
+from flashattn.kernels.hopper import offline as hopper
+from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, Kernel, Tile, block_d
 
@@ -211,7 +213,7 @@ def code_bytes(cubin: bytes) -> int:
     return sum(length for _, _, flags, _, _, length in sections if flags & EXECUTABLE)
 
 
-def compile_variant(variant: Variant) -> Resources:
+def compile_variant(variant: Variant | HopperVariant) -> Resources:
     """Compile one variant and read what it takes from the PTX and the cubin.
 
     Raises:
@@ -224,7 +226,8 @@ def compile_variant(variant: Variant) -> Resources:
         )
         raise RuntimeError(msg)
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
-    compiled = triton.compile(_source(variant), target=target, options=variant.options)
+    source = _source(variant) if isinstance(variant, Variant) else variant.source
+    compiled = triton.compile(source, target=target, options=variant.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -241,7 +244,7 @@ def compile_variant(variant: Variant) -> Resources:
     )
 
 
-def variants() -> list[Variant]:
+def variants() -> list[Variant | HopperVariant]:
     """Return every kernel with every tile of the tables of every architecture."""
     tiled = [
         Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
@@ -253,4 +256,4 @@ def variants() -> list[Variant]:
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, HEAD_DIMS)
     ]
-    return tiled + fixed
+    return [*tiled, *fixed, *hopper.variants()]

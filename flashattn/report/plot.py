@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from flashattn.report.rows import OURS
+from flashattn.report.rows import KERNELS, OURS
 from flashattn.report.units import digits
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ LETTERS = 12  # of a legend in an inch, its line counted as six
 FAR = 300  # from here on a power of ten at each tick is enough
 COLOURS = {  # of whoever may stand in one picture, apart for the colour-blind too
     OURS: "#0a58ca",
+    "hopper": "#f72585",
     "naive": "#c1121f",
     "tiled": "#7b2cbf",
     "reference": "#8a817c",
@@ -78,7 +79,7 @@ def panels(
 def curves(axis: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Draw a line for each implementation, ours the thickest and on top."""
     for name, points in series.items():
-        ours = name.split(",")[0] == OURS
+        ours = name.split(",")[0] in KERNELS
         axis.plot(
             *zip(*sorted(points), strict=True),
             marker="o",

@@ -9,12 +9,13 @@ from flashattn.report.runs import Row
 from flashattn.report.units import word
 
 OURS = "triton"
+KERNELS = (OURS, "hopper")  # ours, of which a user gets the faster
 UNSTEADY = 0.25  # of a median: how far apart its quartiles may be
 LETTERS = {"seq": "N = ", "seq_q": "N = ", "head_dim": "D = "}
 # The order of what has one by custom; whatever else there is comes after, by name.
 CUSTOM: dict[str, tuple[Any, ...]] = {
     "size": ("tiny", "small", "medium", "large", "xl", "2.7B"),
-    "impl": (OURS, "naive"),
+    "impl": (*KERNELS, "naive"),
     "pass": ("forward", "backward", "forward+backward"),
     "step": ("forward", "backward", "forward+backward", "train"),
     "precision": ("fp32", "tf32", "fp16", "bf16"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -311,6 +312,20 @@ class Tiles:
         return TensorDescriptor(x, list(x.shape), launch.described_strides(x), block, layout)
 
 
+def constants(config: Config, head_dim: int, *, causal: bool, drawn: bool) -> dict[str, Any]:
+    """Return the values of the kernel's constexpr arguments."""
+    return {
+        "BLOCK_KV": config.block_kv,
+        "BLOCK_D": block_d(head_dim),
+        "GROUPS": config.groups,
+        "SLOTS": config.slots,
+        "CAUSAL": causal,
+        "DRAWN": drawn,
+        "STAGED": config.staged,
+        "REGISTERS": config.registers,
+    }
+
+
 def takes(*inputs: Like, scale: float) -> bool:
     """Return whether the kernel can be launched on these; the others are the portable kernel's."""
     return scale >= SMALLEST_SCALE and all(x.describable and 0 not in x.shape for x in inputs)
@@ -406,16 +421,6 @@ def _plan(
             diagonal or 0,
             scale * LOG2E.value,
         ),
-        {
-            "BLOCK_KV": config.block_kv,
-            "BLOCK_D": block_d(head_dim),
-            "GROUPS": config.groups,
-            "SLOTS": config.slots,
-            "CAUSAL": causal,
-            "DRAWN": drawn,
-            "STAGED": config.staged,
-            "REGISTERS": config.registers,
-            "num_warps": WARPS,
-        },
+        constants(config, head_dim, causal=causal, drawn=drawn) | {"num_warps": WARPS},
     )
     return _Plan(kernel, drawn)

@@ -1,0 +1,166 @@
+"""The Hopper kernels: every config is right on such a GPU; elsewhere, who takes what."""
+
+from __future__ import annotations
+
+import faulthandler
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from flashattn import ops
+from flashattn.attention import FASTEST_FIRST
+from flashattn.kernels.hopper import forward as hopper
+from flashattn.kernels.hopper.config import FORWARD, SHARED, Config, pick
+from flashattn.kernels.hopper.offline import variants
+from flashattn.kernels.launch import Like
+from flashattn.problem import Problem, check_scale, diagonal
+from flashattn.registry import get
+from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.inputs import make_inputs
+
+PATIENCE = 300  # seconds; a barrier that nobody reaches would hang for ever
+CONFIGS = sorted(
+    {(d, c) for d, masks in FORWARD.items() for pair in masks.values() for c in pair}, key=str
+)
+SHAPES = {
+    "ragged": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
+    "tall": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 900, "seq_kv": 700},
+    "many": {"batch": 9, "heads": 8, "seq_q": 512},  # more tiles than programs
+    "short": {"heads": 2, "seq_q": 1, "seq_kv": 130},
+    "one": {"heads": 2, "seq_q": 70, "seq_kv": 1},
+}
+MASKS = (False, "top_left", "bottom_right")
+
+
+@pytest.fixture(autouse=True)
+def watchdog():
+    """End the process, telling where it is, when a test hangs."""
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def on_hopper(device):
+    """Skip elsewhere, with the sentence."""
+    reason = ops.why_not_hopper(Problem(seq_q=64, head_dim=64, dtype="bfloat16"), device)
+    if reason is not None:
+        pytest.skip(reason)
+    return device
+
+
+def call(config, q, k, v, *, causal, scale):
+    """Attend with a config."""
+    last = diagonal(causal, q.shape[2], k.shape[2])
+    return hopper.forward(
+        q, k, v, diagonal=last, scale=check_scale(scale, q.shape[3]), config=config
+    )
+
+
+@pytest.mark.parametrize("causal", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
+def test_every_config(on_hopper, head_dim, config, shape, causal):
+    """Each config of the table is within the budgets, padded too, in both dtypes."""
+    for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
+        problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
+        question = Question(problem=problem, device=on_hopper, grad=False)
+        assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), question)
+
+
+@pytest.mark.parametrize("head_dim", FORWARD)
+def test_the_same_bits(on_hopper, head_dim):
+    """Fifty runs give the same bits, whichever program draws which tile."""
+    problem = Problem(**SHAPES["many"], head_dim=head_dim, causal=True, dtype="bfloat16")
+    inputs = make_inputs(problem, device=on_hopper)
+    first = call(None, *inputs, causal=True, scale=0.1)
+    for _ in range(50):
+        again = call(None, *inputs, causal=True, scale=0.1)
+        assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("change", ["stride", "address", "expanded", "scale"])
+def test_what_it_cannot_reach_is_the_portable_kernels(on_hopper, monkeypatch, change):
+    """Tensors that no descriptor can have, and scales that are not positive, are answered too."""
+    problem = Problem(heads=2, seq_q=70, head_dim=64, dtype="bfloat16")
+    q, k, v = make_inputs(problem, device=on_hopper)
+    scale = -0.1 if change == "scale" else 0.1
+    if change == "stride":
+        q = torch.nn.functional.pad(q, (0, 1))[..., :64]
+    if change == "address":
+        q = torch.nn.functional.pad(q, (8, 0)).flatten()[1 : q.numel() + 1].view_as(q)
+    if change == "expanded":
+        k = k[:, :1].expand(-1, 2, -1, -1)
+    asked = []
+    monkeypatch.setattr(
+        hopper, "portable", lambda *given, **how: asked.append(given) or (torch.empty(0),) * 2
+    )
+    call(None, q, k, v, causal=False, scale=scale)
+    assert len(asked) == 1
+
+
+def test_takes(device):
+    """The kernel takes what has elements that descriptors reach, at a positive scale."""
+    x = torch.zeros(1, 2, 8, 64, device=device, dtype=torch.bfloat16)
+    assert hopper.takes(Like.of(x), scale=0.1)
+    assert not hopper.takes(Like.of(x), scale=0.0)
+    assert not hopper.takes(Like.of(x[:, :, :0]), scale=0.1)
+    assert not hopper.takes(Like.of(x), Like.of(x[..., 1:]), scale=0.1)
+
+
+def test_who_takes_what(device):
+    """On another device it says what it needs; on a Hopper GPU what it leaves to others."""
+    half = Problem(seq_q=64, head_dim=64, dtype="bfloat16")
+    said = get("hopper").why_not(half, torch.device("cpu"))
+    assert said == "hopper needs a GPU of compute capability 9.0, an H100 or H200"
+    assert FASTEST_FIRST["cuda"][:2] == ("hopper", "triton")
+    if get("hopper").why_not(half, device) is None:
+        for dtype, head_dim, words in (
+            ("float32", 64, "triton takes fp32"),
+            ("bfloat16", 32, "triton takes smaller ones"),
+        ):
+            problem = replace(half, dtype=dtype, head_dim=head_dim)
+            assert words in get("hopper").why_not(problem, device)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pays"),
+    [
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, True),
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, True),
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64, "causal": True}, False),
+        ({"heads": 1, "seq_q": 1024, "head_dim": 128}, False),  # keys want splitting
+    ],
+)
+def test_pays(monkeypatch, device, shape, pays):
+    """Where it is not faster, as measured, ``impl="auto"`` goes on to the next."""
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert ops.hopper_pays(Problem(**shape, dtype="bfloat16"), device) is pays
+
+
+def test_configs_fit():
+    """Tiles of every config fit the shared memory; the table has each head dimension and mask."""
+    for head_dim, config in CONFIGS:
+        assert config.shared(head_dim) <= SHARED - 1024
+    assert pick(96, 100, causal=True) == FORWARD[128][True][0]
+    assert pick(64, 5000, causal=False).groups == 3
+    assert {(v.head_dim, v.config) for v in variants()} == set(CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_kv": 96}, "block_kv: wanted a power of two from 64 on, got 96"),
+        ({"slots": 1}, "slots: wanted 2 at least, got 1"),
+        ({"groups": 4}, "groups: wanted 2 or 3, got 4"),
+        ({"registers": 250}, "registers: wanted a multiple of 8 from 24 to 240, got 250"),
+    ],
+)
+def test_bad_configs(change, words):
+    """A config that no kernel can have is an error that names what was wanted."""
+    with pytest.raises(ValueError, match=words):
+        Config(**change)

@@ -1,0 +1,49 @@
+"""Config: how much of a problem a program of a Hopper kernel takes, and the table of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROWS = 64  # queries of a warpgroup
+SHARED = 227 << 10  # bytes that a program can have
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and schedule of the forward kernel.
+
+    Args:
+        block_kv: keys of a tile, a power of two from 64 on.
+        slots: tiles of keys, and of values, that are under way at once.
+        registers: of a thread that attends.
+        persistent: whether there is a program for each multiprocessor, or one for each tile.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    block_kv: int = 128
+    slots: int = 2
+    registers: int = 240
+    persistent: bool = True
+    groups: int = 2  # warpgroups that attend
+
+    def __post_init__(self) -> None:
+        """Check."""
+        if self.block_kv < ROWS or self.block_kv & (self.block_kv - 1):
+            msg = f"block_kv: wanted a power of two from {ROWS} on, got {self.block_kv}"
+            raise ValueError(msg)
+        if self.slots < 2:  # noqa: PLR2004
+            msg = f"slots: wanted 2 at least, got {self.slots}"
+            raise ValueError(msg)
+        if self.registers % 8 or not 24 <= self.registers <= 240:  # noqa: PLR2004
+            msg = f"registers: wanted a multiple of 8 from 24 to 240, got {self.registers}"
+            raise ValueError(msg)
+
+    def shared(self, block_d: int) -> int:
+        """Return the bytes of tiles that a program holds: queries, o, keys and values."""
+        return 2 * block_d * (2 * self.groups * ROWS + 2 * self.slots * self.block_kv)
+
+
+# Not measured yet: what fits, by the head dimension that is computed in.
+FORWARD = {64: Config(slots=4), 128: Config(slots=2), 256: Config(block_kv=64, slots=2)}

@@ -1,0 +1,297 @@
+"""flashattn_hopper_fwd: one warp loads, two or three warpgroups attend, each to 64 queries.
+
+While the tensor cores multiply P of one tile of keys with V, the other units compute the softmax of
+the next: that is what a warpgroup does in a step. Keys are visited from the last to the first, so
+that the tiles that a mask cuts come first, and the loop over whole tiles has no mask in it.
+
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashattn.kernels import launch
+from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.config import FORWARD, Config
+from flashattn.kernels.hopper.ring import new_ring
+from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.tiles import block_d
+
+ROWS = gl.constexpr(64)  # queries of a warpgroup
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def place(tile, blocks, heads, CAUSAL: gl.constexpr):
+    """Return (block, batch, head) of a tile of queries: the longest rows of a head first."""
+    block, row = tile % blocks, tile // blocks
+    if CAUSAL:
+        block = blocks - 1 - block
+    return block, row // heads, row % heads
+
+
+@gluon.jit
+def visited(
+    start_q, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Return (full, end): tiles of keys 0 ... full are seen whole, up to end in part; end >= 1."""
+    full, end = seq_kv // BLOCK_KV, gl.cdiv(seq_kv, BLOCK_KV)
+    if CAUSAL:
+        first = gl.maximum(start_q + diagonal + 1, 0)
+        last = gl.maximum(gl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0)
+        full = gl.minimum(full, first // BLOCK_KV)
+        end = gl.minimum(end, gl.cdiv(last, BLOCK_KV))
+    return full, gl.maximum(end, 1)
+
+
+@gluon.jit
+def load(
+    q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv, diagonal,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that loads: queries of each tile, then its keys and values, the last first."""
+    n = 0
+    asked = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, head = place(tile, blocks, heads, CAUSAL)
+        kv_head = head // group
+        _, end = visited(
+            block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
+        )
+        for w in gl.static_range(GROUPS):
+            queries.put(asked + w, q, batch, head, block * BLOCK_Q + w * ROWS)
+        asked += GROUPS
+        keys.put(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
+        for i in range(1, end):
+            keys.put(n + 1, k, batch, kv_head, (end - 1 - i) * BLOCK_KV)
+            values.put(n, v, batch, kv_head, (end - i) * BLOCK_KV)
+            n += 1
+        values.put(n, v, batch, kv_head, 0)
+        n += 1
+
+
+@gluon.jit
+def hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr):
+    """Put -inf where a query does not see a key, or there is none."""
+    layout: gl.constexpr = s.type.layout
+    keys = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, layout))
+    last = gl.full([ROWS], seq_kv - 1 - start_kv, gl.int32, layout=gl.SliceLayout(1, layout))
+    if CAUSAL:
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        last = gl.minimum(last, rows + (start_q + diagonal - start_kv))
+    return gl.where(keys[None, :] <= last[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def part_sums(p, BLOCK_KV: gl.constexpr):
+    """Return [ROWS, 4]: the sums over the elements that one thread has, without a shuffle."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_KV // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin the product of queries and the n-th tile of keys."""
+    k = keys.take(n)
+    zeros = gl.zeros([ROWS, BLOCK_KV], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(
+    state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
+    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
+    acc, p, m, l = state
+    s = scores(q, keys, n + 1, BLOCK_KV, LAYOUT)
+    acc = warpgroup_mma(p, values.take(n), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    keys.free(n + 1)
+    if MASKED:
+        s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    finite = m_new
+    if MASKED:
+        finite = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2(m - finite)
+    weights = gl.exp2(s * scale_log2 - finite[:, None])
+    parts = part_sums(weights, BLOCK_KV)
+    rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + parts
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    values.free(n)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.convert_layout(alpha, acc_rows, assert_trivial=True)[:, None]
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout, assert_trivial=True)
+    return acc, p, m_new, l
+
+
+@gluon.jit
+def attend(
+    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
+    seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be a warpgroup that attends to ROWS queries of every tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    n = 0
+    asked = WARPGROUP
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, head = place(tile, blocks, heads, CAUSAL)
+        start_q = block * BLOCK_Q + WARPGROUP * ROWS
+        full, end = visited(
+            block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
+        )
+        q = queries.take(asked)
+        s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
+        keys.free(n)
+        if CAUSAL or full < end:
+            s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
+        m = gl.max(s, 1) * scale_log2
+        finite = gl.where(m == float("-inf"), 0.0, m)
+        weights = gl.exp2(s * scale_log2 - finite[:, None])
+        l = part_sums(weights, BLOCK_KV)
+        p = gl.convert_layout(weights.to(o.dtype), P, assert_trivial=True)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
+        masked = gl.minimum(full, end - 1)
+        for i in range(end - 2, masked - 1, -1):
+            acc, p, m, l = step(
+                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
+                scale_log2, BLOCK_KV, CAUSAL, True, S,
+            )  # fmt: skip
+            n += 1
+        for i in range(masked - 1, -1, -1):
+            acc, p, m, l = step(
+                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
+                scale_log2, BLOCK_KV, CAUSAL, False, S,
+            )  # fmt: skip
+            n += 1
+        queries.free(asked)
+        asked += GROUPS
+        acc = warpgroup_mma(p, values.take(n), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        values.free(n)
+        n += 1
+        write(acc, m, l, o, lse, staging.index(WARPGROUP), batch, head, heads, start_q, seq_q, S)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexpr):
+    """Store o through shared memory, and lse; a row that sees no key has o = 0 and lse = -inf."""
+    total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT))
+    rows = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    value = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * LN2)
+    row = (batch * heads + head).to(gl.int64) * seq_q
+    gl.store(lse + row + rows, value, mask=rows < seq_q)
+    inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
+    tma.store_wait(0)  # o of the tile before has left
+    staged.reshape([staged.shape[2], staged.shape[3]]).store(acc.to(o.dtype))
+    fence_async_shared()
+    store_tile(o, [batch, head, start_q, 0], staged)
+
+
+@gluon.jit(do_not_specialize=["tiles", "blocks", "heads", "group", "seq_q", "seq_kv", "diagonal"])
+def flashattn_hopper_fwd(
+    q, k, v, o, lse, tiles, blocks, heads, group, seq_q, seq_kv, diagonal, scale_log2,
+    BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
+    BLOCK_Q: gl.constexpr = GROUPS * ROWS
+    queries = new_ring(q, GROUPS, 1)
+    keys = new_ring(k, SLOTS, GROUPS)
+    values = new_ring(v, SLOTS, GROUPS)
+    staging = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
+    fence_async_shared()
+    gl.static_assert(GROUPS == 2, "two warpgroups attend")
+    gl.warp_specialize(
+        [
+            (attend, (0, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL)),
+            (attend, (1, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL)),
+            (load, (q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv,
+                    diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Return what loads and stores tiles of [rows, D] of x [B, H, N, D]; what is outside is 0."""
+    d = block_d(x.shape[-1])
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 4)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, d], layout)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch flashattn_hopper_fwd.
+
+    Args:
+        q: [B, H, T, D], bf16 or fp16, that a descriptor can have.
+        k: [B, G, S, D], S at least 1, likewise.
+        v: [B, G, S, D], likewise.
+        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        scale: factor on the scores, above 0.
+        config: instead of the table's.
+
+    Returns:
+        o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
+    """
+    batch, heads, seq_q, head_dim = q.shape
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    config = config or FORWARD[block_d(head_dim)]
+    blocks = triton.cdiv(seq_q, config.groups * ROWS.value)
+    tiles = blocks * batch * heads
+    programs = min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles
+    with launch.on_device(q):
+        flashattn_hopper_fwd[(programs,)](
+            descriptor(q, ROWS.value),
+            descriptor(k, config.block_kv),
+            descriptor(v, config.block_kv),
+            descriptor(o, ROWS.value),
+            lse,
+            tiles,
+            blocks,
+            heads,
+            heads // k.shape[1],
+            seq_q,
+            k.shape[2],
+            diagonal or 0,
+            scale * LOG2E.value,
+            BLOCK_KV=config.block_kv,
+            BLOCK_D=block_d(head_dim),
+            GROUPS=config.groups,
+            SLOTS=config.slots,
+            CAUSAL=diagonal is not None,
+            REGISTERS=config.registers,
+            num_warps=4,
+        )
+    return o, lse

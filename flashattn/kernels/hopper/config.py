@@ -27,6 +27,7 @@ class Config:
     registers: int = 240
     persistent: bool = True
     groups: int = 2  # warpgroups that attend
+    order: int = 0  # heads of a band; 0: head by head
 
     def __post_init__(self) -> None:
         """Check."""

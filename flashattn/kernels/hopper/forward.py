@@ -34,9 +34,17 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def place(tile, blocks, heads, CAUSAL: gl.constexpr):
+def place(tile, tiles, blocks, heads, CAUSAL: gl.constexpr, ORDER: gl.constexpr):
     """Return (block, batch, head) of a tile of queries: the longest rows of a head first."""
-    block, row = tile % blocks, tile // blocks
+    if ORDER == 0:
+        block, row = tile % blocks, tile // blocks
+    else:
+        rows = tiles // blocks
+        band = ORDER * blocks
+        start = tile // band * ORDER
+        width = gl.minimum(ORDER, rows - start)
+        block = tile % band // width
+        row = start + tile % band % width
     if CAUSAL:
         block = blocks - 1 - block
     return block, row // heads, row % heads
@@ -60,13 +68,13 @@ def visited(
 @gluon.jit
 def load(
     q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv, diagonal,
-    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: queries of each tile, then its keys and values, the last first."""
     n = 0
     asked = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, head = place(tile, blocks, heads, CAUSAL)
+        block, batch, head = place(tile, tiles, blocks, heads, CAUSAL, ORDER)
         kv_head = head // group
         _, end = visited(
             block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
@@ -143,7 +151,7 @@ def step(
 def attend(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
     seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that attends to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
@@ -152,7 +160,7 @@ def attend(
     n = 0
     asked = WARPGROUP
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, head = place(tile, blocks, heads, CAUSAL)
+        block, batch, head = place(tile, tiles, blocks, heads, CAUSAL, ORDER)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(
             block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
@@ -212,7 +220,7 @@ def write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, LAYOUT:
 def flashattn_hopper_fwd(
     q, k, v, o, lse, tiles, blocks, heads, group, seq_q, seq_kv, diagonal, scale_log2,
     BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
     BLOCK_Q: gl.constexpr = GROUPS * ROWS
@@ -221,18 +229,38 @@ def flashattn_hopper_fwd(
     values = new_ring(v, SLOTS, GROUPS)
     staging = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
     fence_async_shared()
-    gl.static_assert(GROUPS == 2, "two warpgroups attend")
-    gl.warp_specialize(
+    if GROUPS == 2:
+        gl.warp_specialize(
         [
             (attend, (0, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL)),
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
+                      ORDER)),
             (attend, (1, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
-                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL)),
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
+                      ORDER)),
             (load, (q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv,
-                    diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL)),
+                    diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, ORDER)),
         ],
         [4, 1],
         [REGISTERS, 24],
+    )  # fmt: skip
+    else:
+        gl.warp_specialize(
+        [
+            (attend, (0, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
+                      ORDER)),
+            (attend, (1, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
+                      ORDER)),
+            (attend, (2, o, lse, queries, keys, values, staging, tiles, blocks, heads, seq_q,
+                      seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D, GROUPS, CAUSAL,
+                      ORDER)),
+            (load, (q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv,
+                    diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, ORDER)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -292,6 +320,7 @@ def forward(
             SLOTS=config.slots,
             CAUSAL=diagonal is not None,
             REGISTERS=config.registers,
+            ORDER=config.order,
             num_warps=4,
         )
     return o, lse

@@ -48,3 +48,33 @@ class Config:
 
 # Not measured yet: what fits, by the head dimension that is computed in.
 FORWARD = {64: Config(slots=4), 128: Config(slots=2), 256: Config(block_kv=64, slots=2)}
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Schedule of the backward kernel.
+
+    Args:
+        slots: tiles of queries, and of dO, that are under way at once.
+        ahead: whether the next tile's scores begin before this tile's dq is written out.
+        order: heads of a band, whose keys that most queries see come first; 0: head by head.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    slots: int = 2
+    ahead: bool = True
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        """Check."""
+        if self.slots < 2:  # noqa: PLR2004
+            msg = f"slots: wanted 2 at least, got {self.slots}"
+            raise ValueError(msg)
+        if self.order < 0:
+            msg = f"order: wanted 0 or a number of heads, got {self.order}"
+            raise ValueError(msg)
+
+
+BACKWARD = {64: BackwardConfig(), 128: BackwardConfig()}

@@ -1,0 +1,477 @@
+"""flashattn_hopper_bwd: dk, dv and dq in one pass over the scores.
+
+A program owns 128 keys of a head, 64 for each of two warpgroups, which keep dk and dv in registers
+while tiles of queries and of dO come by. The scores are transposed, [keys, queries], so P and dS
+are in registers as the products for dv and dk take them. For dq the warpgroups exchange dS through
+shared memory, and each computes half of the tile from all 128 keys. One warp loads; another adds
+the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_dq scales and rounds.
+
+A step's products are in flight all the time: under dP the exponentials are computed, under dv's
+product dS, under dq's the exchange is over, and under the next tile's scores dq is written out.
+
+Deterministic: a tile of dq takes what programs add in the order of their keys. A program adds only
+after the program of the keys before has, and that has a smaller number, so it runs, or did. All
+visit the last queries first: those are seen by all keys, so under a causal mask, too, nobody waits
+for long. The first to add stores instead, so the workspace need not be cleared.
+
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashattn.kernels import launch
+from flashattn.kernels.backward import row_terms
+from flashattn.kernels.hopper.compat import add_tile, store_tile
+from flashattn.kernels.hopper.config import BACKWARD, BackwardConfig
+from flashattn.kernels.hopper.forward import descriptor
+from flashattn.kernels.hopper.ring import new_pairs, new_ring
+from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.tiles import block_d
+
+KEYS = gl.constexpr(64)  # of a warpgroup
+BLOCK_KV = gl.constexpr(128)
+HALF = gl.constexpr(64)  # rows and columns of a warpgroup's part of a tile of dq
+MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
+ROUND_ROWS = 64  # of a program of flashattn_hopper_bwd_dq
+
+POLL = gl.constexpr(
+    "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
+)
+ACQUIRED = gl.constexpr(
+    "fence.acq_rel.gpu; bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;"
+)
+# Not of the kind .read, which waits until shared memory was read only.
+PASS_ON = gl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 lane;
+    cp.async.bulk.wait_group 0;
+    fence.proxy.async;
+    bar.warp.sync 0xffffffff;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 first, lane, 0;
+    fence.acq_rel.gpu;
+    @first red.release.gpu.global.add.s32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def meet():
+    """Wait for the other warpgroup."""
+    gl.inline_asm_elementwise(MEET, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def await_turn(counter, turn):
+    """Wait, as one warp, until a counter has come to a number."""
+    seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+    while seen != turn:
+        seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+    gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def pass_on(counter):
+    """Wait, as one warp, until all that it stored is in memory, and count one on."""
+    gl.inline_asm_elementwise(PASS_ON, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+
+
+@gluon.jit
+def place(tile, tiles, blocks, heads, ORDER: gl.constexpr):
+    """Return (block, batch, head) of a tile of keys: of a head, those that most queries see first.
+
+    The tiles of a head are in their order.
+    """
+    if ORDER == 0:
+        block, row = tile % blocks, tile // blocks
+    else:
+        band = ORDER * blocks
+        start = tile // band * ORDER
+        width = gl.minimum(ORDER, tiles // blocks - start)
+        block = tile % band // width
+        row = start + tile % band % width
+    return block, row // heads, row % heads
+
+
+@gluon.jit
+def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return (first, full, end) tiles of queries; those from full on see all keys; first < end.
+
+    No tile from full on is the first, and first rises with start_kv.
+    """
+    end = gl.cdiv(seq_q, BLOCK_Q)
+    first = 0
+    full = 0
+    if CAUSAL:
+        first = gl.minimum(gl.maximum(start_kv - diagonal, 0) // BLOCK_Q, end - 1)
+        full = gl.cdiv(gl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0), BLOCK_Q)
+    full = gl.minimum(gl.maximum(full, first + 1), end)
+    if start_kv + BLOCK_KV > seq_kv:
+        full = end
+    return first, full, end
+
+
+@gluon.jit
+def load(
+    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, group, seq_q,
+    seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that loads: keys and values, then queries with dO, the last first."""
+    block, batch, kv_head = place(gl.program_id(0), tiles, blocks, kv_heads, ORDER)
+    start_kv = block * BLOCK_KV
+    first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+    for w in gl.static_range(2):
+        keys.put(w, k, batch, kv_head, start_kv + w * KEYS)
+    n = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        for i in range(first, end):
+            start_q = (end - 1 - (i - first)) * BLOCK_Q
+            queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
+            if n == 0:
+                for w in gl.static_range(2):
+                    values.put(w, v, batch, kv_head, start_kv + w * KEYS)
+            n += 1
+
+
+@gluon.jit
+def store(
+    dq, turns, staging, staged, left, tiles, blocks, kv_heads, group, seq_q, seq_kv, diagonal,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that adds both warpgroups' parts of dq to the workspace."""
+    block, batch, kv_head = place(gl.program_id(0), tiles, blocks, kv_heads, ORDER)
+    first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+    n = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        for i in range(first, end):
+            query_tile = end - 1 - (i - first)
+            counter = turns + ((batch * kv_heads * group + head) * end + query_tile)
+            for w in gl.static_range(2):
+                row = query_tile * BLOCK_Q
+                column = 0
+                if BLOCK_Q == HALF:
+                    column = w * HALF
+                else:
+                    row += w * HALF
+                mbarrier.wait(staged.index(w), n & 1)
+                if DETERMINISTIC:
+                    if w == 0:
+                        await_turn(counter, block)
+                    if block == 0:
+                        store_tile(dq, [batch, head, row, column], staging.index(w))
+                    else:
+                        add_tile(dq, [batch, head, row, column], staging.index(w))
+                else:
+                    add_tile(dq, [batch, head, row, column], staging.index(w))
+            for w in gl.static_range(2):
+                tma.store_wait(1 - w)
+                mbarrier.arrive(left.index(w), count=1)
+            if DETERMINISTIC:
+                pass_on(counter)
+            n += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scores(k, queries, n, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin the product of this warpgroup's keys and the n-th tile of queries."""
+    queries.await_first(n)
+    q, _ = queries.first(n)
+    zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, LAYOUT)
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Put 0 where a query does not see a key, or there is no key: there P could be inf."""
+    layout: gl.constexpr = p.type.layout
+    queries = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
+    keys = start_kv + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    seen_from = gl.full([KEYS], 0, gl.int32, layout=gl.SliceLayout(1, layout))
+    if CAUSAL:
+        seen_from = keys - diagonal - start_q
+    seen_from = gl.where(keys < seq_kv, seen_from, BLOCK_Q)
+    return gl.where(queries[None, :] >= seen_from[:, None], p, 0.0)
+
+
+@gluon.jit
+def part(
+    WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Begin this warpgroup's part of dq: of 64 queries and 64 columns, over all keys."""
+    dq = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
+    for w in gl.static_range(2):
+        ds = exchange.index((n & 1) * 2 + w)
+        k = keys.tile(w)
+        if BLOCK_Q == HALF:
+            k = k.slice(WARPGROUP * HALF, HALF, dim=1)
+        else:
+            ds = ds.slice(WARPGROUP * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def step(
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n, start_q,
+    start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, AHEAD: gl.constexpr, LAST: gl.constexpr, S: gl.constexpr,
+    P: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """Fold the n-th tile of queries, whose scores are under way, and begin the next one's."""
+    s, dk, dv = state
+    q, lse2 = queries.first(n)
+    do, delta = queries.second(n)
+    queries.await_second(n)
+    zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, S)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
+    if MASKED:
+        p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
+    # The other warpgroup has read what was there: it came to the last meeting after it did so.
+    exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
+    fence_async_shared()
+    dk = warpgroup_mma(gl.convert_layout(ds, P, assert_trivial=True), q, dk, is_async=True)
+    meet()
+    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, DQ)
+    if AHEAD and not LAST:
+        s = scores(k, queries, n + 1, BLOCK_Q, S)
+        dv, dk, dq = warpgroup_mma_wait(1, deps=[dv, dk, dq])
+    else:
+        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
+    staging.index(WARPGROUP).reshape([HALF, HALF]).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(staged.index(WARPGROUP), count=1)
+    queries.free(n)
+    if not AHEAD and not LAST:
+        s = scores(k, queries, n + 1, BLOCK_Q, S)
+    return s, dk, dv
+
+
+@gluon.jit
+def attend(
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+    blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    block, batch, kv_head = place(gl.program_id(0), tiles, blocks, kv_heads, ORDER)
+    first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+    start_kv = block * BLOCK_KV + WARPGROUP * KEYS
+    dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    for w in gl.static_range(2):
+        keys.take(w)
+    k, v = keys.tile(WARPGROUP), values.take(WARPGROUP)
+    n = 0
+    for _ in range(group):
+        s = scores(k, queries, n, BLOCK_Q, S)
+        for i in range(end - 1, full - 1, -1):
+            s, dk_acc, dv_acc = step(
+                WARPGROUP, (s, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                False, AHEAD, False, S, P, DQ,
+            )  # fmt: skip
+            n += 1
+        for i in range(full - 1, first, -1):
+            s, dk_acc, dv_acc = step(
+                WARPGROUP, (s, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                True, AHEAD, False, S, P, DQ,
+            )  # fmt: skip
+            n += 1
+        _, dk_acc, dv_acc = step(
+            WARPGROUP, (s, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+            left, n, first * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+            True, AHEAD, True, S, P, DQ,
+        )  # fmt: skip
+        n += 1
+    meet()  # both have read all keys, so gradients may take their place
+    k.store((dk_acc * scale).to(k.dtype))
+    v.store(dv_acc.to(v.dtype))
+    fence_async_shared()
+    store_tile(dk, [batch, kv_head, start_kv, 0], keys.tiles.index(WARPGROUP))
+    store_tile(dv, [batch, kv_head, start_kv, 0], values.tiles.index(WARPGROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "group", "seq_q", "seq_kv", "diagonal"])
+def flashattn_hopper_bwd(
+    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, group, seq_q, seq_kv,
+    diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, AHEAD: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv, and add dq / scale to a workspace; all but turns are descriptors."""
+    gl.static_assert(BLOCK_Q * BLOCK_D == 2 * HALF * HALF)
+    keys = new_ring(k, 2, 2)
+    values = new_ring(v, 2, 1)
+    queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
+    exchange = gl.allocate_shared_memory(
+        q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    staging = gl.allocate_shared_memory(dq.dtype, [2] + dq.block_shape, dq.layout)
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(2):
+        mbarrier.init(staged.index(w), count=1)
+        mbarrier.init(left.index(w), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+                      blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q,
+                      BLOCK_D, CAUSAL, AHEAD, ORDER)),
+            (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+                      blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q,
+                      BLOCK_D, CAUSAL, AHEAD, ORDER)),
+            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
+                    group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER)),
+            (store, (dq, turns, staging, staged, left, tiles, blocks, kv_heads, group, seq_q,
+                     seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded", "diagonal"])
+def flashattn_hopper_bwd_dq(
+    total, dq, dq_strides, heads, seq_q, padded, diagonal, scale, head_dim: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Write dq = scale * total, and 0 to queries that see no key: nothing was added to some."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
+    rows, columns = start + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    x = tl.load(total + (row * padded + rows[:, None]) * BLOCK_D + columns[None, :]) * scale
+    if CAUSAL:
+        x = tl.where(rows[:, None] + diagonal >= 0, x, 0.0)
+    base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
+    inside = (rows[:, None] < seq_q) & (columns[None, :] < head_dim)
+    at = rows[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
+    tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
+
+
+def _numbers(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Return what loads [1, rows] numbers of x [B * H, N], which is contiguous."""
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [1, rows], gl.NVMMASharedLayout(0, 32, 2)
+    )
+
+
+def _parts(x: torch.Tensor) -> TensorDescriptor:
+    """Return what stores a warpgroup's part of x [B, H, N, D] in fp32."""
+    layout = gl.NVMMASharedLayout(128, 32, 4)
+    block = [1, 1, HALF.value, HALF.value]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def backward(
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    diagonal: int | None,
+    scale: float,
+    deterministic: bool = True,
+    config: BackwardConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
+
+    Args:
+        grads: of o [B, H, T, D], that a descriptor can have, and of lse [B, H, T], contiguous, or
+            None.
+        saved: q, k, v as ``forward`` took them, of head dimensions from 33 to 128, o and lse as it
+            returned them.
+        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        scale: factor on the scores, above 0.
+        deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
+        config: instead of the table's.
+
+    Returns:
+        The gradients of q, k and v, in their dtype.
+    """
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    if 0 in (lse.numel(), k.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    d = block_d(head_dim)
+    config = config or BACKWARD[d]
+    block_q = 2 * HALF.value**2 // d
+    query_tiles, blocks = triton.cdiv(seq_q, block_q), triton.cdiv(seq_kv, BLOCK_KV.value)
+    padded = query_tiles * block_q
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    allocate = torch.empty if deterministic else torch.zeros
+    total = allocate((batch, heads, padded, d), device=q.device, dtype=torch.float32)
+    turns = batch * heads * query_tiles if deterministic else 1
+    with launch.on_device(q):
+        lse2, delta = row_terms(grad_o, grad_lse, o, lse)
+        flashattn_hopper_bwd[(blocks * batch * kv_heads,)](
+            descriptor(q, block_q),
+            descriptor(k, KEYS.value),
+            descriptor(v, KEYS.value),
+            descriptor(grad_o, block_q),
+            _numbers(lse2, block_q),
+            _numbers(delta, block_q),
+            _parts(total),
+            descriptor(dk, KEYS.value),
+            descriptor(dv, KEYS.value),
+            torch.zeros(turns, device=q.device, dtype=torch.int32),
+            blocks * batch * kv_heads,
+            blocks,
+            kv_heads,
+            heads // kv_heads,
+            seq_q,
+            seq_kv,
+            diagonal or 0,
+            scale,
+            scale * LOG2E.value,
+            BLOCK_Q=block_q,
+            BLOCK_D=d,
+            SLOTS=config.slots,
+            CAUSAL=diagonal is not None,
+            DETERMINISTIC=deterministic,
+            AHEAD=config.ahead,
+            ORDER=config.order,
+            num_warps=4,
+        )
+        flashattn_hopper_bwd_dq[(batch * heads, padded // ROUND_ROWS)](
+            total,
+            dq,
+            dq.stride()[:3],
+            heads,
+            seq_q,
+            padded,
+            diagonal or 0,
+            scale,
+            head_dim=head_dim,
+            ROWS=ROUND_ROWS,
+            BLOCK_D=d,
+            CAUSAL=diagonal is not None,
+            num_warps=4,
+        )
+    return dq, dk, dv

@@ -109,17 +109,13 @@ def place(tile, tiles, blocks, heads, ORDER: gl.constexpr):
 
 @gluon.jit
 def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return (first, full, end) tiles of queries; those from full on see all keys; first < end.
-
-    No tile from full on is the first, and first rises with start_kv.
-    """
+    """Return (first, full, end) tiles of queries; those from full on see all keys; first < end."""
     end = gl.cdiv(seq_q, BLOCK_Q)
-    first = 0
-    full = 0
+    first, full = 0, 0
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_kv - diagonal, 0) // BLOCK_Q, end - 1)
         full = gl.cdiv(gl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0), BLOCK_Q)
-    full = gl.minimum(gl.maximum(full, first + 1), end)
+    full = gl.minimum(gl.maximum(full, first), end)
     if start_kv + BLOCK_KV > seq_kv:
         full = end
     return first, full, end
@@ -226,14 +222,26 @@ def part(
 
 
 @gluon.jit
+def hand_over(WARPGROUP: gl.constexpr, dq, staging, staged, left, n):
+    """Give this warpgroup's part of the n-th tile of dq to the warp that stores."""
+    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
+    staging.index(WARPGROUP).reshape([HALF, HALF]).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(staged.index(WARPGROUP), count=1)
+
+
+@gluon.jit
 def step(
     WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n, start_q,
     start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr, AHEAD: gl.constexpr, LAST: gl.constexpr, S: gl.constexpr,
-    P: gl.constexpr, DQ: gl.constexpr,
+    MASKED: gl.constexpr, LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of queries, whose scores are under way, and begin the next one's."""
-    s, dk, dv = state
+    """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
+    dq, dk, dv = state
+    s = scores(k, queries, n, BLOCK_Q, S)
+    if LATE:
+        hand_over(WARPGROUP, dq, staging, staged, left, n - 1)
+        queries.free(n - 1)
     q, lse2 = queries.first(n)
     do, delta = queries.second(n)
     queries.await_second(n)
@@ -253,26 +261,15 @@ def step(
     dk = warpgroup_mma(gl.convert_layout(ds, P, assert_trivial=True), q, dk, is_async=True)
     meet()
     dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, DQ)
-    if AHEAD and not LAST:
-        s = scores(k, queries, n + 1, BLOCK_Q, S)
-        dv, dk, dq = warpgroup_mma_wait(1, deps=[dv, dk, dq])
-    else:
-        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
-    staging.index(WARPGROUP).reshape([HALF, HALF]).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(staged.index(WARPGROUP), count=1)
-    queries.free(n)
-    if not AHEAD and not LAST:
-        s = scores(k, queries, n + 1, BLOCK_Q, S)
-    return s, dk, dv
+    dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+    return dq, dk, dv
 
 
 @gluon.jit
 def attend(
     WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
     blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr, ORDER: gl.constexpr,
+    BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -289,27 +286,28 @@ def attend(
     k, v = keys.tile(WARPGROUP), values.take(WARPGROUP)
     n = 0
     for _ in range(group):
-        s = scores(k, queries, n, BLOCK_Q, S)
-        for i in range(end - 1, full - 1, -1):
-            s, dk_acc, dv_acc = step(
-                WARPGROUP, (s, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                False, AHEAD, False, S, P, DQ,
-            )  # fmt: skip
-            n += 1
-        for i in range(full - 1, first, -1):
-            s, dk_acc, dv_acc = step(
-                WARPGROUP, (s, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                True, AHEAD, False, S, P, DQ,
-            )  # fmt: skip
-            n += 1
-        _, dk_acc, dv_acc = step(
-            WARPGROUP, (s, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-            left, n, first * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-            True, AHEAD, True, S, P, DQ,
+        dq, dk_acc, dv_acc = step(
+            WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+            left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+            True, False, S, P, DQ,
         )  # fmt: skip
         n += 1
+        for i in range(end - 2, full - 1, -1):
+            dq, dk_acc, dv_acc = step(
+                WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                False, True, S, P, DQ,
+            )  # fmt: skip
+            n += 1
+        for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
+            dq, dk_acc, dv_acc = step(
+                WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                True, True, S, P, DQ,
+            )  # fmt: skip
+            n += 1
+        hand_over(WARPGROUP, dq, staging, staged, left, n - 1)
+        queries.free(n - 1)
     meet()  # both have read all keys, so gradients may take their place
     k.store((dk_acc * scale).to(k.dtype))
     v.store(dv_acc.to(v.dtype))
@@ -323,8 +321,7 @@ def attend(
 def flashattn_hopper_bwd(
     q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, group, seq_q, seq_kv,
     diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, AHEAD: gl.constexpr,
-    ORDER: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace; all but turns are descriptors."""
     gl.static_assert(BLOCK_Q * BLOCK_D == 2 * HALF * HALF)
@@ -345,10 +342,10 @@ def flashattn_hopper_bwd(
         [
             (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
                       blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q,
-                      BLOCK_D, CAUSAL, AHEAD, ORDER)),
+                      BLOCK_D, CAUSAL, ORDER)),
             (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
                       blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q,
-                      BLOCK_D, CAUSAL, AHEAD, ORDER)),
+                      BLOCK_D, CAUSAL, ORDER)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
                     group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER)),
             (store, (dq, turns, staging, staged, left, tiles, blocks, kv_heads, group, seq_q,
@@ -455,7 +452,6 @@ def backward(
             SLOTS=config.slots,
             CAUSAL=diagonal is not None,
             DETERMINISTIC=deterministic,
-            AHEAD=config.ahead,
             ORDER=config.order,
             num_warps=4,
         )

@@ -222,12 +222,18 @@ def part(
 
 
 @gluon.jit
-def hand_over(WARPGROUP: gl.constexpr, dq, staging, staged, left, n):
-    """Give this warpgroup's part of the n-th tile of dq to the warp that stores."""
+def stage(WARPGROUP: gl.constexpr, dq, staging, left, n):
+    """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
     mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
     staging.index(WARPGROUP).reshape([HALF, HALF]).store(dq)
+
+
+@gluon.jit
+def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
+    """Say that the part of dq is there, and that the n-th tile of queries is not needed more."""
     fence_async_shared()
     mbarrier.arrive(staged.index(WARPGROUP), count=1)
+    queries.free(n)
 
 
 @gluon.jit
@@ -240,13 +246,14 @@ def step(
     dq, dk, dv = state
     s = scores(k, queries, n, BLOCK_Q, S)
     if LATE:
-        hand_over(WARPGROUP, dq, staging, staged, left, n - 1)
-        queries.free(n - 1)
+        stage(WARPGROUP, dq, staging, left, n - 1)
     q, lse2 = queries.first(n)
     do, delta = queries.second(n)
     queries.await_second(n)
     zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, S)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if LATE:
+        hand_over(WARPGROUP, staged, queries, n - 1)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
     if MASKED:
@@ -306,8 +313,8 @@ def attend(
                 True, True, S, P, DQ,
             )  # fmt: skip
             n += 1
-        hand_over(WARPGROUP, dq, staging, staged, left, n - 1)
-        queries.free(n - 1)
+        stage(WARPGROUP, dq, staging, left, n - 1)
+        hand_over(WARPGROUP, staged, queries, n - 1)
     meet()  # both have read all keys, so gradients may take their place
     k.store((dk_acc * scale).to(k.dtype))
     v.store(dv_acc.to(v.dtype))

@@ -46,7 +46,6 @@ KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows and columns of a warpgroup's part of a tile of dq
 MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
-ROUND_ROWS = 64  # of a program of flashattn_hopper_bwd_dq
 
 POLL = gl.constexpr(
     "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
@@ -224,8 +223,11 @@ def part(
 @gluon.jit
 def stage(WARPGROUP: gl.constexpr, dq, staging, left, n):
     """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
+    # Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers
+    # of a thread in a block are neighbours, then threads, then blocks: no two banks are in conflict.
+    dq = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
-    staging.index(WARPGROUP).reshape([HALF, HALF]).store(dq)
+    staging.index(WARPGROUP).reshape([HALF, HALF]).store(gl.reshape(dq, [HALF, HALF]))
 
 
 @gluon.jit
@@ -366,12 +368,15 @@ def flashattn_hopper_bwd(
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded", "diagonal"])
 def flashattn_hopper_bwd_dq(
     total, dq, dq_strides, heads, seq_q, padded, diagonal, scale, head_dim: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    PART: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Write dq = scale * total, and 0 to queries that see no key: nothing was added to some."""
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
-    rows, columns = start + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    """Write dq = scale * total in its order, and 0 to queries that see no key: some have no sum."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * PART + tl.arange(0, PART)
+    columns = tl.program_id(2) * PART + tl.arange(0, PART)
     x = tl.load(total + (row * padded + rows[:, None]) * BLOCK_D + columns[None, :]) * scale
+    x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, [PART, PART])
     if CAUSAL:
         x = tl.where(rows[:, None] + diagonal >= 0, x, 0.0)
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
@@ -389,7 +394,7 @@ def _numbers(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 def _parts(x: torch.Tensor) -> TensorDescriptor:
     """Return what stores a warpgroup's part of x [B, H, N, D] in fp32."""
-    layout = gl.NVMMASharedLayout(128, 32, 4)
+    layout = gl.NVMMASharedLayout(0, 32, 4)
     block = [1, 1, HALF.value, HALF.value]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
@@ -462,7 +467,7 @@ def backward(
             ORDER=config.order,
             num_warps=4,
         )
-        flashattn_hopper_bwd_dq[(batch * heads, padded // ROUND_ROWS)](
+        flashattn_hopper_bwd_dq[(batch * heads, padded // HALF.value, d // HALF.value)](
             total,
             dq,
             dq.stride()[:3],
@@ -472,7 +477,7 @@ def backward(
             diagonal or 0,
             scale,
             head_dim=head_dim,
-            ROWS=ROUND_ROWS,
+            PART=HALF.value,
             BLOCK_D=d,
             CAUSAL=diagonal is not None,
             num_warps=4,

@@ -126,20 +126,23 @@ def load(
     seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: keys and values, then queries with dO, the last first."""
-    block, batch, kv_head = place(gl.program_id(0), tiles, blocks, kv_heads, ORDER)
-    start_kv = block * BLOCK_KV
-    first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-    for w in gl.static_range(2):
-        keys.put(w, k, batch, kv_head, start_kv + w * KEYS)
     n = 0
-    for head in range(kv_head * group, kv_head * group + group):
-        for i in range(first, end):
-            start_q = (end - 1 - (i - first)) * BLOCK_Q
-            queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
-            if n == 0:
-                for w in gl.static_range(2):
-                    values.put(w, v, batch, kv_head, start_kv + w * KEYS)
-            n += 1
+    held = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, ORDER)
+        start_kv = block * BLOCK_KV
+        first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(first, end):
+                start_q = (end - 1 - (i - first)) * BLOCK_Q
+                queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
+                n += 1
+                if i == first and head == kv_head * group:
+                    for w in gl.static_range(2):
+                        keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
+                    for w in gl.static_range(2):
+                        values.put(held + w, v, batch, kv_head, start_kv + w * KEYS)
+                    held += 2
 
 
 @gluon.jit
@@ -148,36 +151,37 @@ def store(
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
-    block, batch, kv_head = place(gl.program_id(0), tiles, blocks, kv_heads, ORDER)
-    first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
     n = 0
-    for head in range(kv_head * group, kv_head * group + group):
-        for i in range(first, end):
-            query_tile = end - 1 - (i - first)
-            counter = turns + ((batch * kv_heads * group + head) * end + query_tile)
-            for w in gl.static_range(2):
-                row = query_tile * BLOCK_Q
-                column = 0
-                if BLOCK_Q == HALF:
-                    column = w * HALF
-                else:
-                    row += w * HALF
-                mbarrier.wait(staged.index(w), n & 1)
-                if DETERMINISTIC:
-                    if w == 0:
-                        await_turn(counter, block)
-                    if block == 0:
-                        store_tile(dq, [batch, head, row, column], staging.index(w))
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, ORDER)
+        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(first, end):
+                query_tile = end - 1 - (i - first)
+                counter = turns + ((batch * kv_heads * group + head) * end + query_tile)
+                for w in gl.static_range(2):
+                    row = query_tile * BLOCK_Q
+                    column = 0
+                    if BLOCK_Q == HALF:
+                        column = w * HALF
+                    else:
+                        row += w * HALF
+                    mbarrier.wait(staged.index(w), n & 1)
+                    if DETERMINISTIC:
+                        if w == 0:
+                            await_turn(counter, block)
+                        if block == 0:
+                            store_tile(dq, [batch, head, row, column], staging.index(w))
+                        else:
+                            add_tile(dq, [batch, head, row, column], staging.index(w))
                     else:
                         add_tile(dq, [batch, head, row, column], staging.index(w))
-                else:
-                    add_tile(dq, [batch, head, row, column], staging.index(w))
-            for w in gl.static_range(2):
-                tma.store_wait(1 - w)
-                mbarrier.arrive(left.index(w), count=1)
-            if DETERMINISTIC:
-                pass_on(counter)
-            n += 1
+                for w in gl.static_range(2):
+                    tma.store_wait(1 - w)
+                    mbarrier.arrive(left.index(w), count=1)
+                if DETERMINISTIC:
+                    pass_on(counter)
+                n += 1
     tma.store_wait(0)
 
 
@@ -285,45 +289,51 @@ def attend(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
-    block, batch, kv_head = place(gl.program_id(0), tiles, blocks, kv_heads, ORDER)
-    first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-    start_kv = block * BLOCK_KV + WARPGROUP * KEYS
-    dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
-    dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
-    for w in gl.static_range(2):
-        keys.take(w)
-    k, v = keys.tile(WARPGROUP), values.take(WARPGROUP)
     n = 0
-    for _ in range(group):
-        dq, dk_acc, dv_acc = step(
-            WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-            left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-            True, False, S, P, DQ,
-        )  # fmt: skip
-        n += 1
-        for i in range(end - 2, full - 1, -1):
+    held = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, ORDER)
+        first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        start_kv = block * BLOCK_KV + WARPGROUP * KEYS
+        dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+        dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+        for w in gl.static_range(2):
+            keys.take(held + w)
+        k, v = keys.tile(WARPGROUP), values.take(held + WARPGROUP)
+        for _ in range(group):
             dq, dk_acc, dv_acc = step(
-                WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                False, True, S, P, DQ,
+                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                True, False, S, P, DQ,
             )  # fmt: skip
             n += 1
-        for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
-            dq, dk_acc, dv_acc = step(
-                WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                True, True, S, P, DQ,
-            )  # fmt: skip
-            n += 1
-        stage(WARPGROUP, dq, staging, left, n - 1)
-        hand_over(WARPGROUP, staged, queries, n - 1)
-    meet()  # both have read all keys, so gradients may take their place
-    k.store((dk_acc * scale).to(k.dtype))
-    v.store(dv_acc.to(v.dtype))
-    fence_async_shared()
-    store_tile(dk, [batch, kv_head, start_kv, 0], keys.tiles.index(WARPGROUP))
-    store_tile(dv, [batch, kv_head, start_kv, 0], values.tiles.index(WARPGROUP))
-    tma.store_wait(0)
+            for i in range(end - 2, full - 1, -1):
+                dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                    False, True, S, P, DQ,
+                )  # fmt: skip
+                n += 1
+            for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
+                dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                    True, True, S, P, DQ,
+                )  # fmt: skip
+                n += 1
+            stage(WARPGROUP, dq, staging, left, n - 1)
+            hand_over(WARPGROUP, staged, queries, n - 1)
+        meet()  # both have read all keys, so gradients may take their place
+        k.store((dk_acc * scale).to(k.dtype))
+        v.store(dv_acc.to(v.dtype))
+        fence_async_shared()
+        store_tile(dk, [batch, kv_head, start_kv, 0], keys.tiles.index(WARPGROUP))
+        store_tile(dv, [batch, kv_head, start_kv, 0], values.tiles.index(WARPGROUP))
+        tma.store_wait(0)
+        for w in gl.static_range(2):
+            keys.free(w)
+        values.free(WARPGROUP)
+        held += 2
 
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "group", "seq_q", "seq_kv", "diagonal"])
@@ -432,14 +442,17 @@ def backward(
     config = config or BACKWARD[d]
     block_q = 2 * HALF.value**2 // d
     query_tiles, blocks = triton.cdiv(seq_q, block_q), triton.cdiv(seq_kv, BLOCK_KV.value)
-    padded = query_tiles * block_q
+    padded, tiles = query_tiles * block_q, blocks * batch * kv_heads
+    # Programs that wait for others' turns must be started in the order of what they do.
+    persistent = config.persistent and not deterministic
+    programs = min(launch.multiprocessors(q.device), tiles) if persistent else tiles
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     allocate = torch.empty if deterministic else torch.zeros
     total = allocate((batch, heads, padded, d), device=q.device, dtype=torch.float32)
     turns = batch * heads * query_tiles if deterministic else 1
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        flashattn_hopper_bwd[(blocks * batch * kv_heads,)](
+        flashattn_hopper_bwd[(programs,)](
             descriptor(q, block_q),
             descriptor(k, KEYS.value),
             descriptor(v, KEYS.value),
@@ -450,7 +463,7 @@ def backward(
             descriptor(dk, KEYS.value),
             descriptor(dv, KEYS.value),
             torch.zeros(turns, device=q.device, dtype=torch.int32),
-            blocks * batch * kv_heads,
+            tiles,
             blocks,
             kv_heads,
             heads // kv_heads,

@@ -56,16 +56,17 @@ class BackwardConfig:
 
     Args:
         slots: tiles of queries, and of dO, that are under way at once.
-        ahead: whether the next tile's scores begin before this tile's dq is written out.
         order: heads of a band, whose keys that most queries see come first; 0: head by head.
+        persistent: whether there is a program for each multiprocessor, or one for each tile of
+            keys; a deterministic dq always has the latter.
 
     Raises:
         ValueError: a number is none of those.
     """
 
     slots: int = 2
-    ahead: bool = True
     order: int = 0
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         """Check."""

@@ -37,8 +37,8 @@ from flashattn.kernels import launch
 from flashattn.kernels.backward import row_terms
 from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.config import BACKWARD, BackwardConfig
-from flashattn.kernels.hopper.forward import descriptor
-from flashattn.kernels.hopper.ring import new_pairs, new_ring
+from flashattn.kernels.hopper.pairs import new_pairs
+from flashattn.kernels.hopper.ring import new_ring
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
 
@@ -146,11 +146,25 @@ def load(
 
 
 @gluon.jit
+def send(dq, part, batch, head, row, column, first, DETERMINISTIC: gl.constexpr):
+    """Add a part of dq to the workspace, or store it if it is the first."""
+    if DETERMINISTIC:
+        if first:
+            store_tile(dq, [batch, head, row, column], part)
+        else:
+            add_tile(dq, [batch, head, row, column], part)
+    else:
+        add_tile(dq, [batch, head, row, column], part)
+
+
+@gluon.jit
 def store(
     dq, turns, staging, staged, left, tiles, blocks, kv_heads, group, seq_q, seq_kv, diagonal,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
+    RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
+    DOWN: gl.constexpr = HALF - RIGHT  # ... or below
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, ORDER)
@@ -158,24 +172,16 @@ def store(
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(first, end):
                 query_tile = end - 1 - (i - first)
+                row = query_tile * BLOCK_Q
                 counter = turns + ((batch * kv_heads * group + head) * end + query_tile)
-                for w in gl.static_range(2):
-                    row = query_tile * BLOCK_Q
-                    column = 0
-                    if BLOCK_Q == HALF:
-                        column = w * HALF
-                    else:
-                        row += w * HALF
-                    mbarrier.wait(staged.index(w), n & 1)
-                    if DETERMINISTIC:
-                        if w == 0:
-                            await_turn(counter, block)
-                        if block == 0:
-                            store_tile(dq, [batch, head, row, column], staging.index(w))
-                        else:
-                            add_tile(dq, [batch, head, row, column], staging.index(w))
-                    else:
-                        add_tile(dq, [batch, head, row, column], staging.index(w))
+                mbarrier.wait(staged.index(0), n & 1)
+                if DETERMINISTIC:
+                    await_turn(counter, block)
+                send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)
+                mbarrier.wait(staged.index(1), n & 1)
+                send(
+                    dq, staging.index(1), batch, head, row + DOWN, RIGHT, block == 0, DETERMINISTIC
+                )  # fmt: skip
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
@@ -208,14 +214,19 @@ def hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: 
 
 
 @gluon.jit
-def part(
-    WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
-):
+def slot(ring, SLOT: gl.constexpr):
+    """Return the tile that lies in a slot: where that is known, fewer registers are needed."""
+    tile = ring.tiles.index(SLOT)
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def part(WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin this warpgroup's part of dq: of 64 queries and 64 columns, over all keys."""
     dq = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
     for w in gl.static_range(2):
         ds = exchange.index((n & 1) * 2 + w)
-        k = keys.tile(w)
+        k = slot(keys, w)
         if BLOCK_Q == HALF:
             k = k.slice(WARPGROUP * HALF, HALF, dim=1)
         else:
@@ -228,7 +239,7 @@ def part(
 def stage(WARPGROUP: gl.constexpr, dq, staging, left, n):
     """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
     # Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers
-    # of a thread in a block are neighbours, then threads, then blocks: no two banks are in conflict.
+    # of a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
     dq = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
     staging.index(WARPGROUP).reshape([HALF, HALF]).store(gl.reshape(dq, [HALF, HALF]))
@@ -244,8 +255,8 @@ def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
 
 @gluon.jit
 def step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n, start_q,
-    start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
+    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
@@ -299,12 +310,13 @@ def attend(
         dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
         for w in gl.static_range(2):
             keys.take(held + w)
-        k, v = keys.tile(WARPGROUP), values.take(held + WARPGROUP)
+        values.take(held + WARPGROUP)
+        k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
         for _ in range(group):
             dq, dk_acc, dv_acc = step(
                 WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                True, False, S, P, DQ,
+                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
+                CAUSAL, True, False, S, P, DQ,
             )  # fmt: skip
             n += 1
             for i in range(end - 2, full - 1, -1):
@@ -336,7 +348,9 @@ def attend(
         held += 2
 
 
-@gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "group", "seq_q", "seq_kv", "diagonal"])
+@gluon.jit(
+    do_not_specialize=["tiles", "blocks", "kv_heads", "group", "seq_q", "seq_kv", "diagonal"]
+)
 def flashattn_hopper_bwd(
     q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, group, seq_q, seq_kv,
     diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -393,6 +407,13 @@ def flashattn_hopper_bwd_dq(
     inside = (rows[:, None] < seq_q) & (columns[None, :] < head_dim)
     at = rows[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
     tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
+
+
+def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Return what loads and stores tiles of [rows, D] of x [B, H, N, D]; what is outside is 0."""
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 4)
+    block = [1, 1, rows, block_d(x.shape[-1])]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 def _numbers(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -453,15 +474,15 @@ def backward(
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
         flashattn_hopper_bwd[(programs,)](
-            descriptor(q, block_q),
-            descriptor(k, KEYS.value),
-            descriptor(v, KEYS.value),
-            descriptor(grad_o, block_q),
+            _tiles(q, block_q),
+            _tiles(k, KEYS.value),
+            _tiles(v, KEYS.value),
+            _tiles(grad_o, block_q),
             _numbers(lse2, block_q),
             _numbers(delta, block_q),
             _parts(total),
-            descriptor(dk, KEYS.value),
-            descriptor(dv, KEYS.value),
+            _tiles(dk, KEYS.value),
+            _tiles(dv, KEYS.value),
             torch.zeros(turns, device=q.device, dtype=torch.int32),
             tiles,
             blocks,

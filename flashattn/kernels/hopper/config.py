@@ -77,5 +77,11 @@ class BackwardConfig:
             msg = f"order: wanted 0 or a number of heads, got {self.order}"
             raise ValueError(msg)
 
+    def shared(self, block_d: int) -> int:
+        """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
+        block_q = 2 * ROWS * ROWS // block_d
+        rows = 2 * block_q * (2 * self.slots * block_d + 4)  # and two numbers for each
+        return 4 * block_d * 2 * ROWS + rows + 8 * ROWS * block_q + 8 * ROWS * ROWS
+
 
 BACKWARD = {64: BackwardConfig(), 128: BackwardConfig()}

@@ -166,6 +166,7 @@ def store(
     RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
     DOWN: gl.constexpr = HALF - RIGHT  # ... or below
     n = 0
+    passed = turns  # the first counter is nobody's
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, ORDER)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
@@ -173,10 +174,13 @@ def store(
             for i in range(first, end):
                 query_tile = end - 1 - (i - first)
                 row = query_tile * BLOCK_Q
-                counter = turns + ((batch * kv_heads * group + head) * end + query_tile)
-                mbarrier.wait(staged.index(0), n & 1)
                 if DETERMINISTIC:
-                    await_turn(counter, block)
+                    # The turn is looked for while the tile before is on its way to memory.
+                    turn = turns + (1 + (batch * kv_heads * group + head) * end + query_tile)
+                    await_turn(turn, block)
+                    pass_on(passed)
+                    passed = turn
+                mbarrier.wait(staged.index(0), n & 1)
                 send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)
                 mbarrier.wait(staged.index(1), n & 1)
                 send(
@@ -185,9 +189,9 @@ def store(
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
-                if DETERMINISTIC:
-                    pass_on(counter)
                 n += 1
+    if DETERMINISTIC:
+        pass_on(passed)
     tma.store_wait(0)
 
 
@@ -470,7 +474,7 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     allocate = torch.empty if deterministic else torch.zeros
     total = allocate((batch, heads, padded, d), device=q.device, dtype=torch.float32)
-    turns = batch * heads * query_tiles if deterministic else 1
+    turns = 1 + batch * heads * query_tiles if deterministic else 1
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
         flashattn_hopper_bwd[(programs,)](

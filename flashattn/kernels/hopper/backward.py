@@ -121,9 +121,22 @@ def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl
 
 
 @gluon.jit
+def visit(i, first, end, block, blocks, SPREAD: gl.constexpr):
+    """Return the tile of queries that is the (i - first)-th: from the last to the first.
+
+    If SPREAD, each tile of keys has another beginning, so that not all add to one tile of dq.
+    """
+    tile = end - 1 - (i - first)
+    if SPREAD:
+        tile = (tile + block * end // blocks) % end
+    return tile
+
+
+@gluon.jit
 def load(
     q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, group, seq_q,
     seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: keys and values, then queries with dO, the last first."""
     n = 0
@@ -134,7 +147,7 @@ def load(
         first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(first, end):
-                start_q = (end - 1 - (i - first)) * BLOCK_Q
+                start_q = visit(i, first, end, block, blocks, SPREAD) * BLOCK_Q
                 queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
                 n += 1
                 if i == first and head == kv_head * group:
@@ -161,6 +174,7 @@ def send(dq, part, batch, head, row, column, first, DETERMINISTIC: gl.constexpr)
 def store(
     dq, turns, staging, staged, left, tiles, blocks, kv_heads, group, seq_q, seq_kv, diagonal,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
@@ -172,7 +186,7 @@ def store(
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(first, end):
-                query_tile = end - 1 - (i - first)
+                query_tile = visit(i, first, end, block, blocks, SPREAD)
                 row = query_tile * BLOCK_Q
                 if DETERMINISTIC:
                     # The turn is looked for while the tile before is on its way to memory.
@@ -359,6 +373,7 @@ def flashattn_hopper_bwd(
     q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, group, seq_q, seq_kv,
     diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
     SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, ORDER: gl.constexpr,
+    SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace; all but turns are descriptors."""
     gl.static_assert(BLOCK_Q * BLOCK_D == 2 * HALF * HALF)
@@ -384,9 +399,9 @@ def flashattn_hopper_bwd(
                       blocks, kv_heads, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q,
                       BLOCK_D, CAUSAL, ORDER)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
-                    group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER)),
+                    group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER, SPREAD)),
             (store, (dq, turns, staging, staged, left, tiles, blocks, kv_heads, group, seq_q,
-                     seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC)),
+                     seq_kv, diagonal, BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC, SPREAD)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -503,6 +518,7 @@ def backward(
             CAUSAL=diagonal is not None,
             DETERMINISTIC=deterministic,
             ORDER=config.order,
+            SPREAD=config.spread and diagonal is None and not deterministic,
             num_warps=4,
         )
         flashattn_hopper_bwd_dq[(batch * heads, padded // HALF.value, d // HALF.value)](

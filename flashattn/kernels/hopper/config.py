@@ -59,6 +59,8 @@ class BackwardConfig:
         order: heads of a band, whose keys that most queries see come first; 0: head by head.
         persistent: whether there is a program for each multiprocessor, or one for each tile of
             keys; a deterministic dq always has the latter.
+        spread: whether programs begin with different queries, if all see all and dq is not
+            deterministic.
 
     Raises:
         ValueError: a number is none of those.
@@ -67,6 +69,7 @@ class BackwardConfig:
     slots: int = 2
     order: int = 0
     persistent: bool = False
+    spread: bool = False
 
     def __post_init__(self) -> None:
         """Check."""

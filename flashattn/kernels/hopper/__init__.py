@@ -1,1 +1,1 @@
-"""Kernels for sm_90a in Gluon: warps with roles, tiles that arrive by themselves, products in flight."""
+"""Kernels for Hopper (sm_90a) in Gluon: warps with roles, tiles that come by themselves."""

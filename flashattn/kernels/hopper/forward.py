@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
@@ -68,7 +67,8 @@ def visited(
 @gluon.jit
 def load(
     q, k, v, queries, keys, values, tiles, blocks, heads, group, seq_q, seq_kv, diagonal,
-    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: queries of each tile, then its keys and values, the last first."""
     n = 0
@@ -76,9 +76,7 @@ def load(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, head = place(tile, tiles, blocks, heads, CAUSAL, ORDER)
         kv_head = head // group
-        _, end = visited(
-            block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
-        )
+        _, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         for w in gl.static_range(GROUPS):
             queries.put(asked + w, q, batch, head, block * BLOCK_Q + w * ROWS)
         asked += GROUPS
@@ -162,9 +160,7 @@ def attend(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, head = place(tile, tiles, blocks, heads, CAUSAL, ORDER)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
-        full, end = visited(
-            block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL
-        )
+        full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         q = queries.take(asked)
         s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
         keys.free(n)

@@ -1,4 +1,4 @@
-"""Ring: tiles in shared memory that one warp fills and several warpgroups read, each in its turn."""
+"""Ring: tiles in shared memory that one warp fills and several warpgroups read, in their turn."""
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 from triton.experimental import gluon

@@ -6,8 +6,8 @@ are in registers as the products for dv and dk take them. For dq the warpgroups 
 shared memory, and each computes half of the tile from all 128 keys. One warp loads; another adds
 the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_dq scales and rounds.
 
-A step's products are in flight all the time: under dP the exponentials are computed, under dv's
-product dS, under dq's the exchange is over, and under the next tile's scores dq is written out.
+While the tensor cores multiply, the other units work: on the exponentials under the product for
+dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
 
 Deterministic: a tile of dq takes what programs add in the order of their keys. A program adds only
 after the program of the keys before has, and that has a smaller number, so it runs, or did. All

@@ -54,6 +54,43 @@ class Config:
         return SIZE * block_d(head_dim) * (queries + 2 * self.slots * self.block_kv)
 
 
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Schedule of the backward kernel.
+
+    Args:
+        slots: tiles of queries, and of dO, that are under way at once.
+        order: heads of a band, whose keys that most queries see come first; 0: head by head.
+        persistent: whether there is a program for each multiprocessor, or one for each tile of
+            keys; a deterministic dq always has the latter.
+        spread: whether programs begin with different queries, if all see all and dq is not
+            deterministic.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    slots: int = 2
+    order: int = 0
+    persistent: bool = False
+    spread: bool = False
+
+    def __post_init__(self) -> None:
+        """Check."""
+        if self.slots < 2:  # noqa: PLR2004
+            msg = f"slots: wanted 2 at least, got {self.slots}"
+            raise ValueError(msg)
+        if self.order < 0:
+            msg = f"order: wanted 0 or a number of heads, got {self.order}"
+            raise ValueError(msg)
+
+    def shared(self, block_d: int) -> int:
+        """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
+        block_q = 2 * ROWS * ROWS // block_d
+        rows = 2 * block_q * (2 * self.slots * block_d + 4)  # and two numbers for each
+        return 4 * block_d * 2 * ROWS + rows + 8 * ROWS * block_q + 8 * ROWS * ROWS
+
+
 SHORT, LONG = Config(slots=4), Config(slots=4, groups=3, registers=160)
 LONG_ROWS = 4096  # queries from which on three warpgroups are faster
 # Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21.
@@ -62,6 +99,8 @@ FORWARD = {
     128: dict.fromkeys((False, True), (Config(), Config())),
     256: dict.fromkeys((False, True), (Config(block_kv=64, staged=False),) * 2),
 }
+
+BACKWARD = {64: BackwardConfig(), 128: BackwardConfig()}
 
 
 def pick(head_dim: int, seq_q: int, *, causal: bool) -> Config:

@@ -1,0 +1,597 @@
+"""flashattn_hopper_bwd: dk, dv and dq in one pass over the scores.
+
+A program owns 128 keys of a head, 64 for each of two warpgroups, which keep dk and dv in registers
+while tiles of queries and of dO come by. The scores are transposed, [keys, queries], so P and dS
+are in registers as the products for dv and dk take them. For dq the warpgroups exchange dS through
+shared memory, and each computes half of the tile from all 128 keys. One warp loads; another adds
+the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_dq scales and rounds.
+
+While the tensor cores multiply, the other units work: on the exponentials under the product for
+dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
+
+Deterministic: a tile of dq takes what programs add in the order of their keys. A program adds only
+after the program of the keys before has, and that has a smaller number, so it runs, or did. All
+visit the last queries first: those are seen by all keys, so under a causal mask, too, nobody waits
+for long. The first to add stores instead, so the workspace need not be cleared.
+
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashattn.kernels import launch
+from flashattn.kernels.backward import backward as portable
+from flashattn.kernels.backward import row_terms
+from flashattn.kernels.hopper.compat import add_tile, store_tile
+from flashattn.kernels.hopper.config import BACKWARD, BackwardConfig
+from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
+from flashattn.kernels.hopper.pairs import new_pairs
+from flashattn.kernels.hopper.ring import new_ring
+from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.tiles import block_d
+
+KEYS = gl.constexpr(64)  # of a warpgroup
+BLOCK_KV = gl.constexpr(128)
+HALF = gl.constexpr(64)  # rows and columns of a warpgroup's part of a tile of dq
+MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
+
+POLL = gl.constexpr(
+    "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
+)
+ACQUIRED = gl.constexpr(
+    "fence.acq_rel.gpu; bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;"
+)
+# Not of the kind .read, which waits until shared memory was read only.
+PASS_ON = gl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 lane;
+    cp.async.bulk.wait_group 0;
+    fence.proxy.async;
+    bar.warp.sync 0xffffffff;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 first, lane, 0;
+    fence.acq_rel.gpu;
+    @first red.release.gpu.global.add.s32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def meet():
+    """Wait for the other warpgroup."""
+    gl.inline_asm_elementwise(MEET, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def await_turn(counter, turn):
+    """Wait, as one warp, until a counter has come to a number."""
+    seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+    while seen != turn:
+        seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+    gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def pass_on(counter):
+    """Wait, as one warp, until all that it stored is in memory, and count one on."""
+    gl.inline_asm_elementwise(PASS_ON, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+
+
+@gluon.jit
+def place(tile, tiles, blocks, heads, band):
+    """Return (block, batch, head) of a tile of keys: those that most queries see come first.
+
+    So it is within ``band`` heads, then within the next; the tiles of a head are in their order.
+    """
+    start = tile // (band * blocks) * band
+    width = gl.minimum(band, tiles // blocks - start)
+    within = tile - start * blocks
+    block, row = within // width, start + within % width
+    return block, row // heads, row % heads
+
+
+@gluon.jit
+def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return (first, full, end) tiles of queries; those from full on see all keys; first < end."""
+    end = gl.cdiv(seq_q, BLOCK_Q)
+    first, full = 0, 0
+    if CAUSAL:
+        first = gl.minimum(gl.maximum(start_kv - diagonal, 0) // BLOCK_Q, end - 1)
+        full = gl.cdiv(gl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0), BLOCK_Q)
+    full = gl.minimum(gl.maximum(full, first), end)
+    if start_kv + BLOCK_KV > seq_kv:
+        full = end
+    return first, full, end
+
+
+@gluon.jit
+def visit(i, first, end, block, blocks, SPREAD: gl.constexpr):
+    """Return the tile of queries that is the (i - first)-th: from the last to the first.
+
+    If SPREAD, each tile of keys has another beginning, so that not all add to one tile of dq.
+    """
+    tile = end - 1 - (i - first)
+    if SPREAD:
+        tile = (tile + block * end // blocks) % end
+    return tile
+
+
+@gluon.jit
+def load(
+    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, band, group,
+    seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that loads: keys and values, then queries with dO, the last first."""
+    n = 0
+    held = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        start_kv = block * BLOCK_KV
+        first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(first, end):
+                start_q = visit(i, first, end, block, blocks, SPREAD) * BLOCK_Q
+                queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
+                n += 1
+                if i == first and head == kv_head * group:
+                    for w in gl.static_range(2):
+                        keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
+                    for w in gl.static_range(2):
+                        values.put(held + w, v, batch, kv_head, start_kv + w * KEYS)
+                    held += 2
+
+
+@gluon.jit
+def send(dq, part, batch, head, row, column, first, DETERMINISTIC: gl.constexpr):
+    """Add a part of dq to the workspace, or store it if it is the first."""
+    if DETERMINISTIC:
+        if first:
+            store_tile(dq, [batch, head, row, column], part)
+        else:
+            add_tile(dq, [batch, head, row, column], part)
+    else:
+        add_tile(dq, [batch, head, row, column], part)
+
+
+@gluon.jit
+def store(
+    dq, turns, staging, staged, left, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, SPREAD: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that adds both warpgroups' parts of dq to the workspace."""
+    RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
+    DOWN: gl.constexpr = HALF - RIGHT  # ... or below
+    n = 0
+    passed = turns  # the first counter is nobody's
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(first, end):
+                query_tile = visit(i, first, end, block, blocks, SPREAD)
+                row = query_tile * BLOCK_Q
+                if DETERMINISTIC:
+                    # The turn is looked for while the tile before is on its way to memory.
+                    turn = turns + (1 + (batch * kv_heads * group + head) * end + query_tile)
+                    await_turn(turn, block)
+                    pass_on(passed)
+                    passed = turn
+                mbarrier.wait(staged.index(0), n & 1)
+                send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)
+                mbarrier.wait(staged.index(1), n & 1)
+                send(
+                    dq, staging.index(1), batch, head, row + DOWN, RIGHT, block == 0, DETERMINISTIC
+                )  # fmt: skip
+                for w in gl.static_range(2):
+                    tma.store_wait(1 - w)
+                    mbarrier.arrive(left.index(w), count=1)
+                n += 1
+    if DETERMINISTIC:
+        pass_on(passed)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scores(k, queries, n, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin the product of this warpgroup's keys and the n-th tile of queries."""
+    queries.await_first(n)
+    q, _ = queries.first(n)
+    zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, LAYOUT)
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Put 0 where a query does not see a key, or there is no key: there P could be inf."""
+    layout: gl.constexpr = p.type.layout
+    queries = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
+    keys = start_kv + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    seen_from = gl.full([KEYS], 0, gl.int32, layout=gl.SliceLayout(1, layout))
+    if CAUSAL:
+        seen_from = keys - diagonal - start_q
+    seen_from = gl.where(keys < seq_kv, seen_from, BLOCK_Q)
+    return gl.where(queries[None, :] >= seen_from[:, None], p, 0.0)
+
+
+@gluon.jit
+def slot(ring, SLOT: gl.constexpr):
+    """Return the tile that lies in a slot: where that is known, fewer registers are needed."""
+    tile = ring.tiles.index(SLOT)
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def part(WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin this warpgroup's part of dq: of 64 queries and 64 columns, over all keys."""
+    dq = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
+    for w in gl.static_range(2):
+        ds = exchange.index((n & 1) * 2 + w)
+        k = slot(keys, w)
+        if BLOCK_Q == HALF:
+            k = k.slice(WARPGROUP * HALF, HALF, dim=1)
+        else:
+            ds = ds.slice(WARPGROUP * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def stage(WARPGROUP: gl.constexpr, dq, staging, left, n):
+    """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
+    # Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers
+    # of a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
+    dq = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
+    staging.index(WARPGROUP).reshape([HALF, HALF]).store(gl.reshape(dq, [HALF, HALF]))
+
+
+@gluon.jit
+def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
+    """Say that the part of dq is there, and that the n-th tile of queries is not needed more."""
+    fence_async_shared()
+    mbarrier.arrive(staged.index(WARPGROUP), count=1)
+    queries.free(n)
+
+
+@gluon.jit
+def step(
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
+    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
+    dq, dk, dv = state
+    s = scores(k, queries, n, BLOCK_Q, S)
+    if LATE:
+        stage(WARPGROUP, dq, staging, left, n - 1)
+    q, lse2 = queries.first(n)
+    do, delta = queries.second(n)
+    queries.await_second(n)
+    zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, S)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if LATE:
+        hand_over(WARPGROUP, staged, queries, n - 1)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
+    if MASKED:
+        p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
+    # The other warpgroup has read what was there: it came to the last meeting after it did so.
+    exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
+    fence_async_shared()
+    dk = warpgroup_mma(gl.convert_layout(ds, P, assert_trivial=True), q, dk, is_async=True)
+    meet()
+    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, DQ)
+    dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+    return dq, dk, dv
+
+
+@gluon.jit
+def attend(
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+    blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    n = 0
+    held = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        start_kv = block * BLOCK_KV + WARPGROUP * KEYS
+        dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+        dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+        for w in gl.static_range(2):
+            keys.take(held + w)
+        values.take(held + WARPGROUP)
+        k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
+        for _ in range(group):
+            dq, dk_acc, dv_acc = step(
+                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
+                CAUSAL, True, False, S, P, DQ,
+            )  # fmt: skip
+            n += 1
+            for i in range(end - 2, full - 1, -1):
+                dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                    False, True, S, P, DQ,
+                )  # fmt: skip
+                n += 1
+            for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
+                dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
+                    True, True, S, P, DQ,
+                )  # fmt: skip
+                n += 1
+            stage(WARPGROUP, dq, staging, left, n - 1)
+            hand_over(WARPGROUP, staged, queries, n - 1)
+        meet()  # both have read all keys, so gradients may take their place
+        k.store((dk_acc * scale).to(k.dtype))
+        v.store(dv_acc.to(v.dtype))
+        fence_async_shared()
+        store_tile(dk, [batch, kv_head, start_kv, 0], keys.tiles.index(WARPGROUP))
+        store_tile(dv, [batch, kv_head, start_kv, 0], values.tiles.index(WARPGROUP))
+        tma.store_wait(0)
+        for w in gl.static_range(2):
+            keys.free(w)
+        values.free(WARPGROUP)
+        held += 2
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "kv_heads",
+        "band",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "diagonal",
+    ]
+)
+def flashattn_hopper_bwd(
+    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, group, seq_q,
+    seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, SPREAD: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv, and add dq / scale to a workspace; all but turns are descriptors."""
+    gl.static_assert(BLOCK_Q * BLOCK_D == 2 * HALF * HALF)
+    keys = new_ring(k, 2, 2)
+    values = new_ring(v, 2, 1)
+    queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
+    exchange = gl.allocate_shared_memory(
+        q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    staging = gl.allocate_shared_memory(dq.dtype, [2] + dq.block_shape, dq.layout)
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(2):
+        mbarrier.init(staged.index(w), count=1)
+        mbarrier.init(left.index(w), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+                      blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
+                      BLOCK_Q, BLOCK_D, CAUSAL)),
+            (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+                      blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
+                      BLOCK_Q, BLOCK_D, CAUSAL)),
+            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
+                    band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, SPREAD)),
+            (store, (dq, turns, staging, staged, left, tiles, blocks, kv_heads, band, group, seq_q,
+                     seq_kv, diagonal, BLOCK_Q, CAUSAL, DETERMINISTIC, SPREAD)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["down", "right", "heads", "seq_q", "diagonal"])
+def flashattn_hopper_bwd_dq(
+    total, dq, dq_strides, down, right, heads, seq_q, diagonal, scale, head_dim: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Write dq = scale * total in its order, and 0 to queries that see no key: some have no sum.
+
+    A head has ``down`` x ``right`` parts.
+    """
+    part = tl.program_id(0)
+    row = (part // (down * right)).to(tl.int64)
+    rows = part // right % down * PART + tl.arange(0, PART)
+    columns = part % right * PART + tl.arange(0, PART)
+    at = (row * down * PART + rows[:, None]) * (right * PART) + columns[None, :]
+    x = tl.load(total + at) * scale
+    x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, [PART, PART])
+    if CAUSAL:
+        x = tl.where(rows[:, None] + diagonal >= 0, x, 0.0)
+    base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
+    inside = (rows[:, None] < seq_q) & (columns[None, :] < head_dim)
+    at = rows[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
+    tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
+
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x."""
+        layout = gl.NVMMASharedLayout(0, 32, 2)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows], layout)
+
+
+class Parts:
+    """A warpgroup's part of dq in the workspace [B, H, N, D], in fp32."""
+
+    @staticmethod
+    def describe(x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x."""
+        layout = gl.NVMMASharedLayout(0, 32, 4)
+        block = [1, 1, HALF.value, HALF.value]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def backward(
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+    deterministic: bool = False,
+    config: BackwardConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
+
+    What they cannot take is the portable kernels': wider heads, tensors that no descriptor can
+    have, and scales that are not positive.
+
+    Args:
+        grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or
+            None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        precision: as in ``forward``.
+        deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
+        config: instead of the table's.
+
+    Returns:
+        The gradients of q, k and v, in their dtype.
+    """
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    grad_o = grad_o if Like.of(grad_o).describable else grad_o.contiguous()
+    likes = Like.of(q), Like.of(k), Like.of(v), Like.of(grad_o)
+    d = block_d(q.shape[3])
+    if d not in BACKWARD or not takes(*likes, scale=scale):
+        return portable(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    with launch.on_device(q):
+        lse2, delta = row_terms(grad_o, grad_lse, o, lse)
+        plan = _plan(*likes, Like.of(dq), diagonal, scale, deterministic, config or BACKWARD[d])
+        plan((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
+    return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is launched.
+
+    Args:
+        fold: flashattn_hopper_bwd.
+        rounding: flashattn_hopper_bwd_dq.
+        total: shape of the workspace.
+        turns: counters, of programs that wait for one another; 0 if they do not, and the workspace
+            begins as zeros.
+    """
+
+    fold: Launch
+    rounding: Launch
+    total: tuple[int, ...]
+    turns: int
+
+    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Fill dq, dk and dv."""
+        dq, dk, dv = grads
+        allocate = torch.empty if self.turns else torch.zeros
+        total = allocate(self.total, device=dq.device, dtype=torch.float32)
+        turns = None
+        if self.turns:
+            turns = torch.zeros(self.turns, device=dq.device, dtype=torch.int32)
+        self.fold(*given, total, dk, dv, turns)
+        self.rounding(total, dq)
+
+
+@lru_cache(PLANS)
+def _plan(
+    q: Like,
+    k: Like,
+    v: Like,
+    grad_o: Like,
+    dq: Like,
+    diagonal: int | None,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001
+    config: BackwardConfig,
+) -> _Plan:
+    """Choose the programs, and prepare the launches."""
+    del v, grad_o
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    d, causal = block_d(head_dim), diagonal is not None
+    block_q = 2 * HALF.value**2 // d
+    query_tiles, blocks = triton.cdiv(seq_q, block_q), triton.cdiv(seq_kv, BLOCK_KV.value)
+    padded, tiles = query_tiles * block_q, blocks * batch * kv_heads
+    # Programs that wait for others' turns must be started in the order of what they do.
+    persistent = config.persistent and not deterministic
+    queries, keys, numbers = Tiles(block_q), Tiles(KEYS.value), Numbers(block_q)
+    fold = Launch(
+        flashattn_hopper_bwd,
+        min(launch.multiprocessors(q.device), tiles) if persistent else tiles,
+        [queries, keys, keys, queries, numbers, numbers, Parts(), keys, keys, None],
+        (
+            tiles,
+            blocks,
+            kv_heads,
+            config.order or 1,
+            heads // kv_heads,
+            seq_q,
+            seq_kv,
+            diagonal or 0,
+            scale,
+            scale * LOG2E.value,
+        ),
+        {
+            "BLOCK_Q": block_q,
+            "BLOCK_D": d,
+            "SLOTS": config.slots,
+            "CAUSAL": causal,
+            "DETERMINISTIC": deterministic,
+            "SPREAD": config.spread and not causal and not deterministic,
+            "num_warps": WARPS,
+        },
+    )
+    parts = padded // HALF.value, d // HALF.value
+    rounding = Launch(
+        flashattn_hopper_bwd_dq,
+        batch * heads * parts[0] * parts[1],
+        [None, None],
+        (dq.strides[:3], *parts, heads, seq_q, diagonal or 0, scale),
+        {"head_dim": head_dim, "PART": HALF.value, "CAUSAL": causal, "num_warps": WARPS},
+    )
+    turns = 1 + batch * heads * query_tiles if deterministic else 0
+    return _Plan(fold, rounding, (batch, heads, padded, d), turns)

@@ -89,12 +89,13 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
     "forward(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision,"
-    " str kernels) -> (Tensor o, Tensor lse)",
+    " str kernels, bool deterministic) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? diagonal, float scale, str precision, str kernels)"
+    " SymInt? diagonal, float scale, str precision, str kernels,"
+    " bool deterministic)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -110,7 +111,9 @@ def _launch_forward(
     scale: float,
     precision: str,
     kernels: str,
+    deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    del deterministic  # it always is
     from flashattn.kernels.forward import forward  # noqa: PLC0415 - Triton is imported here
 
     q, k, v = _dense(q), _dense(k), _dense(v)
@@ -133,12 +136,17 @@ def _launch_backward(
     scale: float,
     precision: str,
     kernels: str,
+    deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    del kernels
     from flashattn.kernels.backward import backward  # noqa: PLC0415 - Triton is imported here
 
     saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
     grads = _dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
+    if kernels == "hopper":
+        from flashattn.kernels.hopper.backward import backward as on_hopper  # noqa: PLC0415
+
+        how: Any = {"precision": precision, "deterministic": deterministic}
+        return on_hopper(grads, saved, diagonal=diagonal, scale=scale, **how)
     return backward(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
 
 
@@ -249,6 +257,7 @@ def triton_attention(
     scale: float | None = None,
     precision: str = "auto",
     kernels: str = "triton",
+    deterministic: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with our kernels; the caller has checked the arguments and asked ``why_not``.
 
@@ -262,6 +271,8 @@ def triton_attention(
             ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
         kernels: "triton", the portable ones, or "hopper".
+        deterministic: whether the same inputs shall give the same bits of the gradients; None is
+            what ``torch.use_deterministic_algorithms`` says. The portable ones always do.
 
     Returns:
         o [B, H, T, D] and lse [B, H, T].
@@ -270,7 +281,10 @@ def triton_attention(
         NotImplementedError: on a second derivative, which only the reference has.
     """
     last = diagonal(causal, q.shape[2], k.shape[2])
-    return _forward(q, k, v, last, check_scale(scale, q.shape[3]), precision, kernels)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = (precision, kernels, deterministic)
+    return _forward(q, k, v, last, check_scale(scale, q.shape[3]), *options)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -304,5 +318,18 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, q, k, v, o, lse = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
         scale = check_scale(None, q.shape[-1])
-        grads = _backward(grad_o, None, q, k, v, o, lse, ctx.diagonal, scale, "auto", "triton")
+        grads = _backward(
+            grad_o,
+            None,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            ctx.diagonal,
+            scale,
+            "auto",
+            "triton",
+            True,  # noqa: FBT003
+        )
         return *(x.squeeze(1) for x in grads), None

@@ -24,8 +24,13 @@ def triton(
     causal: Causal = False,
     scale: float | None = None,
     precision: str = "auto",
+    deterministic: bool | None = None,
 ) -> Pair:
-    """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
+    """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``).
+
+    It is deterministic, whatever is asked.
+    """
+    del deterministic
     return ops.triton_attention(q, k, v, causal=causal, scale=scale, precision=precision)
 
 
@@ -38,14 +43,24 @@ def _hopper(
     causal: Causal = False,
     scale: float | None = None,
     precision: str = "auto",
+    deterministic: bool | None = None,
 ) -> Pair:
-    """FlashAttention for Hopper in Gluon, with the portable backward kernels.
+    """FlashAttention for Hopper in Gluon.
 
-    What the bulk copy engine cannot reach (an address or a stride that is no multiple of 16 bytes,
-    a stride of 0) and a scale that is not positive are the portable kernels', too.
+    The gradient of q is summed in any order, unless ``deterministic``, or if that is None
+    ``torch.use_deterministic_algorithms``, asks for the same bits every time. What the bulk copy
+    engine cannot reach (an address or a stride that is no multiple of 16 bytes, a stride of 0) and
+    a scale that is not positive are the portable kernels', too.
     """
     return ops.triton_attention(
-        q, k, v, causal=causal, scale=scale, precision=precision, kernels="hopper"
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        precision=precision,
+        kernels="hopper",
+        deterministic=deterministic,
     )
 
 

@@ -73,8 +73,6 @@ def hopper_pays(problem: Problem, device: torch.device) -> bool:
     A program for each multiprocessor wants as many tiles of 128 queries; where there are fewer, the
     portable kernels split the keys.
     """
-    if problem.head_dim <= 64 and problem.causal:  # noqa: PLR2004 - computed in 64
-        return False
     tiles = -(-problem.seq_q // 128) * problem.batch * problem.heads
     return tiles >= torch.cuda.get_device_properties(device).multi_processor_count
 

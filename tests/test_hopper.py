@@ -12,8 +12,17 @@ import torch
 
 from flashattn import ops
 from flashattn.attention import FASTEST_FIRST
-from flashattn.kernels.hopper import forward as hopper
-from flashattn.kernels.hopper.config import FORWARD, SHARED, Config, pick
+from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper.config import (
+    BACKWARD,
+    DETERMINISTIC,
+    FORWARD,
+    SHARED,
+    BackwardConfig,
+    Config,
+    pick,
+    pick_backward,
+)
 from flashattn.kernels.hopper.offline import variants
 from flashattn.kernels.launch import Like
 from flashattn.problem import Problem, check_scale, diagonal
@@ -22,8 +31,15 @@ from flashattn.testing.accuracy import Question, assert_accurate
 from flashattn.testing.inputs import make_inputs
 
 PATIENCE = 300  # seconds; a barrier that nobody reaches would hang for ever
-CONFIGS = sorted(
-    {(d, c) for d, masks in FORWARD.items() for pair in masks.values() for c in pair}, key=str
+CONFIGS = sorted({(d, c) for (d, _), pair in FORWARD.items() for c in pair}, key=str)
+BACKWARDS = sorted(
+    {
+        (d, c, table is DETERMINISTIC)
+        for table in (BACKWARD, DETERMINISTIC)
+        for (d, _), pair in table.items()
+        for c in pair
+    },
+    key=str,
 )
 SHAPES = {
     "ragged": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
@@ -55,9 +71,25 @@ def on_hopper(device):
 def call(config, q, k, v, *, causal, scale):
     """Attend with a config."""
     last = diagonal(causal, q.shape[2], k.shape[2])
-    return hopper.forward(
-        q, k, v, diagonal=last, scale=check_scale(scale, q.shape[3]), config=config
-    )
+    scale = check_scale(scale, q.shape[3])
+    return forward.forward(q, k, v, diagonal=last, scale=scale, config=config)
+
+
+class Attend(torch.autograd.Function):
+    """The kernels with a config of the backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, how):
+        """Attend."""
+        ctx.how = how | {"diagonal": diagonal(causal, q.shape[2], k.shape[2]), "scale": scale}
+        o, lse = call(None, q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        """Launch what is tested."""
+        return *backward.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -71,7 +103,22 @@ def test_every_config(on_hopper, head_dim, config, shape, causal):
         assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), question)
 
 
-@pytest.mark.parametrize("head_dim", FORWARD)
+@pytest.mark.parametrize("causal", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS, ids=str)
+def test_every_backward_config(on_hopper, head_dim, config, deterministic, shape, causal):
+    """So are the gradients of each config, of o and of lse."""
+    for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
+        problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
+        how = {"config": config, "deterministic": deterministic}
+
+        def attend(q, k, v, how=how, d=d):
+            return Attend.apply(q, k, v, causal, d**-0.5, how)
+
+        assert_accurate(attend, Question(problem=problem, device=on_hopper))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_same_bits(on_hopper, head_dim):
     """Fifty runs give the same bits, whichever program draws which tile."""
     problem = Problem(**SHAPES["many"], head_dim=head_dim, causal=True, dtype="bfloat16")
@@ -96,7 +143,7 @@ def test_what_it_cannot_reach_is_the_portable_kernels(on_hopper, monkeypatch, ch
         k = k[:, :1].expand(-1, 2, -1, -1)
     asked = []
     monkeypatch.setattr(
-        hopper, "portable", lambda *given, **how: asked.append(given) or (torch.empty(0),) * 2
+        forward, "portable", lambda *given, **how: asked.append(given) or (torch.empty(0),) * 2
     )
     call(None, q, k, v, causal=False, scale=scale)
     assert len(asked) == 1
@@ -105,10 +152,10 @@ def test_what_it_cannot_reach_is_the_portable_kernels(on_hopper, monkeypatch, ch
 def test_takes(device):
     """The kernel takes what has elements that descriptors reach, at a positive scale."""
     x = torch.zeros(1, 2, 8, 64, device=device, dtype=torch.bfloat16)
-    assert hopper.takes(Like.of(x), scale=0.1)
-    assert not hopper.takes(Like.of(x), scale=0.0)
-    assert not hopper.takes(Like.of(x[:, :, :0]), scale=0.1)
-    assert not hopper.takes(Like.of(x), Like.of(x[..., 1:]), scale=0.1)
+    assert forward.takes(Like.of(x), scale=0.1)
+    assert not forward.takes(Like.of(x), scale=0.0)
+    assert not forward.takes(Like.of(x[:, :, :0]), scale=0.1)
+    assert not forward.takes(Like.of(x), Like.of(x[..., 1:]), scale=0.1)
 
 
 def test_who_takes_what(device):
@@ -131,7 +178,6 @@ def test_who_takes_what(device):
     [
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, True),
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, True),
-        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64, "causal": True}, False),
         ({"heads": 1, "seq_q": 1024, "head_dim": 128}, False),  # keys want splitting
     ],
 )
@@ -143,12 +189,24 @@ def test_pays(monkeypatch, device, shape, pays):
 
 
 def test_configs_fit():
-    """Tiles of every config fit the shared memory; the table has each head dimension and mask."""
-    for head_dim, config in CONFIGS:
+    """Tiles of every config fit the shared memory; those compiled for the counts are all."""
+    for head_dim, config, *_ in CONFIGS + BACKWARDS:
         assert config.shared(head_dim) <= SHARED - 1024
-    assert pick(96, 100, causal=True) == FORWARD[128][True][0]
+    compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
+    slots = {(d, BackwardConfig(slots=config.slots)) for d, config, _ in BACKWARDS}
+    assert compiled == {*CONFIGS, *slots}
+
+
+def test_tables():
+    """Widths between are computed in the next power of two; where there is no config, elsewhere."""
+    assert pick(96, 100, causal=True) == FORWARD[128, True][0]
     assert pick(64, 5000, causal=False).groups == 3
-    assert {(v.head_dim, v.config) for v in variants()} == set(CONFIGS)
+    assert pick(64, 5000, causal=True) is None
+    of = partial(pick_backward, causal=True)
+    assert of(40, 5000, deterministic=False) == BACKWARD[64, True][1]
+    assert of(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]
+    assert of(256, 100, deterministic=False) is None
+    assert not any(c.persistent for pair in DETERMINISTIC.values() for c in pair)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +222,16 @@ def test_bad_configs(change, words):
     """A config that no kernel can have is an error that names what was wanted."""
     with pytest.raises(ValueError, match=words):
         Config(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slots": 1}, "slots: wanted 2 at least, got 1"),
+        ({"band": 0}, "band: wanted 1 at least, got 0"),
+    ],
+)
+def test_bad_backward_configs(change, words):
+    """So for the backward."""
+    with pytest.raises(ValueError, match=words):
+        BackwardConfig(**change)

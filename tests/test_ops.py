@@ -28,17 +28,19 @@ def arguments(device, layout="contiguous", problem=PROBLEM):
 def test_opcheck(device, layout, diagonal):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
-    torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, diagonal, 0.25, "auto", "triton"))
+    torch.library.opcheck(
+        torch.ops.flashattn.forward, (q, k, v, diagonal, 0.25, "auto", "triton", True)
+    )
 
 
 def test_opcheck_backward(device):
     """So for the backward operator."""
     q, k, v = (x.detach() for x in arguments(device))
     grad_o, grad_lse = make_grads(PROBLEM, device=device)
-    o, lse = torch.ops.flashattn.forward(q, k, v, None, 0.25, "auto", "triton")
+    o, lse = torch.ops.flashattn.forward(q, k, v, None, 0.25, "auto", "triton", True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for gradient in (grad_lse, None):
-        saved = (grad_o, gradient, q, k, v, o, lse, None, 0.25, "auto", "triton")
+        saved = (grad_o, gradient, q, k, v, o, lse, None, 0.25, "auto", "triton", True)
         torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,7 @@ from flashattn.kernels import launch
 from flashattn.kernels.backward import backward as portable
 from flashattn.kernels.backward import row_terms
 from flashattn.kernels.hopper.compat import add_tile, store_tile
-from flashattn.kernels.hopper.config import BACKWARD, BackwardConfig
+from flashattn.kernels.hopper.config import BackwardConfig, pick_backward
 from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_ring
@@ -124,21 +125,9 @@ def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl
 
 
 @gluon.jit
-def visit(i, first, end, block, blocks, SPREAD: gl.constexpr):
-    """Return the tile of queries that is the (i - first)-th: from the last to the first.
-
-    If SPREAD, each tile of keys has another beginning, so that not all add to one tile of dq.
-    """
-    tile = end - 1 - (i - first)
-    if SPREAD:
-        tile = (tile + block * end // blocks) % end
-    return tile
-
-
-@gluon.jit
 def load(
     q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, band, group,
-    seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
+    seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: keys and values, then queries with dO, the last first."""
     n = 0
@@ -148,11 +137,11 @@ def load(
         start_kv = block * BLOCK_KV
         first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
-            for i in range(first, end):
-                start_q = visit(i, first, end, block, blocks, SPREAD) * BLOCK_Q
+            for i in range(end - 1, first - 1, -1):
+                start_q = i * BLOCK_Q
                 queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
                 n += 1
-                if i == first and head == kv_head * group:
+                if i == end - 1 and head == kv_head * group:
                     for w in gl.static_range(2):
                         keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
                     for w in gl.static_range(2):
@@ -175,7 +164,7 @@ def send(dq, part, batch, head, row, column, first, DETERMINISTIC: gl.constexpr)
 @gluon.jit
 def store(
     dq, turns, staging, staged, left, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, SPREAD: gl.constexpr,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
@@ -186,12 +175,11 @@ def store(
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
-            for i in range(first, end):
-                query_tile = visit(i, first, end, block, blocks, SPREAD)
-                row = query_tile * BLOCK_Q
+            for i in range(end - 1, first - 1, -1):
+                row = i * BLOCK_Q
                 if DETERMINISTIC:
                     # The turn is looked for while the tile before is on its way to memory.
-                    turn = turns + (1 + (batch * kv_heads * group + head) * end + query_tile)
+                    turn = turns + (1 + (batch * kv_heads * group + head) * end + i)
                     await_turn(turn, block)
                     pass_on(passed)
                     passed = turn
@@ -382,7 +370,7 @@ def attend(
 def flashattn_hopper_bwd(
     q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, group, seq_q,
     seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, SPREAD: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace; all but turns are descriptors."""
     gl.static_assert(BLOCK_Q * BLOCK_D == 2 * HALF * HALF)
@@ -408,9 +396,9 @@ def flashattn_hopper_bwd(
                       blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
                       BLOCK_Q, BLOCK_D, CAUSAL)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
-                    band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, SPREAD)),
+                    band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
             (store, (dq, turns, staging, staged, left, tiles, blocks, kv_heads, band, group, seq_q,
-                     seq_kv, diagonal, BLOCK_Q, CAUSAL, DETERMINISTIC, SPREAD)),
+                     seq_kv, diagonal, BLOCK_Q, CAUSAL, DETERMINISTIC)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -440,6 +428,24 @@ def flashattn_hopper_bwd_dq(
     inside = (rows[:, None] < seq_q) & (columns[None, :] < head_dim)
     at = rows[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
     tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
+
+
+def block_q(head_dim: int) -> int:
+    """Return the queries of a tile: as many as make two parts of dq."""
+    return 2 * HALF.value**2 // block_d(head_dim)
+
+
+def constants(
+    config: BackwardConfig, head_dim: int, *, causal: bool, deterministic: bool
+) -> dict[str, Any]:
+    """Return the values of the kernel's constexpr arguments."""
+    return {
+        "BLOCK_Q": block_q(head_dim),
+        "BLOCK_D": block_d(head_dim),
+        "SLOTS": config.slots,
+        "CAUSAL": causal,
+        "DETERMINISTIC": deterministic,
+    }
 
 
 @dataclass(frozen=True)
@@ -496,13 +502,14 @@ def backward(
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     grad_o = grad_o if Like.of(grad_o).describable else grad_o.contiguous()
     likes = Like.of(q), Like.of(k), Like.of(v), Like.of(grad_o)
-    d = block_d(q.shape[3])
-    if d not in BACKWARD or not takes(*likes, scale=scale):
+    how = {"causal": diagonal is not None, "deterministic": deterministic}
+    config = config or pick_backward(q.shape[3], q.shape[2], **how)
+    if config is None or not takes(*likes, scale=scale):
         return portable(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        plan = _plan(*likes, Like.of(dq), diagonal, scale, deterministic, config or BACKWARD[d])
+        plan = _plan(*likes, Like.of(dq), diagonal, scale, deterministic, config)
         plan((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
     return dq, dk, dv
 
@@ -553,12 +560,12 @@ def _plan(
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     d, causal = block_d(head_dim), diagonal is not None
-    block_q = 2 * HALF.value**2 // d
-    query_tiles, blocks = triton.cdiv(seq_q, block_q), triton.cdiv(seq_kv, BLOCK_KV.value)
-    padded, tiles = query_tiles * block_q, blocks * batch * kv_heads
+    rows = block_q(head_dim)
+    query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
+    padded, tiles = query_tiles * rows, blocks * batch * kv_heads
     # Programs that wait for others' turns must be started in the order of what they do.
     persistent = config.persistent and not deterministic
-    queries, keys, numbers = Tiles(block_q), Tiles(KEYS.value), Numbers(block_q)
+    queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
     fold = Launch(
         flashattn_hopper_bwd,
         min(launch.multiprocessors(q.device), tiles) if persistent else tiles,
@@ -567,7 +574,7 @@ def _plan(
             tiles,
             blocks,
             kv_heads,
-            config.order or 1,
+            config.band,
             heads // kv_heads,
             seq_q,
             seq_kv,
@@ -575,15 +582,8 @@ def _plan(
             scale,
             scale * LOG2E.value,
         ),
-        {
-            "BLOCK_Q": block_q,
-            "BLOCK_D": d,
-            "SLOTS": config.slots,
-            "CAUSAL": causal,
-            "DETERMINISTIC": deterministic,
-            "SPREAD": config.spread and not causal and not deterministic,
-            "num_warps": WARPS,
-        },
+        constants(config, head_dim, causal=causal, deterministic=deterministic)
+        | {"num_warps": WARPS},
     )
     parts = padded // HALF.value, d // HALF.value
     rounding = Launch(

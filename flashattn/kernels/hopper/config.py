@@ -60,49 +60,71 @@ class BackwardConfig:
 
     Args:
         slots: tiles of queries, and of dO, that are under way at once.
-        order: heads of a band, whose keys that most queries see come first; 0: head by head.
+        band: heads whose tiles of keys that most queries see come first, before the next band's.
+            Where programs wait for one another's turn, a wide one lets few of a head run at once.
         persistent: whether there is a program for each multiprocessor, or one for each tile of
-            keys; a deterministic dq always has the latter.
-        spread: whether programs begin with different queries, if all see all and dq is not
-            deterministic.
+            keys. Those that wait for turns are started in their order, so they are never such.
 
     Raises:
         ValueError: a number is none of those.
     """
 
     slots: int = 2
-    order: int = 0
+    band: int = 1
     persistent: bool = False
-    spread: bool = False
 
     def __post_init__(self) -> None:
         """Check."""
         if self.slots < 2:  # noqa: PLR2004
             msg = f"slots: wanted 2 at least, got {self.slots}"
             raise ValueError(msg)
-        if self.order < 0:
-            msg = f"order: wanted 0 or a number of heads, got {self.order}"
+        if self.band < 1:
+            msg = f"band: wanted 1 at least, got {self.band}"
             raise ValueError(msg)
 
-    def shared(self, block_d: int) -> int:
+    def shared(self, head_dim: int) -> int:
         """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
-        block_q = 2 * ROWS * ROWS // block_d
-        rows = 2 * block_q * (2 * self.slots * block_d + 4)  # and two numbers for each
-        return 4 * block_d * 2 * ROWS + rows + 8 * ROWS * block_q + 8 * ROWS * ROWS
+        d = block_d(head_dim)
+        block_q = 2 * ROWS * ROWS // d
+        rows = 2 * block_q * (2 * self.slots * d + 4)  # and two numbers for each
+        return 4 * d * 2 * ROWS + rows + 8 * ROWS * block_q + 8 * ROWS * ROWS
 
 
-SHORT, LONG = Config(slots=4), Config(slots=4, groups=3, registers=160)
-LONG_ROWS = 4096  # queries from which on three warpgroups are faster
-# Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21.
+# Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
+# BLOCK_D and mask, for fewer than LONG queries and for as many or more. Under a mask the portable
+# forward is as fast at 64, and is taken.
+LONG = 4096
 FORWARD = {
-    64: {False: (SHORT, LONG), True: (SHORT, SHORT)},
-    128: dict.fromkeys((False, True), (Config(), Config())),
-    256: dict.fromkeys((False, True), (Config(block_kv=64, staged=False),) * 2),
+    (64, False): (Config(slots=4), Config(slots=4, groups=3, registers=160)),
+    (128, False): (Config(), Config()),
+    (128, True): (Config(), Config()),
+    (256, False): (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False)),
+    (256, True): (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False)),
+}
+BACKWARD = {
+    (64, False): (BackwardConfig(persistent=True), BackwardConfig(persistent=True)),
+    (64, True): (BackwardConfig(band=16), BackwardConfig(band=4)),
+    (128, False): (BackwardConfig(slots=3), BackwardConfig(persistent=True)),
+    (128, True): (BackwardConfig(slots=3), BackwardConfig(slots=3)),
+}
+DETERMINISTIC = {
+    (64, False): (BackwardConfig(band=16), BackwardConfig(band=8)),
+    (64, True): (BackwardConfig(band=32), BackwardConfig(band=32)),
+    (128, False): (BackwardConfig(band=16), BackwardConfig(band=8)),
+    (128, True): (BackwardConfig(band=32), BackwardConfig(band=32)),
 }
 
-BACKWARD = {64: BackwardConfig(), 128: BackwardConfig()}
+
+def pick(head_dim: int, seq_q: int, *, causal: bool) -> Config | None:
+    """Return the forward's config; None leaves the problem to the portable kernel."""
+    configs = FORWARD.get((block_d(head_dim), causal))
+    return configs and configs[seq_q >= LONG]
 
 
-def pick(head_dim: int, seq_q: int, *, causal: bool) -> Config:
-    """Return the table's config."""
-    return FORWARD[block_d(head_dim)][causal][seq_q >= LONG_ROWS]
+def pick_backward(
+    head_dim: int, seq_q: int, *, causal: bool, deterministic: bool
+) -> BackwardConfig | None:
+    """Return the backward's config; None leaves the problem to the portable kernels."""
+    table = DETERMINISTIC if deterministic else BACKWARD
+    configs = table.get((block_d(head_dim), causal))
+    return configs and configs[seq_q >= LONG]

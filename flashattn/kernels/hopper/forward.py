@@ -341,7 +341,7 @@ def forward(
     precision: str = "auto",
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_hopper_fwd, or on tensors that it cannot reach the portable kernel.
+    """Launch flashattn_hopper_fwd, or where it cannot or does not pay the portable kernel.
 
     Args:
         q: [B, H, T, D], bf16 or fp16, the last dimension dense.
@@ -357,7 +357,8 @@ def forward(
     """
     launch.input_precision(precision, q.dtype)
     likes = Like.of(q), Like.of(k), Like.of(v)
-    if not takes(*likes, scale=scale):
+    config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
+    if config is None or not takes(*likes, scale=scale):
         return portable(q, k, v, diagonal=diagonal, scale=scale)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     with launch.on_device(q):
@@ -393,14 +394,13 @@ def _plan(
     o: Like,
     diagonal: int | None,
     scale: float,
-    config: Config | None,
+    config: Config,
 ) -> _Plan:
-    """Choose a config and the programs."""
+    """Choose the programs, and prepare the launch."""
     del v, o
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     causal = diagonal is not None
-    config = config or pick(head_dim, seq_q, causal=causal)
     blocks = triton.cdiv(seq_q, config.groups * ROWS.value)
     tiles = blocks * batch * heads
     programs = min(launch.multiprocessors(q.device), tiles)

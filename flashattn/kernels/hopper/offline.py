@@ -3,90 +3,150 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
+from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashattn.kernels.hopper import forward
-from flashattn.kernels.hopper.config import FORWARD, ROWS, Config
+from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper.config import (
+    BACKWARD,
+    DETERMINISTIC,
+    FORWARD,
+    ROWS,
+    SIZE,
+    BackwardConfig,
+    Config,
+)
+
+ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
 class HopperVariant:
-    """flashattn_hopper_fwd as one launch compiles it, in bf16.
+    """One of the kernels as one launch compiles it, in bf16.
 
     Args:
+        kernel: "hopper_fwd", "hopper_bwd" or "hopper_bwd_dq".
         head_dim: D.
-        config: of the launch.
+        config: of the launch; None for hopper_bwd_dq, which has none.
         causal: whether scores are masked.
-        drawn: whether programs draw their tiles, as there are more of these.
+        mode: of the forward "drawn", where programs draw their tiles, of the backward
+            "deterministic", or neither.
     """
 
+    kernel: str
     head_dim: int
-    config: Config
+    config: Config | BackwardConfig | None
     causal: bool
-    drawn: bool
+    mode: str = ""
 
-    arch: ClassVar[str] = "sm_90"
-    kernel: ClassVar[str] = "hopper_fwd"
-    size: ClassVar[int] = 2
+    @property
+    def arch(self) -> str:
+        """What all are compiled for."""
+        return "sm_90"
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return SIZE
 
     def __str__(self) -> str:
         """Return what picks the config."""
         mask = "causal" if self.causal else "full"
-        rows = f"{self.config.groups * ROWS} rows"
-        return (
-            f"{self.arch} {self.kernel} bf16 d{self.head_dim} {mask} {rows}{' drawn' * self.drawn}"
-        )
+        words = [self.arch, self.kernel, "bf16", f"d{self.head_dim}", mask, self.launch, self.mode]
+        return " ".join(filter(None, words))
 
     @property
     def launch(self) -> str:
-        """The config in short: queries x keys, warpgroups, slots, registers."""
-        numbers = "{block_kv} g{groups} s{slots} r{registers}".format(**vars(self.config))
-        return f"{self.config.groups * ROWS}x{numbers}{' staged' * self.config.staged}"
+        """The config in short."""
+        match self.config:
+            case Config(block_kv=keys, groups=groups, slots=slots):
+                return f"{groups * ROWS}x{keys} s{slots}"
+            case BackwardConfig(slots=slots):
+                return f"s{slots}"
+        return ""
 
     @property
     def options(self) -> dict[str, int]:
         """The compiler's options."""
         return {"num_warps": forward.WARPS}
 
-    @cached_property
-    def source(self) -> GluonASTSource:
+    @property
+    def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
-        function = forward.flashattn_hopper_fwd
-        constants: dict[str, Any] = {
-            **forward.constants(self.config, self.head_dim, causal=self.causal, drawn=self.drawn),
-            **({} if self.drawn else {"counter": None}),
-        }
-        layout = gl.NVMMASharedLayout(forward.SWIZZLE, 8 * self.size, 4)
-        rows = {"q": ROWS, "k": self.config.block_kv, "v": self.config.block_kv, "o": ROWS}
+        d, constants = self.head_dim, {}
+        if isinstance(self.config, Config):
+            function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
+            rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), ROWS)
+            drawn = self.mode == "drawn"
+            constants = forward.constants(self.config, d, causal=self.causal, drawn=drawn)
+            absent = () if drawn else ("counter",)
+        elif isinstance(self.config, BackwardConfig):
+            function, block_q = backward.flashattn_hopper_bwd, backward.block_q(d)
+            rows = dict.fromkeys(("q", "grad_o"), block_q)
+            rows |= dict.fromkeys(("k", "v", "dk", "dv"), ROWS)
+            deterministic = self.mode == "deterministic"
+            constants = backward.constants(
+                self.config, d, causal=self.causal, deterministic=deterministic
+            )
+            absent = () if deterministic else ("turns",)
+        else:
+            function, rows, absent = backward.flashattn_hopper_bwd_dq, {}, ()
+            constants = {"head_dim": d, "PART": ROWS, "CAUSAL": self.causal}
         types = {
-            name: f"tensordesc<bf16[1, 1, {n}, {self.head_dim}],{layout!r}>"
-            for name, n in rows.items()
+            name: _described("bf16", [1, 1, n, d], forward.SWIZZLE) for name, n in rows.items()
         }
-        types |= {"lse": "*fp32", "counter": "*i32", "scale_log2": "fp32"}
-        types |= dict.fromkeys(constants, "constexpr")
-        names = function.arg_names
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("lse", "counter")}
-        signature = {name: types.get(name, "i32") for name in names}
-        return GluonASTSource(
-            function,
-            signature,
-            constants,
-            {where: fact for where, fact in aligned.items() if names[where[0]] not in constants},
-        )
+        if isinstance(self.config, BackwardConfig):
+            types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))
+            types["dq"] = _described("fp32", [1, 1, ROWS, ROWS], 0)
+        return _source(function, types, constants | dict.fromkeys(absent))
+
+
+def _described(element: str, block: list[int], swizzle: int) -> str:
+    """Return the type of a descriptor."""
+    bits = {"bf16": 16, "fp32": 32}[element]
+    layout = gl.NVMMASharedLayout(swizzle, bits, len(block))
+    return f"tensordesc<{element}[{', '.join(map(str, block))}],{layout!r}>"
+
+
+def _source(function: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
+    """Return a kernel with its arguments' types; of those that nobody names, by their names."""
+    common = {"lse": "*fp32", "counter": "*i32", "turns": "*i32", "total": "*fp32", "dq": "*bf16"}
+    signature: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in types:
+            signature[name] = types[name]
+        elif name in common:
+            signature[name], attributes[(i,)] = common[name], ALIGNED
+        elif name.endswith("strides"):
+            signature[name] = ("i32",) * 3
+            attributes |= {(i, j): ALIGNED for j in range(3)}
+        else:
+            signature[name] = "fp32" if name.startswith("scale") else "i32"
+    kind = GluonASTSource if types else ASTSource
+    return kind(function, signature, constants, attributes)
 
 
 def variants() -> list[HopperVariant]:
-    """Return the kernel with every config of the table."""
+    """Return the kernels with every config of the tables."""
     found = [
-        HopperVariant(head_dim, config, causal, drawn)
-        for head_dim, masks in FORWARD.items()
-        for causal, configs in masks.items()
-        for config, drawn in product(configs, (False, True))
-        if causal or not drawn
+        *(
+            HopperVariant("hopper_fwd", d, config, causal, mode)
+            for (d, causal), configs in FORWARD.items()
+            for config in configs
+            for mode in (("", "drawn") if causal else ("",))
+        ),
+        *(
+            HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal, mode)
+            for mode, table in (("", BACKWARD), ("deterministic", DETERMINISTIC))
+            for (d, causal), configs in table.items()
+            for config in configs
+        ),
+        *(HopperVariant("hopper_bwd_dq", d, None, causal) for d, causal in BACKWARD),
     ]
     return list(dict.fromkeys(found))

@@ -50,12 +50,14 @@ def attend(case: Facts, device: torch.device) -> Call:
         torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for shape in shapes
     ]
     if case["impl"] == "auto":
-        return partial(flashattn.attention, *inputs, causal=case["causal"])
-    how = {"causal": "top_left" if case["causal"] else False, "scale": dim**-0.5}
-    forward = partial(flashattn.get(case["impl"]), *inputs, **how)
+        forward: Call = partial(flashattn.attention, *inputs, causal=case["causal"])
+    else:
+        how = {"causal": "top_left" if case["causal"] else False, "scale": dim**-0.5}
+        forward = partial(flashattn.get(case["impl"]), *inputs, **how)
     if not backward:
         return forward
-    o = forward()[0]
+    answer = forward()
+    o = answer[0] if isinstance(answer, tuple) else answer
     return partial(torch.autograd.grad, o, inputs, torch.randn_like(o), retain_graph=True)
 
 

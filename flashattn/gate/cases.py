@@ -316,8 +316,8 @@ CUDA: tuple[Case, ...] = (
 )
 CASES: dict[str, tuple[Case, ...]] = {"cpu": CPU, "cuda": CUDA}
 
-# Slowed down on purpose by --gate-selftest: each kind of call; on a GPU without the model, which each
-# of six processes would compile anew (measured: 77 of 281 s, where all else took 204).
+# Slowed down on purpose by --gate-selftest: each kind of call; on a GPU without the model, which
+# each of six processes would compile anew (measured: 77 of 281 s, where all else took 204).
 SELFTEST: dict[str, tuple[str, ...]] = {
     "cpu": ("tiled-forward-full", "attention-call"),
     "cuda": ("forward-d128-full", "backward-d64-causal"),

@@ -33,6 +33,7 @@ HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
 HOPPER_DTYPES = ("float16", "bfloat16")
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -167,13 +168,45 @@ def _(
     return dq, dk, dv
 
 
+def _unwatched(*tensors: torch.Tensor | None) -> bool:
+    """Return whether nobody but us looks at what is called, so that no operator is needed.
+
+    The compiler, modes, function transforms and kinds of tensors of their own want to see one; to
+    pass by them costs the host as much as the launch.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - there is no public way
+        and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
+        and torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001
+        and torch._C._get_tracing_state() is None  # noqa: SLF001
+        and all(x is None or type(x) in PLAIN for x in tensors)
+    )
+
+
+def _run_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch, where gradients are not wanted or somebody else takes care of them."""
+    if _unwatched(*inputs[:3]):
+        return _launch_forward(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
+        return _forward(*inputs)
+
+
+def _run_backward(*inputs: Any) -> Gradients:
+    """Launch likewise."""
+    if _unwatched(*inputs[:7]):
+        return _launch_backward(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
+        return _backward(*inputs)
+
+
 class _Differentiable(torch.autograd.Function):
-    """The forward operator with the backward operator as its gradient."""
+    """Forward, with the backward operator as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
-            o, lse = _forward(*inputs)
+        o, lse = _run_forward(*inputs)
         q, k, v, *ctx.options = inputs
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
@@ -185,7 +218,9 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        grads = _backward(grad_o, grad_lse, q, k, v, o, lse, *ctx.options)
+        given = grad_o, grad_lse, q, k, v, o, lse, *ctx.options
+        # With create_graph the operator is wanted, which says that it has no derivative.
+        grads = _backward(*given) if torch.is_grad_enabled() else _run_backward(*given)
         return *grads, *[None] * len(ctx.options)
 
 
@@ -195,8 +230,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Gradients:
         del ctx
-        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
-            return _backward(*inputs)
+        return _run_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -205,23 +239,23 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(msg)
 
 
-def _autograd(op: Any, function: type[torch.autograd.Function], tensors: int) -> Any:
-    """Return what ``op`` does where gradients may be wanted of its first ``tensors`` arguments."""
+def _autograd(run: Any, function: type[torch.autograd.Function], tensors: int) -> Any:
+    """Return what ``run`` does where gradients may be wanted of its first ``tensors`` arguments."""
 
     def kernel(*inputs: Any) -> Any:
         wanted = any(x is not None and x.requires_grad for x in inputs[:tensors])
         if wanted and torch.is_grad_enabled():
             return function.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
-            return op(*inputs)
+        return run(*inputs)
 
     return kernel
 
 
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_forward, _Differentiable, tensors=3), "Autograd")
-_LIBRARY.impl("backward", _autograd(_backward, _Once, tensors=7), "Autograd")
+_attend = _autograd(_run_forward, _Differentiable, tensors=3)
+_LIBRARY.impl("forward", _attend, "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _Once, tensors=7), "Autograd")
 
 
 def _vmap(op: Any, batched: int) -> Any:
@@ -281,8 +315,8 @@ def triton_attention(
     last = diagonal(causal, q.shape[2], k.shape[2])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (precision, kernels, deterministic)
-    return _forward(q, k, v, last, check_scale(scale, q.shape[3]), *options)
+    inputs = q, k, v, last, check_scale(scale, q.shape[3]), precision, kernels, deterministic
+    return _attend(*inputs) if _unwatched(q, k, v) else _forward(*inputs)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

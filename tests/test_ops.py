@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn import attention, ops
 from flashattn.problem import Problem
@@ -42,6 +43,37 @@ def test_opcheck_backward(device):
     for gradient in (grad_lse, None):
         saved = (grad_o, gradient, q, k, v, o, lse, None, 0.25, "auto", "triton", True)
         torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
+
+
+class Watcher(TorchDispatchMode):
+    """Remembers which operators were called."""
+
+    def __init__(self):
+        """Begin with none."""
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Remember and go on."""
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_who_watches_sees_the_operators(device, grad):
+    """A mode sees the operators, whole; where nobody looks the bits are the same."""
+    q, k, v = (x.requires_grad_(grad) for x in arguments(device))
+
+    def run():
+        o = attention(q, k, v, causal=True, impl="triton")
+        return [o, *torch.autograd.grad(o.sum(), (q, k, v))] if grad else [o]
+
+    alone = run()
+    with Watcher() as watcher:
+        watched = run()
+    assert all(map(torch.equal, alone, watched))
+    assert "flashattn.forward.default" in watcher.seen
+    assert ("flashattn.backward.default" in watcher.seen) is grad
 
 
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])

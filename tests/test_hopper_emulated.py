@@ -475,7 +475,8 @@ def test_a_seed_repeats():
     assert len({tuple(order(seed)) for seed in range(8)}) > 4
 
 
-def test_loads_come_late():
+@pytest.mark.parametrize(("start", "rows"), [(-2, [2, 3]), (0, range(4)), (3, [0, 1]), (7, [])])
+def test_loads_come_late(start, rows):
     """A tile is NaN until its barrier says so; what lies outside of the tensor is 0."""
     x = torch.ones(1, 1, 5, 64)[..., :40].bfloat16().contiguous()
     tile, bar = Shared.allocate([1, 1, 4, 64], x.dtype), barrier(1)
@@ -484,12 +485,15 @@ def test_loads_come_late():
         described = Descriptor(forward.Tiles(4).describe(x))
         barriers.expect(bar, described.block_type.nbytes)
         tile.outer.zero_()
-        copies.load_tile(described, [0, 0, 3, 0], bar, tile)
+        copies.load_tile(described, [0, 0, start, 0], bar, tile)
         assert tile.load(None).isnan().all()
         barriers.wait(bar, 0)
 
     play(role)
-    assert tile.own.sum() == tile.outer.sum() == tile.own[0, 0, :2, :40].sum() == 80
+    wanted = torch.zeros(1, 1, 4, 64)
+    wanted[:, :, list(rows), :40] = 1
+    assert torch.equal(tile.own.float(), wanted)
+    assert torch.equal(tile.outer.float(), wanted)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -130,7 +130,7 @@ class Pointer:
         at = self.at[mask].long()
         if at.numel() and not 0 <= at.min() <= at.max() < self.elements.numel():
             raise IndexError(f"element {at.max()} of {self.elements.numel()}")
-        self.elements[at] = torch.Tensor(x)[mask].to(self.elements.dtype)
+        self.elements[at] = x[mask].to(self.elements.dtype)
 
     def add(self, x: int) -> int:
         """Add to an integer and return what it was."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from flashattn.emulate.memory import Registers, Shared, registers
 from flashattn.emulate.schedule import here
 
@@ -30,7 +28,7 @@ class Product:
         if self.value is not None:
             return
         a = self._a.outer if isinstance(self._a, Shared) else self._a
-        x = torch.Tensor(a).float() @ self._b.outer.float()
+        x = a.float() @ self._b.outer.float()
         before = self._sum.value if isinstance(self._sum, Product) else self._sum
         if before is not None:
             x = x + before

@@ -1,7 +1,6 @@
 """Source: kernels, and what they call, as plain Python over the emulated language."""
 
 from __future__ import annotations
-import __future__
 
 import ast
 import sys
@@ -65,8 +64,8 @@ class Source:
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 node.decorator_list = []
-        flag = __future__.annotations.compiler_flag
-        exec(compile(tree, path, "exec", flags=flag, dont_inherit=True), names)  # noqa: S102
+        code = compile(tree, path, "exec", flags=annotations.compiler_flag, dont_inherit=True)
+        exec(code, names)  # noqa: S102
         return names
 
     def _stand_in(self, value: Any, name: str) -> Any:

@@ -43,11 +43,12 @@ ALLOWED = {
     "report": {"report"},
     "gate": {"gate", "report", "lm", "training"},
     "counts": {"counts", "kernels", "ops", "problem", "testing"},
+    "emulate": {"emulate", "kernels"},
     "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
     "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }
 ONLY_IN = {
-    "triton": {"kernels", "measure", "counts", "sanitize"},
+    "triton": {"kernels", "measure", "counts", "emulate", "sanitize"},
     "hypothesis": {"testing"},
     "matplotlib": {"report"},
 }

@@ -1,0 +1,91 @@
+"""Copies of tiles between a tensor and shared memory, which go on by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashattn.emulate.barriers import Barrier
+from flashattn.emulate.memory import Descriptor, Pointer, Shared
+from flashattn.emulate.schedule import here
+
+
+def load_tile(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, tile: Shared) -> None:
+    """Let a tile come, with 0 outside of the tensor; until then nobody may read its place."""
+    tile.wipe()
+
+    def land() -> None:
+        x, place = descriptor.within(at)
+        for memory in (tile.own, tile.outer):
+            memory.zero_()
+            memory.view(descriptor.block_shape)[place] = x
+        barrier.land(descriptor.block_type.nbytes)
+
+    here().schedule.later(land)
+
+
+class Store:
+    """A tile on its way to memory: it is read, and later written.
+
+    Args:
+        descriptor: where to.
+        at: of the first element.
+        tile: in shared memory.
+        add: to what is there.
+    """
+
+    def __init__(
+        self, descriptor: Descriptor, at: Sequence[int], tile: Shared, *, add: bool
+    ) -> None:
+        """Begin."""
+        self.read = self.written = False
+        self._descriptor, self._at, self._tile, self._add = descriptor, at, tile, add
+        self._schedule = here().schedule
+        self._schedule.later(self._read)
+        here().stores.append(self)
+
+    def _read(self) -> None:
+        self._x = self._tile.outer.reshape(self._descriptor.block_shape).clone()
+        self.read = True
+        self._schedule.later(self._write)
+
+    def _write(self) -> None:
+        x, place = self._descriptor.within(self._at)
+        x.copy_(x + self._x[place] if self._add else self._x[place])
+        self.written = True
+
+
+def store_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
+    """Let a tile go to memory."""
+    Store(descriptor, at, tile, add=False)
+
+
+def add_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
+    """Let a tile be added to memory."""
+    Store(descriptor, at, tile, add=True)
+
+
+def store_wait(pending: int) -> None:
+    """Wait until all stores of these warps but the last have been read."""
+    stores = here().stores
+    awaited = stores[: len(stores) - pending]
+    here().pause(lambda: all(store.read for store in awaited))
+
+
+def fence_async_shared() -> None:
+    """Let copies and products see what these warps stored to shared memory."""
+    unfenced = here().unfenced
+    for publish in unfenced:
+        publish()
+    unfenced.clear()
+
+
+def await_turn(counter: Pointer, turn: int) -> None:
+    """Wait until a counter has come to a number."""
+    here().pause(lambda: counter.value == turn)
+
+
+def pass_on(counter: Pointer) -> None:
+    """Wait until all stores of these warps are in memory, and count one on."""
+    stores = list(here().stores)
+    here().pause(lambda: all(store.written for store in stores))
+    counter.add(1)

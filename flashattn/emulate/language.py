@@ -1,0 +1,200 @@
+"""What kernels call of Gluon's language, under the names that they call it by."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashattn.emulate.barriers import Barriers
+from flashattn.emulate.memory import Pointer, Registers, Shared, registers
+from flashattn.emulate.schedule import here
+
+bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+int32, int64 = torch.int32, torch.int64
+static_range = range
+exp2, log2, permute, reshape = torch.exp2, torch.log2, torch.permute, torch.reshape
+
+
+class Number(int):
+    """An integer that divides as a GPU does, towards zero."""
+
+    def to(self, _: object) -> Number:
+        """Return it in another width."""
+        return self
+
+    def __floordiv__(self, other: Any) -> Any:
+        """Divide."""
+        return _divide(self, other)
+
+    def __rfloordiv__(self, other: int) -> Number:
+        """Divide by it."""
+        return _divide(other, self)
+
+    def __mod__(self, other: int) -> Number:
+        """Return what division leaves."""
+        return Number(self - _divide(self, other) * other)
+
+    def __rmod__(self, other: int) -> Number:
+        """Return what division by it leaves."""
+        return Number(other - _divide(other, self) * self)
+
+
+def _divide(a: int, b: int) -> Number:
+    quotient = abs(int(a)) // abs(int(b))
+    return Number(quotient if (a < 0) == (b < 0) else -quotient)
+
+
+def _kept(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operation of integers that returns such a number."""
+
+    def method(*given: Any) -> Any:
+        result = operation(*given)
+        return Number(result) if type(result) is int else result
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "and", "or", "xor"):
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Number, _method, _kept(getattr(int, _method)))
+Number.__neg__ = _kept(int.__neg__)  # type: ignore[method-assign]
+
+
+def _layout(*_: object) -> None:
+    """Stand for a layout: there are none here."""
+
+
+NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = _layout
+NVMMASharedLayout = _layout
+
+
+def constexpr(x: Any) -> Any:
+    """Return x, which is known when a kernel is compiled."""
+    return x
+
+
+def static_assert(holds: bool) -> None:  # noqa: FBT001
+    """Check, which the compiler does.
+
+    Raises:
+        AssertionError: it does not hold.
+    """
+    if not holds:
+        raise AssertionError("static_assert")
+
+
+def num_warps() -> int:
+    """Return a number that only layouts ask for."""
+    return 4
+
+
+def program_id(_: int) -> Number:
+    """Return which program this is."""
+    return Number(here().program.number)
+
+
+def num_programs(_: int) -> Number:
+    """Return how many there are."""
+    return Number(here().program.count)
+
+
+def cdiv(a: int, b: int) -> Any:
+    """Divide, and round up."""
+    return (a + b - 1) // b
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """Return the lesser, of each element where there are some."""
+    if isinstance(a, Registers) or isinstance(b, Registers):
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+    return Number(min(a, b))
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """Return the greater, of each element where there are some."""
+    if isinstance(a, Registers) or isinstance(b, Registers):
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    return Number(builtins.max(a, b))
+
+
+def max(x: Registers, axis: int) -> Any:  # noqa: A001
+    """Return the greatest along an axis."""
+    result = x.amax(axis)
+    return result if result.ndim else Number(result)
+
+
+def sum(x: Registers, axis: int) -> torch.Tensor:  # noqa: A001
+    """Return the sum along an axis."""
+    return x.sum(axis)
+
+
+def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+    """Return a where it is so, and b elsewhere."""
+    return torch.where(condition, a, b)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> Registers:
+    """Return zeros."""
+    return registers(torch.zeros(shape, dtype=dtype))
+
+
+def full(shape: Sequence[int], x: int, dtype: torch.dtype, layout: object) -> Registers:
+    """Return one number everywhere."""
+    del layout
+    return registers(torch.full(shape, int(x), dtype=dtype))
+
+
+def arange(start: int, end: int, layout: object) -> Registers:
+    """Return start ... end - 1."""
+    del layout
+    return registers(torch.arange(start, end, dtype=torch.int32))
+
+
+def convert_layout(x: Registers, _: object, *, assert_trivial: bool = False) -> Registers:
+    """Return x."""
+    del assert_trivial
+    return x
+
+
+def store(pointer: Pointer, x: Registers, mask: Registers) -> None:
+    """Write to memory where the mask says so."""
+    pointer.store(x, mask)
+
+
+def atomic_add(pointer: Pointer, x: int) -> Number:
+    """Add to memory and return what was there."""
+    here().pause()
+    return Number(pointer.add(x))
+
+
+def allocate_shared_memory(
+    dtype: torch.dtype, shape: Sequence[int], layout: object
+) -> Shared | Barriers:
+    """Return a part of the program's shared memory; 64-bit integers are barriers."""
+    del layout
+    if dtype == int64:
+        return Barriers(shape[0])
+    tile = Shared.allocate(shape, dtype)
+    here().program.memory.append(tile)
+    return tile
+
+
+def warp_specialize(
+    roles: Sequence[tuple[Callable[..., object], tuple[Any, ...]]], warps: object, limits: object
+) -> None:
+    """Let each role be played by warps of its own, and wait until all have ended."""
+    del warps, limits
+    program = here().program
+    started = [
+        here().schedule.start(
+            f"{role.__name__} {i} of program {program.number}",
+            partial(role, *given),
+            program,
+        )
+        for i, (role, given) in enumerate(roles)
+    ]
+    here().pause(lambda: all(each.ended for each in started))

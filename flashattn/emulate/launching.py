@@ -1,0 +1,103 @@
+"""Launching: within ``emulated()`` Gluon's kernels run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashattn.emulate.barriers import Meeting
+from flashattn.emulate.language import Number
+from flashattn.emulate.memory import Descriptor, Pointer, Shared
+from flashattn.emulate.schedule import Schedule, here
+from flashattn.emulate.source import Edit, Source
+from flashattn.kernels import launch
+from flashattn.kernels.hopper import backward, forward
+
+
+class Program:
+    """One of a launch.
+
+    Args:
+        number: which.
+        count: of how many.
+    """
+
+    def __init__(self, number: int, count: int) -> None:
+        """It has no memory yet."""
+        self.number, self.count = number, count
+        self.memory: list[Shared] = []
+        self.meeting = Meeting(2)
+
+
+def run(
+    kernel: Callable[..., object],
+    programs: int,
+    given: list[Any],
+    schedule: Schedule,
+    together: int,
+) -> None:
+    """Run ``programs``, ``together`` of them at once: they begin in their order."""
+    numbers = iter(range(programs))
+
+    def multiprocessor() -> None:
+        for number in numbers:
+            program = here().program = Program(number, programs)
+            kernel(*given)
+            for tile in program.memory:
+                tile.wipe()  # it is the next program's
+
+    for i in range(together):
+        schedule.start(f"multiprocessor {i}", multiprocessor)
+    schedule.run()
+
+
+def _operand(x: Any) -> Any:
+    """Return what a kernel gets for an argument."""
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
+    if isinstance(x, torch.Tensor):
+        return Pointer(x.detach().view(-1))
+    return Number(x) if type(x) is int else x
+
+
+@contextmanager
+def emulated(
+    *, seed: int = 0, multiprocessors: int = 1, edit: Edit | None = None
+) -> Iterator[list[str]]:
+    """Run Gluon's kernels on CPU tensors, wherever they are launched, in Triton's interpreter.
+
+    Args:
+        seed: of who goes on when, and of what is late.
+        multiprocessors: how many there seem to be; each runs a program at a time.
+        edit: what becomes of (path of a module, its text) before its kernels are run.
+
+    Yields:
+        The names of the kernels, as they are launched.
+    """
+    source = Source(edit)
+    launched: list[str] = []
+    seeds = count(seed << 20)  # of each launch
+
+    def chosen(kernel: GluonJITFunction[Any], grid: tuple[int, ...]) -> Callable[..., None]:
+        def call(*operands: Any, **options: Any) -> None:
+            launched.append(kernel.fn.__name__)
+            rest = [options[name] for name in kernel.arg_names[len(operands) :]]
+            given = [*map(_operand, operands), *rest]
+            run(source.plain(kernel), grid[0], given, Schedule(next(seeds)), multiprocessors)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(GluonJITFunction, "__getitem__", chosen))
+        stack.enter_context(patch.object(launch, "multiprocessors", lambda _: multiprocessors))
+        for module in (forward, backward):  # plans are kept, and depend on how many there are
+            unkept = module._plan.__wrapped__  # noqa: SLF001
+            stack.enter_context(patch.object(module, "_plan", unkept))
+        yield launched

@@ -1,0 +1,165 @@
+"""Memory: tiles that threads and copies share, and pointers and descriptors of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flashattn.emulate.schedule import here
+
+POISON = float("nan")
+
+
+class Registers(torch.Tensor):
+    """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def registers(x: torch.Tensor) -> Registers:
+    """Return x as one."""
+    return x.as_subclass(Registers)
+
+
+class Shared:
+    """A tile in shared memory.
+
+    Args:
+        own: what threads see.
+        outer: what copies and products see.
+    """
+
+    def __init__(self, own: torch.Tensor, outer: torch.Tensor) -> None:
+        """Hold on to them."""
+        self.own, self.outer = own, outer
+
+    @classmethod
+    def allocate(cls, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        """Return memory that nobody has written to."""
+        tile = cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        tile.wipe()
+        return tile
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an element."""
+        return self.own.dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """As the kernel sees it."""
+        return list(self.own.shape)
+
+    def wipe(self) -> None:
+        """Put NaN everywhere, where there is one."""
+        poison = POISON if self.dtype.is_floating_point else -1
+        self.own.fill_(poison)
+        self.outer.fill_(poison)
+
+    def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Shared:
+        return Shared(view(self.own), view(self.outer))
+
+    def index(self, i: int) -> Shared:
+        """Return one of its tiles.
+
+        Raises:
+            IndexError: there are not so many.
+        """
+        if not 0 <= i < len(self.own):
+            raise IndexError(f"tile {i} of {len(self.own)}")
+        return self._view(lambda x: x[int(i)])
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        """Return it in another shape."""
+        return self._view(lambda x: x.view(*shape))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        """Return it with its dimensions in another order."""
+        return self._view(lambda x: x.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        """Return a part of it."""
+        return self._view(lambda x: x.narrow(dim, start, length))
+
+    def store(self, x: Registers) -> None:
+        """Let threads see x; copies and products do after a fence of who stored it.
+
+        Raises:
+            TypeError: x is not like the tile.
+        """
+        if (x.shape, x.dtype) != (self.own.shape, self.dtype):
+            raise TypeError(f"stored {x.dtype} {list(x.shape)} in {self.dtype} {self.shape}")
+        self.own.copy_(x)
+        here().unfenced.append(lambda: self.outer.copy_(x))
+
+    def load(self, _: object) -> Registers:
+        """Return what threads see."""
+        return registers(self.own.clone())
+
+
+class Pointer:
+    """An address within a tensor.
+
+    Args:
+        elements: of the tensor, in a row.
+        at: which of them; a tensor of numbers for a tensor of pointers.
+    """
+
+    def __init__(self, elements: torch.Tensor, at: Any = 0) -> None:
+        """Point."""
+        self.elements, self.at = elements, at
+
+    def __add__(self, other: Any) -> Pointer:
+        """Point further on."""
+        return Pointer(self.elements, self.at + other)
+
+    @property
+    def value(self) -> int:
+        """What an integer is that it points to."""
+        return int(self.elements[int(self.at)])
+
+    def store(self, x: Any, mask: torch.Tensor) -> None:
+        """Write where the mask says so.
+
+        Raises:
+            IndexError: outside of the tensor.
+        """
+        at = self.at[mask].long()
+        if at.numel() and not 0 <= at.min() <= at.max() < self.elements.numel():
+            raise IndexError(f"element {at.max()} of {self.elements.numel()}")
+        self.elements[at] = x[mask].to(self.elements.dtype)
+
+    def add(self, x: int) -> int:
+        """Add to an integer and return what it was."""
+        before = self.value
+        self.elements[int(self.at)] += x
+        return before
+
+
+class Descriptor:
+    """What copies reach of a tensor, in tiles.
+
+    Args:
+        given: Gluon's descriptor.
+    """
+
+    def __init__(self, given: Any) -> None:
+        """Look at its tensor."""
+        self._x = given.base.detach().as_strided(given.shape, given.strides)
+        self.dtype, self.layout = self._x.dtype, given.layout
+        self.block_shape: list[int] = list(given.block_shape)
+        size = self.dtype.itemsize * torch.Size(self.block_shape).numel()
+        self.block_type = SimpleNamespace(nbytes=size)
+
+    def within(self, at: Sequence[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """Return what of the tensor a tile there has, and where in the tile that is."""
+        outer, inner = [], []
+        for start, n, size in zip(map(int, at), self.block_shape, self._x.shape, strict=True):
+            first = min(max(start, 0), size)
+            last = max(min(start + n, size), first)
+            outer.append(slice(first, last))
+            inner.append(slice(first - start, last - start))
+        return self._x[tuple(outer)], tuple(inner)

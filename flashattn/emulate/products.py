@@ -1,0 +1,63 @@
+"""Products of a warpgroup, which read their operands when it is drawn, or when waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashattn.emulate.memory import Registers, Shared, registers
+from flashattn.emulate.schedule import here
+
+
+class Product:
+    """One that is under way: nothing can be done with it but wait, or add further ones to it.
+
+    Args:
+        a: [m, k], in registers or shared memory.
+        b: [k, n], in shared memory.
+        sum_: what it is added to, or None.
+    """
+
+    def __init__(self, a: Registers | Shared, b: Shared, sum_: Any) -> None:
+        """Compute nothing yet."""
+        self._a, self._b, self._sum = a, b, sum_
+        self.value: Registers | None = None
+
+    def finish(self) -> None:
+        """Compute it, unless that was done."""
+        if self.value is not None:
+            return
+        a = self._a.outer if isinstance(self._a, Shared) else self._a
+        x = a.float() @ self._b.outer.float()
+        before = self._sum.value if isinstance(self._sum, Product) else self._sum
+        if before is not None:
+            x = x + before
+        self.value = registers(x)
+
+
+def warpgroup_mma(
+    a: Registers | Shared, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+) -> Any:
+    """Begin acc + a @ b, or compute it."""
+    warps = here()
+    product = Product(a, b, acc if use_acc else None)
+    warps.products.append(product)
+    if not is_async:
+        return warpgroup_mma_wait(0, [product])
+    if warps.schedule.random.random() < 0.5:  # noqa: PLR2004 - as often as not
+        for each in warps.products:
+            each.finish()
+    return product
+
+
+def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
+    """Wait for all products of this warpgroup but the last, and return those of deps in registers.
+
+    What is not finished is returned as it is, so that who uses it fails.
+    """
+    warps = here()
+    warps.pause()
+    while len(warps.products) > pending:
+        warps.products.pop(0).finish()
+    results = [x.value if isinstance(x, Product) and x not in warps.products else x for x in deps]
+    return results[0] if len(results) == 1 else tuple(results)

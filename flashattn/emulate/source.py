@@ -1,0 +1,87 @@
+"""Source: kernels, and what they call, as plain Python over the emulated language."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia import hopper
+
+from flashattn.emulate import barriers, copies, language, products
+from flashattn.kernels.hopper import backward, compat
+
+Edit = Callable[[str, str], str]
+STAND_INS: dict[int, Any] = {
+    id(gl): language,
+    id(hopper.mbarrier): barriers,
+    id(hopper.tma): copies,
+    id(hopper.fence_async_shared): copies.fence_async_shared,
+    id(hopper.warpgroup_mma): products.warpgroup_mma,
+    id(hopper.warpgroup_mma_wait): products.warpgroup_mma_wait,
+    id(compat.load_tile): copies.load_tile,
+    id(compat.store_tile): copies.store_tile,
+    id(compat.add_tile): copies.add_tile,
+    id(backward.meet): barriers.meet,
+    id(backward.await_turn): copies.await_turn,
+    id(backward.pass_on): copies.pass_on,
+}
+
+
+class Source:
+    """The kernels of some modules.
+
+    Args:
+        edit: what becomes of (path of a module, its text).
+    """
+
+    def __init__(self, edit: Edit | None = None) -> None:
+        """Nothing is read yet."""
+        self._edit = edit or (lambda _, text: text)
+        self._modules: dict[str, dict[str, Any]] = {}
+
+    def plain(self, kernel: GluonJITFunction[Any]) -> Callable[..., Any]:
+        """Return a kernel, or what one calls, as plain Python."""
+        function: Callable[..., Any] = self._names(kernel.fn.__module__)[kernel.fn.__name__]
+        return function
+
+    def _names(self, name: str) -> dict[str, Any]:
+        """Return what a module's kernels see, themselves among it."""
+        if name in self._modules:
+            return self._modules[name]
+        module = sys.modules[name]
+        path = str(module.__file__)
+        tree = ast.parse(self._edit(path, Path(path).read_text(encoding="utf-8")))
+        names = self._modules[name] = {
+            key: self._stand_in(value, name) for key, value in vars(module).items()
+        }
+        tree.body = [node for node in tree.body if _is_device_code(node, module)]
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                node.decorator_list = []
+        code = compile(tree, path, "exec", flags=annotations.compiler_flag, dont_inherit=True)
+        exec(code, names)  # noqa: S102
+        return names
+
+    def _stand_in(self, value: Any, name: str) -> Any:
+        """Return what a name of a module is for its kernels."""
+        if id(value) in STAND_INS:
+            return STAND_INS[id(value)]
+        if isinstance(value, gl.constexpr):
+            return value.value
+        if isinstance(value, GluonJITFunction) and value.fn.__module__ != name:
+            return self.plain(value)
+        return value
+
+
+def _is_device_code(node: ast.stmt, module: ModuleType) -> bool:
+    """Return whether a statement defines a kernel, what one calls, or an aggregate."""
+    value = vars(module).get(getattr(node, "name", ""))
+    if id(value) in STAND_INS:
+        return False
+    return isinstance(value, GluonJITFunction) or hasattr(value, "__triton_aggregate__")

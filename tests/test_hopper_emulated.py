@@ -1,0 +1,549 @@
+"""The Hopper kernels on a CPU: right in any order of events, and planted bugs are caught."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashattn.emulate import barriers, copies, language, products
+from flashattn.emulate.launching import emulated
+from flashattn.emulate.memory import Descriptor, Shared
+from flashattn.emulate.schedule import DeadlockError, Schedule, here
+from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper.config import BackwardConfig, Config
+from flashattn.kernels.primitives import INTERPRETED
+from flashattn.problem import Problem, check_scale
+from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED.value, reason="kernels are compiled in this process: TRITON_INTERPRET=1"
+)
+MUTANTS = Path(__file__).parent / "mutants" / "mutants.py"
+Mutant = runpy.run_path(str(MUTANTS))["Mutant"]
+SMALL = Config(block_kv=64)
+
+
+def attend(problem, config, how=None):
+    """Return what attends to the problem's inputs, with a backward unless that has no config."""
+    options = {"diagonal": problem.diagonal, "scale": check_scale(None, problem.head_dim)}
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            o, lse = forward.forward(q, k, v, config=config, **options)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o, lse
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return backward.backward(grads, ctx.saved_tensors, **options, **how)
+
+    return Attend.apply
+
+
+def bf16(**sizes):
+    """Return a problem."""
+    return Problem(dtype="bfloat16", **sizes)
+
+
+def fp16(**sizes):
+    """Return a problem."""
+    return Problem(dtype="float16", **sizes)
+
+
+UNSTAGED = {"staged": False, "slots": 3}
+FORWARDS = [
+    (bf16(heads=2, seq_q=140, seq_kv=200), SMALL, 1),
+    (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=130, causal=True), SMALL, 1),
+    (bf16(heads=3, seq_q=200, seq_kv=70, causal="bottom_right"), SMALL, 2),  # dead queries; drawn
+    (bf16(heads=2, seq_q=260, causal=True, head_dim=128), Config(**UNSTAGED), 3),  # drawn
+    (fp16(batch=2, heads=2, seq_q=200, seq_kv=130, head_dim=40), Config(groups=3, slots=4), 3),
+    (bf16(heads=2, seq_q=1, seq_kv=270, causal="bottom_right"), SMALL, 1),
+    (bf16(heads=2, seq_q=130, seq_kv=1), SMALL, 2),
+    (fp16(seq_q=70, seq_kv=150, head_dim=256), Config(block_kv=64, staged=False), 1),
+]
+# Of each the config, whether it is deterministic, and how many programs run at once.
+BACKWARDS = [
+    (bf16(heads=2, seq_q=200, seq_kv=140), BackwardConfig(persistent=True), False, 1),
+    (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=300, causal=True), BackwardConfig(), True, 3),
+    (bf16(heads=2, seq_q=200, seq_kv=140, causal="bottom_right"), BackwardConfig(band=4), True, 1),
+    (bf16(seq_q=200, seq_kv=260, causal=True, head_dim=128), BackwardConfig(slots=3), False, 2),
+    (fp16(heads=2, seq_q=130, seq_kv=260, head_dim=128), BackwardConfig(band=2), True, 3),
+    (bf16(batch=2, seq_q=1, seq_kv=200, head_dim=40), BackwardConfig(persistent=True), False, 3),
+    (bf16(heads=2, seq_q=70, seq_kv=1, head_dim=96), BackwardConfig(), True, 2),
+    (bf16(seq_q=300, seq_kv=70, causal="bottom_right", head_dim=80), BackwardConfig(), False, 1),
+]
+
+
+@pytest.mark.parametrize(("problem", "config", "at_once"), FORWARDS, ids=str)
+def test_forward(problem, config, at_once):
+    """The forward is within the budgets, whatever comes late."""
+    with emulated(multiprocessors=at_once) as launched:
+        assert_accurate(attend(problem, config), Question(problem=problem, grad=False))
+    assert launched == ["flashattn_hopper_fwd"]
+
+
+@pytest.mark.parametrize(("problem", "config", "deterministic", "at_once"), BACKWARDS, ids=str)
+def test_backward(problem, config, deterministic, at_once):
+    """So are the gradients."""
+    how = {"config": config, "deterministic": deterministic}
+    with emulated(multiprocessors=at_once) as launched:
+        assert_accurate(attend(problem, SMALL, how), Question(problem=problem))
+    assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
+
+
+def test_far_below_zero():
+    """Where P of a key that only pads a tile would be inf, it is hidden."""
+    problem, how = bf16(seq_q=70, seq_kv=70), {"config": BackwardConfig(), "deterministic": True}
+    with emulated():
+        assert_accurate(attend(problem, SMALL, how), Question(problem=problem, values="negative"))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_same_bits(deterministic):
+    """Deterministic gradients are the same in any order of events; o and lse always are."""
+    problem = bf16(heads=2, seq_q=140, seq_kv=520, causal="bottom_right")
+    case = Question(problem=problem).draw()
+    how = {"config": BackwardConfig(), "deterministic": deterministic}
+    answers = []
+    for seed in range(4):
+        q, k, v = (x.detach().requires_grad_() for x in case.inputs)
+        with emulated(seed=seed, multiprocessors=3):
+            o, lse = attend(problem, SMALL, how)(q, k, v)
+            answers.append((o, lse, *torch.autograd.grad(o, (k, v, q), case.grad_o)))
+    same = [all(map(partial(torch.equal, x[0]), x)) for x in zip(*answers, strict=True)]
+    assert same == [True] * 4 + [deterministic]
+
+
+FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
+RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
+# What a kernel with a bug in it is asked: problem, values, the two configs.
+UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
+TURNS = {"config": BackwardConfig(), "deterministic": True}
+ASKED = {
+    "full": (bf16(seq_q=300, seq_kv=130), "normal", Config(block_kv=64, staged=False), None),
+    "drawn": (bf16(seq_q=300, seq_kv=130, causal=True), "normal", SMALL, None),
+    "gradients": (bf16(seq_q=200, seq_kv=260, head_dim=128), "normal", SMALL, UNTURNED),
+    "in turns": (bf16(seq_q=200, seq_kv=260), "normal", SMALL, TURNS),
+    "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
+}
+WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
+PLANTED = [
+    (
+        "full",
+        Mutant(
+            "values_freed_too_early",
+            FORWARD,
+            "    acc = warpgroup_mma_wait(0, deps=[acc])\n    keys.free(n + 1)\n",
+            "    keys.free(n + 1)\n    acc = warpgroup_mma_wait(0, deps=[acc])\n",
+            "values are overwritten while they are multiplied",
+        ),
+        WRONG,
+    ),
+    (
+        "full",
+        Mutant(
+            "last_values_not_loaded",
+            FORWARD,
+            "        values.load(n, v, batch, kv_head, 0)\n",
+            "",
+            "warpgroups wait for ever",
+        ),
+        STUCK,
+    ),
+    (
+        "full",
+        Mutant(
+            "keys_not_hidden",
+            FORWARD,
+            "last = gl.full([ROWS], seq_kv - 1 - start_kv,",
+            "last = gl.full([ROWS], BLOCK_KV,",
+            "keys that only pad a tile are in the sum",
+        ),
+        WRONG,
+    ),
+    (
+        "full",
+        Mutant(
+            "o_overwritten",
+            FORWARD,
+            "            tma.store_wait(0)\n            queries.free(asked)",
+            "            queries.free(asked)",
+            "the next queries come while o leaves from their place",
+        ),
+        WRONG,
+    ),
+    (
+        "drawn",
+        Mutant(
+            "o_left_behind",
+            FORWARD,
+            "        turn += 1\n    tma.store_wait(0)\n",
+            "        turn += 1\n",
+            "the program ends while o is read from its memory",
+        ),
+        WRONG,
+    ),
+    (
+        "full",
+        Mutant(
+            "o_not_fenced",
+            FORWARD,
+            "store(acc.to(o.dtype))\n    fence_async_shared()",
+            "store(acc.to(o.dtype))",
+            "the copy of o may read what was there before",
+        ),
+        WRONG,
+    ),
+    (
+        "full",
+        Mutant(
+            "scores_not_awaited",
+            FORWARD,
+            "    s = warpgroup_mma_wait(1, deps=[s])\n    if MASKED",
+            "    s = warpgroup_mma_wait(2, deps=[s])\n    if MASKED",
+            "scores are used before they are there",
+        ),
+        UNFINISHED,
+    ),
+    (
+        "drawn",
+        Mutant(
+            "tile_skipped",
+            FORWARD,
+            "gl.num_programs(0) + gl.atomic_add(counter, 1)",
+            "gl.num_programs(0) + 1 + gl.atomic_add(counter, 1)",
+            "nobody takes the first tile that is drawn",
+        ),
+        WRONG,
+    ),
+    (
+        "full",
+        Mutant(
+            "phase_flipped",
+            RING,
+            "mbarrier.wait(self.full.index(slot), (n // self.slots) & 1)",
+            "mbarrier.wait(self.full.index(slot), ((n // self.slots) & 1) ^ 1)",
+            "tiles are read before they have come",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "gradients",
+        Mutant(
+            "bytes_not_expected",
+            PAIRS,
+            "mbarrier.expect(full, x.block_type.nbytes + x_numbers.block_type.nbytes)",
+            "mbarrier.expect(full, x.block_type.nbytes)",
+            "a barrier waits for fewer bytes than come",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "gradients",
+        Mutant(
+            "second_not_awaited",
+            PAIRS,
+            "mbarrier.wait(self.others_full.index(n % self.slots), (n // self.slots) & 1)",
+            "pass",
+            "dO is read before it has come",
+        ),
+        WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "wrong_half_of_dq",
+            BACKWARD,
+            "k = k.slice(WARPGROUP * HALF, HALF, dim=1)",
+            "k = k.slice((1 - WARPGROUP) * HALF, HALF, dim=1)",
+            "halves of dq are exchanged",
+        ),
+        WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "exchange_not_met",
+            BACKWARD,
+            "    meet()\n    dq = part(",
+            "    dq = part(",
+            "a warpgroup reads the other's dS before it is there",
+        ),
+        WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "exchange_not_fenced",
+            BACKWARD,
+            ".store(ds)\n    fence_async_shared()\n",
+            ".store(ds)\n",
+            "the product for dq may read what was there before",
+        ),
+        WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "keys_not_met",
+            BACKWARD,
+            "        meet()  # both have read all keys, so gradients may take their place\n",
+            "",
+            "dk takes the place of keys that the other warpgroup reads",
+        ),
+        WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "staging_overwritten",
+            BACKWARD,
+            "    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)\n",
+            "",
+            "a part of dq is written over the one that leaves",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "gradients",
+        Mutant(
+            "keys_kept",
+            BACKWARD,
+            "        for w in gl.static_range(2):\n            keys.free(w)\n",
+            "",
+            "a program hangs at its second tile",
+        ),
+        STUCK,
+    ),
+    (
+        "in turns",
+        Mutant(
+            "turns_reversed",
+            BACKWARD,
+            "await_turn(turn, block)",
+            "await_turn(turn, blocks - 1 - block)",
+            "programs wait for those that have not begun",
+        ),
+        STUCK,
+    ),
+    (
+        "in turns",
+        Mutant(
+            "passed_on_too_early",
+            BACKWARD,
+            "pass_on(passed)\n                    passed = turn",
+            "pass_on(turn)",
+            "a program adds before the first has stored",
+        ),
+        WRONG,
+    ),
+    (
+        "in turns",
+        Mutant(
+            "first_not_stored",
+            BACKWARD,
+            "        if first:\n            store_tile(",
+            "        if not first:\n            store_tile(",
+            "the workspace is added to before it is set",
+        ),
+        WRONG,
+    ),
+    (
+        "far below zero",
+        Mutant(
+            "padding_not_hidden",
+            BACKWARD,
+            "    seen_from = gl.where(keys < seq_kv, seen_from, BLOCK_Q)\n",
+            "",
+            "inf * 0 in dq where lse is far below zero",
+        ),
+        WRONG,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "mutant", "shows"), PLANTED, ids=[mutant.name for _, mutant, _ in PLANTED]
+)
+def test_planted(asked, mutant, shows):
+    """A bug in a kernel is caught: by a wrong answer, or at once where it hangs."""
+
+    def edit(path, text):
+        return mutant.applied(text) if path.endswith(mutant.path) else text
+
+    problem, values, config, how = ASKED[asked]
+    question = Question(problem=problem, values=values, grad=how is not None)
+    with pytest.raises(shows):  # noqa: PT012 - in one of these orders of events
+        for seed in range(8):
+            with emulated(seed=seed, multiprocessors=1 + seed % 2, edit=edit):
+                assert_accurate(attend(problem, config, how), question)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_nothing_planted(asked):
+    """The same is right without a bug, in the same orders of events."""
+    problem, values, config, how = ASKED[asked]
+    question = Question(problem=problem, values=values, grad=how is not None)
+    for seed in range(4):
+        with emulated(seed=seed, multiprocessors=1 + seed % 2):
+            assert_accurate(attend(problem, config, how), question)
+
+
+def play(*roles, seed=0):
+    """Let warps do these."""
+    schedule = Schedule(seed)
+    for i, role in enumerate(roles):
+        schedule.start(f"role {i}", role)
+    schedule.run()
+
+
+def barrier(arrivals):
+    """Return a new barrier."""
+    made = barriers.Barriers(2).index(1)
+    barriers.init(made, arrivals)
+    return made
+
+
+def test_phases():
+    """A phase is over when all have arrived; a new barrier lets pass who waits for the other."""
+    bar, said = barrier(2), []
+
+    def wait():
+        barriers.wait(bar, 1)
+        for phase in (0, 1, 0):
+            barriers.wait(bar, phase)
+            said.append(bar.phase)
+
+    def arrive():
+        for n in range(3):
+            barriers.wait(bar, (n & 1) ^ 1)
+            while len(said) < n:  # who waits for one phase must not miss it
+                here().pause()
+            barriers.arrive(bar)
+
+    play(wait, arrive, arrive)
+    assert said == [1, 0, 1]
+
+
+def test_too_many_arrive():
+    """More arrivals than a phase waits for are an error; so is a barrier that nobody set up."""
+    with pytest.raises(RuntimeError, match="2 arrive at a barrier that waits for 1"):
+        play(lambda: barriers.arrive(barrier(1), count=2))
+    with pytest.raises(RuntimeError, match="1 arrive at a barrier that waits for 0"):
+        play(lambda: barriers.arrive(barriers.Barrier()))
+    with pytest.raises(IndexError, match="barrier 2 of 2"):
+        barriers.Barriers(2).index(2)
+
+
+def test_deadlock():
+    """Who waits for what nobody does is named at once, with its line, and all threads end."""
+    before, bar = threading.active_count(), barrier(1)
+    with pytest.raises(DeadlockError, match=r"role 1 in <lambda> \(test_hopper_emulated.py:\d+\)$"):
+        play(lambda: None, lambda: barriers.wait(bar, 0))
+    assert threading.active_count() == before
+
+
+def test_errors_end_all():
+    """An error of one is raised, and the others' threads end."""
+    before, bar = threading.active_count(), barrier(1)
+    with pytest.raises(ZeroDivisionError):
+        play(lambda: barriers.wait(bar, 0), lambda: 1 / 0, lambda: barriers.wait(bar, 0))
+    assert threading.active_count() == before
+
+
+def test_a_seed_repeats():
+    """A seed gives one order of turns, and another seed another."""
+
+    def order(seed):
+        said = []
+
+        def role(name):
+            for _ in range(4):
+                here().pause()
+                said.append(name)
+
+        play(*(partial(role, name) for name in "abc"), seed=seed)
+        return said
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(8)}) > 4
+
+
+@pytest.mark.parametrize(("start", "rows"), [(-2, [2, 3]), (0, range(4)), (3, [0, 1]), (7, [])])
+def test_loads_come_late(start, rows):
+    """A tile is NaN until its barrier says so; what lies outside of the tensor is 0."""
+    x = torch.ones(1, 1, 5, 64)[..., :40].bfloat16().contiguous()
+    tile, bar = Shared.allocate([1, 1, 4, 64], x.dtype), barrier(1)
+
+    def role():
+        described = Descriptor(forward.Tiles(4).describe(x))
+        barriers.expect(bar, described.block_type.nbytes)
+        tile.outer.zero_()
+        copies.load_tile(described, [0, 0, start, 0], bar, tile)
+        assert tile.load(None).isnan().all()
+        barriers.wait(bar, 0)
+
+    play(role)
+    wanted = torch.zeros(1, 1, 4, 64)
+    wanted[:, :, list(rows), :40] = 1
+    assert torch.equal(tile.own.float(), wanted)
+    assert torch.equal(tile.outer.float(), wanted)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_stores_leave_late(waits):
+    """Only who waits may write where a store reads; it sees what was fenced."""
+    seen = set()
+
+    def role():
+        described = Descriptor(forward.Tiles(2).describe(x))
+        for n in (1, 2):
+            tile.store(torch.full_like(tile.own, n))
+            copies.fence_async_shared()
+            if n == 1:
+                copies.store_tile(described, [0, 0, 1, 0], tile)
+                if waits:
+                    copies.store_wait(0)
+                here().pause()
+
+    for seed in range(8):
+        x, tile = torch.zeros(1, 1, 2, 64).half(), Shared.allocate([1, 1, 2, 64], torch.float16)
+        play(role, seed=seed)
+        assert x[0, 0, 0].sum() == 0
+        seen.add(int(x.max()))
+    assert seen == ({1} if waits else {1, 2})
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_products_read_late(waits):
+    """Only who waits may write where a product reads."""
+    seen = set()
+
+    def role():
+        a, b = (Shared.allocate([4, 4], torch.float16) for _ in "ab")
+        for tile in (a, b):
+            tile.store(torch.ones_like(tile.own))
+        copies.fence_async_shared()
+        product = products.warpgroup_mma(a, b, None, use_acc=False, is_async=True)
+        if waits:
+            product = products.warpgroup_mma_wait(0, [product])
+        a.store(torch.zeros_like(a.own))
+        copies.fence_async_shared()
+        seen.add(int(products.warpgroup_mma_wait(0, [product]).max()))
+
+    for seed in range(8):
+        play(role, seed=seed)
+    assert seen == ({4} if waits else {0, 4})
+
+
+def test_numbers():
+    """Integers divide towards zero, as on a GPU, and stay so."""
+    n = language.Number(-7)
+    assert (n // 2, n % 2, 7 // language.Number(-2), (n + 1) // 4, 3 - n) == (-3, -1, -3, -1, 10)
+    assert language.cdiv(language.Number(7), 2) == 4

@@ -368,14 +368,15 @@ PLANTED = [
 ]
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
-    ("asked", "mutant", "shows"), PLANTED, ids=[mutant.name for _, mutant, _ in PLANTED]
+    ("asked", "bug", "shows"), PLANTED, ids=[bug.name for _, bug, _ in PLANTED]
 )
-def test_planted(asked, mutant, shows):
+def test_planted(asked, bug, shows):
     """A bug in a kernel is caught: by a wrong answer, or at once where it hangs."""
 
     def edit(path, text):
-        return mutant.applied(text) if path.endswith(mutant.path) else text
+        return bug.applied(text) if path.endswith(bug.path) else text
 
     problem, values, config, how = ASKED[asked]
     question = Question(problem=problem, values=values, grad=how is not None)
@@ -385,6 +386,7 @@ def test_planted(asked, mutant, shows):
                 assert_accurate(attend(problem, config, how), question)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("asked", ASKED)
 def test_nothing_planted(asked):
     """The same is right without a bug, in the same orders of events."""

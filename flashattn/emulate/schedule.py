@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-SPEEDS = (1, 8, 64)  # some are much slower than others, so much later
+SPEEDS = (1, 32, 1024)  # some are much slower than others, so much later
 OWN = {str(Path(__file__).parent), str(Path(threading.__file__).parent)}
 _here = threading.local()
 

@@ -31,6 +31,7 @@ LARGEST_HEAD_DIM = 256
 OLDEST_GPU = (8, 0)
 HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
+HOPPER_TILE = 128  # queries
 HOPPER_DTYPES = ("float16", "bfloat16")
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -72,10 +73,14 @@ def hopper_pays(problem: Problem, device: torch.device) -> bool:
     """Return whether the Hopper kernels are faster than the portable ones, as measured on an H200.
 
     A program for each multiprocessor wants as many tiles of 128 queries; where there are fewer, the
-    portable kernels split the keys.
+    portable kernels split the keys. Where a head has not even one, as in decoding, most of a tile
+    would be empty, and heads that share keys would each read them.
     """
-    tiles = -(-problem.seq_q // 128) * problem.batch * problem.heads
-    return tiles >= torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
+    return (
+        problem.seq_q >= HOPPER_TILE
+        and tiles >= torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -158,6 +158,13 @@ def test_takes(device):
     assert not forward.takes(Like.of(x), Like.of(x[..., 1:]), scale=0.1)
 
 
+def test_many_heads_of_one_short_key_are_planned(device):
+    """Keys of which a query head has less than a byte make a band as any others."""
+    q = torch.zeros(1, 600, 1, 64, device=device, dtype=torch.bfloat16)
+    likes = Like.of(q), *[Like.of(q[:, :1])] * 2, Like.of(q)
+    assert not forward._plan(*likes, None, 0.1, FORWARD[64, False][0]).drawn
+
+
 def test_who_takes_what(device):
     """On another device it says what it needs; on a Hopper GPU what it leaves to others."""
     half = Problem(seq_q=64, head_dim=64, dtype="bfloat16")
@@ -179,6 +186,7 @@ def test_who_takes_what(device):
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, True),
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, True),
         ({"heads": 1, "seq_q": 1024, "head_dim": 128}, False),  # keys want splitting
+        ({"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128}, False),  # decoding
     ],
 )
 def test_pays(monkeypatch, device, shape, pays):

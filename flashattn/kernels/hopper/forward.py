@@ -414,7 +414,7 @@ def _plan(
             tiles,
             blocks,
             heads,
-            max(1, KEPT // kept),
+            max(1, KEPT // max(1, kept)),
             heads // kv_heads,
             seq_q,
             seq_kv,

@@ -50,7 +50,8 @@ def _hopper(
     The gradient of q is summed in any order, unless ``deterministic``, or if that is None
     ``torch.use_deterministic_algorithms``, asks for the same bits every time. What the bulk copy
     engine cannot reach (an address or a stride that is no multiple of 16 bytes, a stride of 0) and
-    a scale that is not positive are the portable kernels', too.
+    a scale that is not positive are the portable kernels', too; so is what has no config in
+    ``kernels.hopper.config``: forward of D <= 64 under a mask, backward of D > 128.
     """
     return ops.triton_attention(
         q,

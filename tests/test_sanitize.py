@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from flashattn.sanitize import cases, tools
 from flashattn.sanitize.parse import Finding, parse
 from flashattn.sanitize.tools import FOUND, TOOLS, Answer, Tool, ask, judge
 
-RAN = "\n".join(f"case {name}\ndone {name}" for name in cases.names()) + "\n"
+NAMES = list(cases.cases())
+RAN = "\n".join(f"case {name}\ndone {name}" for name in NAMES) + "\n"
 BANNER = "========= COMPUTE-SANITIZER\n"
 NONE = "========= ERROR SUMMARY: 0 errors\n"
 ONE = "========= ERROR SUMMARY: 1 error\n"
@@ -47,7 +49,7 @@ MEMCHECK, CONSAN = (tool for tool in TOOLS if tool.name in ("memcheck", "consan"
 def test_clean_is_a_summary_of_nothing():
     """A summary of 0 is no finding, and each case that ended is known by its name."""
     said = parse(BANNER + RAN + NONE)
-    assert (said.findings, said.total, said.done) == ([], 0, cases.names())
+    assert (said.findings, said.total, said.done) == ([], 0, NAMES)
     assert parse(BANNER + RAN + NO_RACE).total == 0
 
 
@@ -111,20 +113,21 @@ def test_assertions_of_triton_are_findings():
 )
 def test_only_all_cases_and_a_summary_are_clean(output, status, verdict, said):
     """A tool that ends early, or is silent, failed; a finding is one whatever else happened."""
-    answer = judge(MEMCHECK, "", output, status, 1.0)
+    answer = judge(MEMCHECK, NAMES, output, status, 1.0)
     assert answer.verdict == verdict
     assert (said in answer.said) if said else answer.said is None
 
 
 def test_triton_s_own_has_no_summary():
     """Consan is clean if all cases ran, and found something if it asserted, though it then died."""
-    assert judge(CONSAN, "", RAN, 0, 1.0).verdict == "clean"
+    assert judge(CONSAN, NAMES, RAN, 0, 1.0).verdict == "clean"
     died = (
         "case a\n" + ASSERTED.format(0) + "RuntimeError: CUDA error: device-side assert triggered"
     )
-    assert judge(CONSAN, "", died, 1, 1.0).verdict == "findings"
+    assert judge(CONSAN, NAMES, died, 1, 1.0).verdict == "findings"
     assert (
-        judge(CONSAN, "", "case a\nRuntimeError: no allocator was set", 1, 1.0).verdict == "failed"
+        judge(CONSAN, NAMES, "case a\nRuntimeError: no allocator was set", 1, 1.0).verdict
+        == "failed"
     )
 
 
@@ -151,6 +154,7 @@ def fake(tmp_path, monkeypatch):
     """Return what makes a compute-sanitizer that says something, on a GPU that is none."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cases, "here", lambda: torch.device("cpu"))
     monkeypatch.setattr(command, "machine_info", lambda _: {"accelerator": "nvidia-made-up"})
     monkeypatch.setattr(command, "accelerator", lambda _: "nvidia-made-up")
     monkeypatch.chdir(tmp_path)
@@ -176,20 +180,20 @@ def test_a_clean_tool_is_status_0(fake, capsys):
     assert command.main(["--tool", "memcheck", "--tool", "initcheck"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines if " clean " in line] == [
-        [name, "clean", str(len(cases.names())), "0"] for name in ("memcheck", "initcheck")
+        [name, "clean", str(len(NAMES)), "0"] for name in ("memcheck", "initcheck")
     ]
-    saved = json.loads((folder / ".benchmarks/nvidia-made-up/sanitizers.json").read_text())
+    saved = json.loads((folder / ".benchmarks/nvidia-made-up/sanitizers-triton.json").read_text())
     assert saved["machine"] == {"accelerator": "nvidia-made-up"}
-    assert saved["cases"] == cases.names()
+    assert saved["cases"] == NAMES
     assert [row["verdict"] for row in saved["tools"]] == ["clean", "clean"]
     asked = (folder / "asked").read_text().splitlines()
-    assert all(line.endswith("-m flashattn.sanitize.cases  | 1") for line in asked)
+    assert all(line.endswith("-m flashattn.sanitize.cases  triton | 1") for line in asked)
     assert [line.split()[:2] for line in asked] == [["--tool", "memcheck"], ["--tool", "initcheck"]]
 
 
 def test_a_finding_is_status_1(fake, capsys):
     """A finding is told with its kernel and its case, and kept; the exit status is 1."""
-    first = cases.names()[0]
+    first = NAMES[0]
     text = BANNER + f"case {first}\n" + INVALID.format(at="1", thread=0)
     folder = fake(text + ONE, FOUND)
     assert command.main(["--tool", "memcheck", "--output", "found.json"]) == 1
@@ -236,13 +240,25 @@ def test_no_case_of_that_name_is_a_mistake(fake, capsys):
     fake("", 0)
     with pytest.raises(SystemExit):
         command.main(["--only", "d65"])
-    assert "--only: no case has 'd65' in its name" in capsys.readouterr().err
+    assert "--only: no case of triton has 'd65' in its name" in capsys.readouterr().err
+
+
+def test_cases_are_those_an_implementation_can_run(monkeypatch):
+    """What another implementation cannot do is none of its cases; here that is all of them."""
+    assert len(cases.cases()) == len(cases.PROBLEMS)
+    assert cases.cases(impl="hopper") == {}
+    short = replace(
+        cases.get("hopper"), limits=lambda problem, _: problem.dtype == "float32" or None
+    )
+    monkeypatch.setattr(cases, "get", lambda _: short)
+    problems = [problem for problem, _ in cases.cases(impl="hopper").values()]
+    assert {problem.dtype for problem in problems} == {"bfloat16", "float16"}
 
 
 def test_cases_say_when_they_run(capsys):
     """Each case that was asked for is named before it and after it, and no other is run."""
     cases.main("d32")
-    (name,) = cases.names("d32")
+    (name,) = cases.cases("d32")
     assert capsys.readouterr().out == f"case {name}\ndone {name}\n"
 
 

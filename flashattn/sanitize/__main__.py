@@ -3,6 +3,7 @@
     python -m flashattn.sanitize                  # all of them, some minutes on a GPU
     python -m flashattn.sanitize --tool memcheck  # one of them
     python -m flashattn.sanitize --only d64       # cases with this in their names
+    python -m flashattn.sanitize --impl hopper    # another implementation's kernels
 
 Exit status: 0 clean; 1 a finding in one of our kernels; 2 a wrong argument, or no GPU; 11 UNPROVEN:
 nothing was found, but a tool is missing or did not get to its end.
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 from flashattn.measure.device import accelerator, machine_info
-from flashattn.sanitize.cases import names
+from flashattn.sanitize.cases import OURS, cases
 from flashattn.sanitize.tools import FAILED, FINDINGS, MISSING, TOOLS, Answer, ask
 
 COMMAND = "python -m flashattn.sanitize"
@@ -38,13 +39,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool", action="append", choices=known, help="(default: all; repeat it)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
     parser.add_argument(
+        "--impl", default=OURS, choices=("triton", "hopper"), help="(default: %(default)s)"
+    )
+    parser.add_argument(
         "--limit", type=float, default=LIMIT, metavar="SECONDS", help="for one tool"
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help=("JSON (default: sanitizers.json beside the runs of this GPU in .benchmarks)"),
+        help="JSON (default: sanitizers-IMPL.json beside the runs of this GPU in .benchmarks)",
     )
     return parser
 
@@ -87,19 +91,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if not torch.cuda.is_available():
         parser.error("wanted a CUDA GPU, got none: sanitizers watch a GPU's memory")
-    if not names(options.only):
-        parser.error(f"--only: no case has {options.only!r} in its name")
+    wanted = list(cases(options.only, options.impl))
+    if not wanted:
+        parser.error(f"--only: no case of {options.impl} has {options.only!r} in its name")
     asked = [tool for tool in TOOLS if options.tool is None or tool.name in options.tool]
     answers = []
     for tool in asked:
         print(f"{tool.name}: {tool.checks} ...", flush=True)
-        answers.append(ask(tool, options.only, options.limit))
+        answers.append(ask(tool, options.only, options.limit, options.impl))
     print(table(answers))
     device = torch.device("cuda")
-    path = options.output or Path(".benchmarks", accelerator(device), "sanitizers.json")
+    path = options.output or Path(
+        ".benchmarks", accelerator(device), f"sanitizers-{options.impl}.json"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = {"machine": machine_info(device), "only": options.only, "cases": names(options.only)}
-    rows = {"tools": [answer.row() for answer in answers]}
+    said = {"machine": machine_info(device), "impl": options.impl, "only": options.only}
+    rows = {"cases": wanted, "tools": [answer.row() for answer in answers]}
     path.write_text(json.dumps(said | rows, indent=1) + "\n", encoding="utf-8")
     print(f"Written: {path}")
     return status(answers)

@@ -1,6 +1,6 @@
 """What runs under a sanitizer: small ragged problems, forward and gradients, one after another.
 
-    python -m flashattn.sanitize.cases [TEXT]
+    python -m flashattn.sanitize.cases [TEXT [IMPL]]
 
 Each case is named before it starts and after the device is done with it, so that what a sanitizer
 says in between is said of that case.
@@ -21,6 +21,7 @@ from flashattn.registry import get
 from flashattn.testing.accuracy import Question, run
 
 BEGIN, END = "case", "done"
+OURS = "triton"
 POINTERS = "misaligned"  # what no descriptor can address
 HALF: dict[str, Any] = {"dtype": "float16"}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
@@ -35,14 +36,31 @@ PROBLEMS = {
     Problem(seq_q=70, seq_kv=45, head_dim=40, **BF16): "packed",  # padded to 64
     Problem(seq_q=33, seq_kv=17, head_dim=7, causal=True): POINTERS,  # rows of odd length
     Problem(seq_q=1, seq_kv=200, head_dim=16, **HALF): "expanded",  # decoding
+    # More tiles than multiprocessors: programs that live on draw another.
+    Problem(batch=9, heads=8, kv_heads=4, seq_q=270, head_dim=128, causal=True, **BF16): "packed",
     Problem(batch=2, seq_q=17, seq_kv=1, head_dim=32, **BF16): "contiguous",  # one key
 }
 
 
-def names(text: str = "") -> list[str]:
-    """Return the names of the cases that have ``text`` in them."""
-    said = (f"{problem}-{layout}" for problem, layout in PROBLEMS.items())
-    return [name for name in said if text in name]
+def cases(text: str = "", impl: str = OURS) -> dict[str, tuple[Problem, str]]:
+    """Return the problems and layouts of the cases of an implementation, by their names.
+
+    Args:
+        text: only those with this in their names.
+        impl: whose; what it cannot do on the machine at hand is none of its cases.
+    """
+    can = get(impl)
+    device = here()
+    return {
+        f"{problem}-{layout}": (problem, layout)
+        for problem, layout in PROBLEMS.items()
+        if text in f"{problem}-{layout}" and can.why_not(problem, device, grad=True) is None
+    }
+
+
+def here() -> torch.device:
+    """Return where cases run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _give_scratch(device: torch.device) -> None:
@@ -60,23 +78,21 @@ def _give_scratch(device: torch.device) -> None:
     torch.autograd.set_multithreading_enabled(False)
 
 
-def main(text: str = "") -> None:
+def main(text: str = "", impl: str = OURS) -> None:
     """Run the cases.
 
     Args:
         text: only those with this in their names.
+        impl: whose.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = here()
     if os.environ.get("TRITON_INSTRUMENTATION_MODE"):
         _give_scratch(device)
-    for problem, layout in PROBLEMS.items():
-        name = f"{problem}-{layout}"
-        if text not in name:
-            continue
+    for name, (problem, layout) in cases(text, impl).items():
         sys.stdout.write(f"{BEGIN} {name}\n")
         sys.stdout.flush()
         case = Question(problem=problem, device=device, layout=layout).draw()
-        run(partial(get("triton"), causal=problem.causal, scale=case.scale), case)
+        run(partial(get(impl), causal=problem.causal, scale=case.scale), case)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         sys.stdout.write(f"{END} {name}\n")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flashattn.sanitize.cases import names
+from flashattn.sanitize.cases import OURS, cases
 from flashattn.sanitize.parse import Finding, parse
 
 CASES = (sys.executable, "-m", "flashattn.sanitize.cases")
@@ -117,20 +117,21 @@ class Answer:
         return asdict(self) | {"findings": [asdict(finding) for finding in self.findings]}
 
 
-def ask(tool: Tool, text: str, limit: float) -> Answer:
+def ask(tool: Tool, text: str, limit: float, impl: str = OURS) -> Answer:
     """Run the cases under a tool.
 
     Args:
         tool: which.
         text: only cases with this in their names.
         limit: seconds that it may take.
+        impl: whose cases.
     """
     if tool.missing:
         return Answer(tool=tool.name, checks=tool.checks, verdict=MISSING, said=tool.missing)
     start = time.perf_counter()
     try:
         done = subprocess.run(  # noqa: S603 - the programs are named above
-            [*tool.command, *CASES, text],
+            [*tool.command, *CASES, text, impl],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # in the order in which they come
             text=True,
@@ -142,18 +143,27 @@ def ask(tool: Tool, text: str, limit: float) -> Answer:
     except subprocess.TimeoutExpired:
         why = f"it took longer than {limit:.0f} s"
         return Answer(tool=tool.name, checks=tool.checks, verdict=FAILED, said=why, seconds=limit)
-    return judge(tool, text, done.stdout, done.returncode, time.perf_counter() - start)
+    took = time.perf_counter() - start
+    return judge(tool, list(cases(text, impl)), done.stdout, done.returncode, took)
 
 
-def judge(tool: Tool, text: str, output: str, status: int, seconds: float) -> Answer:
-    """Say what an output and an exit status mean: silence is not clean unless all cases ran."""
+def judge(tool: Tool, wanted: Sequence[str], output: str, status: int, seconds: float) -> Answer:
+    """Say what an output and an exit status mean: silence is not clean unless all wanted cases ran.
+
+    Args:
+        tool: that wrote it.
+        wanted: names of cases.
+        output: of it.
+        status: its exit status.
+        seconds: that it took.
+    """
     said = parse(output)
     verdict, why = CLEAN, None
     unexplained = (said.total or 0) > 0 and not said.findings
     if any(finding.ours for finding in said.findings) or unexplained:
         verdict = FINDINGS
     elif (
-        set(said.done) != set(names(text))
+        set(said.done) != set(wanted)
         or (tool.command and said.total is None)
         or status not in (0, FOUND)
     ):

@@ -41,9 +41,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashattn.kernels import launch
 from flashattn.kernels.backward import backward as portable
 from flashattn.kernels.backward import row_terms
+from flashattn.kernels.hopper import backward_wide
 from flashattn.kernels.hopper.compat import add_tile, store_tile
-from flashattn.kernels.hopper.config import BackwardConfig, pick_backward
+from flashattn.kernels.hopper.config import (
+    BackwardConfig,
+    WideConfig,
+    pick_backward,
+    pick_wide,
+)
 from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
+from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_ring
 from flashattn.kernels.launch import PLANS, Launch, Like
@@ -448,18 +455,6 @@ def constants(
     }
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
-
-    rows: int
-
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x."""
-        layout = gl.NVMMASharedLayout(0, 32, 2)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows], layout)
-
-
 class Parts:
     """A warpgroup's part of dq in the workspace [B, H, N, D], in fp32."""
 
@@ -479,12 +474,12 @@ def backward(
     scale: float,
     precision: str = "auto",
     deterministic: bool = False,
-    config: BackwardConfig | None = None,
+    config: BackwardConfig | WideConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
 
-    What they cannot take is the portable kernels': wider heads, tensors that no descriptor can
-    have, and scales that are not positive.
+    Wider heads are those of ``backward_wide``. What they cannot take is the portable kernels':
+    tensors that no descriptor can have, and scales that are not positive.
 
     Args:
         grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or
@@ -502,14 +497,22 @@ def backward(
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     grad_o = grad_o if Like.of(grad_o).describable else grad_o.contiguous()
     likes = Like.of(q), Like.of(k), Like.of(v), Like.of(grad_o)
-    how = {"causal": diagonal is not None, "deterministic": deterministic}
-    config = config or pick_backward(q.shape[3], q.shape[2], **how)
+    causal = diagonal is not None
+    config = (
+        config
+        or pick_wide(q.shape[3], q.shape[2], causal=causal)
+        or pick_backward(q.shape[3], q.shape[2], causal=causal, deterministic=deterministic)
+    )
     if config is None or not takes(*likes, scale=scale):
         return portable(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        plan = _plan(*likes, Like.of(dq), diagonal, scale, deterministic, config)
+        likes = *likes, Like.of(dq)
+        if isinstance(config, WideConfig):
+            plan = backward_wide.plan(*likes, lse2.shape[1], diagonal, scale, config)
+        else:
+            plan = _plan(*likes, diagonal, scale, deterministic, config)
         plan((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
     return dq, dk, dv
 

@@ -90,6 +90,34 @@ class BackwardConfig:
         return 4 * d * 2 * ROWS + rows + 8 * ROWS * block_q + 8 * ROWS * ROWS
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    """Schedule of the backward kernels of heads of 256.
+
+    Args:
+        band: heads whose longest tiles come first under a mask, before the next band's.
+        persistent: whether there is a program for each multiprocessor, or one for each tile.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    band: int = 4
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        """Check."""
+        if self.band < 1:
+            msg = f"band: wanted 1 at least, got {self.band}"
+            raise ValueError(msg)
+
+    def shared(self, head_dim: int) -> int:
+        """Return the bytes of tiles that a program of either kernel holds at most."""
+        tile = SIZE * ROWS * block_d(head_dim)
+        keys = 6 * tile + 4 * ROWS * 4 + 2 * SIZE * ROWS * ROWS  # k, v, q, dO, two numbers; P
+        return max(keys, 7 * tile)  # q and dO for both warpgroups, k, v
+
+
 # Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
 # BLOCK_D and mask, for fewer than LONG queries and for as many or more. Under a mask the portable
 # forward is as fast at 64, and is taken.
@@ -113,6 +141,10 @@ DETERMINISTIC = {
     (128, False): (BackwardConfig(band=16), BackwardConfig(band=8)),
     (128, True): (BackwardConfig(band=32), BackwardConfig(band=32)),
 }
+WIDE = {  # not measured
+    (256, False): (WideConfig(), WideConfig()),
+    (256, True): (WideConfig(), WideConfig()),
+}
 
 
 def pick(head_dim: int, seq_q: int, *, causal: bool) -> Config | None:
@@ -127,4 +159,10 @@ def pick_backward(
     """Return the backward's config; None leaves the problem to the portable kernels."""
     table = DETERMINISTIC if deterministic else BACKWARD
     configs = table.get((block_d(head_dim), causal))
+    return configs and configs[seq_q >= LONG]
+
+
+def pick_wide(head_dim: int, seq_q: int, *, causal: bool) -> WideConfig | None:
+    """Return the config of the backward's two passes; None where it is one, or the portable's."""
+    configs = WIDE.get((block_d(head_dim), causal))
     return configs and configs[seq_q >= LONG]

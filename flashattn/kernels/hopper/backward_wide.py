@@ -1,0 +1,543 @@
+"""flashattn_hopper_wide_dkdv and flashattn_hopper_wide_dq: the gradients of heads of 256 numbers.
+
+Two passes, seven products of which one pass would need five: at 256 numbers a pass that adds dq to
+memory would own 64 keys at most, as dk and dv of 128 fill all registers there are, and so add as
+many bytes to the L2 cache, 64 KiB for 64 queries, as it loads. Each output element is written by
+one program, in one order, so gradients are the same bits in each run.
+
+**dk and dv.** A program owns 64 keys; 64 x 256 sums in fp32 are half of what a warpgroup has in
+registers. So one warpgroup computes P and sums dv, and the other takes P from it, computes dS and
+sums dk: P and dS stay in the registers that computed them, and no product is done twice. While the
+exponentials of one run, the tensor cores have two products of the other. The scores are transposed,
+[keys, queries]. P is handed over in fp16, times 2^14, which keeps 11 bits of all that counts.
+
+**dq.** A program owns 128 queries, 64 for each of two warpgroups, and walks over keys as the
+forward does.
+
+In clocks of a multiprocessor, for 64 x 64 scores: a product needs the tensor cores for 512. Shared
+memory gives 128 bytes a clock: a product of two operands from there takes 512, too, one whose left
+operand is in registers 256; a tile that comes takes 256. The first kernel so needs 2048 for its
+products and about 2200 for shared memory, the second 1536 and 1536. At three quarters of that, what
+the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
+One pass would need 2560 and 3650, and 64 KiB of additions in memory.
+
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles; Triton's Gluon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashattn.kernels import launch
+from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.config import WideConfig
+from flashattn.kernels.hopper.forward import WARPS, Tiles, hide, place, visited
+from flashattn.kernels.hopper.numbered import Numbers, new_numbered
+from flashattn.kernels.hopper.ring import Ring, new_ring
+from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.primitives import LOG2E
+
+BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
+BLOCK_D = gl.constexpr(256)
+PAIR = gl.constexpr(128)  # queries of both warpgroups
+SLOTS = gl.constexpr(2)
+LIFT = gl.constexpr(14.0)  # P is handed over times 2^14: small ones are normal numbers in fp16, too
+LOWER = gl.constexpr(2.0**-14)
+ANEW = gl.constexpr("mov.b32 $0, $1;")
+
+
+@gluon.jit
+def seeing(start_kv, seq_q, diagonal, CAUSAL: gl.constexpr):
+    """Return (first, full, end) tiles of queries; those from full on see all keys; first < end."""
+    end = gl.cdiv(seq_q, BLOCK)
+    first, full = 0, 0
+    if CAUSAL:
+        first = gl.minimum(gl.maximum(start_kv - diagonal, 0) // BLOCK, end - 1)
+        full = gl.cdiv(gl.maximum(start_kv + BLOCK - 1 - diagonal, 0), BLOCK)
+    return first, gl.minimum(gl.maximum(full, first), end), end
+
+
+@gluon.jit
+def owned(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
+    """Return (block, batch, head) of a tile of keys; under a mask those most seen come first."""
+    block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
+    if CAUSAL:
+        block = blocks - 1 - block
+    return block, batch, head
+
+
+@gluon.jit
+def load_queries(
+    q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles, blocks, kv_heads, band,
+    group, seq_q, diagonal, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that loads keys and values, and then queries and dO, the first first."""
+    n = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = owned(tile, tiles, blocks, kv_heads, band, CAUSAL)
+        first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(first, end):
+                queries.put(n, q, lse2, batch, head, kv_heads * group, i * BLOCK)
+                if i == first and head == kv_head * group:
+                    keys.put(turn, k, batch, kv_head, block * BLOCK)
+                    values.put(turn, v, batch, kv_head, block * BLOCK)
+                grads.put(n, grad_o, delta, batch, head, kv_heads * group, i * BLOCK)
+                n += 1
+        turn += 1
+
+
+@gluon.jit
+def hide_keys(p, start_q, start_kv, diagonal):
+    """Put 0 where a query does not see a key."""
+    layout: gl.constexpr = p.type.layout
+    queries = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
+    keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+    seen_from = keys + (start_kv - diagonal - start_q)
+    return gl.where(queries[None, :] >= seen_from[:, None], p, 0.0)
+
+
+@gluon.jit
+def transposed(a, b, LAYOUT: gl.constexpr):
+    """Begin the product of two tiles' rows, [rows of a, rows of b]."""
+    zeros = gl.zeros([BLOCK, BLOCK], gl.float32, LAYOUT)
+    return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weights(
+    s, lse2, handed, n, start_q, start_kv, diagonal, scale_log2, MASKED: gl.constexpr,
+    OPERAND: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Return 2^14 P of the n-th tile of queries as an operand, and hand it over."""
+    rows = lse2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
+    p = gl.exp2(s * scale_log2 - rows[None, :])
+    if MASKED:
+        p = hide_keys(p, start_q, start_kv, diagonal)
+    handed.wait(n)
+    slot = n % handed.slots
+    tile = handed.tiles.index(slot)
+    tile.reshape([BLOCK, BLOCK]).store(p.to(gl.float16))
+    mbarrier.arrive(handed.full.index(slot), count=1)
+    return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def dv_step(
+    state, k, queries, grads, handed, n, start_q, start_kv, diagonal, scale_log2,
+    MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Fold the tile of queries before the n-th into dv, and compute P of the n-th."""
+    dv, p = state
+    do, _ = grads.take(n - 1)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    q, lse2 = queries.take(n)
+    s = transposed(k, q, LAYOUT)
+    dv = warpgroup_mma_wait(1, deps=[dv])
+    grads.free(n - 1)
+    s = warpgroup_mma_wait(0, deps=[s])
+    p = weights(
+        s, lse2, handed, n, start_q, start_kv, diagonal, scale_log2, MASKED, OPERAND, p.dtype
+    )
+    return dv, p
+
+
+@gluon.jit
+def sum_dv(
+    dv, keys, queries, grads, handed, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    scale_log2, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be the warpgroup that computes P, and dv; the keys are its own."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    n = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = owned(tile, tiles, blocks, kv_heads, band, CAUSAL)
+        start_kv = block * BLOCK
+        first, full, end = seeing(start_kv, seq_q, diagonal, CAUSAL)
+        k = keys.take(turn)
+        q, lse2 = queries.take(n)
+        s = warpgroup_mma_wait(0, deps=[transposed(k, q, S)])
+        p = weights(
+            s, lse2, handed, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL, P, k.dtype
+        )
+        n += 1
+        acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DV)
+        for h in range(group):
+            begin = first + 1 - gl.minimum(h, 1)
+            if CAUSAL:
+                for i in range(begin, full):
+                    acc, p = dv_step(
+                        (acc, p), k, queries, grads, handed, n, i * BLOCK, start_kv, diagonal,
+                        scale_log2, True, S, P,
+                    )  # fmt: skip
+                    n += 1
+            for i in range(gl.maximum(begin, full), end):
+                acc, p = dv_step(
+                    (acc, p), k, queries, grads, handed, n, i * BLOCK, start_kv, diagonal,
+                    scale_log2, False, S, P,
+                )  # fmt: skip
+                n += 1
+        do, _ = grads.take(n - 1)
+        acc = warpgroup_mma(p, do, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        grads.free(n - 1)
+        k.store((acc * LOWER).to(k.dtype))  # nobody else reads the keys
+        fence_async_shared()
+        store_tile(dv, [batch, kv_head, start_kv, 0], keys.tiles.index(0))
+        tma.store_wait(0)
+        keys.free(turn)
+        turn += 1
+
+
+@gluon.jit
+def differences(dp, delta, grads, handed, n, OPERAND: gl.constexpr, DTYPE: gl.constexpr):
+    """Take P of the n-th tile of queries, and return dS as an operand."""
+    # The same scaled differences serve fp16: 2^14 P (dP - delta) could be more than it can hold.
+    rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
+    p = handed.take(n).load(dp.type.layout).to(gl.float32)
+    handed.free(n)
+    grads.free(n)
+    ds = p * (dp * LOWER - rows[None, :])
+    return gl.convert_layout(ds.to(DTYPE), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def dk_step(
+    state, v, queries, grads, handed, n, LAYOUT: gl.constexpr, OPERAND: gl.constexpr
+):  # fmt: skip
+    """Fold the tile of queries before the n-th into dk, and compute dS of the n-th."""
+    dk, ds = state
+    q, _ = queries.take(n - 1)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    do, delta = grads.take(n)
+    dp = transposed(v, do, LAYOUT)
+    dk = warpgroup_mma_wait(1, deps=[dk])
+    queries.free(n - 1)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    return dk, differences(dp, delta, grads, handed, n, OPERAND, ds.dtype)
+
+
+@gluon.jit
+def sum_dk(
+    dk, values, queries, grads, handed, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    scale, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be the warpgroup that computes dS, and dk; the values are its own."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    n = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = owned(tile, tiles, blocks, kv_heads, band, CAUSAL)
+        first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
+        v = values.take(turn)
+        do, delta = grads.take(n)
+        dp = warpgroup_mma_wait(0, deps=[transposed(v, do, S)])
+        ds = differences(dp, delta, grads, handed, n, P, v.dtype)
+        n += 1
+        acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DK)
+        for _ in range(1, group * (end - first)):
+            acc, ds = dk_step((acc, ds), v, queries, grads, handed, n, S, P)
+            n += 1
+        q, _ = queries.take(n - 1)
+        acc = warpgroup_mma(ds, q, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        queries.free(n - 1)
+        v.store((acc * scale).to(v.dtype))  # nobody else reads the values
+        fence_async_shared()
+        store_tile(dk, [batch, kv_head, block * BLOCK, 0], values.tiles.index(0))
+        tma.store_wait(0)
+        values.free(turn)
+        turn += 1
+
+
+@gluon.jit(
+    do_not_specialize=["tiles", "blocks", "kv_heads", "band", "group", "seq_q", "diagonal"]
+)
+def flashattn_hopper_wide_dkdv(
+    q, k, v, grad_o, lse2, delta, dk, dv, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    scale, scale_log2, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv; all tensors are descriptors."""
+    keys = new_ring(k, 1, 1)
+    values = new_ring(v, 1, 1)
+    queries = new_numbered(q, lse2, SLOTS, 1)  # who has read q for dk has had P, whose scores
+    grads = new_numbered(grad_o, delta, SLOTS, 2)  # ... were computed from q before
+    tile = gl.allocate_shared_memory(
+        gl.float16, [SLOTS, 1, 1, BLOCK, BLOCK], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    handed = Ring(tile, full, empty, SLOTS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (sum_dv, (dv, keys, queries, grads, handed, tiles, blocks, kv_heads, band, group,
+                      seq_q, diagonal, scale_log2, CAUSAL)),
+            (sum_dk, (dk, values, queries, grads, handed, tiles, blocks, kv_heads, band, group,
+                      seq_q, diagonal, scale, CAUSAL)),
+            (load_queries, (q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles,
+                            blocks, kv_heads, band, group, seq_q, diagonal, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_keys(
+    q, k, v, grad_o, queries, grads, keys, values, tiles, blocks, heads, band, group, seq_q, seq_kv,
+    diagonal, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that loads queries and dO, and then keys and values, the last first."""
+    n = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
+        kv_head = head // group
+        _, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
+        for w in gl.static_range(2):
+            queries.put(turn * 2 + w, q, batch, head, block * PAIR + w * BLOCK)
+        keys.put(n, k, batch, kv_head, (end - 1) * BLOCK)
+        for w in gl.static_range(2):
+            grads.put(turn * 2 + w, grad_o, batch, head, block * PAIR + w * BLOCK)
+        values.put(n, v, batch, kv_head, (end - 1) * BLOCK)
+        n += 1
+        for i in range(end - 2, -1, -1):
+            keys.put(n, k, batch, kv_head, i * BLOCK)
+            values.put(n, v, batch, kv_head, i * BLOCK)
+            n += 1
+        turn += 1
+
+
+@gluon.jit
+def slot(ring, SLOT: gl.constexpr):
+    """Return the tile that lies in a slot, by an address that looks new each time.
+
+    Addresses of all 32 operands of a step's first two products would be kept in registers instead.
+    """
+    index = gl.inline_asm_elementwise(
+        ANEW, "=r,r", [gl.to_tensor(SLOT)], gl.int32, False, 1
+    )
+    return ring.tiles.index(index).reshape([BLOCK, BLOCK_D])
+
+
+@gluon.jit
+def gradients(
+    s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Return dS of the n-th tile of keys as an operand; its dP is under way, and its scores are."""
+    s = warpgroup_mma_wait(1, deps=[s])
+    if MASKED:
+        s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK, CAUSAL)
+    p = gl.exp2(s * scale_log2 - lse2[:, None])
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    values.free(n)
+    ds = (p * (dp - delta[:, None])).to(DTYPE)
+    return gl.convert_layout(ds, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def dq_step(
+    WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Fold the tile of keys before the n-th into dq, and compute dS of the n-th."""
+    dq, ds = state
+    k = keys.tiles.index((n - 1) % keys.slots)
+    dq = warpgroup_mma(ds, k.reshape([BLOCK, BLOCK_D]), dq, is_async=True)
+    s = transposed(slot(queries, WARPGROUP), keys.take(n), LAYOUT)
+    dp = transposed(slot(grads, WARPGROUP), values.take(n), LAYOUT)
+    dq = warpgroup_mma_wait(2, deps=[dq])
+    keys.free(n - 1)
+    ds = gradients(
+        s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, CAUSAL,
+        MASKED, OPERAND, ds.dtype,
+    )  # fmt: skip
+    return dq, ds
+
+
+@gluon.jit
+def sum_dq(
+    WARPGROUP: gl.constexpr, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads,
+    band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be a warpgroup that computes dq of 64 queries of every tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    n = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
+        start_q = block * PAIR + WARPGROUP * BLOCK
+        full, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
+        at = (batch * heads + head).to(gl.int64) * pitch + start_q
+        rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
+        lse2_rows = gl.load(lse2 + at + rows)
+        delta_rows = gl.load(delta + at + rows)
+        queries.take(turn * 2 + WARPGROUP)
+        q = slot(queries, WARPGROUP)
+        s = transposed(q, keys.take(n), S)
+        grads.take(turn * 2 + WARPGROUP)
+        do = slot(grads, WARPGROUP)
+        dp = transposed(do, values.take(n), S)
+        ds = gradients(
+            s, dp, values, n, lse2_rows, delta_rows, start_q, (end - 1) * BLOCK, seq_kv, diagonal,
+            scale_log2, CAUSAL, True, P, q.dtype,
+        )  # fmt: skip
+        n += 1
+        acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DQ)
+        masked = gl.minimum(full, end - 1)
+        for i in range(end - 2, masked - 1, -1):
+            acc, ds = dq_step(
+                WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
+                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, True, S, P,
+            )  # fmt: skip
+            n += 1
+        for i in range(masked - 1, -1, -1):
+            acc, ds = dq_step(
+                WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
+                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, False, S, P,
+            )  # fmt: skip
+            n += 1
+        grads.free(turn * 2 + WARPGROUP)
+        k = keys.tiles.index((n - 1) % keys.slots)
+        acc = warpgroup_mma(ds, k.reshape([BLOCK, BLOCK_D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        keys.free(n - 1)
+        q.store((acc * scale).to(q.dtype))
+        fence_async_shared()
+        store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
+        tma.store_wait(0)
+        queries.free(turn * 2 + WARPGROUP)
+        turn += 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "heads",
+        "band",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "pitch",
+        "diagonal",
+    ]
+)
+def flashattn_hopper_wide_dq(
+    q, k, v, grad_o, lse2, delta, dq, tiles, blocks, heads, band, group, seq_q, seq_kv, pitch,
+    diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Compute dq; all tensors but lse2 and delta are descriptors."""
+    queries = new_ring(q, 2, 1)
+    grads = new_ring(grad_o, 2, 1)
+    keys = new_ring(k, 2, 2)
+    values = new_ring(v, 1, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (sum_dq, (0, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
+            (sum_dq, (1, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
+            (load_keys, (q, k, v, grad_o, queries, grads, keys, values, tiles, blocks, heads, band,
+                         group, seq_q, seq_kv, diagonal, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is launched: flashattn_hopper_wide_dkdv and flashattn_hopper_wide_dq."""
+
+    dkdv: Launch
+    dq: Launch
+
+    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Fill dq, dk and dv; given are q, k, v, dO, lse2 and delta."""
+        dq, dk, dv = grads
+        self.dkdv(*given, dk, dv)
+        self.dq(*given, dq)
+
+
+@lru_cache(PLANS)
+def plan(
+    q: Like,
+    k: Like,
+    v: Like,
+    grad_o: Like,
+    dq: Like,
+    pitch: int,
+    diagonal: int | None,
+    scale: float,
+    config: WideConfig,
+) -> _Plan:
+    """Choose the programs, and prepare the launches; dk and dv are as q, k and v determine.
+
+    Args:
+        q: [B, H, T, D], D from 129 to 256.
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        grad_o: [B, H, T, D].
+        dq: [B, H, T, D].
+        pitch: numbers of lse2 and delta that a head has.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        config: of both kernels.
+    """
+    del v, grad_o, dq
+    batch, heads, seq_q, _ = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    group, block = heads // kv_heads, BLOCK.value
+    causal, last = diagonal is not None, diagonal or 0
+    options = {"CAUSAL": causal, "num_warps": WARPS}
+    scales = scale, scale * LOG2E.value
+    most = launch.multiprocessors(q.device)
+    tile, numbers = Tiles(block), Numbers(block)
+    blocks = triton.cdiv(seq_kv, block)
+    tiles = blocks * batch * kv_heads
+    keys = Launch(
+        flashattn_hopper_wide_dkdv,
+        min(most, tiles) if config.persistent else tiles,
+        [*[tile] * 4, numbers, numbers, tile, tile],
+        (tiles, blocks, kv_heads, config.band, group, seq_q, last, *scales),
+        options,
+    )
+    blocks = triton.cdiv(seq_q, PAIR.value)
+    tiles = blocks * batch * heads
+    queries = Launch(
+        flashattn_hopper_wide_dq,
+        min(most, tiles) if config.persistent else tiles,
+        [*[tile] * 4, None, None, tile],
+        (tiles, blocks, heads, config.band, group, seq_q, seq_kv, pitch, last, *scales),
+        options,
+    )
+    return _Plan(keys, queries)

@@ -47,7 +47,7 @@ from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig
 from flashattn.kernels.hopper.forward import WARPS, Tiles, hide, place, visited
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
-from flashattn.kernels.hopper.ring import Ring, new_ring
+from flashattn.kernels.hopper.ring import new_ring
 from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 
@@ -121,7 +121,7 @@ def transposed(a, b, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, lse2, handed, n, start_q, start_kv, diagonal, scale_log2, MASKED: gl.constexpr,
+    s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED: gl.constexpr,
     OPERAND: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return 2^14 P of the n-th tile of queries as an operand, and hand it over."""
@@ -129,17 +129,16 @@ def weights(
     p = gl.exp2(s * scale_log2 - rows[None, :])
     if MASKED:
         p = hide_keys(p, start_q, start_kv, diagonal)
-    handed.wait(n)
-    slot = n % handed.slots
-    tile = handed.tiles.index(slot)
-    tile.reshape([BLOCK, BLOCK]).store(p.to(gl.float16))
-    mbarrier.arrive(handed.full.index(slot), count=1)
+    # P of two tiles before has been read: the n-th queries lie where those did, which were in use
+    # until dk had them, and that was after.
+    handed.index(n % SLOTS).store(p.to(gl.float16))
+    mbarrier.arrive(ready.index(n % SLOTS), count=1)
     return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def dv_step(
-    state, k, queries, grads, handed, n, start_q, start_kv, diagonal, scale_log2,
+    state, k, queries, grads, handed, ready, n, start_q, start_kv, diagonal, scale_log2,
     MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of queries before the n-th into dv, and compute P of the n-th."""
@@ -152,14 +151,14 @@ def dv_step(
     grads.free(n - 1)
     s = warpgroup_mma_wait(0, deps=[s])
     p = weights(
-        s, lse2, handed, n, start_q, start_kv, diagonal, scale_log2, MASKED, OPERAND, p.dtype
+        s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED, OPERAND, p.dtype
     )
     return dv, p
 
 
 @gluon.jit
 def sum_dv(
-    dv, keys, queries, grads, handed, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    dv, keys, queries, grads, handed, ready, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
     scale_log2, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes P, and dv; the keys are its own."""
@@ -176,7 +175,18 @@ def sum_dv(
         q, lse2 = queries.take(n)
         s = warpgroup_mma_wait(0, deps=[transposed(k, q, S)])
         p = weights(
-            s, lse2, handed, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL, P, k.dtype
+            s,
+            lse2,
+            handed,
+            ready,
+            n,
+            first * BLOCK,
+            start_kv,
+            diagonal,
+            scale_log2,
+            CAUSAL,
+            P,
+            k.dtype,
         )
         n += 1
         acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DV)
@@ -185,13 +195,13 @@ def sum_dv(
             if CAUSAL:
                 for i in range(begin, full):
                     acc, p = dv_step(
-                        (acc, p), k, queries, grads, handed, n, i * BLOCK, start_kv, diagonal,
-                        scale_log2, True, S, P,
+                        (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv,
+                        diagonal, scale_log2, True, S, P,
                     )  # fmt: skip
                     n += 1
             for i in range(gl.maximum(begin, full), end):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, handed, n, i * BLOCK, start_kv, diagonal,
+                    (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv, diagonal,
                     scale_log2, False, S, P,
                 )  # fmt: skip
                 n += 1
@@ -208,12 +218,12 @@ def sum_dv(
 
 
 @gluon.jit
-def differences(dp, delta, grads, handed, n, OPERAND: gl.constexpr, DTYPE: gl.constexpr):
+def differences(dp, delta, grads, handed, ready, n, OPERAND: gl.constexpr, DTYPE: gl.constexpr):
     """Take P of the n-th tile of queries, and return dS as an operand."""
     # The same scaled differences serve fp16: 2^14 P (dP - delta) could be more than it can hold.
     rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
-    p = handed.take(n).load(dp.type.layout).to(gl.float32)
-    handed.free(n)
+    mbarrier.wait(ready.index(n % SLOTS), (n // SLOTS) & 1)
+    p = handed.index(n % SLOTS).load(dp.type.layout).to(gl.float32)
     grads.free(n)
     ds = p * (dp * LOWER - rows[None, :])
     return gl.convert_layout(ds.to(DTYPE), OPERAND, assert_trivial=True)
@@ -221,7 +231,7 @@ def differences(dp, delta, grads, handed, n, OPERAND: gl.constexpr, DTYPE: gl.co
 
 @gluon.jit
 def dk_step(
-    state, v, queries, grads, handed, n, LAYOUT: gl.constexpr, OPERAND: gl.constexpr
+    state, v, queries, grads, handed, ready, n, LAYOUT: gl.constexpr, OPERAND: gl.constexpr
 ):  # fmt: skip
     """Fold the tile of queries before the n-th into dk, and compute dS of the n-th."""
     dk, ds = state
@@ -232,13 +242,13 @@ def dk_step(
     dk = warpgroup_mma_wait(1, deps=[dk])
     queries.free(n - 1)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    return dk, differences(dp, delta, grads, handed, n, OPERAND, ds.dtype)
+    return dk, differences(dp, delta, grads, handed, ready, n, OPERAND, ds.dtype)
 
 
 @gluon.jit
 def sum_dk(
-    dk, values, queries, grads, handed, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
-    scale, CAUSAL: gl.constexpr,
+    dk, values, queries, grads, handed, ready, tiles, blocks, kv_heads, band, group, seq_q,
+    diagonal, scale, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes dS, and dk; the values are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -252,11 +262,11 @@ def sum_dk(
         v = values.take(turn)
         do, delta = grads.take(n)
         dp = warpgroup_mma_wait(0, deps=[transposed(v, do, S)])
-        ds = differences(dp, delta, grads, handed, n, P, v.dtype)
+        ds = differences(dp, delta, grads, handed, ready, n, P, v.dtype)
         n += 1
         acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DK)
         for _ in range(1, group * (end - first)):
-            acc, ds = dk_step((acc, ds), v, queries, grads, handed, n, S, P)
+            acc, ds = dk_step((acc, ds), v, queries, grads, handed, ready, n, S, P)
             n += 1
         q, _ = queries.take(n - 1)
         acc = warpgroup_mma(ds, q, acc, is_async=True)
@@ -270,9 +280,7 @@ def sum_dk(
         turn += 1
 
 
-@gluon.jit(
-    do_not_specialize=["tiles", "blocks", "kv_heads", "band", "group", "seq_q", "diagonal"]
-)
+@gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "band", "group", "seq_q", "diagonal"])
 def flashattn_hopper_wide_dkdv(
     q, k, v, grad_o, lse2, delta, dk, dv, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
     scale, scale_log2, CAUSAL: gl.constexpr,
@@ -282,22 +290,19 @@ def flashattn_hopper_wide_dkdv(
     values = new_ring(v, 1, 1)
     queries = new_numbered(q, lse2, SLOTS, 1)  # who has read q for dk has had P, whose scores
     grads = new_numbered(grad_o, delta, SLOTS, 2)  # ... were computed from q before
-    tile = gl.allocate_shared_memory(
-        gl.float16, [SLOTS, 1, 1, BLOCK, BLOCK], gl.NVMMASharedLayout(128, 16, 4)
+    handed = gl.allocate_shared_memory(
+        gl.float16, [SLOTS, BLOCK, BLOCK], gl.NVMMASharedLayout(128, 16, 2)
     )
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    handed = Ring(tile, full, empty, SLOTS)
+        mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (sum_dv, (dv, keys, queries, grads, handed, tiles, blocks, kv_heads, band, group,
+            (sum_dv, (dv, keys, queries, grads, handed, ready, tiles, blocks, kv_heads, band, group,
                       seq_q, diagonal, scale_log2, CAUSAL)),
-            (sum_dk, (dk, values, queries, grads, handed, tiles, blocks, kv_heads, band, group,
-                      seq_q, diagonal, scale, CAUSAL)),
+            (sum_dk, (dk, values, queries, grads, handed, ready, tiles, blocks, kv_heads, band,
+                      group, seq_q, diagonal, scale, CAUSAL)),
             (load_queries, (q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles,
                             blocks, kv_heads, band, group, seq_q, diagonal, CAUSAL)),
         ],
@@ -338,9 +343,7 @@ def slot(ring, SLOT: gl.constexpr):
 
     Addresses of all 32 operands of a step's first two products would be kept in registers instead.
     """
-    index = gl.inline_asm_elementwise(
-        ANEW, "=r,r", [gl.to_tensor(SLOT)], gl.int32, False, 1
-    )
+    index = gl.inline_asm_elementwise(ANEW, "=r,r", [gl.to_tensor(SLOT)], gl.int32, False, 1)
     return ring.tiles.index(index).reshape([BLOCK, BLOCK_D])
 
 
@@ -362,8 +365,9 @@ def gradients(
 
 @gluon.jit
 def dq_step(
-    WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv,
+    seq_kv, diagonal, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of keys before the n-th into dq, and compute dS of the n-th."""
     dq, ds = state

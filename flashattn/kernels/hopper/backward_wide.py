@@ -58,6 +58,16 @@ SLOTS = gl.constexpr(2)
 LIFT = gl.constexpr(14.0)  # P is handed over times 2^14: small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
 ANEW = gl.constexpr("mov.b32 $0, $1;")
+# The compiler would move exponentials below the wait for dP. It does not move a store, which only
+# -0 and 31 zeros would bring about.
+PIN = gl.constexpr(
+    "{ .reg .pred never; .reg .b32 all, at; mov.b32 at, 0; mov.b32 all, 0;"
+    + "".join(f" lop3.b32 all, all, ${i}, ${i + 1}, 0xfe;" for i in range(8, 40, 2))
+    + " setp.eq.b32 never, all, 0x80000000; @never st.shared.b32 [at], all;"
+    + "".join(f" mov.b32 ${i}, 0;" for i in range(8))
+    + " }"
+)
+PINNED_TO = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 32))
 
 
 @gluon.jit
@@ -350,13 +360,16 @@ def slot(ring, SLOT: gl.constexpr):
 @gluon.jit
 def gradients(
     s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr, OPERAND: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return dS of the n-th tile of keys as an operand; its dP is under way, and its scores are."""
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK, CAUSAL)
     p = gl.exp2(s * scale_log2 - lse2[:, None])
+    if PINNED:
+        gl.inline_asm_elementwise(PIN, PINNED_TO, [p], gl.int8, False, 32)
     dp = warpgroup_mma_wait(0, deps=[dp])
     values.free(n)
     ds = (p * (dp - delta[:, None])).to(DTYPE)
@@ -366,7 +379,7 @@ def gradients(
 @gluon.jit
 def dq_step(
     WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv,
-    seq_kv, diagonal, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    seq_kv, diagonal, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
     LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of keys before the n-th into dq, and compute dS of the n-th."""
@@ -379,7 +392,7 @@ def dq_step(
     keys.free(n - 1)
     ds = gradients(
         s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, CAUSAL,
-        MASKED, OPERAND, ds.dtype,
+        MASKED, PINNED, OPERAND, ds.dtype,
     )  # fmt: skip
     return dq, ds
 
@@ -388,6 +401,7 @@ def dq_step(
 def sum_dq(
     WARPGROUP: gl.constexpr, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads,
     band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
+    PINNED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dq of 64 queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -411,7 +425,7 @@ def sum_dq(
         dp = transposed(do, values.take(n), S)
         ds = gradients(
             s, dp, values, n, lse2_rows, delta_rows, start_q, (end - 1) * BLOCK, seq_kv, diagonal,
-            scale_log2, CAUSAL, True, P, q.dtype,
+            scale_log2, CAUSAL, True, PINNED, P, q.dtype,
         )  # fmt: skip
         n += 1
         acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DQ)
@@ -419,13 +433,13 @@ def sum_dq(
         for i in range(end - 2, masked - 1, -1):
             acc, ds = dq_step(
                 WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, True, S, P,
+                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, True, PINNED, S, P,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
             acc, ds = dq_step(
                 WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, False, S, P,
+                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, False, PINNED, S, P,
             )  # fmt: skip
             n += 1
         grads.free(turn * 2 + WARPGROUP)
@@ -456,7 +470,7 @@ def sum_dq(
 )
 def flashattn_hopper_wide_dq(
     q, k, v, grad_o, lse2, delta, dq, tiles, blocks, heads, band, group, seq_q, seq_kv, pitch,
-    diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
+    diagonal, scale, scale_log2, CAUSAL: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse2 and delta are descriptors."""
     queries = new_ring(q, 2, 1)
@@ -467,9 +481,9 @@ def flashattn_hopper_wide_dq(
     gl.warp_specialize(
         [
             (sum_dq, (0, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL, PINNED)),
             (sum_dq, (1, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL, PINNED)),
             (load_keys, (q, k, v, grad_o, queries, grads, keys, values, tiles, blocks, heads, band,
                          group, seq_q, seq_kv, diagonal, CAUSAL)),
         ],
@@ -542,6 +556,6 @@ def plan(
         min(most, tiles) if config.persistent else tiles,
         [*[tile] * 4, None, None, tile],
         (tiles, blocks, heads, config.band, group, seq_q, seq_kv, pitch, last, *scales),
-        options,
+        options | {"PINNED": config.pinned},
     )
     return _Plan(keys, queries)

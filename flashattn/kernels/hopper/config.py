@@ -97,6 +97,7 @@ class WideConfig:
     Args:
         band: heads whose longest tiles come first under a mask, before the next band's.
         persistent: whether there is a program for each multiprocessor, or one for each tile.
+        pinned: whether dq's exponentials must be done before its product for dP is.
 
     Raises:
         ValueError: a number is none of those.
@@ -104,6 +105,7 @@ class WideConfig:
 
     band: int = 4
     persistent: bool = False
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         """Check."""

@@ -18,10 +18,13 @@ from flashattn.kernels.hopper.config import (
     DETERMINISTIC,
     FORWARD,
     SHARED,
+    WIDE,
     BackwardConfig,
     Config,
+    WideConfig,
     pick,
     pick_backward,
+    pick_wide,
 )
 from flashattn.kernels.hopper.offline import variants
 from flashattn.kernels.launch import Like
@@ -41,6 +44,8 @@ BACKWARDS = sorted(
     },
     key=str,
 )
+WIDES = sorted({(d, c, True) for (d, _), pair in WIDE.items() for c in pair}, key=str)
+WIDES += [(256, WideConfig(band=3, persistent=True, pinned=True), False)]
 SHAPES = {
     "ragged": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
     "tall": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 900, "seq_kv": 700},
@@ -105,7 +110,7 @@ def test_every_config(on_hopper, head_dim, config, shape, causal):
 
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS, ids=str)
+@pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS + WIDES, ids=str)
 def test_every_backward_config(on_hopper, head_dim, config, deterministic, shape, causal):
     """So are the gradients of each config, of o and of lse."""
     for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
@@ -198,7 +203,7 @@ def test_pays(monkeypatch, device, shape, pays):
 
 def test_configs_fit():
     """Tiles of every config fit the shared memory; those compiled for the counts are all."""
-    for head_dim, config, *_ in CONFIGS + BACKWARDS:
+    for head_dim, config, *_ in CONFIGS + BACKWARDS + WIDES:
         assert config.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
     slots = {(d, BackwardConfig(slots=config.slots)) for d, config, _ in BACKWARDS}
@@ -214,6 +219,8 @@ def test_tables():
     assert of(40, 5000, deterministic=False) == BACKWARD[64, True][1]
     assert of(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]
     assert of(256, 100, deterministic=False) is None
+    assert pick_wide(200, 100, causal=True) == WIDE[256, True][0]
+    assert pick_wide(128, 100, causal=True) is None
     assert not any(c.persistent for pair in DETERMINISTIC.values() for c in pair)
 
 
@@ -243,3 +250,9 @@ def test_bad_backward_configs(change, words):
     """So for the backward."""
     with pytest.raises(ValueError, match=words):
         BackwardConfig(**change)
+
+
+def test_bad_wide_config():
+    """So for the backward of wide heads."""
+    with pytest.raises(ValueError, match="band: wanted 1 at least, got 0"):
+        WideConfig(band=0)

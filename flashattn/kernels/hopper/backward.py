@@ -19,7 +19,7 @@ Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -508,11 +508,12 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        likes = *likes, Like.of(dq)
+        shapes = *likes, Like.of(dq)
+        plan: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
         if isinstance(config, WideConfig):
-            plan = backward_wide.plan(*likes, lse2.shape[1], diagonal, scale, config)
+            plan = backward_wide.plan(*shapes, lse2.shape[1], diagonal, scale, config)
         else:
-            plan = _plan(*likes, diagonal, scale, deterministic, config)
+            plan = _plan(*shapes, diagonal, scale, deterministic, config)
         plan((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
     return dq, dk, dv
 

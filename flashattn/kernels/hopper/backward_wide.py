@@ -19,7 +19,7 @@ memory gives 128 bytes a clock: a product of two operands from there takes 512, 
 operand is in registers 256; a tile that comes takes 256. The first kernel so needs 2048 for its
 products and about 2200 for shared memory, the second 1536 and 1536. At three quarters of that, what
 the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
-One pass would need 2560 and 3650, and 64 KiB of additions in memory.
+One pass would need 2560 and 3650, and 64 KiB of additions in memory. Not measured yet.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles; Triton's Gluon.
 """
@@ -91,11 +91,15 @@ def owned(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(
-    q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles, blocks, kv_heads, band,
-    group, seq_q, diagonal, CAUSAL: gl.constexpr,
+def load_seeing(
+    x, x_numbers, own, ring, owns, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that loads keys and values, and then queries and dO, the first first."""
+    """Be a warp that loads: k and the queries, or v and dO, the first first.
+
+    Each has its own: a tile of queries is in use for longer than one of dO, and a warp that waited
+    for the slot of the one would let the slot of the other lie empty.
+    """
     n = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -103,12 +107,10 @@ def load_queries(
         first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(first, end):
-                queries.put(n, q, lse2, batch, head, kv_heads * group, i * BLOCK)
-                if i == first and head == kv_head * group:
-                    keys.put(turn, k, batch, kv_head, block * BLOCK)
-                    values.put(turn, v, batch, kv_head, block * BLOCK)
-                grads.put(n, grad_o, delta, batch, head, kv_heads * group, i * BLOCK)
+                ring.put(n, x, x_numbers, batch, head, kv_heads * group, i * BLOCK)
                 n += 1
+                if i == first and head == kv_head * group:
+                    owns.put(turn, own, batch, kv_head, block * BLOCK)
         turn += 1
 
 
@@ -313,11 +315,13 @@ def flashattn_hopper_wide_dkdv(
                       seq_q, diagonal, scale_log2, CAUSAL)),
             (sum_dk, (dk, values, queries, grads, handed, ready, tiles, blocks, kv_heads, band,
                       group, seq_q, diagonal, scale, CAUSAL)),
-            (load_queries, (q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles,
-                            blocks, kv_heads, band, group, seq_q, diagonal, CAUSAL)),
+            (load_seeing, (q, lse2, k, queries, keys, tiles, blocks, kv_heads, band, group, seq_q,
+                           diagonal, CAUSAL)),
+            (load_seeing, (grad_o, delta, v, grads, values, tiles, blocks, kv_heads, band, group,
+                           seq_q, diagonal, CAUSAL)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 

@@ -207,7 +207,8 @@ def test_configs_fit():
         assert config.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
     slots = {(d, BackwardConfig(slots=config.slots)) for d, config, _ in BACKWARDS}
-    assert compiled == {*CONFIGS, *slots}
+    wide = {(d, WideConfig(pinned=config.pinned)) for d, config, given in WIDES if given}
+    assert compiled == {*CONFIGS, *slots, *wide}
 
 
 def test_tables():

@@ -9,15 +9,17 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper import backward, backward_wide, forward
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
     FORWARD,
     ROWS,
     SIZE,
+    WIDE,
     BackwardConfig,
     Config,
+    WideConfig,
 )
 
 ALIGNED = [["tt.divisibility", 16]]
@@ -28,7 +30,8 @@ class HopperVariant:
     """One of the kernels as one launch compiles it, in bf16.
 
     Args:
-        kernel: "hopper_fwd", "hopper_bwd" or "hopper_bwd_dq".
+        kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_dq", "hopper_wide_dkdv" or
+            "hopper_wide_dq".
         head_dim: D.
         config: of the launch; None for hopper_bwd_dq, which has none.
         causal: whether scores are masked.
@@ -38,7 +41,7 @@ class HopperVariant:
 
     kernel: str
     head_dim: int
-    config: Config | BackwardConfig | None
+    config: Config | BackwardConfig | WideConfig | None
     causal: bool
     mode: str = ""
 
@@ -66,6 +69,8 @@ class HopperVariant:
                 return f"{groups * ROWS}x{keys} s{slots}"
             case BackwardConfig(slots=slots):
                 return f"s{slots}"
+            case WideConfig(pinned=True):
+                return "pinned"
         return ""
 
     @property
@@ -92,6 +97,13 @@ class HopperVariant:
                 self.config, d, causal=self.causal, deterministic=deterministic
             )
             absent = () if deterministic else ("turns",)
+        elif isinstance(self.config, WideConfig):
+            rows = dict.fromkeys(("q", "k", "v", "grad_o", "dk", "dv", "dq"), ROWS)
+            function, absent = backward_wide.flashattn_hopper_wide_dkdv, ()
+            constants = {"CAUSAL": self.causal}
+            if self.kernel == "hopper_wide_dq":
+                function = backward_wide.flashattn_hopper_wide_dq
+                constants["PINNED"] = self.config.pinned
         else:
             function, rows, absent = backward.flashattn_hopper_bwd_dq, {}, ()
             constants = {"head_dim": d, "PART": ROWS, "CAUSAL": self.causal}
@@ -101,6 +113,8 @@ class HopperVariant:
         if isinstance(self.config, BackwardConfig):
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))
             types["dq"] = _described("fp32", [1, 1, ROWS, ROWS], 0)
+        if self.kernel == "hopper_wide_dkdv":
+            types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, ROWS], 0))
         return _source(function, types, constants | dict.fromkeys(absent))
 
 
@@ -113,7 +127,8 @@ def _described(element: str, block: list[int], swizzle: int) -> str:
 
 def _source(function: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
-    common = {"lse": "*fp32", "counter": "*i32", "turns": "*i32", "total": "*fp32", "dq": "*bf16"}
+    common = dict.fromkeys(("lse", "lse2", "delta", "total"), "*fp32")
+    common |= {"counter": "*i32", "turns": "*i32", "dq": "*bf16"}
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(function.arg_names):
@@ -148,5 +163,11 @@ def variants() -> list[HopperVariant]:
             for config in configs
         ),
         *(HopperVariant("hopper_bwd_dq", d, None, causal) for d, causal in BACKWARD),
+        *(
+            HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(pinned=pinned), causal)
+            for (d, causal), configs in WIDE.items()
+            for config in configs
+            for kernel, pinned in (("dkdv", False), ("dq", config.pinned))
+        ),
     ]
     return list(dict.fromkeys(found))

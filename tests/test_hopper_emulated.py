@@ -15,7 +15,7 @@ from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.kernels.hopper import backward, forward
-from flashattn.kernels.hopper.config import BackwardConfig, Config
+from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
@@ -80,6 +80,14 @@ BACKWARDS = [
 ]
 
 
+WIDE_BACKWARDS = [
+    (bf16(heads=4, kv_heads=2, seq_q=140, seq_kv=130, head_dim=256), 1),
+    (fp16(heads=3, seq_q=70, seq_kv=200, head_dim=200, causal="bottom_right"), 2),
+    (bf16(heads=2, seq_q=200, seq_kv=70, head_dim=256, causal="bottom_right"), 3),  # dead queries
+    (bf16(seq_q=1, seq_kv=70, head_dim=136), 1),
+]
+
+
 @pytest.mark.parametrize(("problem", "config", "at_once"), FORWARDS, ids=str)
 def test_forward(problem, config, at_once):
     """The forward is within the budgets, whatever comes late."""
@@ -95,6 +103,17 @@ def test_backward(problem, config, deterministic, at_once):
     with emulated(multiprocessors=at_once) as launched:
         assert_accurate(attend(problem, SMALL, how), Question(problem=problem))
     assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
+
+
+@pytest.mark.parametrize(("problem", "at_once"), WIDE_BACKWARDS, ids=str)
+def test_wide_backward(problem, at_once):
+    """And those of wide heads."""
+    config = Config(block_kv=64, staged=False)
+    with emulated(multiprocessors=at_once) as launched:
+        attends = attend(problem, config, {"config": WideConfig(band=2)})
+        assert_accurate(attends, Question(problem=problem))
+    wide = ["flashattn_hopper_wide_dkdv", "flashattn_hopper_wide_dq"]
+    assert launched == ["flashattn_hopper_fwd", *wide]
 
 
 def test_far_below_zero():

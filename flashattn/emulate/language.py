@@ -77,6 +77,11 @@ def constexpr(x: Any) -> Any:
     return x
 
 
+def anew(x: int) -> Number:
+    """Return x, which the compiler is not to know."""
+    return Number(x)
+
+
 def static_assert(holds: bool) -> None:  # noqa: FBT001
     """Check, which the compiler does.
 
@@ -158,6 +163,11 @@ def convert_layout(x: Registers, _: object, *, assert_trivial: bool = False) -> 
     """Return x."""
     del assert_trivial
     return x
+
+
+def load(pointer: Pointer) -> Registers:
+    """Read from memory."""
+    return pointer.load()
 
 
 def store(pointer: Pointer, x: Registers, mask: Registers) -> None:

@@ -127,10 +127,22 @@ class Pointer:
         Raises:
             IndexError: outside of the tensor.
         """
-        at = self.at[mask].long()
+        at = self._within(self.at[mask])
+        self.elements[at] = x[mask].to(self.elements.dtype)
+
+    def load(self) -> Registers:
+        """Read.
+
+        Raises:
+            IndexError: outside of the tensor.
+        """
+        return registers(self.elements[self._within(self.at)])
+
+    def _within(self, at: torch.Tensor) -> torch.Tensor:
+        at = at.long()
         if at.numel() and not 0 <= at.min() <= at.max() < self.elements.numel():
             raise IndexError(f"element {at.max()} of {self.elements.numel()}")
-        self.elements[at] = x[mask].to(self.elements.dtype)
+        return at
 
     def add(self, x: int) -> int:
         """Add to an integer and return what it was."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from flashattn.emulate.memory import Registers, Shared, registers
 from flashattn.emulate.schedule import here
 
@@ -61,3 +63,19 @@ def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
         warps.products.pop(0).finish()
     results = [x.value if isinstance(x, Product) and x not in warps.products else x for x in deps]
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def packed(x: Registers, dtype: torch.dtype) -> Registers:
+    """Return x, rounded; there are no words here."""
+    return registers(x.to(dtype))
+
+
+def operand(words: Registers, dtype: torch.dtype, layout: object) -> Registers:
+    """Return what was packed."""
+    del dtype, layout
+    return words
+
+
+def settle(words: Registers) -> None:
+    """Do nothing: what is computed is computed in its order."""
+    del words

@@ -42,12 +42,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn.kernels import launch
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig
 from flashattn.kernels.hopper.forward import WARPS, Tiles, hide, place, visited
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
 from flashattn.kernels.hopper.ring import new_ring
+from flashattn.kernels.hopper.words import operand, packed
 from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 
@@ -58,16 +58,6 @@ SLOTS = gl.constexpr(2)
 LIFT = gl.constexpr(14.0)  # P is handed over times 2^14: small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
 ANEW = gl.constexpr("mov.b32 $0, $1;")
-# The compiler would move exponentials below the wait for dP. It does not move a store, which only
-# -0 and 31 zeros would bring about.
-PIN = gl.constexpr(
-    "{ .reg .pred never; .reg .b32 all, at; mov.b32 at, 0; mov.b32 all, 0;"
-    + "".join(f" lop3.b32 all, all, ${i}, ${i + 1}, 0xfe;" for i in range(8, 40, 2))
-    + " setp.eq.b32 never, all, 0x80000000; @never st.shared.b32 [at], all;"
-    + "".join(f" mov.b32 ${i}, 0;" for i in range(8))
-    + " }"
-)
-PINNED_TO = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 32))
 
 
 @gluon.jit
@@ -101,17 +91,14 @@ def load_seeing(
     for the slot of the one would let the slot of the other lie empty.
     """
     n = 0
-    turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = owned(tile, tiles, blocks, kv_heads, band, CAUSAL)
-        first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
-        for head in range(kv_head * group, kv_head * group + group):
-            for i in range(first, end):
-                ring.put(n, x, x_numbers, batch, head, kv_heads * group, i * BLOCK)
-                n += 1
-                if i == first and head == kv_head * group:
-                    owns.put(turn, own, batch, kv_head, block * BLOCK)
-        turn += 1
+    block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
+    first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
+    for head in range(kv_head * group, kv_head * group + group):
+        for i in range(first, end):
+            ring.put(n, x, x_numbers, batch, head, kv_heads * group, i * BLOCK)
+            n += 1
+            if i == first and head == kv_head * group:
+                owns.put(0, own, batch, kv_head, block * BLOCK)
 
 
 @gluon.jit
@@ -134,9 +121,9 @@ def transposed(a, b, LAYOUT: gl.constexpr):
 @gluon.jit
 def weights(
     s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED: gl.constexpr,
-    OPERAND: gl.constexpr, DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Return 2^14 P of the n-th tile of queries as an operand, and hand it over."""
+    """Return 2^14 P of the n-th tile of queries, packed, and hand it over."""
     rows = lse2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     p = gl.exp2(s * scale_log2 - rows[None, :])
     if MASKED:
@@ -145,7 +132,7 @@ def weights(
     # until dk had them, and that was after.
     handed.index(n % SLOTS).store(p.to(gl.float16))
     mbarrier.arrive(ready.index(n % SLOTS), count=1)
-    return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+    return packed(p, DTYPE)
 
 
 @gluon.jit
@@ -156,14 +143,14 @@ def dv_step(
     """Fold the tile of queries before the n-th into dv, and compute P of the n-th."""
     dv, p = state
     do, _ = grads.take(n - 1)
-    dv = warpgroup_mma(p, do, dv, is_async=True)
+    dv = warpgroup_mma(operand(p, do.dtype, OPERAND), do, dv, is_async=True)
     q, lse2 = queries.take(n)
     s = transposed(k, q, LAYOUT)
     dv = warpgroup_mma_wait(1, deps=[dv])
     grads.free(n - 1)
     s = warpgroup_mma_wait(0, deps=[s])
     p = weights(
-        s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED, OPERAND, p.dtype
+        s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED, do.dtype
     )
     return dv, p
 
@@ -178,67 +165,52 @@ def sum_dv(
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     n = 0
-    turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = owned(tile, tiles, blocks, kv_heads, band, CAUSAL)
-        start_kv = block * BLOCK
-        first, full, end = seeing(start_kv, seq_q, diagonal, CAUSAL)
-        k = keys.take(turn)
-        q, lse2 = queries.take(n)
-        s = warpgroup_mma_wait(0, deps=[transposed(k, q, S)])
-        p = weights(
-            s,
-            lse2,
-            handed,
-            ready,
-            n,
-            first * BLOCK,
-            start_kv,
-            diagonal,
-            scale_log2,
-            CAUSAL,
-            P,
-            k.dtype,
-        )
-        n += 1
-        acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DV)
-        for h in range(group):
-            begin = first + 1 - gl.minimum(h, 1)
-            if CAUSAL:
-                for i in range(begin, full):
-                    acc, p = dv_step(
-                        (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv,
-                        diagonal, scale_log2, True, S, P,
-                    )  # fmt: skip
-                    n += 1
-            for i in range(gl.maximum(begin, full), end):
+    block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
+    start_kv = block * BLOCK
+    first, full, end = seeing(start_kv, seq_q, diagonal, CAUSAL)
+    k = keys.take(0)
+    q, lse2 = queries.take(n)
+    s = warpgroup_mma_wait(0, deps=[transposed(k, q, S)])
+    p = weights(
+        s, lse2, handed, ready, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL,
+        k.dtype,
+    )  # fmt: skip
+    n += 1
+    acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DV)
+    for h in range(group):
+        begin = first + 1 - gl.minimum(h, 1)
+        if CAUSAL:
+            for i in range(begin, full):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv, diagonal,
-                    scale_log2, False, S, P,
+                    (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv,
+                    diagonal, scale_log2, True, S, P,
                 )  # fmt: skip
                 n += 1
-        do, _ = grads.take(n - 1)
-        acc = warpgroup_mma(p, do, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        grads.free(n - 1)
-        k.store((acc * LOWER).to(k.dtype))  # nobody else reads the keys
-        fence_async_shared()
-        store_tile(dv, [batch, kv_head, start_kv, 0], keys.tiles.index(0))
-        tma.store_wait(0)
-        keys.free(turn)
-        turn += 1
+        for i in range(gl.maximum(begin, full), end):
+            acc, p = dv_step(
+                (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv, diagonal,
+                scale_log2, False, S, P,
+            )  # fmt: skip
+            n += 1
+    do, _ = grads.take(n - 1)
+    acc = warpgroup_mma(operand(p, do.dtype, P), do, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    grads.free(n - 1)
+    k.store((acc * LOWER).to(k.dtype))  # nobody else reads the keys
+    fence_async_shared()
+    store_tile(dv, [batch, kv_head, start_kv, 0], keys.tiles.index(0))
+    tma.store_wait(0)
 
 
 @gluon.jit
-def differences(dp, delta, grads, handed, ready, n, OPERAND: gl.constexpr, DTYPE: gl.constexpr):
-    """Take P of the n-th tile of queries, and return dS as an operand."""
+def differences(dp, delta, grads, handed, ready, n, DTYPE: gl.constexpr):
+    """Take P of the n-th tile of queries, and return dS, packed."""
     # The same scaled differences serve fp16: 2^14 P (dP - delta) could be more than it can hold.
     rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
     mbarrier.wait(ready.index(n % SLOTS), (n // SLOTS) & 1)
     p = handed.index(n % SLOTS).load(dp.type.layout).to(gl.float32)
     grads.free(n)
-    ds = p * (dp * LOWER - rows[None, :])
-    return gl.convert_layout(ds.to(DTYPE), OPERAND, assert_trivial=True)
+    return packed(p * (dp * LOWER - rows[None, :]), DTYPE)
 
 
 @gluon.jit
@@ -248,13 +220,13 @@ def dk_step(
     """Fold the tile of queries before the n-th into dk, and compute dS of the n-th."""
     dk, ds = state
     q, _ = queries.take(n - 1)
-    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dk = warpgroup_mma(operand(ds, q.dtype, OPERAND), q, dk, is_async=True)
     do, delta = grads.take(n)
     dp = transposed(v, do, LAYOUT)
     dk = warpgroup_mma_wait(1, deps=[dk])
     queries.free(n - 1)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    return dk, differences(dp, delta, grads, handed, ready, n, OPERAND, ds.dtype)
+    return dk, differences(dp, delta, grads, handed, ready, n, q.dtype)
 
 
 @gluon.jit
@@ -267,29 +239,25 @@ def sum_dk(
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     n = 0
-    turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = owned(tile, tiles, blocks, kv_heads, band, CAUSAL)
-        first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
-        v = values.take(turn)
-        do, delta = grads.take(n)
-        dp = warpgroup_mma_wait(0, deps=[transposed(v, do, S)])
-        ds = differences(dp, delta, grads, handed, ready, n, P, v.dtype)
+    block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
+    first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
+    v = values.take(0)
+    do, delta = grads.take(n)
+    dp = warpgroup_mma_wait(0, deps=[transposed(v, do, S)])
+    ds = differences(dp, delta, grads, handed, ready, n, v.dtype)
+    n += 1
+    acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DK)
+    for _ in range(1, group * (end - first)):
+        acc, ds = dk_step((acc, ds), v, queries, grads, handed, ready, n, S, P)
         n += 1
-        acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DK)
-        for _ in range(1, group * (end - first)):
-            acc, ds = dk_step((acc, ds), v, queries, grads, handed, ready, n, S, P)
-            n += 1
-        q, _ = queries.take(n - 1)
-        acc = warpgroup_mma(ds, q, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        queries.free(n - 1)
-        v.store((acc * scale).to(v.dtype))  # nobody else reads the values
-        fence_async_shared()
-        store_tile(dk, [batch, kv_head, block * BLOCK, 0], values.tiles.index(0))
-        tma.store_wait(0)
-        values.free(turn)
-        turn += 1
+    q, _ = queries.take(n - 1)
+    acc = warpgroup_mma(operand(ds, q.dtype, P), q, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    queries.free(n - 1)
+    v.store((acc * scale).to(v.dtype))  # nobody else reads the values
+    fence_async_shared()
+    store_tile(dk, [batch, kv_head, block * BLOCK, 0], values.tiles.index(0))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "band", "group", "seq_q", "diagonal"])
@@ -332,71 +300,69 @@ def load_keys(
 ):  # fmt: skip
     """Be the warp that loads queries and dO, and then keys and values, the last first."""
     n = 0
-    turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
-        kv_head = head // group
-        _, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
-        for w in gl.static_range(2):
-            queries.put(turn * 2 + w, q, batch, head, block * PAIR + w * BLOCK)
-        keys.put(n, k, batch, kv_head, (end - 1) * BLOCK)
-        for w in gl.static_range(2):
-            grads.put(turn * 2 + w, grad_o, batch, head, block * PAIR + w * BLOCK)
-        values.put(n, v, batch, kv_head, (end - 1) * BLOCK)
+    block, batch, head = place(gl.program_id(0), tiles, blocks, heads, band, CAUSAL)
+    kv_head = head // group
+    _, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
+    for w in gl.static_range(2):
+        queries.put(w, q, batch, head, block * PAIR + w * BLOCK)
+    keys.put(n, k, batch, kv_head, (end - 1) * BLOCK)
+    for w in gl.static_range(2):
+        grads.put(w, grad_o, batch, head, block * PAIR + w * BLOCK)
+    values.put(n, v, batch, kv_head, (end - 1) * BLOCK)
+    n += 1
+    for i in range(end - 2, -1, -1):
+        keys.put(n, k, batch, kv_head, i * BLOCK)
+        values.put(n, v, batch, kv_head, i * BLOCK)
         n += 1
-        for i in range(end - 2, -1, -1):
-            keys.put(n, k, batch, kv_head, i * BLOCK)
-            values.put(n, v, batch, kv_head, i * BLOCK)
-            n += 1
-        turn += 1
+
+
+@gluon.jit
+def anew(x: gl.constexpr):
+    """Return x, which looks new each time."""
+    return gl.inline_asm_elementwise(ANEW, "=r,r", [gl.to_tensor(x)], gl.int32, False, 1)
 
 
 @gluon.jit
 def slot(ring, SLOT: gl.constexpr):
-    """Return the tile that lies in a slot, by an address that looks new each time.
+    """Return the tile that lies in a slot, by an address that looks new.
 
     Addresses of all 32 operands of a step's first two products would be kept in registers instead.
     """
-    index = gl.inline_asm_elementwise(ANEW, "=r,r", [gl.to_tensor(SLOT)], gl.int32, False, 1)
-    return ring.tiles.index(index).reshape([BLOCK, BLOCK_D])
+    return ring.tiles.index(anew(SLOT)).reshape([BLOCK, BLOCK_D])
 
 
 @gluon.jit
 def gradients(
     s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr, OPERAND: gl.constexpr,
-    DTYPE: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Return dS of the n-th tile of keys as an operand; its dP is under way, and its scores are."""
+    """Return dS of the n-th tile of keys, packed; its dP is under way, and its scores are."""
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK, CAUSAL)
     p = gl.exp2(s * scale_log2 - lse2[:, None])
-    if PINNED:
-        gl.inline_asm_elementwise(PIN, PINNED_TO, [p], gl.int8, False, 32)
     dp = warpgroup_mma_wait(0, deps=[dp])
     values.free(n)
-    ds = (p * (dp - delta[:, None])).to(DTYPE)
-    return gl.convert_layout(ds, OPERAND, assert_trivial=True)
+    return packed(p * (dp - delta[:, None]), DTYPE)
 
 
 @gluon.jit
 def dq_step(
     WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv,
-    seq_kv, diagonal, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
-    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    seq_kv, diagonal, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of keys before the n-th into dq, and compute dS of the n-th."""
     dq, ds = state
-    k = keys.tiles.index((n - 1) % keys.slots)
-    dq = warpgroup_mma(ds, k.reshape([BLOCK, BLOCK_D]), dq, is_async=True)
+    k = keys.tile(n - 1)
+    dq = warpgroup_mma(operand(ds, k.dtype, OPERAND), k, dq, is_async=True)
     s = transposed(slot(queries, WARPGROUP), keys.take(n), LAYOUT)
     dp = transposed(slot(grads, WARPGROUP), values.take(n), LAYOUT)
     dq = warpgroup_mma_wait(2, deps=[dq])
     keys.free(n - 1)
     ds = gradients(
         s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, CAUSAL,
-        MASKED, PINNED, OPERAND, ds.dtype,
+        MASKED, k.dtype,
     )  # fmt: skip
     return dq, ds
 
@@ -405,58 +371,52 @@ def dq_step(
 def sum_dq(
     WARPGROUP: gl.constexpr, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads,
     band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
-    PINNED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dq of 64 queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     n = 0
-    turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
-        start_q = block * PAIR + WARPGROUP * BLOCK
-        full, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
-        at = (batch * heads + head).to(gl.int64) * pitch + start_q
-        rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
-        lse2_rows = gl.load(lse2 + at + rows)
-        delta_rows = gl.load(delta + at + rows)
-        queries.take(turn * 2 + WARPGROUP)
-        q = slot(queries, WARPGROUP)
-        s = transposed(q, keys.take(n), S)
-        grads.take(turn * 2 + WARPGROUP)
-        do = slot(grads, WARPGROUP)
-        dp = transposed(do, values.take(n), S)
-        ds = gradients(
-            s, dp, values, n, lse2_rows, delta_rows, start_q, (end - 1) * BLOCK, seq_kv, diagonal,
-            scale_log2, CAUSAL, True, PINNED, P, q.dtype,
+    block, batch, head = place(gl.program_id(0), tiles, blocks, heads, band, CAUSAL)
+    start_q = block * PAIR + WARPGROUP * BLOCK
+    full, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
+    at = (batch * heads + head).to(gl.int64) * pitch + start_q
+    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
+    lse2_rows = gl.load(lse2 + at + rows)
+    delta_rows = gl.load(delta + at + rows)
+    queries.take(WARPGROUP)
+    q = slot(queries, WARPGROUP)
+    s = transposed(q, keys.take(n), S)
+    grads.take(WARPGROUP)
+    do = slot(grads, WARPGROUP)
+    dp = transposed(do, values.take(n), S)
+    ds = gradients(
+        s, dp, values, n, lse2_rows, delta_rows, start_q, (end - 1) * BLOCK, seq_kv, diagonal,
+        scale_log2, CAUSAL, True, q.dtype,
+    )  # fmt: skip
+    n += 1
+    acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DQ)
+    masked = gl.minimum(full, end - 1)
+    for i in range(end - 2, masked - 1, -1):
+        acc, ds = dq_step(
+            WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
+            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, True, S, P,
         )  # fmt: skip
         n += 1
-        acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DQ)
-        masked = gl.minimum(full, end - 1)
-        for i in range(end - 2, masked - 1, -1):
-            acc, ds = dq_step(
-                WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, True, PINNED, S, P,
-            )  # fmt: skip
-            n += 1
-        for i in range(masked - 1, -1, -1):
-            acc, ds = dq_step(
-                WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, False, PINNED, S, P,
-            )  # fmt: skip
-            n += 1
-        grads.free(turn * 2 + WARPGROUP)
-        k = keys.tiles.index((n - 1) % keys.slots)
-        acc = warpgroup_mma(ds, k.reshape([BLOCK, BLOCK_D]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        keys.free(n - 1)
-        q.store((acc * scale).to(q.dtype))
-        fence_async_shared()
-        store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
-        tma.store_wait(0)
-        queries.free(turn * 2 + WARPGROUP)
-        turn += 1
+    for i in range(masked - 1, -1, -1):
+        acc, ds = dq_step(
+            WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
+            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, False, S, P,
+        )  # fmt: skip
+        n += 1
+    k = keys.tile(n - 1)
+    acc = warpgroup_mma(operand(ds, k.dtype, P), k, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    keys.free(n - 1)
+    q.store((acc * scale).to(q.dtype))
+    fence_async_shared()
+    store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
+    tma.store_wait(0)
 
 
 @gluon.jit(
@@ -474,7 +434,7 @@ def sum_dq(
 )
 def flashattn_hopper_wide_dq(
     q, k, v, grad_o, lse2, delta, dq, tiles, blocks, heads, band, group, seq_q, seq_kv, pitch,
-    diagonal, scale, scale_log2, CAUSAL: gl.constexpr, PINNED: gl.constexpr,
+    diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse2 and delta are descriptors."""
     queries = new_ring(q, 2, 1)
@@ -485,9 +445,9 @@ def flashattn_hopper_wide_dq(
     gl.warp_specialize(
         [
             (sum_dq, (0, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL, PINNED)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
             (sum_dq, (1, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL, PINNED)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
             (load_keys, (q, k, v, grad_o, queries, grads, keys, values, tiles, blocks, heads, band,
                          group, seq_q, seq_kv, diagonal, CAUSAL)),
         ],
@@ -542,13 +502,12 @@ def plan(
     causal, last = diagonal is not None, diagonal or 0
     options = {"CAUSAL": causal, "num_warps": WARPS}
     scales = scale, scale * LOG2E.value
-    most = launch.multiprocessors(q.device)
     tile, numbers = Tiles(block), Numbers(block)
     blocks = triton.cdiv(seq_kv, block)
     tiles = blocks * batch * kv_heads
     keys = Launch(
         flashattn_hopper_wide_dkdv,
-        min(most, tiles) if config.persistent else tiles,
+        tiles,
         [*[tile] * 4, numbers, numbers, tile, tile],
         (tiles, blocks, kv_heads, config.band, group, seq_q, last, *scales),
         options,
@@ -557,9 +516,9 @@ def plan(
     tiles = blocks * batch * heads
     queries = Launch(
         flashattn_hopper_wide_dq,
-        min(most, tiles) if config.persistent else tiles,
+        tiles,
         [*[tile] * 4, None, None, tile],
         (tiles, blocks, heads, config.band, group, seq_q, seq_kv, pitch, last, *scales),
-        options | {"PINNED": config.pinned},
+        options,
     )
     return _Plan(keys, queries)

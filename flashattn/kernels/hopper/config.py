@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flashattn.kernels.tiles import block_d
 
@@ -20,8 +22,9 @@ class Config:
         slots: tiles of keys, and of values, that are under way at once.
         groups: warpgroups that attend, each to 64 queries: 2 or 3.
         registers: of a thread that attends.
-        staged: whether o leaves through shared memory of its own; through that of q otherwise, and
-            then the next queries wait.
+        staged: whether o leaves through shared memory of its own, and the next queries come early;
+            through that of q otherwise, and then they wait.
+        pinned: whether the exponentials of a step must be done before its product with V is.
 
     Raises:
         ValueError: a number is none of those.
@@ -32,6 +35,7 @@ class Config:
     groups: int = 2
     registers: int = 240
     staged: bool = True
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         """Check."""
@@ -50,7 +54,7 @@ class Config:
 
     def shared(self, head_dim: int) -> int:
         """Return the bytes of tiles that a program holds: queries, o, keys and values."""
-        queries = self.groups * ROWS * (2 if self.staged else 1)
+        queries = self.groups * ROWS * (3 if self.staged else 1)
         return SIZE * block_d(head_dim) * (queries + 2 * self.slots * self.block_kv)
 
 
@@ -96,16 +100,12 @@ class WideConfig:
 
     Args:
         band: heads whose longest tiles come first under a mask, before the next band's.
-        persistent: whether there is a program for each multiprocessor, or one for each tile.
-        pinned: whether dq's exponentials must be done before its product for dP is.
 
     Raises:
         ValueError: a number is none of those.
     """
 
     band: int = 4
-    persistent: bool = False
-    pinned: bool = False
 
     def __post_init__(self) -> None:
         """Check."""
@@ -121,50 +121,57 @@ class WideConfig:
 
 
 # Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
-# BLOCK_D and mask, for fewer than LONG queries and for as many or more. Under a mask the portable
-# forward is as fast at 64, and is taken.
-LONG = 4096
+# BLOCK_D and mask, and then by the number of queries from which on a config is taken.
 FORWARD = {
-    (64, False): (Config(slots=4), Config(slots=4, groups=3, registers=160)),
-    (128, False): (Config(), Config()),
-    (128, True): (Config(), Config()),
-    (256, False): (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False)),
-    (256, True): (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False)),
+    (64, False): {
+        0: Config(slots=4, pinned=True),
+        2048: Config(slots=4, groups=3, registers=160),
+    },
+    (64, True): {0: Config(slots=4), 8192: Config(slots=4, groups=3, registers=160)},
+    (128, False): {0: Config()},
+    (128, True): {0: Config()},
+    (256, False): {0: Config(block_kv=64, staged=False, pinned=True)},
+    (256, True): {0: Config(block_kv=64, staged=False)},
 }
 BACKWARD = {
-    (64, False): (BackwardConfig(persistent=True), BackwardConfig(persistent=True)),
-    (64, True): (BackwardConfig(band=16), BackwardConfig(band=4)),
-    (128, False): (BackwardConfig(slots=3), BackwardConfig(persistent=True)),
-    (128, True): (BackwardConfig(slots=3), BackwardConfig(slots=3)),
+    (64, False): {0: BackwardConfig(persistent=True)},
+    (64, True): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=4)},
+    (128, False): {0: BackwardConfig(slots=3), 4096: BackwardConfig(persistent=True)},
+    (128, True): {0: BackwardConfig(slots=3)},
 }
 DETERMINISTIC = {
-    (64, False): (BackwardConfig(band=16), BackwardConfig(band=8)),
-    (64, True): (BackwardConfig(band=32), BackwardConfig(band=32)),
-    (128, False): (BackwardConfig(band=16), BackwardConfig(band=8)),
-    (128, True): (BackwardConfig(band=32), BackwardConfig(band=32)),
+    (64, False): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
+    (64, True): {0: BackwardConfig(band=32)},
+    (128, False): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
+    (128, True): {0: BackwardConfig(band=32)},
 }
-WIDE = {  # not measured
-    (256, False): (WideConfig(), WideConfig()),
-    (256, True): (WideConfig(), WideConfig()),
+WIDE = {
+    (256, False): {0: WideConfig()},
+    (256, True): {0: WideConfig(band=16), 2048: WideConfig()},
 }
+Of = TypeVar("Of", Config, BackwardConfig, WideConfig)
+
+
+def _pick(
+    table: Mapping[tuple[int, bool], Mapping[int, Of]], head_dim: int, seq_q: int, *, causal: bool
+) -> Of | None:
+    configs = table.get((block_d(head_dim), causal))
+    return configs[max(least for least in configs if least <= seq_q)] if configs else None
 
 
 def pick(head_dim: int, seq_q: int, *, causal: bool) -> Config | None:
     """Return the forward's config; None leaves the problem to the portable kernel."""
-    configs = FORWARD.get((block_d(head_dim), causal))
-    return configs and configs[seq_q >= LONG]
+    return _pick(FORWARD, head_dim, seq_q, causal=causal)
 
 
 def pick_backward(
     head_dim: int, seq_q: int, *, causal: bool, deterministic: bool
 ) -> BackwardConfig | None:
-    """Return the backward's config; None leaves the problem to the portable kernels."""
+    """Return the config of the backward in one pass; None where there is none."""
     table = DETERMINISTIC if deterministic else BACKWARD
-    configs = table.get((block_d(head_dim), causal))
-    return configs and configs[seq_q >= LONG]
+    return _pick(table, head_dim, seq_q, causal=causal)
 
 
 def pick_wide(head_dim: int, seq_q: int, *, causal: bool) -> WideConfig | None:
-    """Return the config of the backward's two passes; None where it is one, or the portable's."""
-    configs = WIDE.get((block_d(head_dim), causal))
-    return configs and configs[seq_q >= LONG]
+    """Return the config of the backward in two passes; None where there is none."""
+    return _pick(WIDE, head_dim, seq_q, causal=causal)

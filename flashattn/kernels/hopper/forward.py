@@ -2,7 +2,8 @@
 
 While the tensor cores multiply P of one tile of keys with V, the other units compute the softmax of
 the next: that is what a warpgroup does in a step. Keys are visited from the last to the first, so
-that the tiles that a mask cuts come first, and the loop over whole tiles has no mask in it.
+that the tiles that a mask cuts come first, and the loop over whole tiles has no mask in it. The
+first scores of the next queries are computed while o of these is written.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
 """
@@ -31,6 +32,7 @@ from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
+from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d
@@ -82,7 +84,8 @@ def load(
     """Be the warp that loads: queries of each tile, then its keys and values, the last first.
 
     Keys and the values of the step before are freed together, when ``keys`` says so: freeing
-    makes the threads of a warpgroup wait for each other.
+    makes the threads of a warpgroup wait for each other. After the last tile come queries and keys
+    that lie outside, which are 0, for the scores that are computed ahead.
     """
     n = 0
     turn = 0
@@ -108,6 +111,9 @@ def load(
         values.load(n, v, batch, kv_head, 0)
         n += 1
         turn += 1
+    for w in gl.static_range(GROUPS):
+        queries.put(turn * GROUPS + w, q, 0, 0, seq_q)
+    keys.load(n, k, 0, 0, seq_kv)
 
 
 @gluon.jit
@@ -137,14 +143,24 @@ def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
+    """Return P of the first tile of keys, the greatest scores, and the sums."""
+    m = gl.max(s, 1) * scale_log2
+    finite = gl.where(m == float("-inf"), 0.0, m)
+    weights = gl.exp2(s * scale_log2 - finite[:, None])
+    return packed(weights, DTYPE), m, part_sums(weights, BLOCK_KV)
+
+
+@gluon.jit
 def step(
     state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
+    DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
     s = scores(q, keys, n + 1, BLOCK_KV, LAYOUT)
-    acc = warpgroup_mma(p, values.take(n), acc, is_async=True)
+    acc = warpgroup_mma(operand(p, DTYPE, OPERAND), values.take(n), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
@@ -157,11 +173,13 @@ def step(
     parts = part_sums(weights, BLOCK_KV)
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + parts
+    p = packed(weights, DTYPE)
+    if PINNED:
+        settle(p)
     acc = warpgroup_mma_wait(0, deps=[acc])
     keys.free(n + 1)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     acc = acc * gl.convert_layout(alpha, acc_rows, assert_trivial=True)[:, None]
-    p = gl.convert_layout(weights.to(p.dtype), p.type.layout, assert_trivial=True)
     return acc, p, m_new, l
 
 
@@ -170,61 +188,64 @@ def attend(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
     band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
     BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
-    STAGED: gl.constexpr,
+    STAGED: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that attends to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     n = 0
+    asked = WARPGROUP
     turn = 0
     tile = gl.program_id(0)
+    q = queries.take(asked)
+    s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-        asked = turn * GROUPS + WARPGROUP
-        q = queries.take(asked)
-        s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
+        q = queries.tile(asked)
         keys.free(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
-        m = gl.max(s, 1) * scale_log2
-        finite = gl.where(m == float("-inf"), 0.0, m)
-        weights = gl.exp2(s * scale_log2 - finite[:, None])
-        l = part_sums(weights, BLOCK_KV)
-        p = gl.convert_layout(weights.to(o.dtype), P, assert_trivial=True)
+        p, m, l = first_weights(s, scale_log2, BLOCK_KV, o.dtype)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
         masked = gl.minimum(full, end - 1)
         for i in range(end - 2, masked - 1, -1):
             acc, p, m, l = step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, True, S,
+                scale_log2, BLOCK_KV, CAUSAL, True, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
             acc, p, m, l = step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, False, S,
+                scale_log2, BLOCK_KV, CAUSAL, False, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
-        if STAGED:
-            queries.free(asked)
-            staged = staging.index(WARPGROUP)
-        else:
-            staged = queries.tiles.index(asked % GROUPS)
-        acc = warpgroup_mma(p, values.take(n), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        n += 1
-        write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
-        if not STAGED:
-            tma.store_wait(0)
-            queries.free(asked)
         if DRAWN:
             tile = queue.take(turn)
+            turn += 1
         else:
             tile += gl.num_programs(0)
-        turn += 1
+        acc = warpgroup_mma(operand(p, o.dtype, P), values.take(n), acc, is_async=True)
+        n += 1
+        if STAGED:
+            queries.free(asked)
+            asked += GROUPS
+            s = scores(queries.take(asked), keys, n, BLOCK_KV, S)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            staged = staging.index(WARPGROUP)
+            write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            staged = queries.tiles.index(asked % GROUPS)
+            write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
+            tma.store_wait(0)
+            queries.free(asked)
+            asked += GROUPS
+            s = scores(queries.take(asked), keys, n, BLOCK_KV, S)
+        s = warpgroup_mma_wait(0, deps=[s])
     tma.store_wait(0)
 
 
@@ -252,11 +273,11 @@ def flashattn_hopper_fwd(
     q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
     scale_log2, BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr,
     SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
     BLOCK_Q: gl.constexpr = GROUPS * ROWS
-    queries = new_ring(q, GROUPS, 1)
+    queries = new_ring(q, 2 * GROUPS if STAGED else GROUPS, 1)
     keys = new_ring(k, SLOTS, GROUPS)
     values = new_ring(v, SLOTS, GROUPS)
     queue = new_queue(GROUPS)
@@ -269,10 +290,10 @@ def flashattn_hopper_fwd(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -284,13 +305,13 @@ def flashattn_hopper_fwd(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (2, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
                           band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED)),
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -323,6 +344,7 @@ def constants(config: Config, head_dim: int, *, causal: bool, drawn: bool) -> di
         "DRAWN": drawn,
         "STAGED": config.staged,
         "REGISTERS": config.registers,
+        "PINNED": config.pinned,
     }
 
 

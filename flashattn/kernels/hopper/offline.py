@@ -69,8 +69,6 @@ class HopperVariant:
                 return f"{groups * ROWS}x{keys} s{slots}"
             case BackwardConfig(slots=slots):
                 return f"s{slots}"
-            case WideConfig(pinned=True):
-                return "pinned"
         return ""
 
     @property
@@ -103,7 +101,6 @@ class HopperVariant:
             constants = {"CAUSAL": self.causal}
             if self.kernel == "hopper_wide_dq":
                 function = backward_wide.flashattn_hopper_wide_dq
-                constants["PINNED"] = self.config.pinned
         else:
             function, rows, absent = backward.flashattn_hopper_bwd_dq, {}, ()
             constants = {"head_dim": d, "PART": ROWS, "CAUSAL": self.causal}
@@ -153,21 +150,20 @@ def variants() -> list[HopperVariant]:
         *(
             HopperVariant("hopper_fwd", d, config, causal, mode)
             for (d, causal), configs in FORWARD.items()
-            for config in configs
+            for config in configs.values()
             for mode in (("", "drawn") if causal else ("",))
         ),
         *(
             HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal, mode)
             for mode, table in (("", BACKWARD), ("deterministic", DETERMINISTIC))
             for (d, causal), configs in table.items()
-            for config in configs
+            for config in configs.values()
         ),
         *(HopperVariant("hopper_bwd_dq", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(pinned=pinned), causal)
-            for (d, causal), configs in WIDE.items()
-            for config in configs
-            for kernel, pinned in (("dkdv", False), ("dq", config.pinned))
+            HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(), causal)
+            for d, causal in WIDE
+            for kernel in ("dkdv", "dq")
         ),
     ]
     return list(dict.fromkeys(found))

@@ -51,9 +51,13 @@ class Ring:
     @gluon.jit
     def take(self, n):
         """Wait for the n-th tile and return it, [rows, columns]."""
-        slot = n % self.slots
-        mbarrier.wait(self.full.index(slot), (n // self.slots) & 1)
-        tile = self.tiles.index(slot)
+        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
+        return self.tile(n)
+
+    @gluon.jit
+    def tile(self, n):
+        """Return the n-th tile, which is there, [rows, columns]."""
+        tile = self.tiles.index(n % self.slots)
         return tile.reshape([tile.shape[2], tile.shape[3]])
 
     @gluon.jit

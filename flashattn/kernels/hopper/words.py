@@ -1,0 +1,47 @@
+"""Words: what a product reads from registers, two numbers in each, as they are kept until then.
+
+Carried from one step of a loop to the next as it is, a number of 16 bits takes a register of 32,
+and is taken out of a word and put into one each time: a tenth of all instructions of the forward.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
+AT_ONCE = gl.constexpr(16)  # words that one piece of assembler is given
+# The compiler moves what is computed below a wait that follows. It does not move a store, which
+# only -0 and zeros would bring about.
+NOW = gl.constexpr(
+    "{ .reg .pred never; .reg .b32 all, at; mov.b32 at, 0; mov.b32 all, 0;"
+    + "".join(f" lop3.b32 all, all, ${i}, ${i + 1}, 0xfe;" for i in range(16, 32, 2))
+    + " setp.eq.b32 never, all, 0x80000000; @never st.shared.b32 [at], all;"
+    + "".join(f" mov.b32 ${i}, 0;" for i in range(16))
+    + " }"
+)
+NOW_TO = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
+
+
+@gluon.jit
+def packed(x, dtype: gl.constexpr):
+    """Round x [rows, columns], in fp32, to a dtype, and return words [rows, columns / 2]."""
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    ROUND: gl.constexpr = TO_FP16 if dtype == gl.float16 else TO_BF16
+    return gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], gl.int32, True, 1)
+
+
+@gluon.jit
+def operand(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the numbers in words as a product takes them, [rows, columns]."""
+    even, odd = gl.inline_asm_elementwise(
+        APART, "=h,=h,r", [words], (gl.int16, gl.int16), True, 1
+    )  # fmt: skip
+    numbers = gl.reshape(gl.join(even, odd), [words.shape[0], 2 * words.shape[1]])
+    return gl.convert_layout(numbers.to(DTYPE, bitcast=True), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def settle(words):
+    """Have words, which are not negative, computed before what follows."""
+    gl.inline_asm_elementwise(NOW, NOW_TO, [words], gl.int32, False, AT_ONCE)

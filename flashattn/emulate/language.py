@@ -78,7 +78,12 @@ def constexpr(x: Any) -> Any:
 
 
 def anew(x: int) -> Number:
-    """Return x, which the compiler is not to know."""
+    """Return x: no compiler is to be deceived here."""
+    return Number(x)
+
+
+def to_tensor(x: int) -> Number:
+    """Return x."""
     return Number(x)
 
 

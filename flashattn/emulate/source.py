@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
 from flashattn.emulate import barriers, copies, language, products
-from flashattn.kernels.hopper import backward, backward_wide, compat, words
+from flashattn.kernels.hopper import backward, compat, ring, words
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
@@ -27,7 +27,7 @@ STAND_INS: dict[int, Any] = {
     id(compat.load_tile): copies.load_tile,
     id(compat.store_tile): copies.store_tile,
     id(compat.add_tile): copies.add_tile,
-    id(backward_wide.anew): language.anew,
+    id(ring.anew): language.anew,
     id(words.packed): products.packed,
     id(words.operand): products.operand,
     id(words.settle): products.settle,

@@ -31,7 +31,7 @@ from flashattn.kernels.forward import SMALLEST_SCALE
 from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, pick
-from flashattn.kernels.hopper.ring import new_queue, new_ring
+from flashattn.kernels.hopper.ring import anew, new_queue, new_ring
 from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E
@@ -198,13 +198,13 @@ def attend(
     asked = WARPGROUP
     turn = 0
     tile = gl.program_id(0)
-    q = queries.take(asked)
-    s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
+    s = warpgroup_mma_wait(0, deps=[scores(queries.take(asked), keys, n, BLOCK_KV, S)])
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-        q = queries.tile(asked)
+        # ptxas would take what it knows of q from the scores before the loop, which was another.
+        q = queries.tile(anew(asked))
         keys.free(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)

@@ -7,6 +7,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn.kernels.hopper.compat import aggregate, load_tile
 
+ANEW = gl.constexpr("mov.b32 $0, $1;")
+
+
+@gluon.jit
+def anew(x):
+    """Return x, of which the compiler does not know that it is x."""
+    return gl.inline_asm_elementwise(ANEW, "=r,r", [x], gl.int32, False, 1)
+
 
 @aggregate
 class Ring:

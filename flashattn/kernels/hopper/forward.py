@@ -135,8 +135,13 @@ def part_sums(p, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin the product of queries and the n-th tile of keys."""
+def scores(queries, asked, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin the product of queries, which are there, and the n-th tile of keys.
+
+    Their address looks new each time. Otherwise ptxas computes addresses of their parts where the
+    loop over tiles that a mask cuts begins, and takes them for known where that loop is left out.
+    """
+    q = queries.tile(anew(asked))
     k = keys.take(n)
     zeros = gl.zeros([ROWS, BLOCK_KV], gl.float32, LAYOUT)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -153,13 +158,13 @@ def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def step(
-    state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
+    state, queries, asked, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
     BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
     DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
-    s = scores(q, keys, n + 1, BLOCK_KV, LAYOUT)
+    s = scores(queries, asked, keys, n + 1, BLOCK_KV, LAYOUT)
     acc = warpgroup_mma(operand(p, DTYPE, OPERAND), values.take(n), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
@@ -198,13 +203,13 @@ def attend(
     asked = WARPGROUP
     turn = 0
     tile = gl.program_id(0)
-    s = warpgroup_mma_wait(0, deps=[scores(queries.take(asked), keys, n, BLOCK_KV, S)])
+    queries.await_tile(asked)
+    s = scores(queries, gl.to_tensor(asked), keys, n, BLOCK_KV, S)
+    s = warpgroup_mma_wait(0, deps=[s])
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-        # ptxas would take what it knows of q from the scores before the loop, which was another.
-        q = queries.tile(anew(asked))
         keys.free(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
@@ -213,14 +218,14 @@ def attend(
         masked = gl.minimum(full, end - 1)
         for i in range(end - 2, masked - 1, -1):
             acc, p, m, l = step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, True, PINNED, o.dtype, S, P,
+                (acc, p, m, l), queries, asked, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
+                diagonal, scale_log2, BLOCK_KV, CAUSAL, True, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
             acc, p, m, l = step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, CAUSAL, False, PINNED, o.dtype, S, P,
+                (acc, p, m, l), queries, asked, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
+                diagonal, scale_log2, BLOCK_KV, CAUSAL, False, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         if DRAWN:
@@ -233,7 +238,8 @@ def attend(
         if STAGED:
             queries.free(asked)
             asked += GROUPS
-            s = scores(queries.take(asked), keys, n, BLOCK_KV, S)
+            queries.await_tile(asked)
+            s = scores(queries, asked, keys, n, BLOCK_KV, S)
             acc = warpgroup_mma_wait(1, deps=[acc])
             staged = staging.index(WARPGROUP)
             write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
@@ -244,7 +250,8 @@ def attend(
             tma.store_wait(0)
             queries.free(asked)
             asked += GROUPS
-            s = scores(queries.take(asked), keys, n, BLOCK_KV, S)
+            queries.await_tile(asked)
+            s = scores(queries, asked, keys, n, BLOCK_KV, S)
         s = warpgroup_mma_wait(0, deps=[s])
     tma.store_wait(0)
 

@@ -57,9 +57,14 @@ class Ring:
         self.load(n, descriptor, batch, head, row)
 
     @gluon.jit
+    def await_tile(self, n):
+        """Wait for the n-th tile."""
+        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
+
+    @gluon.jit
     def take(self, n):
         """Wait for the n-th tile and return it, [rows, columns]."""
-        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
+        self.await_tile(n)
         return self.tile(n)
 
     @gluon.jit

@@ -204,8 +204,7 @@ def attend(
     turn = 0
     tile = gl.program_id(0)
     queries.await_tile(asked)
-    s = scores(queries, gl.to_tensor(asked), keys, n, BLOCK_KV, S)
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = warpgroup_mma_wait(0, deps=[scores(queries, gl.to_tensor(asked), keys, n, BLOCK_KV, S)])
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS

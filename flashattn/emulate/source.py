@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
 from flashattn.emulate import barriers, copies, language, products
-from flashattn.kernels.hopper import backward, compat, ring, words
+from flashattn.kernels.hopper import backward, backward_wide, compat, words
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
@@ -27,12 +27,13 @@ STAND_INS: dict[int, Any] = {
     id(compat.load_tile): copies.load_tile,
     id(compat.store_tile): copies.store_tile,
     id(compat.add_tile): copies.add_tile,
-    id(ring.anew): language.anew,
+    id(backward_wide.anew): language.anew,
     id(words.packed): products.packed,
     id(words.operand): products.operand,
     id(words.settle): products.settle,
     id(backward.meet): barriers.meet,
     id(backward.await_turn): copies.await_turn,
+    id(backward.order_after_turn): copies.order_after_turn,
     id(backward.pass_on): copies.pass_on,
 }
 

@@ -52,7 +52,7 @@ from flashattn.kernels.hopper.config import (
 from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
-from flashattn.kernels.hopper.ring import new_ring
+from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
@@ -65,9 +65,7 @@ MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers
 POLL = gl.constexpr(
     "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
 )
-ACQUIRED = gl.constexpr(
-    "fence.acq_rel.gpu; bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;"
-)
+ACQUIRED = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
 # Not of the kind .read, which waits until shared memory was read only.
 PASS_ON = gl.constexpr("""{
     .reg .pred first;
@@ -77,7 +75,6 @@ PASS_ON = gl.constexpr("""{
     bar.warp.sync 0xffffffff;
     mov.u32 lane, %laneid;
     setp.eq.u32 first, lane, 0;
-    fence.acq_rel.gpu;
     @first red.release.gpu.global.add.s32 [$1], 1;
     mov.b32 $0, 0;
 }""")
@@ -95,6 +92,11 @@ def await_turn(counter, turn):
     seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
     while seen != turn:
         seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+
+
+@gluon.jit
+def order_after_turn():
+    """Have what is stored from now on come after what this warp was told is in memory."""
     gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
 
 
@@ -169,15 +171,38 @@ def send(dq, part, batch, head, row, column, first, DETERMINISTIC: gl.constexpr)
 
 
 @gluon.jit
-def store(
-    dq, turns, staging, staged, left, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
+def turn_of(turns, batch, head, kv_heads, group, end, i):
+    """Return the counter of a tile of queries; a head has ``end``."""
+    return turns + ((batch * kv_heads * group + head) * end + i)
+
+
+@gluon.jit
+def follow(
+    turns, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that waits for turns, if there are any: the one that stores has no time to."""
+    if DETERMINISTIC:
+        n = 0
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+            first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+            for head in range(kv_head * group, kv_head * group + group):
+                for i in range(end - 1, first - 1, -1):
+                    await_turn(turn_of(turns, batch, head, kv_heads, group, end, i), block)
+                    allowed.give(n, i)
+                    n += 1
+
+
+@gluon.jit
+def store(
+    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv,
+    diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
     DOWN: gl.constexpr = HALF - RIGHT  # ... or below
     n = 0
-    passed = turns  # the first counter is nobody's
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
@@ -185,11 +210,8 @@ def store(
             for i in range(end - 1, first - 1, -1):
                 row = i * BLOCK_Q
                 if DETERMINISTIC:
-                    # The turn is looked for while the tile before is on its way to memory.
-                    turn = turns + (1 + (batch * kv_heads * group + head) * end + i)
-                    await_turn(turn, block)
-                    pass_on(passed)
-                    passed = turn
+                    allowed.take(n)
+                    order_after_turn()
                 mbarrier.wait(staged.index(0), n & 1)
                 send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)
                 mbarrier.wait(staged.index(1), n & 1)
@@ -199,9 +221,9 @@ def store(
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
+                if DETERMINISTIC:
+                    pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))
                 n += 1
-    if DETERMINISTIC:
-        pass_on(passed)
     tma.store_wait(0)
 
 
@@ -393,6 +415,7 @@ def flashattn_hopper_bwd(
     for w in gl.static_range(2):
         mbarrier.init(staged.index(w), count=1)
         mbarrier.init(left.index(w), count=1)
+    allowed = new_queue(1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -404,11 +427,13 @@ def flashattn_hopper_bwd(
                       BLOCK_Q, BLOCK_D, CAUSAL)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
                     band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
-            (store, (dq, turns, staging, staged, left, tiles, blocks, kv_heads, band, group, seq_q,
-                     seq_kv, diagonal, BLOCK_Q, CAUSAL, DETERMINISTIC)),
+            (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
+                     group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, DETERMINISTIC)),
+            (follow, (turns, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
+                      BLOCK_Q, CAUSAL, DETERMINISTIC)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )  # fmt: skip
 
 
@@ -597,5 +622,5 @@ def _plan(
         (dq.strides[:3], *parts, heads, seq_q, diagonal or 0, scale),
         {"head_dim": head_dim, "PART": HALF.value, "CAUSAL": causal, "num_warps": WARPS},
     )
-    turns = 1 + batch * heads * query_tiles if deterministic else 0
+    turns = batch * heads * query_tiles if deterministic else 0
     return _Plan(fold, rounding, (batch, heads, padded, d), turns)

@@ -3,7 +3,7 @@
 While the tensor cores multiply P of one tile of keys with V, the other units compute the softmax of
 the next: that is what a warpgroup does in a step. Keys are visited from the last to the first, so
 that the tiles that a mask cuts come first, and the loop over whole tiles has no mask in it. The
-first scores of the next queries are computed while o of these is written.
+next queries come while these are attended to.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
 """
@@ -31,7 +31,7 @@ from flashattn.kernels.forward import SMALLEST_SCALE
 from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, pick
-from flashattn.kernels.hopper.ring import anew, new_queue, new_ring
+from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E
@@ -84,8 +84,7 @@ def load(
     """Be the warp that loads: queries of each tile, then its keys and values, the last first.
 
     Keys and the values of the step before are freed together, when ``keys`` says so: freeing
-    makes the threads of a warpgroup wait for each other. After the last tile come queries and keys
-    that lie outside, which are 0, for the scores that are computed ahead.
+    makes the threads of a warpgroup wait for each other.
     """
     n = 0
     turn = 0
@@ -111,9 +110,6 @@ def load(
         values.load(n, v, batch, kv_head, 0)
         n += 1
         turn += 1
-    for w in gl.static_range(GROUPS):
-        queries.put(turn * GROUPS + w, q, 0, 0, seq_q)
-    keys.load(n, k, 0, 0, seq_kv)
 
 
 @gluon.jit
@@ -135,13 +131,8 @@ def part_sums(p, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def scores(queries, asked, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin the product of queries, which are there, and the n-th tile of keys.
-
-    Their address looks new each time. Otherwise ptxas computes addresses of their parts where the
-    loop over tiles that a mask cuts begins, and takes them for known where that loop is left out.
-    """
-    q = queries.tile(anew(asked))
+def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin the product of queries and the n-th tile of keys."""
     k = keys.take(n)
     zeros = gl.zeros([ROWS, BLOCK_KV], gl.float32, LAYOUT)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -158,13 +149,13 @@ def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def step(
-    state, queries, asked, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
+    state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
     BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
     DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
-    s = scores(queries, asked, keys, n + 1, BLOCK_KV, LAYOUT)
+    s = scores(q, keys, n + 1, BLOCK_KV, LAYOUT)
     acc = warpgroup_mma(operand(p, DTYPE, OPERAND), values.take(n), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
@@ -203,12 +194,12 @@ def attend(
     asked = WARPGROUP
     turn = 0
     tile = gl.program_id(0)
-    queries.await_tile(asked)
-    s = warpgroup_mma_wait(0, deps=[scores(queries, gl.to_tensor(asked), keys, n, BLOCK_KV, S)])
     while tile < tiles:
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
+        q = queries.take(asked)
+        s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
         keys.free(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
@@ -217,13 +208,13 @@ def attend(
         masked = gl.minimum(full, end - 1)
         for i in range(end - 2, masked - 1, -1):
             acc, p, m, l = step(
-                (acc, p, m, l), queries, asked, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
+                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
                 diagonal, scale_log2, BLOCK_KV, CAUSAL, True, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
             acc, p, m, l = step(
-                (acc, p, m, l), queries, asked, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
+                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
                 diagonal, scale_log2, BLOCK_KV, CAUSAL, False, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
@@ -236,22 +227,15 @@ def attend(
         n += 1
         if STAGED:
             queries.free(asked)
-            asked += GROUPS
-            queries.await_tile(asked)
-            s = scores(queries, asked, keys, n, BLOCK_KV, S)
-            acc = warpgroup_mma_wait(1, deps=[acc])
             staged = staging.index(WARPGROUP)
-            write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
         else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
             staged = queries.tiles.index(asked % GROUPS)
-            write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
+        if not STAGED:
             tma.store_wait(0)
             queries.free(asked)
-            asked += GROUPS
-            queries.await_tile(asked)
-            s = scores(queries, asked, keys, n, BLOCK_KV, S)
-        s = warpgroup_mma_wait(0, deps=[s])
+        asked += GROUPS
     tma.store_wait(0)
 
 

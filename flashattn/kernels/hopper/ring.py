@@ -7,14 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn.kernels.hopper.compat import aggregate, load_tile
 
-ANEW = gl.constexpr("mov.b32 $0, $1;")
-
-
-@gluon.jit
-def anew(x):
-    """Return x, of which the compiler does not know that it is x."""
-    return gl.inline_asm_elementwise(ANEW, "=r,r", [x], gl.int32, False, 1)
-
 
 @aggregate
 class Ring:
@@ -57,14 +49,9 @@ class Ring:
         self.load(n, descriptor, batch, head, row)
 
     @gluon.jit
-    def await_tile(self, n):
-        """Wait for the n-th tile."""
-        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
-
-    @gluon.jit
     def take(self, n):
         """Wait for the n-th tile and return it, [rows, columns]."""
-        self.await_tile(n)
+        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
         return self.tile(n)
 
     @gluon.jit

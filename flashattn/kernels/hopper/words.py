@@ -10,17 +10,26 @@ from triton.experimental.gluon import language as gl
 TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
-AT_ONCE = gl.constexpr(16)  # words that one piece of assembler is given
-# The compiler moves what is computed below a wait that follows. It does not move a store, which
-# only -0 and zeros would bring about.
-NOW = gl.constexpr(
-    "{ .reg .pred never; .reg .b32 all, at; mov.b32 at, 0; mov.b32 all, 0;"
-    + "".join(f" lop3.b32 all, all, ${i}, ${i + 1}, 0xfe;" for i in range(16, 32, 2))
-    + " setp.eq.b32 never, all, 0x80000000; @never st.shared.b32 [at], all;"
-    + "".join(f" mov.b32 ${i}, 0;" for i in range(16))
-    + " }"
-)
-NOW_TO = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
+
+
+def _now(n: int) -> str:
+    """Return assembler that needs n words.
+
+    The compiler moves what is computed below a wait that follows. It does not move a store, which
+    only -0 and zeros would bring about.
+    """
+    return (
+        "{ .reg .pred never; .reg .b32 all, at; mov.b32 at, 0; mov.b32 all, 0;"
+        + "".join(f" lop3.b32 all, all, ${i}, ${i + 1}, 0xfe;" for i in range(n, 2 * n, 2))
+        + " setp.eq.b32 never, all, 0x80000000; @never st.shared.b32 [at], all;"
+        + "".join(f" mov.b32 ${i}, 0;" for i in range(n))
+        + " }"
+    )
+
+
+NOW_16, NOW_32 = gl.constexpr(_now(16)), gl.constexpr(_now(32))
+TO_16 = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
+TO_32 = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 32))
 
 
 @gluon.jit
@@ -43,5 +52,8 @@ def operand(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def settle(words):
-    """Have words, which are not negative, computed before what follows."""
-    gl.inline_asm_elementwise(NOW, NOW_TO, [words], gl.int32, False, AT_ONCE)
+    """Have words [64, columns], which are not negative, computed before what follows."""
+    if words.shape[1] % 64 == 0:
+        gl.inline_asm_elementwise(NOW_32, TO_32, [words], gl.int32, False, 32)
+    else:
+        gl.inline_asm_elementwise(NOW_16, TO_16, [words], gl.int32, False, 16)

@@ -183,7 +183,7 @@ def test_bad_tensors(name, change, words, device):
 def test_a_nested_tensor_is_refused(device):
     """Though it is a plain tensor, and says of no shape that it has one."""
     ragged = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 4, 8)], device=device)
-    with pytest.raises(ValueError, match="q: wanted a dense .* got nested"):
+    with pytest.raises(ValueError, match=r"q: wanted a dense .* got nested"):
         attention(ragged, ragged, ragged)
 
 

@@ -61,16 +61,17 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    q, k, v = _autocast(q, k, v)
+    kind = _kind(q)
+    if torch.is_autocast_enabled(kind):
+        q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
+        how: Any = {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
+        with torch.autocast(kind, enabled=False):
+            return attention(q, k, v, **how, **options)
     plan = _plan(q, k, v, causal=causal, lse=return_lse, impl=impl)
     scale = check_scale(scale, q.shape[-1])
     if plan.one_head:
         q, k, v = q[:, None], k[:, None], v[:, None]
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **options)
-    else:
-        o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **options)
+    o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **options)
     if plan.one_head:
         o, lse = o[:, 0], None if lse is None else lse[:, 0]
     return o if lse is None or not return_lse else (o, lse)
@@ -96,12 +97,16 @@ def _plan(
     """Check the arguments and choose, or repeat what was chosen for ones like them."""
     if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is torch.Tensor:
         return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
-    kinds = tuple((x.shape, x.dtype, x.device, x.layout, x.is_nested) for x in (q, k, v))
     named = impl if impl == "auto" else id(registry.get(impl))
     try:
-        key = (*kinds, q.requires_grad, causal, type(causal), lse, named)
+        key = (
+            *(q.shape, q.dtype, q.device, q.layout, q.requires_grad),
+            *(k.shape, k.dtype, k.device, k.layout),
+            *(v.shape, v.dtype, v.device, v.layout),
+            *(causal, type(causal), lse, named),
+        )
         plan = _PLANS.get(key)
-    except TypeError:  # a mask that is no hashable value: the check says what is wanted
+    except (TypeError, RuntimeError):  # a mask of no hashable value, a nested tensor of no shape
         return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
     if plan is None:
         plan = _checked(q, k, v, causal=causal, lse=lse, impl=impl)
@@ -118,12 +123,15 @@ def _checked(
     return _Plan(_choose(impl, problem, q, lse=lse), problem.causal, q.ndim == 3)  # noqa: PLR2004
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast asks; what is not a tensor is left for the check that follows."""
-    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
+def _kind(x: object) -> str:
+    """Return the type of a tensor's device; of a GPU without asking for its name, which is slow."""
+    if not isinstance(x, torch.Tensor):
+        return "cpu"  # left for the check that follows
+    return "cuda" if x.is_cuda else x.device.type
+
+
+def _cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as autocast does; what is not a tensor is left for the check that follows."""
     return tuple(
         x.to(dtype)
         if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64

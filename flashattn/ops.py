@@ -7,7 +7,9 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need n
 HOPPER_TILE = 128  # queries
 HOPPER_DTYPES = ("float16", "bfloat16")
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -88,6 +90,16 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+@cache
+def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
+    """Return the modules of forward and backward, "triton"'s or "hopper"'s; they import Triton."""
+    if kernels == "hopper":
+        from flashattn.kernels.hopper import backward, forward  # noqa: PLC0415
+    else:
+        from flashattn.kernels import backward, forward  # type: ignore[no-redef] # noqa: PLC0415
+    return forward, backward
+
+
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
@@ -118,14 +130,9 @@ def _launch_forward(
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> tuple[torch.Tensor, torch.Tensor]:
     del deterministic  # it always is
-    from flashattn.kernels.forward import forward  # noqa: PLC0415 - Triton is imported here
-
+    launcher = _launchers(kernels)[0]
     q, k, v = _dense(q), _dense(k), _dense(v)
-    if kernels == "hopper":
-        from flashattn.kernels.hopper.forward import forward as on_hopper  # noqa: PLC0415
-
-        return on_hopper(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
-    return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
+    return launcher.forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
 
 
 def _launch_backward(
@@ -142,16 +149,13 @@ def _launch_backward(
     kernels: str,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    from flashattn.kernels.backward import backward  # noqa: PLC0415 - Triton is imported here
-
+    launcher = _launchers(kernels)[1]
     saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
     grads = _dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
+    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
     if kernels == "hopper":
-        from flashattn.kernels.hopper.backward import backward as on_hopper  # noqa: PLC0415
-
-        how: Any = {"precision": precision, "deterministic": deterministic}
-        return on_hopper(grads, saved, diagonal=diagonal, scale=scale, **how)
-    return backward(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
+        how["deterministic"] = deterministic
+    return launcher.backward(grads, saved, **how)
 
 
 @torch.library.register_fake("flashattn::forward", lib=_LIBRARY)
@@ -186,7 +190,7 @@ def _unwatched(*tensors: torch.Tensor | None) -> bool:
         and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
         and torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001
         and torch._C._get_tracing_state() is None  # noqa: SLF001
-        and all(x is None or type(x) in PLAIN for x in tensors)
+        and PLAIN.issuperset(map(type, tensors))
     )
 
 
@@ -210,9 +214,11 @@ class _Differentiable(torch.autograd.Function):
     """Forward, with the backward operator as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = _run_forward(*inputs)
-        q, k, v, *ctx.options = inputs
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = _run_forward(q, k, v, *options)
+        ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -226,7 +232,7 @@ class _Differentiable(torch.autograd.Function):
         given = grad_o, grad_lse, q, k, v, o, lse, *ctx.options
         # With create_graph the operator is wanted, which says that it has no derivative.
         grads = _backward(*given) if torch.is_grad_enabled() else _run_backward(*given)
-        return *grads, *[None] * len(ctx.options)
+        return *grads, None
 
 
 class _Once(torch.autograd.Function):
@@ -235,7 +241,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Gradients:
         del ctx
-        return _run_backward(*inputs)
+        return _run_backward(*inputs[:-1], *inputs[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -250,7 +256,7 @@ def _autograd(run: Any, function: type[torch.autograd.Function], tensors: int) -
     def kernel(*inputs: Any) -> Any:
         wanted = any(x is not None and x.requires_grad for x in inputs[:tensors])
         if wanted and torch.is_grad_enabled():
-            return function.apply(*inputs)
+            return function.apply(*inputs[:tensors], inputs[tensors:])
         return run(*inputs)
 
     return kernel
@@ -258,8 +264,8 @@ def _autograd(run: Any, function: type[torch.autograd.Function], tensors: int) -
 
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_attend = _autograd(_run_forward, _Differentiable, tensors=3)
-_LIBRARY.impl("forward", _attend, "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, tensors=3), "Autograd")
+_attend = _autograd(_launch_forward, _Differentiable, tensors=3)  # where nobody watches
 _LIBRARY.impl("backward", _autograd(_run_backward, _Once, tensors=7), "Autograd")
 
 

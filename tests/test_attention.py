@@ -88,6 +88,20 @@ def test_autocast(name, device):
     assert torch.equal(o, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), impl=name))
 
 
+def test_autocast_passes_all_on(device):
+    """What was asked besides is asked of the cast inputs, too; bad ones are refused as ever."""
+    q, k, v = (x[:, 0] for x in tensors(device))
+    asked = {"causal": "bottom_right", "scale": 0.3, "return_lse": True, "impl": "tiled"}
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        outputs = attention(q, k, v, **asked)
+        with pytest.raises(ValueError, match="precision: wanted one of auto"):
+            attention(q, k, v, impl="triton", precision="fp8")
+        with pytest.raises(ValueError, match="q: wanted a tensor, got list"):
+            attention([1.0], k, v)
+    exact = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **asked)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, exact, strict=True))
+
+
 def test_auto(device):
     """On a GPU auto is ours; on a CPU PyTorch's own, or the reference where that has no answer."""
     q, k, v = tensors(device)
@@ -163,6 +177,14 @@ def test_bad_tensors(name, change, words, device):
     """Tensors that do not fit each other are refused by name before anything runs."""
     with pytest.raises(ValueError, match=words):
         attention(*change(*tensors(device)), impl=name)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(device):
+    """Though it is a plain tensor, and says of no shape that it has one."""
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 4, 8)], device=device)
+    with pytest.raises(ValueError, match=r"q: wanted a dense .* got nested"):
+        attention(ragged, ragged, ragged)
 
 
 @pytest.mark.parametrize(

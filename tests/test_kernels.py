@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from types import SimpleNamespace
+
 import pytest
 import torch
+from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
 
 from flashattn import attention
 from flashattn.kernels import backward, forward, launch
+from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -24,9 +32,35 @@ def test_both_ways_of_loading_are_tested(device):
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU has no descriptors")
     for layout, descriptors in (("contiguous", True), ("misaligned", False), ("expanded", False)):
-        problem = Problem(heads=2, seq_q=8, head_dim=64, dtype="float16")
+        n = 8 if device.type == "cpu" else 512  # enough to do
+        problem = Problem(heads=2, seq_q=n, head_dim=64, dtype="float16")
         likes = map(launch.Like.of, make_inputs(problem, device=device, layout=layout))
         assert launch.pick_tile("fwd", *likes, causal=False).descriptors is descriptors
+
+
+@pytest.mark.parametrize(
+    ("sizes", "descriptors"),
+    [
+        ({"heads": 4, "seq_q": 64, "seq_kv": 64}, False),
+        ({"heads": 4, "seq_q": 64, "seq_kv": 65}, True),
+        ({"heads": 4, "seq_q": 65, "seq_kv": 64}, True),
+        ({"heads": 5, "seq_q": 64, "seq_kv": 64}, True),
+        ({"heads": 4, "seq_q": 64, "seq_kv": 64, "batch": 2}, True),
+        ({"heads": 4, "seq_q": 1, "seq_kv": 64}, False),
+        ({"heads": 4, "seq_q": 1, "seq_kv": 65}, True),  # a tile of queries holds 1 or 64
+    ],
+)
+def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, monkeypatch):
+    """Where there are few scores, the table's tile for what has no descriptors is taken."""
+    monkeypatch.setattr(launch, "TINY", 4 * 64 * 64)
+    monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    q, k, v = map(launch.Like.of, make_inputs(Problem(**sizes, head_dim=64, dtype="bfloat16")))
+    for kernel, *inputs in (("fwd", q, k, v), ("bwd_dkdv", q, k, v, q), ("bwd_dq", q, k, v, q)):
+        tile = launch.pick_tile(kernel, *inputs, causal=False)
+        how = {"causal": False, "descriptors": descriptors}
+        assert tile.descriptors is descriptors
+        assert tile is pick(kernel, 2, 64, (9, 0), **how)  # which is compiled without a GPU
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
@@ -65,6 +99,7 @@ def test_like_inputs_are_launched_again(device, layout, monkeypatch):
     wanted = []
     for inputs in draws:
         forward._plan.cache_clear()
+        backward._plan.cache_clear()
         backward._pass.cache_clear()
         backward._delta.cache_clear()
         wanted.append(answers(inputs))
@@ -90,6 +125,149 @@ def test_unlike_inputs_are_not():
     )
     assert launch.Like.of(x) == launch.Like.of(torch.ones_like(x))
     assert len({launch.Like.of(x), *map(launch.Like.of, others)}) == 6
+    assert len({*launch.facts(x, torch.ones_like(x), *others)}) == 6
+
+
+def planned(module):
+    """Return how many plans a module has made."""
+    return module._plan.cache_info().currsize
+
+
+def shifted(x):
+    """Return a copy that is not aligned."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+# What the passes depend on, besides the tensors.
+NUMBERS = {"diagonal": 0, "scale": 0.25, "precision": "ieee"}
+OTHER_NUMBERS = ({"diagonal": None}, {"diagonal": 1}, {"scale": 0.5}, {"precision": "tf32"})
+
+
+def test_a_forward_plan_is_of_all_that_it_depends_on(device):
+    """Anything else that a launch depends on makes a plan of its own, and the same makes none."""
+    given = list(make_inputs(Problem(heads=2, seq_q=9, head_dim=16), device=device))
+    forward._plan.cache_clear()
+    for _ in range(2):
+        forward.forward(*given, **NUMBERS)
+        assert planned(forward) == 1
+    for i, x in enumerate(given):
+        for other in (shifted(x), x.mT.contiguous().mT):
+            forward.forward(*given[:i], other, *given[i + 1 :], **NUMBERS)
+    assert planned(forward) == 7
+    for n, other in enumerate(OTHER_NUMBERS, 8):
+        forward.forward(*given, **(NUMBERS | other))
+        assert planned(forward) == n
+    forward.forward(*given, **NUMBERS, tile=launch.Tile(32, 32, 4, 1))
+    forward.forward(*given, **NUMBERS, parts=1)
+    forward.forward(*(x.half() for x in given), **NUMBERS)
+    assert planned(forward) == 14
+
+
+def test_a_backward_plan_is_of_all_that_it_depends_on(device):
+    """So does anything that one of its three kernels depends on."""
+    problem = Problem(heads=2, seq_q=9, head_dim=16)
+    given = list(make_inputs(problem, device=device))
+    given += forward.forward(*given, **NUMBERS)
+    grad_o, grad_lse = make_grads(problem, device=device)
+    backward._plan.cache_clear()
+    for _ in range(2):
+        backward.backward((grad_o, grad_lse), given, **NUMBERS)
+        assert planned(backward) == 1
+    for i, x in enumerate(given):
+        backward.backward((grad_o, grad_lse), [*given[:i], shifted(x), *given[i + 1 :]], **NUMBERS)
+        assert planned(backward) == 2 + i
+    others = (grad_o, None), (shifted(grad_o), grad_lse), (grad_o, shifted(grad_lse))
+    for n, grads in enumerate(others, 7):
+        backward.backward(grads, given, **NUMBERS)
+        assert planned(backward) == n
+    for n, other in enumerate(OTHER_NUMBERS, 10):
+        backward.backward((grad_o, grad_lse), given, **(NUMBERS | other))
+        assert planned(backward) == n
+
+
+class Compiled(CompiledKernel):
+    """One of Triton's, without a GPU.
+
+    Args:
+        launched: gets the arguments of each launch.
+    """
+
+    def __init__(self, launched):
+        """Pretend to be loaded."""
+        self.module, self.function, self.packed_metadata = "module", "function", (4, 1, 0)
+        self.src, self.name = None, "name"
+        self._run = lambda *given: launched.append(given)
+
+    def __del__(self):
+        """Do not unload it."""
+
+
+class Kernel:
+    """A kernel of q, k, size and BLOCK, compiled for no GPU.
+
+    Args:
+        compiled: what is launched.
+    """
+
+    arg_names = ("q", "k", "size", "BLOCK")
+
+    def __init__(self, compiled):
+        """Hold on to it."""
+        self.compiled = compiled
+
+    def __getitem__(self, grid):
+        """Return what launches it, as Triton's does."""
+
+        def call(*operands, num_warps, **named):
+            assert num_warps == 4
+            self.compiled[grid](*operands, *named.values())
+            return self.compiled
+
+        return call
+
+
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
+    """From the second call on Triton's launcher gets what Triton itself would give it.
+
+    On the stream that is current then; and where a hook listens, as a profiler's, it is told.
+    """
+    launched, stream = [], 7
+    active = SimpleNamespace(
+        get_current_device=lambda: 1, get_current_stream=lambda device: (device, stream)
+    )
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print] if heard else [])
+    compiled = Compiled(launched)
+    tile = launch.loaded(launch.Tile(32, 32, 4, 1, descriptors=True), 32) if described else None
+    options = {"BLOCK": 32, "num_warps": 4}
+    repeated = launch.Launch(Kernel(compiled), 5, [tile, None], [9], options)
+    x, other = torch.zeros(2, 1, 1, 33, 16).unbind()
+    repeated(other, x)
+    stream = 8
+    repeated(x, other)
+    compiled[5, 1, 1](tile.describe(x) if described else x, other, 9, 32)
+    first, (*ours, descriptor, last, size, block), (*theirs, exact, _, _, _) = launched
+    assert (first[3], ours[3]) == ((1, 7), (1, 8))
+    assert ours[:6] == theirs[:6]
+    told = theirs[6:] if heard else [None] * 3  # what there is to tell, and whom
+    assert list(map(type, ours[6:])) == list(map(type, told))
+    assert (size, block) == (9, 32)
+    assert last is other
+    if described:
+        assert type(descriptor) is type(exact)
+        assert descriptor.base is x
+        assert vars(descriptor) | {"base": None} == vars(exact) | {"base": None}
+    else:
+        assert descriptor is x
+
+
+def test_a_launcher_takes_what_it_is_given():
+    """In the versions of Triton that are allowed the launcher's arguments come in this order."""
+    names = list(signature(CudaLauncher.__call__).parameters)
+    assert names[:6] == ["self", "gridX", "gridY", "gridZ", "stream", "function"]
 
 
 SPLITS = (

@@ -8,14 +8,14 @@ element is written by one program, in one order: no atomics.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
@@ -380,33 +380,38 @@ class Recomputation:
     scale: float
     precision: str
 
-    @cached_property
-    def likes(self) -> tuple[Like, Like, Like, Like]:
-        """What a plan depends on of the inputs."""
-        return Like.of(self.q), Like.of(self.k), Like.of(self.v), Like.of(self.grad_o)
-
     def launch(self, kernel: Kernel, tile: Tile | None, *grads: torch.Tensor) -> None:
         """Launch a pass that writes ``grads``."""
-        options = (self.diagonal, self.scale, launch.input_precision(self.precision, self.q.dtype))
-        plan = _pass(kernel, *self.likes, tuple(map(Like.of, grads)), *options, tile)
-        plan(self.q, self.k, self.v, self.grad_o, self.lse2, self.delta, *grads)
+        inputs = self.q, self.k, self.v, self.grad_o
+        strides = tuple(x.stride() for x in grads)
+        precision = launch.input_precision(self.precision, self.q.dtype)
+        plan = _pass(kernel, facts(*inputs), strides, self.diagonal, self.scale, precision, tile)
+        plan(*inputs, self.lse2, self.delta, *grads)
 
 
 @lru_cache(PLANS)
 def _pass(
     kernel: Kernel,
-    q: Like,
-    k: Like,
-    v: Like,
-    grad_o: Like,
-    grads: tuple[Like, ...],
+    given: tuple[Facts, ...],
+    strides: tuple[tuple[int, ...], ...],
     diagonal: int | None,
     scale: float,
     precision: str,
-    tile: Tile | None,
+    tile: Tile | None = None,
 ) -> Launch:
-    """Prepare the launch of flashattn_bwd_dkdv or flashattn_bwd_dq."""
-    inputs = (q, k, v, grad_o)
+    """Prepare the launch of flashattn_bwd_dkdv or flashattn_bwd_dq.
+
+    Args:
+        kernel: which.
+        given: what is to be known of q, k, v and grad_o.
+        strides: of the gradients that it writes.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        precision: as ``launch.input_precision`` returns it.
+        tile: instead of the table's.
+    """
+    inputs = [Like(*x) for x in given]
+    q, k = inputs[:2]
     tile = tile or launch.pick_tile(kernel, *inputs, causal=diagonal is not None)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
@@ -420,10 +425,10 @@ def _pass(
         programs * batch,
         [
             *(launch.loaded(tile, n) for n in rows),
-            *[None] * (2 + len(grads)),
+            *[None] * (2 + len(strides)),
         ],
         (
-            *(x.strides[:3] for x in (*inputs, *grads)),
+            *(x[:3] for x in (*(like.strides for like in inputs), *strides)),
             heads,
             heads // kv_heads,
             seq_q,
@@ -447,23 +452,31 @@ def _pitch(seq_q: int) -> int:
     return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
+def _rows(shape: torch.Size) -> tuple[int, int]:
+    """Return the shape of lse2 and delta for that of o."""
+    batch, heads, seq_q, _ = shape
+    return batch * heads, _pitch(seq_q)
+
+
 def row_terms(
     grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
-    batch, heads, seq_q, _ = o.shape
-    rows = (2, batch * heads, _pitch(seq_q))
-    lse2, delta = torch.empty(rows, device=o.device, dtype=torch.float32)
-    given = (o, grad_o, lse, grad_lse)
-    plan = _delta(*(None if x is None else Like.of(x) for x in given))
-    plan(*given, lse2, delta)
+    given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
+    lse2 = torch.empty(_rows(o.shape), device=o.device, dtype=torch.float32)
+    delta = torch.empty_like(lse2)
+    _delta(facts(*given))(o, grad_o, lse, grad_lse, lse2, delta)
     return lse2, delta
 
 
 @lru_cache(PLANS)
-def _delta(o: Like, grad_o: Like, lse: Like, grad_lse: Like | None) -> Launch:
-    """Prepare the launch of flashattn_bwd_delta; of lse and its gradient the alignment counts."""
-    del lse, grad_lse
+def _delta(given: tuple[Facts, ...]) -> Launch:
+    """Prepare the launch of flashattn_bwd_delta.
+
+    Args:
+        given: what is to be known of o, grad_o, lse, and grad_lse where there is one.
+    """
+    o, grad_o = Like(*given[0]), Like(*given[1])
     batch, heads, seq_q, head_dim = o.shape
     pitch, d = _pitch(seq_q), block_d(head_dim)
     return Launch(
@@ -519,14 +532,60 @@ def backward(
         The gradients of q, k and v, in their dtype.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    if 0 in (lse.numel(), k.numel()):
+    if 0 in q.shape or 0 in k.shape:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
+    strides = dq.stride(), dk.stride(), dv.stride()
+    precision = launch.input_precision(precision, q.dtype)
     with launch.on_device(q):
-        lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        given = Recomputation(
-            q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta,
-            diagonal=diagonal, scale=scale, precision=precision,
-        )  # fmt: skip
-        dk, dv = key_gradients(given)
-        dq = query_gradients(given)
+        plan = _plan(facts(*given), strides, diagonal, scale, precision)
+        lse2 = torch.empty(plan.rows, device=q.device, dtype=torch.float32)
+        delta = torch.empty_like(lse2)
+        plan.delta(o, grad_o, lse, grad_lse, lse2, delta)
+        plan.keys(q, k, v, grad_o, lse2, delta, dk, dv)
+        plan.queries(q, k, v, grad_o, lse2, delta, dq)
     return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a backward launches, all of it found by one look.
+
+    Args:
+        rows: shape of lse2 and delta.
+        delta: flashattn_bwd_delta.
+        keys: flashattn_bwd_dkdv.
+        queries: flashattn_bwd_dq.
+    """
+
+    rows: tuple[int, int]
+    delta: Launch
+    keys: Launch
+    queries: Launch
+
+
+@lru_cache(PLANS)
+def _plan(
+    given: tuple[Facts, ...],
+    strides: tuple[tuple[int, ...], ...],
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+) -> _Plan:
+    """Prepare the launches.
+
+    Args:
+        given: what is to be known of q, k, v, grad_o, o, lse, and grad_lse where there is one.
+        strides: of dq, dk and dv.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        precision: as ``launch.input_precision`` returns it.
+    """
+    inputs, (grad_o, o, *rest), options = given[:4], given[3:], (diagonal, scale, precision)
+    return _Plan(
+        _rows(Like(*o).shape),
+        _delta((o, grad_o, *rest)),
+        _pass("bwd_dkdv", inputs, strides[1:], *options),
+        _pass("bwd_dq", inputs, strides[:1], *options),
+    )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
 from flashattn.kernels.primitives import (
     LN2,
     LOG2E,
@@ -253,22 +253,24 @@ def forward(
     Returns:
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    if lse.numel() == 0 or k.shape[2] == 0:
+    rows, (kv_heads, seq_kv) = q.shape[:3], k.shape[1:3]
+    o, lse = torch.empty_like(q), torch.empty(rows, device=q.device, dtype=torch.float32)
+    if 0 in rows or seq_kv == 0:
         return o.zero_(), lse.fill_(-torch.inf)
     options = (scale, launch.input_precision(precision, q.dtype), tile, parts)
     with launch.on_device(q):
-        if q.shape[2] > 1 or q.shape[1] == k.shape[1]:
-            _plan(*map(Like.of, (q, k, v, o)), diagonal, *options)(q, k, v, o, lse)
+        if rows[2] > 1 or rows[1] == kv_heads:
+            _plan(*facts(q, k, v), o.stride(), diagonal, *options)(q, k, v, o, lse)
             return o, lse
         # One query: the heads that share keys are rows of one tile, and read them once. It sees
         # all keys up to one, without a mask.
-        seen = k.shape[2] if diagonal is None else min(k.shape[2], diagonal + 1)
+        seen = seq_kv if diagonal is None else min(seq_kv, diagonal + 1)
         if seen <= 0:
             return o.zero_(), lse.fill_(-torch.inf)
-        rows, o_rows = (x.squeeze(2).unflatten(1, (k.shape[1], -1)) for x in (q, o))
-        inputs = rows, k[:, :, :seen], v[:, :, :seen], o_rows
-        _plan(*map(Like.of, inputs), None, *options)(*inputs, lse.view(rows.shape[:3]))
+        queries, o_rows = (x.squeeze(2).unflatten(1, (kv_heads, -1)) for x in (q, o))
+        inputs = queries, k[:, :, :seen], v[:, :, :seen]
+        plan = _plan(*facts(*inputs), o_rows.stride(), None, *options)
+        plan(*inputs, o_rows, lse.view(queries.shape[:3]))
     return o, lse
 
 
@@ -301,10 +303,10 @@ class _Plan:
 
 @lru_cache(PLANS)
 def _plan(
-    q: Like,
-    k: Like,
-    v: Like,
-    o: Like,
+    q_facts: Facts,
+    k_facts: Facts,
+    v_facts: Facts,
+    o_strides: tuple[int, ...],
     diagonal: int | None,
     scale: float,
     precision: str,
@@ -312,6 +314,7 @@ def _plan(
     parts: int | None,
 ) -> _Plan:
     """Choose a tile and a split, and prepare the launches."""
+    q, k, v = Like(*q_facts), Like(*k_facts), Like(*v_facts)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     kernel: Kernel = "decode" if seq_q <= FEW_QUERIES else "fwd"
@@ -332,7 +335,7 @@ def _plan(
         ],
         (
             *(x.strides[:3] for x in (q, k, v)),
-            dense if parts > 1 else o.strides[:3],
+            dense if parts > 1 else o_strides[:3],
             heads,
             heads // kv_heads,
             seq_q,
@@ -358,7 +361,7 @@ def _plan(
         flashattn_merge,
         triton.cdiv(rows, MERGE_BLOCK),
         [None] * 4,
-        (o.strides[:3], parts, rows, heads, seq_q),
+        (o_strides[:3], parts, rows, heads, seq_q),
         {
             "head_dim": head_dim,
             "PADDED": head_dim < d,

@@ -7,12 +7,14 @@ that are ``Like`` the first ones, and a ``Launch`` starts the kernel that Triton
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn.kernels.primitives import INTERPRETED
@@ -29,6 +31,11 @@ PROGRAMS = {"fwd": 4, "decode": 2}
 # the interpreter, so that small problems are split; and it pretends to one multiprocessor.
 SHORTEST = 2 if INTERPRETED.value else 4
 PRETENDED = 1
+# Scores up to which tiles are loaded by pointers, counting at least 64 queries of a head: the host
+# takes some 3 us to make a descriptor, and so few scores keep a GPU busy no longer. Not in the
+# interpreter, whose problems are all that small.
+TINY = 0 if INTERPRETED.value else 1 << 16
+LEAST_QUERIES = 64
 _NOTHING = nullcontext()
 
 
@@ -56,6 +63,9 @@ def input_precision(asked: str, dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 
 
+Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
+
+
 class Like(NamedTuple):
     """What a launch depends on of a tensor: everything but where it lies, and what is in it."""
 
@@ -68,7 +78,7 @@ class Like(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor) -> Like:
         """Look at a tensor."""
-        return cls(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % DESCRIPTOR_ALIGNMENT)
+        return cls(*facts(x)[0])
 
     @property
     def describable(self) -> bool:
@@ -80,11 +90,30 @@ class Like(NamedTuple):
         )
 
 
+def facts(*tensors: torch.Tensor) -> tuple[Facts, ...]:
+    """Return the fields of each tensor's ``Like``, which tell plans apart as well and cost less."""
+    return tuple(
+        [
+            (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % DESCRIPTOR_ALIGNMENT)
+            for x in tensors
+        ]
+    )
+
+
+def tiny(q: Like, k: Like) -> bool:
+    """Return whether the host takes longer to make descriptors than they save the device."""
+    batch, heads, seq_q, _ = q.shape
+    return batch * heads * max(seq_q, LEAST_QUERIES) * k.shape[2] <= TINY
+
+
 def pick_tile(kernel: Kernel, *inputs: Like, causal: bool) -> Tile:
-    """Return the table's tile for these inputs; one with descriptors only if all can have one."""
+    """Return the table's tile for q, k and others.
+
+    It has descriptors only if all inputs can have one, and there is enough to do.
+    """
     x = inputs[0]
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
-    describable = all(x.describable for x in inputs)
+    describable = all(x.describable for x in inputs) and not tiny(*inputs[:2])
     return pick(
         kernel, x.dtype.itemsize, x.shape[-1], capability, causal=causal, descriptors=describable
     )
@@ -147,20 +176,24 @@ class Launch:
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._operands, self._numbers, self._options = operands, numbers, options
         self._described: list[tuple[int, type, dict[str, Any]]] = []
-        self._again: Callable[..., None] | None = None
+        self._compiled: Any = None
+        self._known: tuple[object, ...] = ()
         self._rest: tuple[object, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch it on the current device's stream."""
-        if self._again is None:
+        if self._compiled is None:
             self._first(tensors)
             return
         operands: list[Any] = list(tensors)
-        for i, kind, facts in self._described:
+        for i, kind, fields in self._described:
             descriptor: Any = object.__new__(kind)  # the first of its like was checked
-            descriptor.__dict__.update(facts, base=tensors[i])
+            descriptor.__dict__.update(fields, base=tensors[i])
             operands[i] = descriptor
-        self._again(*operands, *self._rest)
+        if _listened_to():
+            self._compiled[self._grid](*operands, *self._rest)
+        else:  # as that does, without making what it would tell, which takes as long as the launch
+            self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
 
     def _first(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Launch it as Triton does, and keep what Triton compiled."""
@@ -176,7 +209,16 @@ class Launch:
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
         self._rest = (*self._numbers, *(self._options[name] for name in names))
         self._described = described
-        self._again = compiled[self._grid]
+        self._run, self._stream = compiled.run, driver.active.get_current_stream
+        self._device = driver.active.get_current_device()
+        self._known = compiled.function, compiled.packed_metadata, None, None, None
+        self._compiled = compiled
+
+
+def _listened_to() -> bool:
+    """Return whether somebody, a profiler, has asked Triton to be told of each launch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return getattr(hooks[0], "calls", True) or getattr(hooks[1], "calls", True)
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

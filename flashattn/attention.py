@@ -42,13 +42,12 @@ def attention(
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
-            solve the problem, on an H100 or H200 "hopper" where there is enough to do, whose
-            gradient of q has the same bits every time only where
-            ``torch.use_deterministic_algorithms`` asks for that; on a CPU, where ours are for
-            study, PyTorch's own scaled_dot_product_attention, or the reference where that cannot. A
-            name never falls back to another.
-        options: the implementation's own, such as ``precision="ieee"`` or ``deterministic=True`` of
-            "triton" and "hopper".
+            solve the problem, on an H100 or H200 "hopper" where there is enough to do; on a CPU,
+            where ours are for study, PyTorch's own scaled_dot_product_attention, or the reference
+            where that cannot. A name never falls back to another.
+        options: the implementation's own, such as ``precision="ieee"`` of "triton", or
+            ``deterministic=False`` of "triton" and "hopper", which lets "hopper" sum the gradient
+            of q in any order; by default the same inputs give the same bits.
 
     Returns:
         o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32. A query

@@ -300,7 +300,7 @@ def triton_attention(
     scale: float | None = None,
     precision: str = "auto",
     kernels: str = "triton",
-    deterministic: bool | None = None,
+    deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with our kernels; the caller has checked the arguments and asked ``why_not``.
 
@@ -314,8 +314,8 @@ def triton_attention(
             ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
         kernels: "triton", the portable ones, or "hopper".
-        deterministic: whether the same inputs shall give the same bits of the gradients; None is
-            what ``torch.use_deterministic_algorithms`` says. The portable ones always do.
+        deterministic: whether the same inputs shall give the same bits of the gradients, as they
+            do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
 
     Returns:
         o [B, H, T, D] and lse [B, H, T].
@@ -324,8 +324,7 @@ def triton_attention(
         NotImplementedError: on a second derivative, which only the reference has.
     """
     last = diagonal(causal, q.shape[2], k.shape[2])
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     inputs = q, k, v, last, check_scale(scale, q.shape[3]), precision, kernels, deterministic
     return _attend(*inputs) if _unwatched(q, k, v) else _forward(*inputs)
 

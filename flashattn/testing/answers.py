@@ -7,9 +7,8 @@ of a sum of n numbers is n times that of one.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import hypothesis
@@ -61,13 +60,6 @@ def ask(impl: Impl, question: Question, change: Change = lambda case: case) -> A
         hypothesis.reject()
     call = partial(impl, causal=case.problem.causal, scale=case.scale)
     return Answer(question, change, case, run_guarded(call, case))
-
-
-def repeating(impl: Impl) -> Impl:
-    """Return ``impl`` as it gives the same bits every time, if that is an option of it."""
-    if "deterministic" not in inspect.signature(impl.call).parameters:
-        return impl
-    return replace(impl, call=partial(impl.call, deterministic=True))
 
 
 def assert_within(name: str, errors: torch.Tensor, *budgets: Budget) -> None:

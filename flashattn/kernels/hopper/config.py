@@ -140,10 +140,14 @@ BACKWARD = {
     (128, True): {0: BackwardConfig(slots=3)},
 }
 DETERMINISTIC = {
-    (64, False): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
-    (64, True): {0: BackwardConfig(band=32)},
-    (128, False): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
-    (128, True): {0: BackwardConfig(band=32)},
+    (64, False): {
+        0: BackwardConfig(band=32),
+        2048: BackwardConfig(band=16),
+        4096: BackwardConfig(band=8),
+    },
+    (64, True): {0: BackwardConfig(band=64), 8192: BackwardConfig(band=32)},
+    (128, False): {0: BackwardConfig(band=8)},
+    (128, True): {0: BackwardConfig(band=32), 8192: BackwardConfig(band=16)},
 }
 WIDE = {
     (256, False): {0: WideConfig()},

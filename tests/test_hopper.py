@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import runpy
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,6 +226,19 @@ def test_tables():
     assert pick_wide(200, 100, causal=True) == WIDE[256, True][0]
     assert pick_wide(128, 100, causal=True) is None
     assert not any(c.persistent for of in DETERMINISTIC.values() for c in of.values())
+
+
+def test_what_the_tables_hold_was_searched():
+    """The search has every config of the tables among what it times."""
+    search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune_hopper.py"))
+    tables = [("forward", FORWARD, True), ("backward", BACKWARD, False)]
+    tables += [("backward", DETERMINISTIC, True), ("backward", WIDE, True)]
+    for direction, table, deterministic in tables:
+        for (head_dim, causal), configs in table.items():
+            found = search["ways"](direction, head_dim, causal=causal)
+            given = {search["Way"](config, deterministic) for config in configs.values()}
+            assert given <= set(found)
+            assert len(set(map(str, found))) == len(found)
 
 
 @pytest.mark.parametrize(

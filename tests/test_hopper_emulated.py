@@ -141,6 +141,24 @@ def test_the_same_bits(deterministic):
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
+# What the storing warp does in a step; and of that, what lets the next program do so.
+PASSED = (
+    "                if DETERMINISTIC:\n"
+    "                    pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))\n"
+)
+STORED = (
+    "                mbarrier.wait(staged.index(0), n & 1)\n"
+    "                send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)\n"
+    "                mbarrier.wait(staged.index(1), n & 1)\n"
+    "                send(\n"
+    "                    dq, staging.index(1), batch, head, row + DOWN, RIGHT, block == 0,"
+    " DETERMINISTIC\n"
+    "                )  # fmt: skip\n"
+    "                for w in gl.static_range(2):\n"
+    "                    tma.store_wait(1 - w)\n"
+    "                    mbarrier.arrive(left.index(w), count=1)\n"
+    f"{PASSED}"
+)
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -150,6 +168,12 @@ ASKED = {
     "drawn": (bf16(seq_q=300, seq_kv=130, causal=True), "normal", SMALL, None),
     "gradients": (bf16(seq_q=200, seq_kv=260, head_dim=128), "normal", SMALL, UNTURNED),
     "in turns": (bf16(seq_q=200, seq_kv=260), "normal", SMALL, TURNS),
+    "wide": (
+        bf16(heads=2, kv_heads=1, seq_q=200, seq_kv=130, head_dim=136, causal=True),
+        "normal",
+        Config(block_kv=64, staged=False),
+        {"config": WideConfig()},
+    ),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
@@ -203,8 +227,8 @@ PLANTED = [
         Mutant(
             "o_left_behind",
             FORWARD,
-            "        turn += 1\n    tma.store_wait(0)\n",
-            "        turn += 1\n",
+            "        asked += GROUPS\n    tma.store_wait(0)\n",
+            "        asked += GROUPS\n",
             "the program ends while o is read from its memory",
         ),
         WRONG,
@@ -247,8 +271,8 @@ PLANTED = [
         Mutant(
             "phase_flipped",
             RING,
-            "mbarrier.wait(self.full.index(slot), (n // self.slots) & 1)",
-            "mbarrier.wait(self.full.index(slot), ((n // self.slots) & 1) ^ 1)",
+            "mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)",
+            "mbarrier.wait(self.full.index(n % self.slots), ((n // self.slots) & 1) ^ 1)",
             "tiles are read before they have come",
         ),
         (WRONG, STUCK),
@@ -346,8 +370,8 @@ PLANTED = [
         Mutant(
             "turns_reversed",
             BACKWARD,
-            "await_turn(turn, block)",
-            "await_turn(turn, blocks - 1 - block)",
+            "group, end, i), block)\n",
+            "group, end, i), blocks - 1 - block)\n",
             "programs wait for those that have not begun",
         ),
         STUCK,
@@ -357,8 +381,8 @@ PLANTED = [
         Mutant(
             "passed_on_too_early",
             BACKWARD,
-            "pass_on(passed)\n                    passed = turn",
-            "pass_on(turn)",
+            STORED,
+            PASSED + STORED.removesuffix(PASSED),
             "a program adds before the first has stored",
         ),
         WRONG,

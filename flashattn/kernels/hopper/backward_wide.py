@@ -195,7 +195,6 @@ def sum_dv(
     do, _ = grads.take(n - 1)
     acc = warpgroup_mma(operand(p, do.dtype, P), do, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    grads.free(n - 1)
     k.store((acc * LOWER).to(k.dtype))  # nobody else reads the keys
     fence_async_shared()
     store_tile(dv, [batch, kv_head, start_kv, 0], keys.tiles.index(0))
@@ -253,7 +252,6 @@ def sum_dk(
     q, _ = queries.take(n - 1)
     acc = warpgroup_mma(operand(ds, q.dtype, P), q, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    queries.free(n - 1)
     v.store((acc * scale).to(v.dtype))  # nobody else reads the values
     fence_async_shared()
     store_tile(dk, [batch, kv_head, block * BLOCK, 0], values.tiles.index(0))
@@ -412,7 +410,6 @@ def sum_dq(
     k = keys.tile(n - 1)
     acc = warpgroup_mma(operand(ds, k.dtype, P), k, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    keys.free(n - 1)
     q.store((acc * scale).to(q.dtype))
     fence_async_shared()
     store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))

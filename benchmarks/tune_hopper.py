@@ -1,0 +1,235 @@
+"""Search configs of the Hopper kernels beside cuDNN: what kernels/hopper/config.py stores.
+
+    python benchmarks/tune_hopper.py --head-dim 64 128 --passes forward backward --save search.json
+
+A config whose results differ from the portable kernels' by more than rounding is not timed. All
+others and cuDNN are timed in turns, as a card that has become warm is slower. The operations are
+those that everybody is given: 4 T S D forward, 10 T S D backward, half of that under a mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashattn.kernels import backward as portable_backward
+from flashattn.kernels import forward as portable_forward
+from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
+from flashattn.measure.device import machine_info
+
+TOKENS, WIDTH = 16384, 2048  # the community's protocol: batch and heads follow
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+PASSES = {"forward": 4, "backward": 10}  # and their operations, times T S D
+CLOSE = 1e-2  # relative error of bf16, with room; tests hold budgets
+ROUNDS, SHARE = 5, 0.012  # of turns; seconds that each takes in one
+AHEAD = 200_000  # clocks that the device is kept busy while the first calls are queued
+PROCESSES = 12
+BANDS = (1, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a pass can be computed.
+
+    Args:
+        config: of the kernels.
+        deterministic: whether gradients are summed in a fixed order.
+    """
+
+    config: Config | BackwardConfig | WideConfig
+    deterministic: bool = True
+
+    def __str__(self) -> str:
+        """Return what differs from the defaults."""
+        plain = type(self.config)()
+        changed = {
+            name: value
+            for name, value in asdict(self.config).items()
+            if value != getattr(plain, name)
+        }
+        words = [f"{name}={value}" for name, value in changed.items()]
+        return " ".join(words + ["any order"] * (not self.deterministic)) or "as it is"
+
+
+def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
+    """Return the candidates.
+
+    Args:
+        direction: "forward" or "backward".
+        head_dim: 64, 128 or 256.
+        causal: whether there is a mask.
+    """
+    configs: list[Config | WideConfig]
+    if direction == "forward":
+        if head_dim == 64:  # noqa: PLR2004
+            few, many = {"slots": 4}, {"slots": 4, "groups": 3, "registers": 160}
+            configs = [Config(**few), Config(**few, pinned=True), Config(**many)]
+            configs += [Config(block_kv=64, slots=6)]
+        elif head_dim == 128:  # noqa: PLR2004
+            configs = [Config(), Config(pinned=True), Config(staged=False)]
+        else:
+            plain = {"block_kv": 64, "staged": False}
+            configs = [Config(**plain), Config(**plain, pinned=True)]
+        return [Way(config) for config in configs]
+    if head_dim == 256:  # noqa: PLR2004
+        return [Way(WideConfig(band=band)) for band in (BANDS if causal else BANDS[1:2])]
+    bands = BANDS if causal else BANDS[:1]
+    one_pass = [BackwardConfig(persistent=True), *(BackwardConfig(band=band) for band in bands)]
+    one_pass += [BackwardConfig(band=band, slots=3) for band in bands if head_dim == 128]  # noqa: PLR2004
+    found = [Way(config, deterministic=False) for config in one_pass]
+    return found + [Way(BackwardConfig(band=band)) for band in BANDS]
+
+
+def make(head_dim: int, length: int, *, batch: int, heads: int) -> list[torch.Tensor]:
+    """Return q, k, v and dO in bf16."""
+    shape = (batch, heads, length, head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+
+def prepare(
+    direction: str, inputs: list[torch.Tensor], *, causal: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what takes a way and computes the pass, and what does by the portable kernels."""
+    q, k, v, grad_o = inputs
+    how: dict[str, Any] = {"diagonal": 0 if causal else None, "scale": q.shape[-1] ** -0.5}
+    if direction == "forward":
+
+        def by(way: Way) -> Any:
+            return forward.forward(q, k, v, config=way.config, **how)
+
+        return by, partial(portable_forward.forward, q, k, v, **how)
+    given = (grad_o, None), (q, k, v, *portable_forward.forward(q, k, v, **how))
+
+    def back(way: Way) -> Any:
+        options = {"config": way.config, "deterministic": way.deterministic}
+        return backward.backward(*given, **options, **how)
+
+    return back, partial(portable_backward.backward, *given, **how)
+
+
+def fault(job: tuple[str, int, bool, Way]) -> str | None:
+    """Return what is wrong with a way, or None; its kernels are compiled then."""
+    direction, head_dim, causal, way = job
+    torch.manual_seed(0)
+    inputs = make(head_dim, 500, batch=3, heads=4)
+    by, portable = prepare(direction, inputs, causal=causal)
+    try:
+        got, want = by(way), portable()
+    except Exception as error:  # noqa: BLE001 - any reason is one to leave it out
+        return str(error).splitlines()[0]
+    errors = [
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(got, want, strict=True)
+    ]
+    return None if all(error < CLOSE for error in errors) else f"errors {errors}"
+
+
+def elapsed(call: Callable[[], Any], times: int) -> float:
+    """Return the seconds of one of some calls on the device."""
+    call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD)  # noqa: SLF001 - there is no public way
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times * 1e-3
+
+
+def cudnn(direction: str, inputs: list[torch.Tensor], *, causal: bool) -> Callable[[], Any]:
+    """Return what computes the pass by cuDNN."""
+    q, k, v, grad_o = inputs
+    call = partial(scaled_dot_product_attention, is_causal=causal)
+    if direction == "forward":
+        return partial(call, q, k, v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = call(*leaves)
+    return lambda: torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+
+
+def compare(
+    direction: str, head_dim: int, length: int, found: list[Way], *, causal: bool
+) -> dict[str, Any]:
+    """Return TFLOP/s of cuDNN, of the portable kernels, and of each way."""
+    heads, batch = WIDTH // head_dim, TOKENS // length
+    inputs = make(head_dim, length, batch=batch, heads=heads)
+    work = PASSES[direction] * TOKENS * length * WIDTH * (0.5 if causal else 1.0)
+    by, portable = prepare(direction, inputs, causal=causal)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        calls = {"cudnn": cudnn(direction, inputs, causal=causal), "portable": portable}
+        calls |= {str(way): partial(by, way) for way in found}
+        times = max(3, int(SHARE * 5e14 / work))
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                taken[name].append(elapsed(call, times))
+    rates = {
+        name: round(work / sorted(each)[ROUNDS // 2] * 1e-12, 1) for name, each in taken.items()
+    }
+    case = {"pass": direction, "head_dim": head_dim, "causal": causal, "length": length}
+    return case | {"tflops": rates}
+
+
+def main() -> None:
+    """Search and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=list(PASSES))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--show", type=int, default=4, help="ways printed for each case")
+    parser.add_argument("--save", type=Path, help="write every row to this JSON file")
+    options = parser.parse_args()
+    searches = list(itertools.product(options.passes, options.head_dim, (False, True)))
+    jobs = [
+        (direction, head_dim, causal, way)
+        for direction, head_dim, causal in searches
+        for way in ways(direction, head_dim, causal=causal)
+    ]
+    with get_context("spawn").Pool(PROCESSES) as pool:
+        faults = dict(zip(jobs, pool.map(fault, jobs, chunksize=1), strict=True))
+    for job, why in faults.items():
+        if why:
+            print(*job[:3], job[3], "is left out:", why, flush=True)
+    rows = []
+    for (direction, head_dim, causal), length in itertools.product(searches, options.lengths):
+        sound = [
+            way
+            for way in ways(direction, head_dim, causal=causal)
+            if faults[direction, head_dim, causal, way] is None
+        ]
+        row = compare(direction, head_dim, length, sound, causal=causal)
+        rows.append(row)
+        rates = sorted(row["tflops"].items(), key=lambda item: -item[1])
+        shown = [f"{name}: {x:.0f}" for name, x in rates if name != "cudnn"][: options.show]
+        mask = "causal" if causal else "full"
+        print(
+            direction,
+            head_dim,
+            mask,
+            length,
+            f"cudnn {row['tflops']['cudnn']:.0f} |",
+            "; ".join(shown),
+            flush=True,
+        )
+        if options.save:
+            said = {"machine": machine_info(torch.device("cuda")), "rows": rows}
+            options.save.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,6 +27,7 @@ from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
 from flashattn.kernels.hopper import backward, forward
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
+from flashattn.kernels.tiles import block_d
 from flashattn.measure.device import machine_info
 
 TOKENS, WIDTH = 16384, 2048  # the community's protocol: batch and heads follow
@@ -68,10 +69,11 @@ def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
 
     Args:
         direction: "forward" or "backward".
-        head_dim: 64, 128 or 256.
+        head_dim: D, from 33 to 256.
         causal: whether there is a mask.
     """
     configs: list[Config | WideConfig]
+    head_dim = block_d(head_dim)
     if direction == "forward":
         if head_dim == 64:  # noqa: PLR2004
             few, many = {"slots": 4}, {"slots": 4, "groups": 3, "registers": 160}

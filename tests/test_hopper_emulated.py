@@ -140,6 +140,7 @@ def test_the_same_bits(deterministic):
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
+WIDE = "kernels/hopper/backward_wide.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
@@ -178,6 +179,28 @@ ASKED = {
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
 PLANTED = [
+    (
+        "wide",
+        Mutant(
+            "diagonal_not_hidden",
+            WIDE,
+            "full = gl.cdiv(gl.maximum(start_kv + BLOCK - 1 - diagonal, 0), BLOCK)",
+            "full = gl.maximum(start_kv + BLOCK - 1 - diagonal, 0) // BLOCK",
+            "keys take what queries before them give",
+        ),
+        WRONG,
+    ),
+    (
+        "wide",
+        Mutant(
+            "delta_not_lowered",
+            WIDE,
+            "rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER",
+            "rows = delta.load(gl.SliceLayout(0, dp.type.layout))",
+            "delta counts 2^14 times",
+        ),
+        WRONG,
+    ),
     (
         "full",
         Mutant(

@@ -31,9 +31,11 @@ PROGRAMS = {"fwd": 4, "decode": 2}
 # the interpreter, so that small problems are split; and it pretends to one multiprocessor.
 SHORTEST = 2 if INTERPRETED.value else 4
 PRETENDED = 1
-# Scores up to which tiles are loaded by pointers, counting at least 64 queries of a head: the host
-# takes some 3 us to make a descriptor, and so few scores keep a GPU busy no longer. Not in the
-# interpreter, whose problems are all that small.
+# Scores up to which tiles are loaded by pointers, counting at least 64 queries of a head: a host
+# takes some 3 us to make a descriptor, and so few scores keep a GPU busy no longer. On an H200 with
+# 2 heads of 64 queries a call took 29 us of the host, and 42 by descriptors, forward and backward
+# 207 and 353; the device took 0.3 us less to 3 us more. Not in the interpreter, whose problems are
+# all that small.
 TINY = 0 if INTERPRETED.value else 1 << 16
 LEAST_QUERIES = 64
 _NOTHING = nullcontext()

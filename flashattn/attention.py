@@ -63,14 +63,15 @@ def attention(
     kind = _kind(q)
     if torch.is_autocast_enabled(kind):
         q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
-        how: Any = {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
+        options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
         with torch.autocast(kind, enabled=False):
-            return attention(q, k, v, **how, **options)
+            return attention(q, k, v, **options)
     plan = _plan(q, k, v, causal=causal, lse=return_lse, impl=impl)
     scale = check_scale(scale, q.shape[-1])
     if plan.one_head:
         q, k, v = q[:, None], k[:, None], v[:, None]
-    o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **options)
+    how = plan.options | options
+    o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **how)
     if plan.one_head:
         o, lse = o[:, 0], None if lse is None else lse[:, 0]
     return o if lse is None or not return_lse else (o, lse)
@@ -80,6 +81,7 @@ class _Plan(NamedTuple):
     """Who answers, and what was made of the arguments."""
 
     impl: registry.Impl
+    options: dict[str, Any]
     causal: Causal
     one_head: bool
 
@@ -119,7 +121,8 @@ def _checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
 ) -> _Plan:
     problem = Problem.of(q, k, v, causal=causal)
-    return _Plan(_choose(impl, problem, q, lse=lse), problem.causal, q.ndim == 3)  # noqa: PLR2004
+    chosen, options = _choose(impl, problem, q, lse=lse)
+    return _Plan(chosen, options, problem.causal, q.ndim == 3)  # noqa: PLR2004
 
 
 def _kind(x: object) -> str:
@@ -139,15 +142,20 @@ def _cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...
     )
 
 
-def _choose(name: str, problem: Problem, q: torch.Tensor, *, lse: bool) -> registry.Impl:
-    """Return the implementation called ``name``, or the first of "auto"'s that can."""
+def _choose(
+    name: str, problem: Problem, q: torch.Tensor, *, lse: bool
+) -> tuple[registry.Impl, dict[str, Any]]:
+    """Return the implementation called ``name``, or the first of "auto"'s that can, and options."""
     asked = FASTEST_FIRST.get(q.device.type, ("tiled",)) if name == "auto" else (name,)
     reasons = []
     for candidate in asked:
         impl = registry.get(candidate)
         reason = impl.why_not(problem, q.device, grad=q.requires_grad, lse=lse)
-        if reason is None and (name != "auto" or impl.pays(problem, q.device)):
-            return impl
-        reasons.append(reason or f"{impl.name} is not the fastest here")
+        if reason is None:
+            options = impl.fastest(problem, q.device) if name == "auto" else {}
+            if options is not None:
+                return impl, options
+            reason = f"{impl.name} is not the fastest here"
+        reasons.append(reason)
     msg = f"impl: {'; '.join(reasons)}"
     raise ValueError(msg)

@@ -34,6 +34,8 @@ OLDEST_GPU = (8, 0)
 HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
 HOPPER_TILE = 128  # queries
+HOPPER_FEWEST, HOPPER_FORWARD = 64, (4, 1)  # tiles; for a multiprocessor, of narrow heads and wide
+NARROW = 64
 HOPPER_DTYPES = ("float16", "bfloat16")
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -71,18 +73,20 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-def hopper_pays(problem: Problem, device: torch.device) -> bool:
-    """Return whether the Hopper kernels are faster than the portable ones, as measured on an H200.
+def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
+    """Return the options with which the Hopper kernels are the fastest, or None; as on an H200.
 
-    A program for each multiprocessor wants as many tiles of 128 queries; where there are fewer, the
-    portable kernels split the keys. Where a head has not even one, as in decoding, most of a tile
-    would be empty, and heads that share keys would each read them.
+    Where a head has not even a tile of 128 queries, as in decoding, most of one would be empty, and
+    heads that share keys would each read them. Fewer than 64 tiles leave more than half of the GPU
+    idle. The forward wants a tile for each multiprocessor, and several of narrow heads: where there
+    are fewer the portable one is faster, which splits the keys.
     """
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
-    return (
-        problem.seq_q >= HOPPER_TILE
-        and tiles >= torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    if problem.seq_q < HOPPER_TILE or tiles < HOPPER_FEWEST:
+        return None
+    each = HOPPER_FORWARD[problem.head_dim > NARROW]
+    enough = each * torch.cuda.get_device_properties(device).multi_processor_count
+    return {"split_keys": True} if tiles < enough else {}
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -92,12 +96,19 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
-    """Return the modules of forward and backward, "triton"'s or "hopper"'s; they import Triton."""
-    if kernels == "hopper":
-        from flashattn.kernels.hopper import backward, forward  # noqa: PLC0415
-    else:
-        from flashattn.kernels import backward, forward  # type: ignore[no-redef] # noqa: PLC0415
-    return forward, backward
+    """Return the modules of forward and backward; they import Triton.
+
+    "triton" has the portable ones, "hopper" Hopper's, and "split" the portable forward, which
+    splits keys, and Hopper's backward.
+    """
+    from flashattn.kernels import backward, forward  # noqa: PLC0415
+
+    if kernels == "triton":
+        return forward, backward
+    from flashattn.kernels.hopper import backward as hopper_backward  # noqa: PLC0415
+    from flashattn.kernels.hopper import forward as hopper_forward  # noqa: PLC0415
+
+    return forward if kernels == "split" else hopper_forward, hopper_backward
 
 
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
@@ -153,7 +164,7 @@ def _launch_backward(
     saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
     grads = _dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
     how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
-    if kernels == "hopper":
+    if kernels != "triton":
         how["deterministic"] = deterministic
     return launcher.backward(grads, saved, **how)
 
@@ -313,7 +324,7 @@ def triton_attention(
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
-        kernels: "triton", the portable ones, or "hopper".
+        kernels: "triton", the portable ones, "hopper", or "split": Hopper's but for the forward.
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
 

@@ -28,15 +28,15 @@ from flashattn.claims import Claims
 from flashattn.problem import Problem
 
 WhyNot = Callable[[Problem, torch.device], str | None]
-Pays = Callable[[Problem, torch.device], bool]
+Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 ENTRY_POINTS = "flashattn.impls"
 
 
-def _always(problem: Problem, device: torch.device) -> bool:
+def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
     del problem, device
-    return True
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Impl(Claims):
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse).
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
-        pays: whether ``attention`` takes it by itself where it can: one that is made for some
-            problems leaves others to the next.
+        fastest: the options with which ``attention`` takes it by itself where it can, or None: one
+            that is made for some problems leaves others to the next.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
     """
@@ -58,7 +58,7 @@ class Impl(Claims):
     name: str
     call: Callable[..., Result]
     limits: WhyNot
-    pays: Pays = _always
+    fastest: Fastest = _always
     compiles: bool = False
     origin: str = ""
 
@@ -106,7 +106,7 @@ def register(
     Args:
         name: not "auto", and not taken.
         why_not: ``Impl.limits``; None where the flags say it all.
-        facts: the flags of ``Claims``, ``pays`` and ``compiles``.
+        facts: the flags of ``Claims``, ``fastest`` and ``compiles``.
 
     Raises:
         ValueError: another callable has that name.

@@ -12,6 +12,7 @@ import torch
 import flashattn
 from flashattn import attention
 from flashattn.problem import Problem
+from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
 
 attention_module = import_module("flashattn.attention")  # the package's name is the function's
@@ -100,6 +101,32 @@ def test_autocast_passes_all_on(device):
             attention([1.0], k, v)
     exact = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **asked)
     assert all(torch.equal(a, b) for a, b in zip(outputs, exact, strict=True))
+
+
+def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
+    """Auto goes on where one is not the fastest; the next has its options, or the user's."""
+    asked = []
+
+    def call(*inputs, **options):
+        asked.append(options.get("split_keys"))
+        return inputs[0]
+
+    able = {"call": call, "limits": lambda *_: None, "lse": False}
+    impls = {
+        "slow": Impl(name="slow", fastest=lambda *_: None, **able),
+        "fast": Impl(name="fast", fastest=lambda *_: {"split_keys": True}, **able),
+    }
+    monkeypatch.setattr(attention_module, "_PLANS", {})
+    monkeypatch.setattr(attention_module, "FASTEST_FIRST", {device.type: ("slow", "fast")})
+    monkeypatch.setattr(attention_module.registry, "get", impls.get)
+    inputs = tensors(device)
+    attention(*inputs)
+    attention(*inputs, split_keys=False)
+    attention(*inputs, impl="slow")
+    assert asked == [True, False, None]
+    monkeypatch.setattr(attention_module, "FASTEST_FIRST", {device.type: ("slow",)})
+    with pytest.raises(ValueError, match="slow is not the fastest here"):
+        attention(*tensors(device, seq_q=30))
 
 
 def test_auto(device):

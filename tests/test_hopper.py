@@ -14,6 +14,7 @@ import torch
 
 from flashattn import ops
 from flashattn.attention import FASTEST_FIRST
+from flashattn.kernels import forward as portable_forward
 from flashattn.kernels.hopper import backward, forward
 from flashattn.kernels.hopper.config import (
     BACKWARD,
@@ -188,19 +189,44 @@ def test_who_takes_what(device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "pays"),
+    ("shape", "options"),
     [
-        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, True),
-        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, True),
-        ({"heads": 1, "seq_q": 1024, "head_dim": 128}, False),  # keys want splitting
-        ({"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128}, False),  # decoding
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, {}),
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, {}),
+        ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128}, {}),
+        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, {"split_keys": True}),
+        ({"heads": 4, "seq_q": 128 * 132, "head_dim": 64}, {}),
+        ({"heads": 4, "seq_q": 128 * 131, "head_dim": 64}, {"split_keys": True}),
+        ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, None),
+        ({"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128}, None),  # decoding
     ],
 )
-def test_pays(monkeypatch, device, shape, pays):
-    """Where it is not faster, as measured, ``impl="auto"`` goes on to the next."""
+def test_where_it_is_the_fastest(monkeypatch, device, shape, options):
+    """As measured: ``impl="auto"`` takes it, with the portable forward, or goes on to the next."""
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert ops.hopper_pays(Problem(**shape, dtype="bfloat16"), device) is pays
+    assert ops.hopper_fastest(Problem(**shape, dtype="bfloat16"), device) == options
+
+
+def test_kernels_by_name():
+    """What splits keys is the portable forward, with Hopper's backward."""
+    assert ops._launchers("hopper") == (forward, backward)
+    assert ops._launchers("split") == (portable_forward, backward)
+
+
+def test_split_keys(on_hopper, monkeypatch):
+    """With ``split_keys`` the forward is the portable one, and the backward is Hopper's."""
+    problem = Problem(heads=2, seq_q=300, head_dim=64, causal=True, dtype="bfloat16")
+    called = []
+    for module in (forward, backward):
+        name = module.__name__.split(".")[-1]
+        own = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, own=own, name=name, **k: called.append(name) or own(*a, **k)
+        )
+    attends = partial(get("hopper"), causal=True, scale=0.1, split_keys=True)
+    assert_accurate(attends, Question(problem=problem, device=on_hopper, scale=0.1))
+    assert called == ["backward"]
 
 
 def test_configs_fit():

@@ -34,7 +34,7 @@ def triton(
     return ops.triton_attention(q, k, v, causal=causal, scale=scale, precision=precision)
 
 
-@register("hopper", why_not=ops.why_not_hopper, pays=ops.hopper_pays, lse=True)
+@register("hopper", why_not=ops.why_not_hopper, fastest=ops.hopper_fastest, lse=True)
 def _hopper(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,13 +44,15 @@ def _hopper(
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
+    split_keys: bool = False,
 ) -> Pair:
     """FlashAttention for Hopper in Gluon.
 
     With ``deterministic=False`` the gradient of q is summed in any order for D <= 128, unless
     ``torch.use_deterministic_algorithms`` insists: faster by 0 to 7%, and other bits every time.
     What the bulk copy engine cannot reach (an address or a stride that is no multiple of 16 bytes,
-    a stride of 0) and a scale that is not positive are the portable kernels'.
+    a stride of 0) and a scale that is not positive are the portable kernels'; so is all of the
+    forward with ``split_keys``, which is faster where there are few queries.
     """
     return ops.triton_attention(
         q,
@@ -59,7 +61,7 @@ def _hopper(
         causal=causal,
         scale=scale,
         precision=precision,
-        kernels="hopper",
+        kernels="split" if split_keys else "hopper",
         deterministic=deterministic,
     )
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
+from subprocess import SubprocessError
 from typing import Any
 from warnings import filterwarnings
 
 import triton
 from triton import knobs
 
+from flashattn.counts.addresses import findings
 from flashattn.counts.expect import Rows
 from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.offline import ARCHITECTURES, Resources, Variant, compile_variant, variants
+from flashattn.kernels.offline import (
+    ARCHITECTURES,
+    Resources,
+    Variant,
+    compiled_kernel,
+    resources_of,
+    sass_of,
+    variants,
+)
 
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.
 FILE = f"compiled-triton-{'.'.join(triton.__version__.split('.')[:2])}.json"
@@ -51,14 +61,30 @@ def _complaint(variant: Variant | HopperVariant, resources: Resources) -> str | 
     return resources.complaint(variant.arch)
 
 
+def _stale(compiled: Any, resources: Resources) -> str | None:
+    """Return what is wrong with the addresses of a kernel's products, where they are in registers.
+
+    Those are Hopper's, wgmma. Only its code tells, so nothing is expected of it in a row.
+    """
+    if not any(kind.startswith("wgmma") for kind in resources.matrix):
+        return None
+    try:
+        found = findings(sass_of(compiled))
+    except (OSError, SubprocessError, ValueError) as error:
+        return f"addresses of products are UNPROVEN: {error}"
+    return f"addresses of products may be stale, {len(found)}: {found[0]}" if found else None
+
+
 def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, str | None]:
     """Return a row and a complaint."""
     filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")  # it announces a change of Triton 3.10
     try:
-        resources = compile_variant(variant)
+        compiled = compiled_kernel(variant)
+        resources = resources_of(compiled)
     except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
         return None, f"does not compile: {error}"
-    return {"tile": variant.launch, **asdict(resources)}, _complaint(variant, resources)
+    complaints = filter(None, (_complaint(variant, resources), _stale(compiled, resources)))
+    return {"tile": variant.launch, **asdict(resources)}, "; ".join(complaints) or None
 
 
 def names() -> list[str]:
@@ -73,7 +99,8 @@ def collect(only: str = "") -> tuple[Rows, list[str]]:
         only: of those with this in their names.
 
     Returns:
-        The rows, and what is wrong whatever is expected: a tile that spills or does not fit.
+        The rows, and what is wrong whatever is expected: a tile that spills or does not fit, or a
+        product whose addresses may be those of another.
     """
     rows: Rows = {name: row for name, row in {ASSEMBLERS: _assemblers()}.items() if only in name}
     complaints = []

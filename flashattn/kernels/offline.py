@@ -192,8 +192,18 @@ def _source(variant: Variant) -> ASTSource:
 
 
 @cache
-def _cuobjdump() -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+def _tools() -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def _said(tool: str, option: str, compiled: Any) -> str:
+    """Return what one of the wheel's own tools prints of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run(  # noqa: S603 - a tool of Triton's
+            [_tools() / tool, option, file.name], check=True, capture_output=True, text=True
+        ).stdout
 
 
 def matrix_instructions(ptx: str) -> dict[str, int]:
@@ -213,8 +223,8 @@ def code_bytes(cubin: bytes) -> int:
     return sum(length for _, _, flags, _, _, length in sections if flags & EXECUTABLE)
 
 
-def compile_variant(variant: Variant | HopperVariant) -> Resources:
-    """Compile one variant and read what it takes from the PTX and the cubin.
+def compiled_kernel(variant: Variant | HopperVariant) -> Any:
+    """Return what Triton makes of one variant.
 
     Raises:
         RuntimeError: Triton is interpreting in this process.
@@ -227,13 +237,12 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
         raise RuntimeError(msg)
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
     source = _source(variant) if isinstance(variant, Variant) else variant.source
-    compiled = triton.compile(source, target=target, options=variant.options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(  # noqa: S603 - the wheel's own tool
-            [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+    return triton.compile(source, target=target, options=variant.options)
+
+
+def resources_of(compiled: Any) -> Resources:
+    """Return what a compiled kernel takes, from its PTX and its cubin."""
+    usage = _said("cuobjdump", "-res-usage", compiled)
     registers, stack = (int(re.findall(rf"{field}:(\d+)", usage)[0]) for field in ("REG", "STACK"))
     return Resources(
         registers=registers,
@@ -242,6 +251,16 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
         code=code_bytes(compiled.asm["cubin"]),
         matrix=matrix_instructions(compiled.asm["ptx"]),
     )
+
+
+def sass_of(compiled: Any) -> str:
+    """Return the code of a compiled kernel as nvdisasm prints it, in half a second."""
+    return _said("nvdisasm", "-c", compiled)
+
+
+def compile_variant(variant: Variant | HopperVariant) -> Resources:
+    """Compile one variant and return what it takes; see ``compiled_kernel``."""
+    return resources_of(compiled_kernel(variant))
 
 
 def variants() -> list[Variant | HopperVariant]:

@@ -134,24 +134,37 @@ FORWARD = {
     (256, True): {0: Config(block_kv=64, staged=False)},
 }
 BACKWARD = {
-    (64, False): {0: BackwardConfig(persistent=True)},
-    (64, True): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=4)},
-    (128, False): {0: BackwardConfig(slots=3), 4096: BackwardConfig(persistent=True)},
-    (128, True): {0: BackwardConfig(slots=3)},
+    (64, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
+    (64, True): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
+    (128, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
+    (128, True): {
+        0: BackwardConfig(slots=3, band=16),
+        2048: BackwardConfig(slots=3, band=8),
+        16384: BackwardConfig(band=4),
+    },
 }
 DETERMINISTIC = {
     (64, False): {
         0: BackwardConfig(band=32),
         2048: BackwardConfig(band=16),
         4096: BackwardConfig(band=8),
+        8192: BackwardConfig(band=4),
     },
-    (64, True): {0: BackwardConfig(band=64), 8192: BackwardConfig(band=32)},
-    (128, False): {0: BackwardConfig(band=8)},
-    (128, True): {0: BackwardConfig(band=32), 8192: BackwardConfig(band=16)},
+    (64, True): {
+        0: BackwardConfig(band=64),
+        4096: BackwardConfig(band=32),
+        16384: BackwardConfig(band=16),
+    },
+    (128, False): {
+        0: BackwardConfig(band=8),
+        4096: BackwardConfig(band=4),
+        16384: BackwardConfig(),
+    },
+    (128, True): {0: BackwardConfig(band=16)},
 }
 WIDE = {
     (256, False): {0: WideConfig()},
-    (256, True): {0: WideConfig(band=16), 2048: WideConfig()},
+    (256, True): {0: WideConfig(), 16384: WideConfig(band=1)},
 }
 Of = TypeVar("Of", Config, BackwardConfig, WideConfig)
 

@@ -291,13 +291,13 @@ def test_what_an_assembler_did():
 def complaint(monkeypatch):
     """Return a function: of what the counts complain where nvdisasm prints this, or fails."""
 
-    def of(sass, variant=hopper_variants()[0]):  # noqa: B008 - a value
+    def of(sass, variant=hopper_variants()[0], product="wgmma m64n128k16 bf16"):  # noqa: B008
         def printed(_):
             if isinstance(sass, Exception):
                 raise sass
             return sass
 
-        resources = Resources(168, 0, 1024, 1024, {"wgmma m64n128k16 bf16": 1})
+        resources = Resources(168, 0, 1024, 1024, {product: 1})
         monkeypatch.setattr(compiled, "compiled_kernel", lambda _: None)
         monkeypatch.setattr(compiled, "resources_of", lambda _: resources)
         monkeypatch.setattr(compiled, "sass_of", printed)
@@ -314,6 +314,7 @@ def test_the_counts_complain(complaint):
     assert said.startswith("addresses of products may be stale, 2: [10900 HGMMA.64x128x16")
     assert complaint(code(*BEFORE)) is None
     assert complaint(REAL, variants()[0]) is None  # the portable ones are not asked
+    assert complaint("", product="none") is None  # nor is what multiplies nothing
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,14 @@ def _complaint(variant: Variant | HopperVariant, resources: Resources) -> str | 
     return resources.complaint(variant.arch)
 
 
-def _stale(variant: Variant | HopperVariant, compiled: Any) -> str | None:
+def _stale(variant: Variant | HopperVariant, compiled: Any, resources: Resources) -> str | None:
     """Return what is wrong with the addresses of a Hopper kernel's products.
 
     Only its code tells, so nothing is expected of it in a row. To read that of the portable ones,
     too, takes as long as all else here; none of the 113 that were read has such an address.
     """
-    if not isinstance(variant, HopperVariant):
+    multiplies = any(kind.startswith("wgmma") for kind in resources.matrix)
+    if not (multiplies and isinstance(variant, HopperVariant)):
         return None
     try:
         found = findings(sass_of(compiled))
@@ -84,7 +85,9 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
         resources = resources_of(compiled)
     except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
         return None, f"does not compile: {error}"
-    complaints = filter(None, (_complaint(variant, resources), _stale(variant, compiled)))
+    complaints = filter(
+        None, (_complaint(variant, resources), _stale(variant, compiled, resources))
+    )
     return {"tile": variant.launch, **asdict(resources)}, "; ".join(complaints) or None
 
 

@@ -12,7 +12,8 @@ dP, on dS under dv's, on its exchange under dk's, and dq is written out under th
 Deterministic: a tile of dq takes what programs add in the order of their keys. A program adds only
 after the program of the keys before has, and that has a smaller number, so it runs, or did. All
 visit the last queries first: those are seen by all keys, so under a causal mask, too, nobody waits
-for long. The first to add stores instead, so the workspace need not be cleared.
+for long. A warp of its own does the waiting. The first to add stores instead, so the workspace need
+not be cleared.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
 """

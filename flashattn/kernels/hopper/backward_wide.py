@@ -19,7 +19,8 @@ memory gives 128 bytes a clock: a product of two operands from there takes 512, 
 operand is in registers 256; a tile that comes takes 256. The first kernel so needs 2048 for its
 products and about 2200 for shared memory, the second 1536 and 1536. At three quarters of that, what
 the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
-One pass would need 2560 and 3650, and 64 KiB of additions in memory. Not measured yet.
+One pass would need 2560 and 3650, and 64 KiB of additions in memory. Measured on an H200, N = 4096
+without a mask: 460 and 495 in two runs; each alone makes 626 and 669 of its own products.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles; Triton's Gluon.
 """

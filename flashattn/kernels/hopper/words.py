@@ -1,7 +1,8 @@
 """Words: what a product reads from registers, two numbers in each, as they are kept until then.
 
 Carried from one step of a loop to the next as it is, a number of 16 bits takes a register of 32,
-and is taken out of a word and put into one each time: a tenth of all instructions of the forward.
+and is taken out of a word and put into one each time: that was an eighth of all instructions of a
+step of the forward.
 """
 
 from triton.experimental import gluon

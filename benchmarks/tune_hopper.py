@@ -38,6 +38,17 @@ ROUNDS, SHARE = 5, 0.012  # of turns; seconds that each takes in one
 AHEAD = 200_000  # clocks that the device is kept busy while the first calls are queued
 PROCESSES = 12
 BANDS = (1, 4, 8, 16, 32, 64)
+SLOTS = {64: (2,), 128: (2, 3)}  # of the backward, as many as fit
+FORWARD = {
+    64: (
+        Config(slots=4),
+        Config(slots=4, pinned=True),
+        Config(slots=4, groups=3, registers=160),
+        Config(block_kv=64, slots=6),
+    ),
+    128: (Config(), Config(pinned=True), Config(staged=False)),
+    256: (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False, pinned=True)),
+}
 
 
 @dataclass(frozen=True)
@@ -72,24 +83,14 @@ def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
         head_dim: D, from 33 to 256.
         causal: whether there is a mask.
     """
-    configs: list[Config | WideConfig]
-    head_dim = block_d(head_dim)
+    width = block_d(head_dim)
     if direction == "forward":
-        if head_dim == 64:  # noqa: PLR2004
-            few, many = {"slots": 4}, {"slots": 4, "groups": 3, "registers": 160}
-            configs = [Config(**few), Config(**few, pinned=True), Config(**many)]
-            configs += [Config(block_kv=64, slots=6)]
-        elif head_dim == 128:  # noqa: PLR2004
-            configs = [Config(), Config(pinned=True), Config(staged=False)]
-        else:
-            plain = {"block_kv": 64, "staged": False}
-            configs = [Config(**plain), Config(**plain, pinned=True)]
-        return [Way(config) for config in configs]
-    if head_dim == 256:  # noqa: PLR2004
-        return [Way(WideConfig(band=band)) for band in (BANDS if causal else BANDS[1:2])]
+        return [Way(config) for config in FORWARD[width]]
     bands = BANDS if causal else BANDS[:1]
-    one_pass = [BackwardConfig(persistent=True), *(BackwardConfig(band=band) for band in bands)]
-    one_pass += [BackwardConfig(band=band, slots=3) for band in bands if head_dim == 128]  # noqa: PLR2004
+    if width == max(FORWARD):
+        return [Way(WideConfig(band=band)) for band in (BANDS if causal else BANDS[1:2])]
+    one_pass = [BackwardConfig(persistent=True)]
+    one_pass += [BackwardConfig(slots=n, band=band) for n in SLOTS[width] for band in bands]
     found = [Way(config, deterministic=False) for config in one_pass]
     return found + [Way(BackwardConfig(band=band)) for band in BANDS]
 

@@ -34,8 +34,8 @@ OLDEST_GPU = (8, 0)
 HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
 HOPPER_TILE = 128  # queries
-HOPPER_FEWEST, HOPPER_FORWARD = 64, (4, 1)  # tiles; for a multiprocessor, of narrow heads and wide
-NARROW = 64
+HOPPER_FEWEST = 64  # tiles
+HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
 HOPPER_DTYPES = ("float16", "bfloat16")
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -84,7 +84,7 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
     if problem.seq_q < HOPPER_TILE or tiles < HOPPER_FEWEST:
         return None
-    each = HOPPER_FORWARD[problem.head_dim > NARROW]
+    each = 4 if problem.head_dim <= HOPPER_NARROW else 1
     enough = each * torch.cuda.get_device_properties(device).multi_processor_count
     return {"split_keys": True} if tiles < enough else {}
 

@@ -77,11 +77,6 @@ def constexpr(x: Any) -> Any:
     return x
 
 
-def anew(x: int) -> Number:
-    """Return x: no compiler is to be deceived here."""
-    return Number(x)
-
-
 def to_tensor(x: int) -> Number:
     """Return x."""
     return Number(x)

@@ -27,7 +27,7 @@ STAND_INS: dict[int, Any] = {
     id(compat.load_tile): copies.load_tile,
     id(compat.store_tile): copies.store_tile,
     id(compat.add_tile): copies.add_tile,
-    id(backward_wide.anew): language.anew,
+    id(backward_wide.anew): language.to_tensor,
     id(words.packed): products.packed,
     id(words.operand): products.operand,
     id(words.settle): products.settle,

@@ -44,9 +44,11 @@ from flashattn.kernels.backward import backward as portable
 from flashattn.kernels.backward import row_terms
 from flashattn.kernels.hopper import backward_wide
 from flashattn.kernels.hopper.compat import add_tile, store_tile
+from flashattn.kernels.hopper.columns import fold, inner, put, zeros
 from flashattn.kernels.hopper.config import (
     BackwardConfig,
     WideConfig,
+    columns,
     pick_backward,
     pick_wide,
 )
@@ -60,7 +62,8 @@ from flashattn.kernels.tiles import block_d
 
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
-HALF = gl.constexpr(64)  # rows and columns of a warpgroup's part of a tile of dq
+QUERIES = gl.constexpr(64)  # of a warpgroup's part of a tile of dq
+LINE = gl.constexpr(64)  # numbers in a row of the workspace
 MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
 
 POLL = gl.constexpr(
@@ -79,6 +82,7 @@ PASS_ON = gl.constexpr("""{
     @first red.release.gpu.global.add.s32 [$1], 1;
     mov.b32 $0, 0;
 }""")
+ADD = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -105,6 +109,25 @@ def order_after_turn():
 def pass_on(counter):
     """Wait, as one warp, until all that it stored is in memory, and count one on."""
     gl.inline_asm_elementwise(PASS_ON, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+
+
+@gluon.jit
+def add_fours(at, first, second, third, fourth):
+    """Add numbers that are neighbours to memory, four with one instruction, in any order."""
+    gl.inline_asm_elementwise(
+        ADD,
+        "=r,l,r,r,r,r,~{memory}",
+        [
+            at,
+            first.to(gl.int32, bitcast=True),  # which Triton 3.6 wants beside a pointer
+            second.to(gl.int32, bitcast=True),
+            third.to(gl.int32, bitcast=True),
+            fourth.to(gl.int32, bitcast=True),
+        ],
+        gl.int32,
+        False,
+        1,
+    )
 
 
 @gluon.jit
@@ -160,15 +183,15 @@ def load(
 
 
 @gluon.jit
-def send(dq, part, batch, head, row, column, first, DETERMINISTIC: gl.constexpr):
-    """Add a part of dq to the workspace, or store it if it is the first."""
-    if DETERMINISTIC:
+def send(dq, part, batch, head, row, first, ROWS: gl.constexpr):
+    """Add a part of dq, some rows of the workspace, to it, or store it if it is the first."""
+    BOX: gl.constexpr = dq.block_shape[2]
+    for i in gl.static_range(0, ROWS, BOX):
+        box = part.slice(i, BOX, dim=2)
         if first:
-            store_tile(dq, [batch, head, row, column], part)
+            store_tile(dq, [batch, head, row + i, 0], box)
         else:
-            add_tile(dq, [batch, head, row, column], part)
-    else:
-        add_tile(dq, [batch, head, row, column], part)
+            add_tile(dq, [batch, head, row + i, 0], box)
 
 
 @gluon.jit
@@ -198,43 +221,30 @@ def follow(
 @gluon.jit
 def store(
     dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv,
-    diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that adds both warpgroups' parts of dq to the workspace."""
-    RIGHT: gl.constexpr = HALF if BLOCK_Q == HALF else 0  # the second part is to the right ...
-    DOWN: gl.constexpr = HALF - RIGHT  # ... or below
-    n = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
-        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        for head in range(kv_head * group, kv_head * group + group):
-            for i in range(end - 1, first - 1, -1):
-                row = i * BLOCK_Q
-                if DETERMINISTIC:
+    """Be the warp that adds both warpgroups' parts of dq to the workspace, if that is in turns."""
+    if DETERMINISTIC:
+        n = 0
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+            first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+            for head in range(kv_head * group, kv_head * group + group):
+                for i in range(end - 1, first - 1, -1):
                     allowed.take(n)
                     order_after_turn()
-                mbarrier.wait(staged.index(0), n & 1)
-                send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)
-                mbarrier.wait(staged.index(1), n & 1)
-                send(
-                    dq, staging.index(1), batch, head, row + DOWN, RIGHT, block == 0, DETERMINISTIC
-                )  # fmt: skip
-                for w in gl.static_range(2):
-                    tma.store_wait(1 - w)
-                    mbarrier.arrive(left.index(w), count=1)
-                if DETERMINISTIC:
+                    row = i * LINES
+                    mbarrier.wait(staged.index(0), n & 1)
+                    send(dq, staging.index(0), batch, head, row, block == 0, LINE)
+                    mbarrier.wait(staged.index(1), n & 1)
+                    send(dq, staging.index(1), batch, head, row + LINE, block == 0, LINES - LINE)
+                    for w in gl.static_range(2):
+                        tma.store_wait(1 - w)
+                        mbarrier.arrive(left.index(w), count=1)
                     pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))
-                n += 1
-    tma.store_wait(0)
-
-
-@gluon.jit
-def scores(k, queries, n, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin the product of this warpgroup's keys and the n-th tile of queries."""
-    queries.await_first(n)
-    q, _ = queries.first(n)
-    zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, LAYOUT)
-    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    n += 1
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -258,84 +268,130 @@ def slot(ring, SLOT: gl.constexpr):
 
 
 @gluon.jit
-def part(WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin this warpgroup's part of dq: of 64 queries and 64 columns, over all keys."""
-    dq = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
+def part(
+    WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
+    dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
     for w in gl.static_range(2):
         ds = exchange.index((n & 1) * 2 + w)
         k = slot(keys, w)
-        if BLOCK_Q == HALF:
-            k = k.slice(WARPGROUP * HALF, HALF, dim=1)
+        if BLOCK_Q == QUERIES:
+            k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
         else:
-            ds = ds.slice(WARPGROUP * HALF, HALF, dim=1)
+            ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def stage(WARPGROUP: gl.constexpr, dq, staging, left, n):
-    """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
-    # Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers
-    # of a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
-    dq = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
-    staging.index(WARPGROUP).reshape([HALF, HALF]).store(gl.reshape(dq, [HALF, HALF]))
+def in_order(dq, COLUMNS: gl.constexpr):
+    """Return a part of dq in the workspace's order, as rows of 64 numbers.
+
+    Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers of
+    a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
+    """
+    dq = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    return gl.reshape(dq, [COLUMNS, LINE])
 
 
 @gluon.jit
-def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
-    """Say that the part of dq is there, and that the n-th tile of queries is not needed more."""
+def stage(WARPGROUP: gl.constexpr, dq, staging, left, n, COLUMNS: gl.constexpr):
+    """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
+    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
+    staging.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0).store(
+        in_order(dq, COLUMNS)
+    )
+
+
+@gluon.jit
+def add(dq, total, COLUMNS: gl.constexpr):
+    """Add a part of dq to where it begins in the workspace."""
+    even, odd = gl.split(gl.reshape(in_order(dq, COLUMNS), [COLUMNS, LINE // 4, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    lines = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, first.type.layout))
+    fours = gl.arange(0, LINE // 4, layout=gl.SliceLayout(0, first.type.layout))
+    at = total + (lines[:, None] * LINE + fours[None, :] * 4)
+    add_fours(at, first, second, third, fourth)
+
+
+@gluon.jit
+def hand_over(WARPGROUP: gl.constexpr, staged):
+    """Say that the part of dq is there."""
     fence_async_shared()
     mbarrier.arrive(staged.index(WARPGROUP), count=1)
-    queries.free(n)
 
 
 @gluon.jit
 def step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
-    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, total, staging, staged, left, n,
+    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
+    REST: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
     MASKED: gl.constexpr, LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
+    PARTS: gl.constexpr = 1 if REST == 0 else 2
+    COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE
     dq, dk, dv = state
-    s = scores(k, queries, n, BLOCK_Q, S)
-    if LATE:
-        stage(WARPGROUP, dq, staging, left, n - 1)
+    queries.await_first(n)
     q, lse2 = queries.first(n)
+    s = inner(k, q, FIRST, REST, S)
+    if LATE:
+        if DETERMINISTIC:
+            stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
+        else:
+            add(dq, total + (start_q // BLOCK_Q + 1) * (LINES * LINE), COLUMNS)
     do, delta = queries.second(n)
     queries.await_second(n)
-    zeros = gl.zeros([KEYS, BLOCK_Q], gl.float32, S)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = inner(v, do, FIRST, REST, S)
     if LATE:
-        hand_over(WARPGROUP, staged, queries, n - 1)
-    s = warpgroup_mma_wait(1, deps=[s])
+        if DETERMINISTIC:
+            hand_over(WARPGROUP, staged)
+        queries.free(n - 1)
+    s = warpgroup_mma_wait(PARTS, deps=[s])
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
     if MASKED:
         p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
+    dv = fold(p_operand, do, dv, FIRST, REST)
+    dp = warpgroup_mma_wait(PARTS, deps=[dp])
     ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last meeting after it did so.
     exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
     fence_async_shared()
-    dk = warpgroup_mma(gl.convert_layout(ds, P, assert_trivial=True), q, dk, is_async=True)
+    dk = fold(gl.convert_layout(ds, P, assert_trivial=True), q, dk, FIRST, REST)
     meet()
-    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, DQ)
-    dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, COLUMNS, DQ)
+    dv, dk, dq = all_ready(dv, dk, dq, REST)
     return dq, dk, dv
 
 
 @gluon.jit
+def all_ready(dv, dk, dq, REST: gl.constexpr):
+    """Wait for all products."""
+    if REST == 0:
+        v, k, dq = warpgroup_mma_wait(0, deps=[dv[0], dk[0], dq])
+        dv, dk = (v,), (k,)
+    else:
+        v, w, k, l, dq = warpgroup_mma_wait(0, deps=[dv[0], dv[1], dk[0], dk[1], dq])
+        dv, dk = (v, w), (k, l)
+    return dv, dk, dq
+
+
+@gluon.jit
 def attend(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-    blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, dq, staging, staged, left,
+    tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
+    BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr, LINES: gl.constexpr,
+    CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
+    COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     n = 0
     held = 0
@@ -343,38 +399,46 @@ def attend(
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
         first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
-        dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
-        dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+        dk_acc = zeros(FIRST, REST)
+        dv_acc = zeros(FIRST, REST)
         for w in gl.static_range(2):
             keys.take(held + w)
         values.take(held + WARPGROUP)
         k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
-        for _ in range(group):
-            dq, dk_acc, dv_acc = step(
-                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
-                CAUSAL, True, False, S, P, DQ,
+        for head in range(kv_head * group, kv_head * group + group):
+            total = dq
+            if not DETERMINISTIC:
+                before = (batch * kv_heads * group + head).to(gl.int64) * end * LINES
+                total = dq + (before + WARPGROUP * LINE) * LINE
+            part_dq, dk_acc, dv_acc = step(
+                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, total, staging,
+                staged, left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2,
+                BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC, True, False, S, P, DQ,
             )  # fmt: skip
             n += 1
             for i in range(end - 2, full - 1, -1):
-                dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                    False, True, S, P, DQ,
+                part_dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (part_dq, dk_acc, dv_acc), k, v, keys, queries, exchange, total,
+                    staging, staged, left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2,
+                    BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC, False, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
-                dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, CAUSAL,
-                    True, True, S, P, DQ,
+                part_dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (part_dq, dk_acc, dv_acc), k, v, keys, queries, exchange, total,
+                    staging, staged, left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2,
+                    BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC, True, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            stage(WARPGROUP, dq, staging, left, n - 1)
-            hand_over(WARPGROUP, staged, queries, n - 1)
+            if DETERMINISTIC:
+                stage(WARPGROUP, part_dq, staging, left, n - 1, COLUMNS)
+                hand_over(WARPGROUP, staged)
+            else:
+                add(part_dq, total + first * (LINES * LINE), COLUMNS)
+            queries.free(n - 1)
         meet()  # both have read all keys, so gradients may take their place
-        k.store((dk_acc * scale).to(k.dtype))
-        v.store(dv_acc.to(v.dtype))
+        put(dk_acc, scale, k, FIRST, REST)
+        put(dv_acc, 1.0, v, FIRST, REST)
         fence_async_shared()
         store_tile(dk, [batch, kv_head, start_kv, 0], keys.tiles.index(WARPGROUP))
         store_tile(dv, [batch, kv_head, start_kv, 0], values.tiles.index(WARPGROUP))
@@ -399,18 +463,24 @@ def attend(
 )
 def flashattn_hopper_bwd(
     q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, group, seq_q,
-    seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
+    REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, and add dq / scale to a workspace; all but turns are descriptors."""
-    gl.static_assert(BLOCK_Q * BLOCK_D == 2 * HALF * HALF)
+    """Compute dk and dv, and add dq / scale to a workspace.
+
+    All but turns are descriptors; dq is one if deterministic, and a pointer otherwise.
+    """
+    LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
+    gl.static_assert(LINE < LINES and LINES <= 2 * LINE)
     keys = new_ring(k, 2, 2)
     values = new_ring(v, 2, 1)
     queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
     exchange = gl.allocate_shared_memory(
         q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
     )
-    staging = gl.allocate_shared_memory(dq.dtype, [2] + dq.block_shape, dq.layout)
+    staging = exchange
+    if DETERMINISTIC:
+        staging = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(2):
@@ -420,16 +490,16 @@ def flashattn_hopper_bwd(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+            (attend, (0, dk, dv, keys, values, queries, exchange, dq, staging, staged, left, tiles,
                       blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-                      BLOCK_Q, BLOCK_D, CAUSAL)),
-            (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+                      BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC)),
+            (attend, (1, dk, dv, keys, values, queries, exchange, dq, staging, staged, left, tiles,
                       blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-                      BLOCK_Q, BLOCK_D, CAUSAL)),
+                      BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
                     band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
             (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
-                     group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL, DETERMINISTIC)),
+                     group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES, CAUSAL, DETERMINISTIC)),
             (follow, (turns, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
                       BLOCK_Q, CAUSAL, DETERMINISTIC)),
         ],
@@ -438,57 +508,67 @@ def flashattn_hopper_bwd(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["down", "right", "heads", "seq_q", "diagonal"])
+@triton.jit(do_not_specialize=["blocks", "heads", "seq_q", "diagonal"])
 def flashattn_hopper_bwd_dq(
-    total, dq, dq_strides, down, right, heads, seq_q, diagonal, scale, head_dim: tl.constexpr,
-    PART: tl.constexpr, CAUSAL: tl.constexpr,
+    total, dq, dq_strides, blocks, heads, seq_q, diagonal, scale, head_dim: tl.constexpr,
+    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale * total in its order, and 0 to queries that see no key: some have no sum.
 
-    A head has ``down`` x ``right`` parts.
+    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers.
     """
-    part = tl.program_id(0)
-    row = (part // (down * right)).to(tl.int64)
-    rows = part // right % down * PART + tl.arange(0, PART)
-    columns = part % right * PART + tl.arange(0, PART)
-    at = (row * down * PART + rows[:, None]) * (right * PART) + columns[None, :]
-    x = tl.load(total + at) * scale
-    x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
-    x = tl.reshape(x, [PART, PART])
-    if CAUSAL:
-        x = tl.where(rows[:, None] + diagonal >= 0, x, 0.0)
+    block = tl.program_id(0)
+    row = (block // blocks).to(tl.int64)
+    queries = block % blocks * 64 + tl.arange(0, 64)
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
-    inside = (rows[:, None] < seq_q) & (columns[None, :] < head_dim)
-    at = rows[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
-    tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
+    numbers = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    for start in tl.static_range(0, COLUMNS, 32):
+        x = tl.load(total + (block.to(tl.int64) * COLUMNS + start) * 64 + numbers) * scale
+        x = tl.permute(tl.reshape(x, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+        x = tl.reshape(x, [64, 32])
+        if CAUSAL:
+            x = tl.where(queries[:, None] + diagonal >= 0, x, 0.0)
+        columns = start + tl.arange(0, 32)
+        inside = (queries[:, None] < seq_q) & (columns[None, :] < head_dim)
+        at = queries[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
+        tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
 
 
 def block_q(head_dim: int) -> int:
     """Return the queries of a tile: as many as make two parts of dq."""
-    return 2 * HALF.value**2 // block_d(head_dim)
+    return 2 * QUERIES.value * LINE.value // block_d(head_dim)
+
+
+def box_lines(head_dim: int) -> int:
+    """Return the lines of the workspace that are stored at a time: what both parts consist of."""
+    return LINE.value // 2 if columns(head_dim)[1] else LINE.value
 
 
 def constants(
     config: BackwardConfig, head_dim: int, *, causal: bool, deterministic: bool
 ) -> dict[str, Any]:
     """Return the values of the kernel's constexpr arguments."""
+    first, rest = columns(head_dim)
     return {
         "BLOCK_Q": block_q(head_dim),
-        "BLOCK_D": block_d(head_dim),
+        "FIRST": first,
+        "REST": rest,
         "SLOTS": config.slots,
         "CAUSAL": causal,
         "DETERMINISTIC": deterministic,
     }
 
 
-class Parts:
-    """A warpgroup's part of dq in the workspace [B, H, N, D], in fp32."""
+@dataclass(frozen=True)
+class Lines:
+    """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
 
-    @staticmethod
-    def describe(x: torch.Tensor) -> TensorDescriptor:
+    lines: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
         """Return a descriptor of x."""
         layout = gl.NVMMASharedLayout(0, 32, 4)
-        block = [1, 1, HALF.value, HALF.value]
+        block = [1, 1, self.lines, LINE.value]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
@@ -589,17 +669,19 @@ def _plan(
     del v, grad_o
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
-    d, causal = block_d(head_dim), diagonal is not None
-    rows = block_q(head_dim)
+    causal = diagonal is not None
+    rows, wide = block_q(head_dim), sum(columns(head_dim))
     query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
-    padded, tiles = query_tiles * rows, blocks * batch * kv_heads
+    tiles = blocks * batch * kv_heads
+    query_blocks = query_tiles * (rows // QUERIES.value)
     # Programs that wait for others' turns must be started in the order of what they do.
     persistent = config.persistent and not deterministic
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
+    box = Lines(box_lines(head_dim)) if deterministic else None
     fold = Launch(
         flashattn_hopper_bwd,
         min(launch.multiprocessors(q.device), tiles) if persistent else tiles,
-        [queries, keys, keys, queries, numbers, numbers, Parts(), keys, keys, None],
+        [queries, keys, keys, queries, numbers, numbers, box, keys, keys, None],
         (
             tiles,
             blocks,
@@ -615,13 +697,12 @@ def _plan(
         constants(config, head_dim, causal=causal, deterministic=deterministic)
         | {"num_warps": WARPS},
     )
-    parts = padded // HALF.value, d // HALF.value
     rounding = Launch(
         flashattn_hopper_bwd_dq,
-        batch * heads * parts[0] * parts[1],
+        batch * heads * query_blocks,
         [None, None],
-        (dq.strides[:3], *parts, heads, seq_q, diagonal or 0, scale),
-        {"head_dim": head_dim, "PART": HALF.value, "CAUSAL": causal, "num_warps": WARPS},
+        (dq.strides[:3], query_blocks, heads, seq_q, diagonal or 0, scale),
+        {"head_dim": head_dim, "COLUMNS": wide, "CAUSAL": causal, "num_warps": WARPS},
     )
     turns = batch * heads * query_tiles if deterministic else 0
-    return _Plan(fold, rounding, (batch, heads, padded, d), turns)
+    return _Plan(fold, rounding, (batch, heads, query_blocks * wide, LINE.value), turns)

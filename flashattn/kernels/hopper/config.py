@@ -13,6 +13,13 @@ SHARED = 227 << 10  # bytes that a program can have
 SIZE = 2  # bytes of an element
 
 
+def columns(head_dim: int) -> tuple[int, int]:
+    """Return the columns of a tile that are multiplied, as two powers of two or as one and 0."""
+    d = block_d(head_dim)
+    needed = d // 4 * 3
+    return (d // 2, d // 4) if d > ROWS and head_dim <= needed else (d, 0)
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes of the forward kernel.

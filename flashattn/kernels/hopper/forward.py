@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -29,8 +28,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE
 from flashattn.kernels.forward import forward as portable
+from flashattn.kernels.hopper.columns import fold, inner, put, ready, scaled, zeros
 from flashattn.kernels.hopper.compat import store_tile
-from flashattn.kernels.hopper.config import Config, pick
+from flashattn.kernels.hopper.config import Config, columns, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Launch, Like
@@ -131,14 +131,6 @@ def part_sums(p, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, keys, n, BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin the product of queries and the n-th tile of keys."""
-    k = keys.take(n)
-    zeros = gl.zeros([ROWS, BLOCK_KV], gl.float32, LAYOUT)
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
     """Return P of the first tile of keys, the greatest scores, and the sums."""
     m = gl.max(s, 1) * scale_log2
@@ -150,14 +142,16 @@ def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
 @gluon.jit
 def step(
     state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
-    DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, PINNED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
+    OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
-    acc, p, m, l = state
-    s = scores(q, keys, n + 1, BLOCK_KV, LAYOUT)
-    acc = warpgroup_mma(operand(p, DTYPE, OPERAND), values.take(n), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    PARTS: gl.constexpr = 1 if REST == 0 else 2
+    accs, p, m, l = state
+    s = inner(q, keys.take(n + 1), FIRST, REST, LAYOUT)
+    accs = fold(operand(p, DTYPE, OPERAND), values.take(n), accs, FIRST, REST)
+    s = warpgroup_mma_wait(PARTS, deps=[s])
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -172,23 +166,21 @@ def step(
     p = packed(weights, DTYPE)
     if PINNED:
         settle(p)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    accs = ready(accs, REST)
     keys.free(n + 1)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    acc = acc * gl.convert_layout(alpha, acc_rows, assert_trivial=True)[:, None]
-    return acc, p, m_new, l
+    return scaled(accs, alpha, REST), p, m_new, l
 
 
 @gluon.jit
 def attend(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
     band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    BLOCK_D: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
-    STAGED: gl.constexpr, PINNED: gl.constexpr,
+    FIRST: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+    DRAWN: gl.constexpr, STAGED: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that attends to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     n = 0
     asked = WARPGROUP
@@ -199,23 +191,23 @@ def attend(
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         q = queries.take(asked)
-        s = warpgroup_mma_wait(0, deps=[scores(q, keys, n, BLOCK_KV, S)])
+        s = warpgroup_mma_wait(0, deps=[inner(q, keys.take(n), FIRST, REST, S)])
         keys.free(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
         p, m, l = first_weights(s, scale_log2, BLOCK_KV, o.dtype)
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
+        accs = zeros(FIRST, REST)
         masked = gl.minimum(full, end - 1)
         for i in range(end - 2, masked - 1, -1):
-            acc, p, m, l = step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
-                diagonal, scale_log2, BLOCK_KV, CAUSAL, True, PINNED, o.dtype, S, P,
+            accs, p, m, l = step(
+                (accs, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
+                scale_log2, BLOCK_KV, FIRST, REST, CAUSAL, True, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         for i in range(masked - 1, -1, -1):
-            acc, p, m, l = step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv,
-                diagonal, scale_log2, BLOCK_KV, CAUSAL, False, PINNED, o.dtype, S, P,
+            accs, p, m, l = step(
+                (accs, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
+                scale_log2, BLOCK_KV, FIRST, REST, CAUSAL, False, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         if DRAWN:
@@ -223,15 +215,15 @@ def attend(
             turn += 1
         else:
             tile += gl.num_programs(0)
-        acc = warpgroup_mma(operand(p, o.dtype, P), values.take(n), acc, is_async=True)
+        accs = fold(operand(p, o.dtype, P), values.take(n), accs, FIRST, REST)
         n += 1
         if STAGED:
             queries.free(asked)
             staged = staging.index(WARPGROUP)
         else:
             staged = queries.tiles.index(asked % GROUPS)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, S)
+        accs = ready(accs, REST)
+        write(accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST, REST, S)
         if not STAGED:
             tma.store_wait(0)
             queries.free(asked)
@@ -240,7 +232,10 @@ def attend(
 
 
 @gluon.jit
-def write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexpr):
+def write(
+    accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST: gl.constexpr,
+    REST: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Store o through shared memory, and lse; a row that sees no key has o = 0 and lse = -inf."""
     total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT))
     rows = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -248,10 +243,9 @@ def write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, LAYOUT:
     row = (batch * heads + head).to(gl.int64) * seq_q
     gl.store(lse + row + rows, value, mask=rows < seq_q)
     inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
+    accs = scaled(accs, inverse, REST)
     tma.store_wait(0)  # o of the tile before has left
-    staged.reshape([staged.shape[2], staged.shape[3]]).store(acc.to(o.dtype))
+    put(accs, 1.0, staged.reshape([staged.shape[2], staged.shape[3]]), FIRST, REST)
     fence_async_shared()
     store_tile(o, [batch, head, start_q, 0], staged)
 
@@ -261,8 +255,8 @@ def write(acc, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, LAYOUT:
 )
 def flashattn_hopper_fwd(
     q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
-    scale_log2, BLOCK_KV: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr, STAGED: gl.constexpr,
+    scale_log2, BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr, STAGED: gl.constexpr,
     REGISTERS: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
@@ -279,11 +273,11 @@ def flashattn_hopper_fwd(
         gl.warp_specialize(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
+                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
+                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -294,14 +288,14 @@ def flashattn_hopper_fwd(
         gl.warp_specialize(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
+                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
+                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (2, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, BLOCK_D,
-                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
+                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -325,9 +319,11 @@ class Tiles:
 
 def constants(config: Config, head_dim: int, *, causal: bool, drawn: bool) -> dict[str, Any]:
     """Return the values of the kernel's constexpr arguments."""
+    first, rest = columns(head_dim)
     return {
         "BLOCK_KV": config.block_kv,
-        "BLOCK_D": block_d(head_dim),
+        "FIRST": first,
+        "REST": rest,
         "GROUPS": config.groups,
         "SLOTS": config.slots,
         "CAUSAL": causal,

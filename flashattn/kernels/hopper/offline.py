@@ -20,7 +20,10 @@ from flashattn.kernels.hopper.config import (
     BackwardConfig,
     Config,
     WideConfig,
+    columns,
 )
+
+from flashattn.kernels.tiles import block_d
 
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -103,13 +106,14 @@ class HopperVariant:
                 function = backward_wide.flashattn_hopper_wide_dq
         else:
             function, rows, absent = backward.flashattn_hopper_bwd_dq, {}, ()
-            constants = {"head_dim": d, "PART": ROWS, "CAUSAL": self.causal}
+            constants = {"head_dim": d, "COLUMNS": sum(columns(d)), "CAUSAL": self.causal}
         types = {
-            name: _described("bf16", [1, 1, n, d], forward.SWIZZLE) for name, n in rows.items()
+            name: _described("bf16", [1, 1, n, block_d(d)], forward.SWIZZLE) for name, n in rows.items()
         }
         if isinstance(self.config, BackwardConfig):
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))
-            types["dq"] = _described("fp32", [1, 1, ROWS, ROWS], 0)
+            alone = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
+            types["dq"] = alone if self.mode == "deterministic" else "*fp32"
         if self.kernel == "hopper_wide_dkdv":
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, ROWS], 0))
         return _source(function, types, constants | dict.fromkeys(absent))

@@ -1,0 +1,89 @@
+"""Columns: products with tiles whose heads are as wide as two powers of two, such as 64 + 32.
+
+A tensor's shape is powers of two, so a tile has room for 128 columns; what is multiplied are those
+that a head has. An accumulator is a tuple: of the first columns, and of the rest where there is one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+@gluon.jit
+def zeros(FIRST: gl.constexpr, REST: gl.constexpr):
+    """Return an accumulator of a warpgroup's rows."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    accs = (gl.zeros([ROWS, FIRST], gl.float32, L),)
+    if REST > 0:
+        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+        accs = accs + (gl.zeros([ROWS, REST], gl.float32, R),)
+    return accs
+
+
+@gluon.jit
+def inner(a, b, FIRST: gl.constexpr, REST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin the product of a [64, D] and b [rows, D] over their columns, [64, rows]."""
+    COLUMNS: gl.constexpr = b.shape[0]
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    if REST == 0:
+        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
+    else:
+        x, y = a.slice(0, FIRST, dim=1), b.slice(0, FIRST, dim=1)
+        acc = warpgroup_mma(x, y.permute((1, 0)), acc, use_acc=False, is_async=True)
+        x, y = a.slice(FIRST, REST, dim=1), b.slice(FIRST, REST, dim=1)
+        acc = warpgroup_mma(x, y.permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def fold(p, x, accs, FIRST: gl.constexpr, REST: gl.constexpr):
+    """Begin to add the product of p [64, rows] and x [rows, D] to an accumulator."""
+    if REST == 0:
+        accs = (warpgroup_mma(p, x, accs[0], is_async=True),)
+    else:
+        first = warpgroup_mma(p, x.slice(0, FIRST, dim=1), accs[0], is_async=True)
+        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, R, 2), assert_trivial=True)
+        rest = warpgroup_mma(p, x.slice(FIRST, REST, dim=1), accs[1], is_async=True)
+        accs = (first, rest)
+    return accs
+
+
+@gluon.jit
+def ready(accs, REST: gl.constexpr):
+    """Wait for all products that were begun, and return this accumulator."""
+    if REST == 0:
+        accs = (warpgroup_mma_wait(0, deps=[accs[0]]),)
+    else:
+        first, rest = warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
+        accs = (first, rest)
+    return accs
+
+
+@gluon.jit
+def by_row(x, factors):
+    """Return x with its rows multiplied."""
+    L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.convert_layout(factors, L, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def scaled(accs, factors, REST: gl.constexpr):
+    """Return an accumulator with its rows multiplied."""
+    if REST == 0:
+        accs = (by_row(accs[0], factors),)
+    else:
+        accs = (by_row(accs[0], factors), by_row(accs[1], factors))
+    return accs
+
+
+@gluon.jit
+def put(accs, factor, tile, FIRST: gl.constexpr, REST: gl.constexpr):
+    """Multiply an accumulator, round it, and store it in a tile [64, D] of shared memory."""
+    if REST == 0:
+        tile.store((accs[0] * factor).to(tile.dtype))
+    else:
+        tile.slice(0, FIRST, dim=1).store((accs[0] * factor).to(tile.dtype))
+        tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))

@@ -9,5 +9,5 @@ lands; a product reads its operands when it is begun or when it is waited for; w
 shared memory reaches copies and products by a fence; a copy to memory reads, and later writes.
 
 Not emulated: layouts, bank conflicts, registers, fences between memories of the GPU and the texts
-of assembler (``meet``, ``add_fours``, ``await_turn`` and ``pass_on`` are done as a whole), 32-bit overflow.
+of assembler (``meet``, ``await_turn`` and ``pass_on`` are done as a whole), 32-bit overflow.
 """

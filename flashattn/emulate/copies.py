@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashattn.emulate.barriers import Barrier
-from flashattn.emulate.memory import Descriptor, Pointer, Registers, Shared
+from flashattn.emulate.memory import Descriptor, Pointer, Shared
 from flashattn.emulate.schedule import here
 
 
@@ -62,13 +62,6 @@ def store_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
 def add_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
     """Let a tile be added to memory."""
     Store(descriptor, at, tile, add=True)
-
-
-def add_fours(at: Pointer, *numbers: Registers) -> None:
-    """Add numbers that are neighbours to memory."""
-    here().pause()
-    for i, x in enumerate(numbers):
-        (at + i).accumulate(x)
 
 
 def store_wait(pending: int) -> None:

@@ -142,12 +142,6 @@ def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
     return torch.where(condition, a, b)
 
 
-def split(x: Registers) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both halves of the last dimension, which is 2."""
-    first, second = x.unbind(-1)
-    return first, second
-
-
 def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> Registers:
     """Return zeros."""
     return registers(torch.zeros(shape, dtype=dtype))

@@ -144,14 +144,6 @@ class Pointer:
             raise IndexError(f"element {at.max()} of {self.elements.numel()}")
         return at
 
-    def accumulate(self, x: Registers) -> None:
-        """Add numbers, each to where it points.
-
-        Raises:
-            IndexError: outside of the tensor.
-        """
-        self.elements.index_put_((self._within(self.at),), x, accumulate=True)
-
     def add(self, x: int) -> int:
         """Add to an integer and return what it was."""
         before = self.value

@@ -32,7 +32,6 @@ STAND_INS: dict[int, Any] = {
     id(words.operand): products.operand,
     id(words.settle): products.settle,
     id(backward.meet): barriers.meet,
-    id(backward.add_fours): copies.add_fours,
     id(backward.await_turn): copies.await_turn,
     id(backward.order_after_turn): copies.order_after_turn,
     id(backward.pass_on): copies.pass_on,

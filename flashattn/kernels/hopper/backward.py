@@ -52,6 +52,7 @@ from flashattn.kernels.hopper.config import (
     pick_backward,
     pick_wide,
 )
+from flashattn.kernels.hopper.exchange import new_exchange
 from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
@@ -82,7 +83,6 @@ PASS_ON = gl.constexpr("""{
     @first red.release.gpu.global.add.s32 [$1], 1;
     mov.b32 $0, 0;
 }""")
-ADD = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -109,25 +109,6 @@ def order_after_turn():
 def pass_on(counter):
     """Wait, as one warp, until all that it stored is in memory, and count one on."""
     gl.inline_asm_elementwise(PASS_ON, "=r,l,~{memory}", [counter], gl.int32, False, 1)
-
-
-@gluon.jit
-def add_fours(at, first, second, third, fourth):
-    """Add numbers that are neighbours to memory, four with one instruction, in any order."""
-    gl.inline_asm_elementwise(
-        ADD,
-        "=r,l,r,r,r,r,~{memory}",
-        [
-            at,
-            first.to(gl.int32, bitcast=True),  # which Triton 3.6 wants beside a pointer
-            second.to(gl.int32, bitcast=True),
-            third.to(gl.int32, bitcast=True),
-            fourth.to(gl.int32, bitcast=True),
-        ],
-        gl.int32,
-        False,
-        1,
-    )
 
 
 @gluon.jit
@@ -183,13 +164,16 @@ def load(
 
 
 @gluon.jit
-def send(dq, part, batch, head, row, first, ROWS: gl.constexpr):
-    """Add a part of dq, some rows of the workspace, to it, or store it if it is the first."""
+def send(dq, part, batch, head, row, first, LINES: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """Add a part of dq, some lines of the workspace, to it, or store it if it is the first."""
     BOX: gl.constexpr = dq.block_shape[2]
-    for i in gl.static_range(0, ROWS, BOX):
+    for i in gl.static_range(0, LINES, BOX):
         box = part.slice(i, BOX, dim=2)
-        if first:
-            store_tile(dq, [batch, head, row + i, 0], box)
+        if DETERMINISTIC:
+            if first:
+                store_tile(dq, [batch, head, row + i, 0], box)
+            else:
+                add_tile(dq, [batch, head, row + i, 0], box)
         else:
             add_tile(dq, [batch, head, row + i, 0], box)
 
@@ -224,27 +208,31 @@ def store(
     diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that adds both warpgroups' parts of dq to the workspace, if that is in turns."""
-    if DETERMINISTIC:
-        n = 0
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
-            first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-            for head in range(kv_head * group, kv_head * group + group):
-                for i in range(end - 1, first - 1, -1):
+    """Be the warp that adds both warpgroups' parts of dq to the workspace."""
+    n = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(end - 1, first - 1, -1):
+                row = i * LINES
+                if DETERMINISTIC:
                     allowed.take(n)
                     order_after_turn()
-                    row = i * LINES
-                    mbarrier.wait(staged.index(0), n & 1)
-                    send(dq, staging.index(0), batch, head, row, block == 0, LINE)
-                    mbarrier.wait(staged.index(1), n & 1)
-                    send(dq, staging.index(1), batch, head, row + LINE, block == 0, LINES - LINE)
-                    for w in gl.static_range(2):
-                        tma.store_wait(1 - w)
-                        mbarrier.arrive(left.index(w), count=1)
+                mbarrier.wait(staged.index(0), n & 1)
+                send(dq, staging.index(0), batch, head, row, block == 0, LINE, DETERMINISTIC)
+                mbarrier.wait(staged.index(1), n & 1)
+                send(
+                    dq, staging.index(1), batch, head, row + LINE, block == 0, LINES - LINE,
+                    DETERMINISTIC,
+                )  # fmt: skip
+                for w in gl.static_range(2):
+                    tma.store_wait(1 - w)
+                    mbarrier.arrive(left.index(w), count=1)
+                if DETERMINISTIC:
                     pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))
-                    n += 1
-        tma.store_wait(0)
+                n += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -274,14 +262,16 @@ def part(
 ):  # fmt: skip
     """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
     dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
-    for w in gl.static_range(2):
-        ds = exchange.index((n & 1) * 2 + w)
-        k = slot(keys, w)
+    for i in gl.static_range(2):
+        if i == 1:  # its own keys come first
+            exchange.wait(n, 1 - WARPGROUP)
+        ds = exchange.tile(n, (WARPGROUP + i) % 2)
+        k = slot(keys, (WARPGROUP + i) % 2)
         if BLOCK_Q == QUERIES:
             k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
         else:
             ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq
 
 
@@ -306,18 +296,6 @@ def stage(WARPGROUP: gl.constexpr, dq, staging, left, n, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def add(dq, total, COLUMNS: gl.constexpr):
-    """Add a part of dq to where it begins in the workspace."""
-    even, odd = gl.split(gl.reshape(in_order(dq, COLUMNS), [COLUMNS, LINE // 4, 2, 2]))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    lines = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, first.type.layout))
-    fours = gl.arange(0, LINE // 4, layout=gl.SliceLayout(0, first.type.layout))
-    at = total + (lines[:, None] * LINE + fours[None, :] * 4)
-    add_fours(at, first, second, third, fourth)
-
-
-@gluon.jit
 def hand_over(WARPGROUP: gl.constexpr, staged):
     """Say that the part of dq is there."""
     fence_async_shared()
@@ -326,31 +304,29 @@ def hand_over(WARPGROUP: gl.constexpr, staged):
 
 @gluon.jit
 def step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, total, staging, staged, left, n,
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
     start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
-    REST: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    MASKED: gl.constexpr, LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+    REST: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
+    """Fold the n-th tile of queries into dk and dv, and if LATE the one before into dq."""
     PARTS: gl.constexpr = 1 if REST == 0 else 2
-    COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE
-    dq, dk, dv = state
+    dk, dv = state
     queries.await_first(n)
     q, lse2 = queries.first(n)
     s = inner(k, q, FIRST, REST, S)
     if LATE:
-        if DETERMINISTIC:
-            stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
-        else:
-            add(dq, total + (start_q // BLOCK_Q + 1) * (LINES * LINE), COLUMNS)
+        dq = part(WARPGROUP, exchange, n - 1, keys, BLOCK_Q, COLUMNS, DQ)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        exchange.free(n - 1, 1 - WARPGROUP)
+        stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
     do, delta = queries.second(n)
     queries.await_second(n)
     dp = inner(v, do, FIRST, REST, S)
     if LATE:
-        if DETERMINISTIC:
-            hand_over(WARPGROUP, staged)
-        queries.free(n - 1)
-    s = warpgroup_mma_wait(PARTS, deps=[s])
+        hand_over(WARPGROUP, staged)
+    else:
+        s = warpgroup_mma_wait(PARTS, deps=[s])
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
     if MASKED:
         p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
@@ -358,37 +334,35 @@ def step(
     dv = fold(p_operand, do, dv, FIRST, REST)
     dp = warpgroup_mma_wait(PARTS, deps=[dp])
     ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
-    # The other warpgroup has read what was there: it came to the last meeting after it did so.
-    exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
-    fence_async_shared()
+    exchange.put(n, WARPGROUP, ds)
     dk = fold(gl.convert_layout(ds, P, assert_trivial=True), q, dk, FIRST, REST)
-    meet()
-    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, COLUMNS, DQ)
-    dv, dk, dq = all_ready(dv, dk, dq, REST)
-    return dq, dk, dv
+    exchange.announce(n, WARPGROUP)
+    dk, dv = both_ready(dk, dv, REST)
+    queries.free(n)
+    return dk, dv
 
 
 @gluon.jit
-def all_ready(dv, dk, dq, REST: gl.constexpr):
+def both_ready(dk, dv, REST: gl.constexpr):
     """Wait for all products."""
     if REST == 0:
-        v, k, dq = warpgroup_mma_wait(0, deps=[dv[0], dk[0], dq])
-        dv, dk = (v,), (k,)
+        k, v = warpgroup_mma_wait(0, deps=[dk[0], dv[0]])
+        dk, dv = (k,), (v,)
     else:
-        v, w, k, l, dq = warpgroup_mma_wait(0, deps=[dv[0], dv[1], dk[0], dk[1], dq])
-        dv, dk = (v, w), (k, l)
-    return dv, dk, dq
+        k, l, v, w = warpgroup_mma_wait(0, deps=[dk[0], dk[1], dv[0], dv[1]])
+        dk, dv = (k, l), (v, w)
+    return dk, dv
 
 
 @gluon.jit
 def attend(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, dq, staging, staged, left,
-    tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
+    blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
     BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr, LINES: gl.constexpr,
-    CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
-    COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE
+    COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE  # of a part of dq
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
@@ -405,37 +379,32 @@ def attend(
             keys.take(held + w)
         values.take(held + WARPGROUP)
         k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
-        for head in range(kv_head * group, kv_head * group + group):
-            total = dq
-            if not DETERMINISTIC:
-                before = (batch * kv_heads * group + head).to(gl.int64) * end * LINES
-                total = dq + (before + WARPGROUP * LINE) * LINE
-            part_dq, dk_acc, dv_acc = step(
-                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, total, staging,
-                staged, left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2,
-                BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC, True, False, S, P, DQ,
+        for _ in range(group):
+            dk_acc, dv_acc = step(
+                WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged, left,
+                n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
+                REST, COLUMNS, CAUSAL, True, False, S, P, DQ,
             )  # fmt: skip
             n += 1
             for i in range(end - 2, full - 1, -1):
-                part_dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (part_dq, dk_acc, dv_acc), k, v, keys, queries, exchange, total,
-                    staging, staged, left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2,
-                    BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC, False, True, S, P, DQ,
+                dk_acc, dv_acc = step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
+                    REST, COLUMNS, CAUSAL, False, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
-                part_dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (part_dq, dk_acc, dv_acc), k, v, keys, queries, exchange, total,
-                    staging, staged, left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2,
-                    BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC, True, True, S, P, DQ,
+                dk_acc, dv_acc = step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
+                    REST, COLUMNS, CAUSAL, True, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            if DETERMINISTIC:
-                stage(WARPGROUP, part_dq, staging, left, n - 1, COLUMNS)
-                hand_over(WARPGROUP, staged)
-            else:
-                add(part_dq, total + first * (LINES * LINE), COLUMNS)
-            queries.free(n - 1)
+            dq = part(WARPGROUP, exchange, n - 1, keys, BLOCK_Q, COLUMNS, DQ)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            exchange.free(n - 1, 1 - WARPGROUP)
+            stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
+            hand_over(WARPGROUP, staged)
         meet()  # both have read all keys, so gradients may take their place
         put(dk_acc, scale, k, FIRST, REST)
         put(dv_acc, 1.0, v, FIRST, REST)
@@ -468,19 +437,15 @@ def flashattn_hopper_bwd(
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace.
 
-    All but turns are descriptors; dq is one if deterministic, and a pointer otherwise.
+    All but turns are descriptors.
     """
     LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
     gl.static_assert(LINE < LINES and LINES <= 2 * LINE)
     keys = new_ring(k, 2, 2)
     values = new_ring(v, 2, 1)
     queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
-    exchange = gl.allocate_shared_memory(
-        q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
-    )
-    staging = exchange
-    if DETERMINISTIC:
-        staging = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
+    exchange = new_exchange(q.dtype, KEYS, BLOCK_Q)
+    staging = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(2):
@@ -490,12 +455,12 @@ def flashattn_hopper_bwd(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, dk, dv, keys, values, queries, exchange, dq, staging, staged, left, tiles,
+            (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
                       blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-                      BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC)),
-            (attend, (1, dk, dv, keys, values, queries, exchange, dq, staging, staged, left, tiles,
+                      BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
+            (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
                       blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-                      BLOCK_Q, FIRST, REST, LINES, CAUSAL, DETERMINISTIC)),
+                      BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
                     band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
             (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
@@ -677,11 +642,11 @@ def _plan(
     # Programs that wait for others' turns must be started in the order of what they do.
     persistent = config.persistent and not deterministic
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
-    box = Lines(box_lines(head_dim)) if deterministic else None
+    lines = Lines(box_lines(head_dim))
     fold = Launch(
         flashattn_hopper_bwd,
         min(launch.multiprocessors(q.device), tiles) if persistent else tiles,
-        [queries, keys, keys, queries, numbers, numbers, box, keys, keys, None],
+        [queries, keys, keys, queries, numbers, numbers, lines, keys, keys, None],
         (
             tiles,
             blocks,

@@ -112,8 +112,7 @@ class HopperVariant:
         }
         if isinstance(self.config, BackwardConfig):
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))
-            alone = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
-            types["dq"] = alone if self.mode == "deterministic" else "*fp32"
+            types["dq"] = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
         if self.kernel == "hopper_wide_dkdv":
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, ROWS], 0))
         return _source(function, types, constants | dict.fromkeys(absent))

@@ -52,7 +52,6 @@ from flashattn.kernels.hopper.config import (
     pick_backward,
     pick_wide,
 )
-from flashattn.kernels.hopper.exchange import new_exchange
 from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
@@ -164,16 +163,13 @@ def load(
 
 
 @gluon.jit
-def send(dq, part, batch, head, row, first, LINES: gl.constexpr, DETERMINISTIC: gl.constexpr):
+def send(dq, part, batch, head, row, first, LINES: gl.constexpr):
     """Add a part of dq, some lines of the workspace, to it, or store it if it is the first."""
     BOX: gl.constexpr = dq.block_shape[2]
     for i in gl.static_range(0, LINES, BOX):
         box = part.slice(i, BOX, dim=2)
-        if DETERMINISTIC:
-            if first:
-                store_tile(dq, [batch, head, row + i, 0], box)
-            else:
-                add_tile(dq, [batch, head, row + i, 0], box)
+        if first:
+            store_tile(dq, [batch, head, row + i, 0], box)
         else:
             add_tile(dq, [batch, head, row + i, 0], box)
 
@@ -189,17 +185,17 @@ def follow(
     turns, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that waits for turns, if there are any: the one that stores has no time to."""
-    if DETERMINISTIC:
-        n = 0
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
-            first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-            for head in range(kv_head * group, kv_head * group + group):
-                for i in range(end - 1, first - 1, -1):
-                    await_turn(turn_of(turns, batch, head, kv_heads, group, end, i), block)
-                    allowed.give(n, i)
-                    n += 1
+    """Be the warp that waits for turns: the one that stores has no time to."""
+    n = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        turn = block if DETERMINISTIC else gl.minimum(block, 1)
+        for head in range(kv_head * group, kv_head * group + group):
+            for i in range(end - 1, first - 1, -1):
+                await_turn(turn_of(turns, batch, head, kv_heads, group, end, i), turn)
+                allowed.give(n, i)
+                n += 1
 
 
 @gluon.jit
@@ -216,20 +212,16 @@ def store(
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(end - 1, first - 1, -1):
                 row = i * LINES
-                if DETERMINISTIC:
-                    allowed.take(n)
-                    order_after_turn()
+                allowed.take(n)
+                order_after_turn()
                 mbarrier.wait(staged.index(0), n & 1)
-                send(dq, staging.index(0), batch, head, row, block == 0, LINE, DETERMINISTIC)
+                send(dq, staging.index(0), batch, head, row, block == 0, LINE)
                 mbarrier.wait(staged.index(1), n & 1)
-                send(
-                    dq, staging.index(1), batch, head, row + LINE, block == 0, LINES - LINE,
-                    DETERMINISTIC,
-                )  # fmt: skip
+                send(dq, staging.index(1), batch, head, row + LINE, block == 0, LINES - LINE)
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
-                if DETERMINISTIC:
+                if DETERMINISTIC or block == 0:
                     pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))
                 n += 1
     tma.store_wait(0)
@@ -262,16 +254,14 @@ def part(
 ):  # fmt: skip
     """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
     dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
-    for i in gl.static_range(2):
-        if i == 1:  # its own keys come first
-            exchange.wait(n, 1 - WARPGROUP)
-        ds = exchange.tile(n, (WARPGROUP + i) % 2)
-        k = slot(keys, (WARPGROUP + i) % 2)
+    for w in gl.static_range(2):
+        ds = exchange.index((n & 1) * 2 + w)
+        k = slot(keys, w)
         if BLOCK_Q == QUERIES:
             k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
         else:
             ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
     return dq
 
 
@@ -296,10 +286,11 @@ def stage(WARPGROUP: gl.constexpr, dq, staging, left, n, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(WARPGROUP: gl.constexpr, staged):
-    """Say that the part of dq is there."""
+def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
+    """Say that the part of dq is there, and that the n-th tile of queries is not needed more."""
     fence_async_shared()
     mbarrier.arrive(staged.index(WARPGROUP), count=1)
+    queries.free(n)
 
 
 @gluon.jit
@@ -309,24 +300,20 @@ def step(
     REST: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of queries into dk and dv, and if LATE the one before into dq."""
+    """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
     PARTS: gl.constexpr = 1 if REST == 0 else 2
-    dk, dv = state
+    dq, dk, dv = state
     queries.await_first(n)
     q, lse2 = queries.first(n)
     s = inner(k, q, FIRST, REST, S)
     if LATE:
-        dq = part(WARPGROUP, exchange, n - 1, keys, BLOCK_Q, COLUMNS, DQ)
-        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
-        exchange.free(n - 1, 1 - WARPGROUP)
         stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
     do, delta = queries.second(n)
     queries.await_second(n)
     dp = inner(v, do, FIRST, REST, S)
     if LATE:
-        hand_over(WARPGROUP, staged)
-    else:
-        s = warpgroup_mma_wait(PARTS, deps=[s])
+        hand_over(WARPGROUP, staged, queries, n - 1)
+    s = warpgroup_mma_wait(PARTS, deps=[s])
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
     if MASKED:
         p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
@@ -334,24 +321,25 @@ def step(
     dv = fold(p_operand, do, dv, FIRST, REST)
     dp = warpgroup_mma_wait(PARTS, deps=[dp])
     ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
-    exchange.put(n, WARPGROUP, ds)
+    # The other warpgroup has read what was there: it came to the last meeting after it did so.
+    exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
+    fence_async_shared()
     dk = fold(gl.convert_layout(ds, P, assert_trivial=True), q, dk, FIRST, REST)
-    exchange.announce(n, WARPGROUP)
-    dk, dv = both_ready(dk, dv, REST)
-    queries.free(n)
-    return dk, dv
+    meet()
+    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, COLUMNS, DQ)
+    return all_ready(dq, dk, dv, REST)
 
 
 @gluon.jit
-def both_ready(dk, dv, REST: gl.constexpr):
+def all_ready(dq, dk, dv, REST: gl.constexpr):
     """Wait for all products."""
     if REST == 0:
-        k, v = warpgroup_mma_wait(0, deps=[dk[0], dv[0]])
+        dq, k, v = warpgroup_mma_wait(0, deps=[dq, dk[0], dv[0]])
         dk, dv = (k,), (v,)
     else:
-        k, l, v, w = warpgroup_mma_wait(0, deps=[dk[0], dk[1], dv[0], dv[1]])
+        dq, k, l, v, w = warpgroup_mma_wait(0, deps=[dq, dk[0], dk[1], dv[0], dv[1]])
         dk, dv = (k, l), (v, w)
-    return dk, dv
+    return dq, dk, dv
 
 
 @gluon.jit
@@ -380,31 +368,28 @@ def attend(
         values.take(held + WARPGROUP)
         k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
         for _ in range(group):
-            dk_acc, dv_acc = step(
-                WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged, left,
-                n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                REST, COLUMNS, CAUSAL, True, False, S, P, DQ,
+            dq, dk_acc, dv_acc = step(
+                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
+                FIRST, REST, COLUMNS, CAUSAL, True, False, S, P, DQ,
             )  # fmt: skip
             n += 1
             for i in range(end - 2, full - 1, -1):
-                dk_acc, dv_acc = step(
-                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
                     left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
                     REST, COLUMNS, CAUSAL, False, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
-                dk_acc, dv_acc = step(
-                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
+                dq, dk_acc, dv_acc = step(
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
                     left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
                     REST, COLUMNS, CAUSAL, True, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            dq = part(WARPGROUP, exchange, n - 1, keys, BLOCK_Q, COLUMNS, DQ)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            exchange.free(n - 1, 1 - WARPGROUP)
             stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
-            hand_over(WARPGROUP, staged)
+            hand_over(WARPGROUP, staged, queries, n - 1)
         meet()  # both have read all keys, so gradients may take their place
         put(dk_acc, scale, k, FIRST, REST)
         put(dv_acc, 1.0, v, FIRST, REST)
@@ -444,7 +429,9 @@ def flashattn_hopper_bwd(
     keys = new_ring(k, 2, 2)
     values = new_ring(v, 2, 1)
     queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
-    exchange = new_exchange(q.dtype, KEYS, BLOCK_Q)
+    exchange = gl.allocate_shared_memory(
+        q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
+    )
     staging = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -597,8 +584,7 @@ class _Plan:
         fold: flashattn_hopper_bwd.
         rounding: flashattn_hopper_bwd_dq.
         total: shape of the workspace.
-        turns: counters, of programs that wait for one another; 0 if they do not, and the workspace
-            begins as zeros.
+        turns: counters, one for each tile of queries, of those that have added to its dq.
     """
 
     fold: Launch
@@ -609,11 +595,8 @@ class _Plan:
     def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Fill dq, dk and dv."""
         dq, dk, dv = grads
-        allocate = torch.empty if self.turns else torch.zeros
-        total = allocate(self.total, device=dq.device, dtype=torch.float32)
-        turns = None
-        if self.turns:
-            turns = torch.zeros(self.turns, device=dq.device, dtype=torch.int32)
+        total = torch.empty(self.total, device=dq.device, dtype=torch.float32)
+        turns = torch.zeros(self.turns, device=dq.device, dtype=torch.int32)
         self.fold(*given, total, dk, dv, turns)
         self.rounding(total, dq)
 
@@ -639,13 +622,11 @@ def _plan(
     query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
     tiles = blocks * batch * kv_heads
     query_blocks = query_tiles * (rows // QUERIES.value)
-    # Programs that wait for others' turns must be started in the order of what they do.
-    persistent = config.persistent and not deterministic
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
     lines = Lines(box_lines(head_dim))
     fold = Launch(
         flashattn_hopper_bwd,
-        min(launch.multiprocessors(q.device), tiles) if persistent else tiles,
+        min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles,
         [queries, keys, keys, queries, numbers, numbers, lines, keys, keys, None],
         (
             tiles,
@@ -660,7 +641,8 @@ def _plan(
             scale * LOG2E.value,
         ),
         constants(config, head_dim, causal=causal, deterministic=deterministic)
-        | {"num_warps": WARPS},
+        # Programs wait for those before them: these run, or they are started in their order.
+        | {"num_warps": WARPS, "launch_cooperative_grid": config.persistent},
     )
     rounding = Launch(
         flashattn_hopper_bwd_dq,
@@ -669,5 +651,5 @@ def _plan(
         (dq.strides[:3], query_blocks, heads, seq_q, diagonal or 0, scale),
         {"head_dim": head_dim, "COLUMNS": wide, "CAUSAL": causal, "num_warps": WARPS},
     )
-    turns = batch * heads * query_tiles if deterministic else 0
-    return _Plan(fold, rounding, (batch, heads, query_blocks * wide, LINE.value), turns)
+    workspace = batch, heads, query_blocks * wide, LINE.value
+    return _Plan(fold, rounding, workspace, batch * heads * query_tiles)

@@ -97,7 +97,7 @@ class HopperVariant:
             constants = backward.constants(
                 self.config, d, causal=self.causal, deterministic=deterministic
             )
-            absent = () if deterministic else ("turns",)
+            absent = ()
         elif isinstance(self.config, WideConfig):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dk", "dv", "dq"), ROWS)
             function, absent = backward_wide.flashattn_hopper_wide_dkdv, ()

@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
 from flashattn.kernels.hopper import backward, forward
-from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
-from flashattn.kernels.tiles import block_d
+from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig, columns
 from flashattn.measure.device import machine_info
 
 TOKENS, WIDTH = 16384, 2048  # the community's protocol: batch and heads follow
@@ -38,7 +37,7 @@ ROUNDS, SHARE = 5, 0.012  # of turns; seconds that each takes in one
 AHEAD = 200_000  # clocks that the device is kept busy while the first calls are queued
 PROCESSES = 12
 BANDS = (1, 4, 8, 16, 32, 64)
-SLOTS = {64: (2,), 128: (2, 3)}  # of the backward, as many as fit
+SLOTS = {64: (2,), 96: (2, 3), 128: (2, 3)}  # of the backward, as many as fit
 FORWARD = {
     64: (
         Config(slots=4),
@@ -46,7 +45,9 @@ FORWARD = {
         Config(slots=4, groups=3, registers=160),
         Config(block_kv=64, slots=6),
     ),
-    128: (Config(), Config(pinned=True), Config(staged=False)),
+    96: (Config(), Config(pinned=True), Config(staged=False, slots=3)),
+    128: (Config(), Config(pinned=True), Config(staged=False, slots=3)),
+    192: (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False, pinned=True)),
     256: (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False, pinned=True)),
 }
 
@@ -83,16 +84,16 @@ def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
         head_dim: D, from 33 to 256.
         causal: whether there is a mask.
     """
-    width = block_d(head_dim)
+    width = sum(columns(head_dim))
     if direction == "forward":
         return [Way(config) for config in FORWARD[width]]
-    bands = BANDS if causal else BANDS[:1]
-    if width == max(FORWARD):
+    if width > max(SLOTS):
         return [Way(WideConfig(band=band)) for band in (BANDS if causal else BANDS[1:2])]
-    one_pass = [BackwardConfig(persistent=True)]
-    one_pass += [BackwardConfig(slots=n, band=band) for n in SLOTS[width] for band in bands]
-    found = [Way(config, deterministic=False) for config in one_pass]
-    return found + [Way(BackwardConfig(band=band)) for band in BANDS]
+    configs = [
+        BackwardConfig(slots=slots, band=band, persistent=persistent)
+        for slots, band, persistent in itertools.product(SLOTS[width], BANDS, (False, True))
+    ]
+    return [Way(config, kind) for kind in (False, True) for config in configs]
 
 
 def make(head_dim: int, length: int, *, batch: int, heads: int) -> list[torch.Tensor]:
@@ -192,7 +193,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=list(PASSES))
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--show", type=int, default=4, help="ways printed for each case")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")

@@ -44,7 +44,7 @@ from flashattn.kernels.backward import backward as portable
 from flashattn.kernels.backward import row_terms
 from flashattn.kernels.hopper import backward_wide
 from flashattn.kernels.hopper.compat import add_tile, store_tile
-from flashattn.kernels.hopper.columns import fold, inner, put, zeros
+from flashattn.kernels.hopper.columns import fold, inner, put, ready, zeros
 from flashattn.kernels.hopper.config import (
     BackwardConfig,
     WideConfig,
@@ -301,7 +301,6 @@ def step(
     LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
-    PARTS: gl.constexpr = 1 if REST == 0 else 2
     dq, dk, dv = state
     queries.await_first(n)
     q, lse2 = queries.first(n)
@@ -313,13 +312,13 @@ def step(
     dp = inner(v, do, FIRST, REST, S)
     if LATE:
         hand_over(WARPGROUP, staged, queries, n - 1)
-    s = warpgroup_mma_wait(PARTS, deps=[s])
+    s = ready(s, 1, REST)
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
     if MASKED:
         p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
     dv = fold(p_operand, do, dv, FIRST, REST)
-    dp = warpgroup_mma_wait(PARTS, deps=[dp])
+    dp = ready(dp, 1, REST)
     ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last meeting after it did so.
     exchange.index((n & 1) * 2 + WARPGROUP).store(ds)

@@ -39,12 +39,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
+from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import store_tile
-from flashattn.kernels.hopper.config import WideConfig
+from flashattn.kernels.hopper.config import WideConfig, columns
 from flashattn.kernels.hopper.forward import WARPS, Tiles, hide, place, visited
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
 from flashattn.kernels.hopper.ring import new_ring
@@ -113,15 +112,8 @@ def hide_keys(p, start_q, start_kv, diagonal):
 
 
 @gluon.jit
-def transposed(a, b, LAYOUT: gl.constexpr):
-    """Begin the product of two tiles' rows, [rows of a, rows of b]."""
-    zeros = gl.zeros([BLOCK, BLOCK], gl.float32, LAYOUT)
-    return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def weights(
-    s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED: gl.constexpr,
+    s, lse2, handed, there, n, start_q, start_kv, diagonal, scale_log2, MASKED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return 2^14 P of the n-th tile of queries, packed, and hand it over."""
@@ -132,38 +124,39 @@ def weights(
     # P of two tiles before has been read: the n-th queries lie where those did, which were in use
     # until dk had them, and that was after.
     handed.index(n % SLOTS).store(p.to(gl.float16))
-    mbarrier.arrive(ready.index(n % SLOTS), count=1)
+    mbarrier.arrive(there.index(n % SLOTS), count=1)
     return packed(p, DTYPE)
 
 
 @gluon.jit
 def dv_step(
-    state, k, queries, grads, handed, ready, n, start_q, start_kv, diagonal, scale_log2,
-    MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    state, k, queries, grads, handed, there, n, start_q, start_kv, diagonal, scale_log2,
+    FIRST: gl.constexpr, REST: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of queries before the n-th into dv, and compute P of the n-th."""
     dv, p = state
     do, _ = grads.take(n - 1)
-    dv = warpgroup_mma(operand(p, do.dtype, OPERAND), do, dv, is_async=True)
+    dv = fold(operand(p, do.dtype, OPERAND), do, dv, FIRST, REST)
     q, lse2 = queries.take(n)
-    s = transposed(k, q, LAYOUT)
-    dv = warpgroup_mma_wait(1, deps=[dv])
+    s = inner(k, q, FIRST, REST, LAYOUT)
+    dv = folded(dv, 1, REST)
     grads.free(n - 1)
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = ready(s, 0, REST)
     p = weights(
-        s, lse2, handed, ready, n, start_q, start_kv, diagonal, scale_log2, MASKED, do.dtype
+        s, lse2, handed, there, n, start_q, start_kv, diagonal, scale_log2, MASKED, do.dtype
     )
     return dv, p
 
 
 @gluon.jit
 def sum_dv(
-    dv, keys, queries, grads, handed, ready, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
-    scale_log2, CAUSAL: gl.constexpr,
+    dv, keys, queries, grads, handed, there, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes P, and dv; the keys are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     n = 0
     block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
@@ -171,43 +164,42 @@ def sum_dv(
     first, full, end = seeing(start_kv, seq_q, diagonal, CAUSAL)
     k = keys.take(0)
     q, lse2 = queries.take(n)
-    s = warpgroup_mma_wait(0, deps=[transposed(k, q, S)])
+    s = ready(inner(k, q, FIRST, REST, S), 0, REST)
     p = weights(
-        s, lse2, handed, ready, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL,
+        s, lse2, handed, there, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL,
         k.dtype,
     )  # fmt: skip
     n += 1
-    acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DV)
+    acc = zeros(FIRST, REST)
     for h in range(group):
         begin = first + 1 - gl.minimum(h, 1)
         if CAUSAL:
             for i in range(begin, full):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv,
-                    diagonal, scale_log2, True, S, P,
+                    (acc, p), k, queries, grads, handed, there, n, i * BLOCK, start_kv,
+                    diagonal, scale_log2, FIRST, REST, True, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(gl.maximum(begin, full), end):
             acc, p = dv_step(
-                (acc, p), k, queries, grads, handed, ready, n, i * BLOCK, start_kv, diagonal,
-                scale_log2, False, S, P,
+                (acc, p), k, queries, grads, handed, there, n, i * BLOCK, start_kv, diagonal,
+                scale_log2, FIRST, REST, False, S, P,
             )  # fmt: skip
             n += 1
     do, _ = grads.take(n - 1)
-    acc = warpgroup_mma(operand(p, do.dtype, P), do, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    k.store((acc * LOWER).to(k.dtype))  # nobody else reads the keys
+    acc = folded(fold(operand(p, do.dtype, P), do, acc, FIRST, REST), 0, REST)
+    put(acc, LOWER, k, FIRST, REST)  # nobody else reads the keys
     fence_async_shared()
     store_tile(dv, [batch, kv_head, start_kv, 0], keys.tiles.index(0))
     tma.store_wait(0)
 
 
 @gluon.jit
-def differences(dp, delta, grads, handed, ready, n, DTYPE: gl.constexpr):
+def differences(dp, delta, grads, handed, there, n, DTYPE: gl.constexpr):
     """Take P of the n-th tile of queries, and return dS, packed."""
     # The same scaled differences serve fp16: 2^14 P (dP - delta) could be more than it can hold.
     rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
-    mbarrier.wait(ready.index(n % SLOTS), (n // SLOTS) & 1)
+    mbarrier.wait(there.index(n % SLOTS), (n // SLOTS) & 1)
     p = handed.index(n % SLOTS).load(dp.type.layout).to(gl.float32)
     grads.free(n)
     return packed(p * (dp * LOWER - rows[None, :]), DTYPE)
@@ -215,45 +207,47 @@ def differences(dp, delta, grads, handed, ready, n, DTYPE: gl.constexpr):
 
 @gluon.jit
 def dk_step(
-    state, v, queries, grads, handed, ready, n, LAYOUT: gl.constexpr, OPERAND: gl.constexpr
+    state, v, queries, grads, handed, there, n, FIRST: gl.constexpr, REST: gl.constexpr,
+    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of queries before the n-th into dk, and compute dS of the n-th."""
     dk, ds = state
     q, _ = queries.take(n - 1)
-    dk = warpgroup_mma(operand(ds, q.dtype, OPERAND), q, dk, is_async=True)
+    dk = fold(operand(ds, q.dtype, OPERAND), q, dk, FIRST, REST)
     do, delta = grads.take(n)
-    dp = transposed(v, do, LAYOUT)
-    dk = warpgroup_mma_wait(1, deps=[dk])
+    dp = inner(v, do, FIRST, REST, LAYOUT)
+    dk = folded(dk, 1, REST)
     queries.free(n - 1)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    return dk, differences(dp, delta, grads, handed, ready, n, q.dtype)
+    dp = ready(dp, 0, REST)
+    return dk, differences(dp, delta, grads, handed, there, n, q.dtype)
 
 
 @gluon.jit
 def sum_dk(
-    dk, values, queries, grads, handed, ready, tiles, blocks, kv_heads, band, group, seq_q,
-    diagonal, scale, CAUSAL: gl.constexpr,
+    dk, values, queries, grads, handed, there, tiles, blocks, kv_heads, band, group, seq_q,
+    diagonal, scale, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes dS, and dk; the values are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     n = 0
     block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
     first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
     v = values.take(0)
     do, delta = grads.take(n)
-    dp = warpgroup_mma_wait(0, deps=[transposed(v, do, S)])
-    ds = differences(dp, delta, grads, handed, ready, n, v.dtype)
+    dp = ready(inner(v, do, FIRST, REST, S), 0, REST)
+    ds = differences(dp, delta, grads, handed, there, n, v.dtype)
     n += 1
-    acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DK)
+    acc = zeros(FIRST, REST)
     for _ in range(1, group * (end - first)):
-        acc, ds = dk_step((acc, ds), v, queries, grads, handed, ready, n, S, P)
+        acc, ds = dk_step(
+            (acc, ds), v, queries, grads, handed, there, n, FIRST, REST, S, P
+        )  # fmt: skip
         n += 1
     q, _ = queries.take(n - 1)
-    acc = warpgroup_mma(operand(ds, q.dtype, P), q, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    v.store((acc * scale).to(v.dtype))  # nobody else reads the values
+    acc = folded(fold(operand(ds, q.dtype, P), q, acc, FIRST, REST), 0, REST)
+    put(acc, scale, v, FIRST, REST)  # nobody else reads the values
     fence_async_shared()
     store_tile(dk, [batch, kv_head, block * BLOCK, 0], values.tiles.index(0))
     tma.store_wait(0)
@@ -262,7 +256,7 @@ def sum_dk(
 @gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "band", "group", "seq_q", "diagonal"])
 def flashattn_hopper_wide_dkdv(
     q, k, v, grad_o, lse2, delta, dk, dv, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
-    scale, scale_log2, CAUSAL: gl.constexpr,
+    scale, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; all tensors are descriptors."""
     keys = new_ring(k, 1, 1)
@@ -272,16 +266,16 @@ def flashattn_hopper_wide_dkdv(
     handed = gl.allocate_shared_memory(
         gl.float16, [SLOTS, BLOCK, BLOCK], gl.NVMMASharedLayout(128, 16, 2)
     )
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(there.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (sum_dv, (dv, keys, queries, grads, handed, ready, tiles, blocks, kv_heads, band, group,
-                      seq_q, diagonal, scale_log2, CAUSAL)),
-            (sum_dk, (dk, values, queries, grads, handed, ready, tiles, blocks, kv_heads, band,
-                      group, seq_q, diagonal, scale, CAUSAL)),
+            (sum_dv, (dv, keys, queries, grads, handed, there, tiles, blocks, kv_heads, band, group,
+                      seq_q, diagonal, scale_log2, FIRST, REST, CAUSAL)),
+            (sum_dk, (dk, values, queries, grads, handed, there, tiles, blocks, kv_heads, band,
+                      group, seq_q, diagonal, scale, FIRST, REST, CAUSAL)),
             (load_seeing, (q, lse2, k, queries, keys, tiles, blocks, kv_heads, band, group, seq_q,
                            diagonal, CAUSAL)),
             (load_seeing, (grad_o, delta, v, grads, values, tiles, blocks, kv_heads, band, group,
@@ -333,14 +327,14 @@ def slot(ring, SLOT: gl.constexpr):
 @gluon.jit
 def gradients(
     s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
+    REST: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return dS of the n-th tile of keys, packed; its dP is under way, and its scores are."""
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = ready(s, 1, REST)
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK, CAUSAL)
     p = gl.exp2(s * scale_log2 - lse2[:, None])
-    dp = warpgroup_mma_wait(0, deps=[dp])
+    dp = ready(dp, 0, REST)
     values.free(n)
     return packed(p * (dp - delta[:, None]), DTYPE)
 
@@ -348,20 +342,20 @@ def gradients(
 @gluon.jit
 def dq_step(
     WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv,
-    seq_kv, diagonal, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
-    OPERAND: gl.constexpr,
+    seq_kv, diagonal, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of keys before the n-th into dq, and compute dS of the n-th."""
     dq, ds = state
     k = keys.tile(n - 1)
-    dq = warpgroup_mma(operand(ds, k.dtype, OPERAND), k, dq, is_async=True)
-    s = transposed(slot(queries, WARPGROUP), keys.take(n), LAYOUT)
-    dp = transposed(slot(grads, WARPGROUP), values.take(n), LAYOUT)
-    dq = warpgroup_mma_wait(2, deps=[dq])
+    dq = fold(operand(ds, k.dtype, OPERAND), k, dq, FIRST, REST)
+    s = inner(slot(queries, WARPGROUP), keys.take(n), FIRST, REST, LAYOUT)
+    dp = inner(slot(grads, WARPGROUP), values.take(n), FIRST, REST, LAYOUT)
+    dq = folded(dq, 2, REST)
     keys.free(n - 1)
     ds = gradients(
-        s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, CAUSAL,
-        MASKED, k.dtype,
+        s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, REST,
+        CAUSAL, MASKED, k.dtype,
     )  # fmt: skip
     return dq, ds
 
@@ -369,11 +363,12 @@ def dq_step(
 @gluon.jit
 def sum_dq(
     WARPGROUP: gl.constexpr, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads,
-    band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
+    band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, FIRST: gl.constexpr,
+    REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dq of 64 queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     n = 0
     block, batch, head = place(gl.program_id(0), tiles, blocks, heads, band, CAUSAL)
@@ -385,33 +380,32 @@ def sum_dq(
     delta_rows = gl.load(delta + at + rows)
     queries.take(WARPGROUP)
     q = slot(queries, WARPGROUP)
-    s = transposed(q, keys.take(n), S)
+    s = inner(q, keys.take(n), FIRST, REST, S)
     grads.take(WARPGROUP)
     do = slot(grads, WARPGROUP)
-    dp = transposed(do, values.take(n), S)
+    dp = inner(do, values.take(n), FIRST, REST, S)
     ds = gradients(
         s, dp, values, n, lse2_rows, delta_rows, start_q, (end - 1) * BLOCK, seq_kv, diagonal,
-        scale_log2, CAUSAL, True, q.dtype,
+        scale_log2, REST, CAUSAL, True, q.dtype,
     )  # fmt: skip
     n += 1
-    acc = gl.zeros([BLOCK, BLOCK_D], gl.float32, DQ)
+    acc = zeros(FIRST, REST)
     masked = gl.minimum(full, end - 1)
     for i in range(end - 2, masked - 1, -1):
         acc, ds = dq_step(
             WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, True, S, P,
+            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, FIRST, REST, CAUSAL, True, S, P,
         )  # fmt: skip
         n += 1
     for i in range(masked - 1, -1, -1):
         acc, ds = dq_step(
             WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, CAUSAL, False, S, P,
+            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, FIRST, REST, CAUSAL, False, S, P,
         )  # fmt: skip
         n += 1
     k = keys.tile(n - 1)
-    acc = warpgroup_mma(operand(ds, k.dtype, P), k, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    q.store((acc * scale).to(q.dtype))
+    acc = folded(fold(operand(ds, k.dtype, P), k, acc, FIRST, REST), 0, REST)
+    put(acc, scale, q, FIRST, REST)
     fence_async_shared()
     store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
     tma.store_wait(0)
@@ -432,7 +426,7 @@ def sum_dq(
 )
 def flashattn_hopper_wide_dq(
     q, k, v, grad_o, lse2, delta, dq, tiles, blocks, heads, band, group, seq_q, seq_kv, pitch,
-    diagonal, scale, scale_log2, CAUSAL: gl.constexpr,
+    diagonal, scale, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse2 and delta are descriptors."""
     queries = new_ring(q, 2, 1)
@@ -443,15 +437,21 @@ def flashattn_hopper_wide_dq(
     gl.warp_specialize(
         [
             (sum_dq, (0, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, FIRST, REST, CAUSAL)),
             (sum_dq, (1, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, CAUSAL)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, FIRST, REST, CAUSAL)),
             (load_keys, (q, k, v, grad_o, queries, grads, keys, values, tiles, blocks, heads, band,
                          group, seq_q, seq_kv, diagonal, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+def constants(head_dim: int, *, causal: bool) -> dict[str, object]:
+    """Return the values of both kernels' constexpr arguments."""
+    first, rest = columns(head_dim)
+    return {"FIRST": first, "REST": rest, "CAUSAL": causal}
 
 
 @dataclass(frozen=True)
@@ -494,11 +494,11 @@ def plan(
         config: of both kernels.
     """
     del v, grad_o, dq
-    batch, heads, seq_q, _ = q.shape
+    batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     group, block = heads // kv_heads, BLOCK.value
     causal, last = diagonal is not None, diagonal or 0
-    options = {"CAUSAL": causal, "num_warps": WARPS}
+    options = constants(head_dim, causal=causal) | {"num_warps": WARPS}
     scales = scale, scale * LOG2E.value
     tile, numbers = Tiles(block), Numbers(block)
     blocks = triton.cdiv(seq_kv, block)

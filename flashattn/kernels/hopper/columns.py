@@ -52,12 +52,19 @@ def fold(p, x, accs, FIRST: gl.constexpr, REST: gl.constexpr):
 
 
 @gluon.jit
-def ready(accs, REST: gl.constexpr):
-    """Wait for all products that were begun, and return this accumulator."""
+def ready(x, LATER: gl.constexpr, REST: gl.constexpr):
+    """Return the result of a product, when at most so many begun after it are under way."""
+    PARTS: gl.constexpr = 1 if REST == 0 else 2
+    return warpgroup_mma_wait(LATER * PARTS, deps=[x])
+
+
+@gluon.jit
+def folded(accs, LATER: gl.constexpr, REST: gl.constexpr):
+    """Return an accumulator likewise."""
     if REST == 0:
-        accs = (warpgroup_mma_wait(0, deps=[accs[0]]),)
+        accs = (warpgroup_mma_wait(LATER, deps=[accs[0]]),)
     else:
-        first, rest = warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
+        first, rest = warpgroup_mma_wait(2 * LATER, deps=[accs[0], accs[1]])
         accs = (first, rest)
     return accs
 

@@ -14,10 +14,12 @@ SIZE = 2  # bytes of an element
 
 
 def columns(head_dim: int) -> tuple[int, int]:
-    """Return the columns of a tile that are multiplied, as two powers of two or as one and 0."""
+    """Return the columns of a tile that are multiplied, as two powers of two or as one and 0.
+
+    So 65 to 96 are 64 + 32 of 128, and 129 to 192 are 128 + 64 of 256.
+    """
     d = block_d(head_dim)
-    needed = d // 4 * 3
-    return (d // 2, d // 4) if d > ROWS and head_dim <= needed else (d, 0)
+    return (d // 2, d // 4) if d > ROWS and head_dim <= d // 4 * 3 else (d, 0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class BackwardConfig:
         band: heads whose tiles of keys that most queries see come first, before the next band's.
             Where programs wait for one another's turn, a wide one lets few of a head run at once.
         persistent: whether there is a program for each multiprocessor, or one for each tile of
-            keys. Those that wait for turns are started in their order, so they are never such.
+            keys.
 
     Raises:
         ValueError: a number is none of those.
@@ -103,7 +105,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Schedule of the backward kernels of heads of 256.
+    """Schedule of the backward kernels of heads of 129 to 256.
 
     Args:
         band: heads whose longest tiles come first under a mask, before the next band's.
@@ -128,21 +130,31 @@ class WideConfig:
 
 
 # Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
-# BLOCK_D and mask, and then by the number of queries from which on a config is taken.
+# columns and mask, and then by the number of queries from which on a config is taken.
 FORWARD = {
     (64, False): {
         0: Config(slots=4, pinned=True),
         2048: Config(slots=4, groups=3, registers=160),
     },
     (64, True): {0: Config(slots=4), 8192: Config(slots=4, groups=3, registers=160)},
+    (96, False): {0: Config()},
+    (96, True): {0: Config()},
     (128, False): {0: Config()},
     (128, True): {0: Config()},
+    (192, False): {0: Config(block_kv=64, staged=False)},
+    (192, True): {0: Config(block_kv=64, staged=False)},
     (256, False): {0: Config(block_kv=64, staged=False, pinned=True)},
     (256, True): {0: Config(block_kv=64, staged=False)},
 }
 BACKWARD = {
     (64, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
     (64, True): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
+    (96, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
+    (96, True): {
+        0: BackwardConfig(slots=3, band=16),
+        2048: BackwardConfig(slots=3, band=8),
+        16384: BackwardConfig(band=4),
+    },
     (128, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
     (128, True): {
         0: BackwardConfig(slots=3, band=16),
@@ -162,6 +174,12 @@ DETERMINISTIC = {
         4096: BackwardConfig(band=32),
         16384: BackwardConfig(band=16),
     },
+    (96, False): {
+        0: BackwardConfig(band=8),
+        4096: BackwardConfig(band=4),
+        16384: BackwardConfig(),
+    },
+    (96, True): {0: BackwardConfig(band=16)},
     (128, False): {
         0: BackwardConfig(band=8),
         4096: BackwardConfig(band=4),
@@ -170,6 +188,8 @@ DETERMINISTIC = {
     (128, True): {0: BackwardConfig(band=16)},
 }
 WIDE = {
+    (192, False): {0: WideConfig()},
+    (192, True): {0: WideConfig(), 16384: WideConfig(band=1)},
     (256, False): {0: WideConfig()},
     (256, True): {0: WideConfig(), 16384: WideConfig(band=1)},
 }
@@ -179,7 +199,7 @@ Of = TypeVar("Of", Config, BackwardConfig, WideConfig)
 def _pick(
     table: Mapping[tuple[int, bool], Mapping[int, Of]], head_dim: int, seq_q: int, *, causal: bool
 ) -> Of | None:
-    configs = table.get((block_d(head_dim), causal))
+    configs = table.get((sum(columns(head_dim)), causal))
     return configs[max(least for least in configs if least <= seq_q)] if configs else None
 
 

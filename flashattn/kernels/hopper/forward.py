@@ -21,14 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE
 from flashattn.kernels.forward import forward as portable
-from flashattn.kernels.hopper.columns import fold, inner, put, ready, scaled, zeros
+from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, scaled, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
@@ -147,11 +146,10 @@ def step(
     OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
-    PARTS: gl.constexpr = 1 if REST == 0 else 2
     accs, p, m, l = state
     s = inner(q, keys.take(n + 1), FIRST, REST, LAYOUT)
     accs = fold(operand(p, DTYPE, OPERAND), values.take(n), accs, FIRST, REST)
-    s = warpgroup_mma_wait(PARTS, deps=[s])
+    s = ready(s, 1, REST)
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -166,7 +164,7 @@ def step(
     p = packed(weights, DTYPE)
     if PINNED:
         settle(p)
-    accs = ready(accs, REST)
+    accs = folded(accs, 0, REST)
     keys.free(n + 1)
     return scaled(accs, alpha, REST), p, m_new, l
 
@@ -191,7 +189,7 @@ def attend(
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         q = queries.take(asked)
-        s = warpgroup_mma_wait(0, deps=[inner(q, keys.take(n), FIRST, REST, S)])
+        s = ready(inner(q, keys.take(n), FIRST, REST, S), 0, REST)
         keys.free(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
@@ -222,7 +220,7 @@ def attend(
             staged = staging.index(WARPGROUP)
         else:
             staged = queries.tiles.index(asked % GROUPS)
-        accs = ready(accs, REST)
+        accs = folded(accs, 0, REST)
         write(accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST, REST, S)
         if not STAGED:
             tma.store_wait(0)

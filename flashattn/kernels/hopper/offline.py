@@ -101,7 +101,7 @@ class HopperVariant:
         elif isinstance(self.config, WideConfig):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dk", "dv", "dq"), ROWS)
             function, absent = backward_wide.flashattn_hopper_wide_dkdv, ()
-            constants = {"CAUSAL": self.causal}
+            constants = backward_wide.constants(d, causal=self.causal)
             if self.kernel == "hopper_wide_dq":
                 function = backward_wide.flashattn_hopper_wide_dq
         else:

@@ -25,12 +25,14 @@ from flashattn.kernels.hopper.config import (
     BackwardConfig,
     Config,
     WideConfig,
+    columns,
     pick,
     pick_backward,
     pick_wide,
 )
 from flashattn.kernels.hopper.offline import variants
 from flashattn.kernels.launch import Like
+from flashattn.kernels.tiles import block_d
 from flashattn.problem import Problem, check_scale, diagonal
 from flashattn.registry import get
 from flashattn.testing.accuracy import Question, assert_accurate
@@ -126,7 +128,7 @@ def test_every_backward_config(on_hopper, head_dim, config, deterministic, shape
         assert_accurate(attend, Question(problem=problem, device=on_hopper))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_the_same_bits(on_hopper, head_dim):
     """Fifty runs give the same bits, whichever program draws which tile."""
     problem = Problem(**SHAPES["many"], head_dim=head_dim, causal=True, dtype="bfloat16")
@@ -235,12 +237,14 @@ def test_configs_fit():
         assert config.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
     slots = {(d, BackwardConfig(slots=config.slots)) for d, config, _ in BACKWARDS}
-    assert compiled == {*CONFIGS, *slots, (256, WideConfig())}
+    assert compiled == {*CONFIGS, *slots, (192, WideConfig()), (256, WideConfig())}
 
 
 def test_tables():
-    """Widths between are computed in the next power of two; where there is no config, elsewhere."""
-    assert pick(96, 100, causal=True) == FORWARD[128, True][0]
+    """Widths between are computed as the next; where there is no config, elsewhere."""
+    assert pick(80, 100, causal=True) == FORWARD[96, True][0]
+    assert pick(97, 100, causal=True) == FORWARD[128, True][0]
+    assert pick(130, 100, causal=False) == FORWARD[192, False][0]
     assert pick(64, 2047, causal=False) == FORWARD[64, False][0]
     assert pick(64, 2048, causal=False) == FORWARD[64, False][2048]
     assert pick(64, 5000, causal=False).groups == 3
@@ -251,7 +255,23 @@ def test_tables():
     assert of(256, 100, deterministic=False) is None
     assert pick_wide(200, 100, causal=True) == WIDE[256, True][0]
     assert pick_wide(128, 100, causal=True) is None
-    assert not any(c.persistent for of in DETERMINISTIC.values() for c in of.values())
+
+
+@pytest.mark.parametrize("head_dim", [33, 64, 65, 96, 97, 128, 129, 192, 193, 256])
+def test_columns(head_dim):
+    """A tile's columns that are multiplied are all that a head has, and fewer than 64 more."""
+    first, rest = columns(head_dim)
+    assert rest in (0, first // 2)
+    assert first + rest <= block_d(head_dim)
+    assert head_dim <= first + rest < head_dim + 64
+
+
+def test_programs_that_wait_run_together(device):
+    """Persistent programs wait for one another: the launch needs all of them at once."""
+    x = Like.of(torch.zeros(1, 2, 256, 64, device=device, dtype=torch.bfloat16))
+    for persistent in (False, True):
+        plan = backward._plan(*[x] * 5, None, 0.1, True, BackwardConfig(persistent=persistent))
+        assert plan.fold._options["launch_cooperative_grid"] is persistent
 
 
 def test_what_the_tables_hold_was_searched():

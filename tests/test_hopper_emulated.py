@@ -66,6 +66,8 @@ FORWARDS = [
     (bf16(heads=2, seq_q=1, seq_kv=270, causal="bottom_right"), SMALL, 1),
     (bf16(heads=2, seq_q=130, seq_kv=1), SMALL, 2),
     (fp16(seq_q=70, seq_kv=150, head_dim=256), Config(block_kv=64, staged=False), 1),
+    (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), Config(), 2),  # 64 + 32
+    (fp16(seq_q=70, seq_kv=150, head_dim=168), Config(block_kv=64, staged=False), 1),  # 128 + 64
 ]
 # Of each the config, whether it is deterministic, and how many programs run at once.
 BACKWARDS = [
@@ -77,6 +79,8 @@ BACKWARDS = [
     (bf16(batch=2, seq_q=1, seq_kv=200, head_dim=40), BackwardConfig(persistent=True), False, 3),
     (bf16(heads=2, seq_q=70, seq_kv=1, head_dim=96), BackwardConfig(), True, 2),
     (bf16(seq_q=300, seq_kv=70, causal="bottom_right", head_dim=80), BackwardConfig(), False, 1),
+    (fp16(heads=3, seq_q=200, seq_kv=390, causal=True), BackwardConfig(persistent=True), True, 2),
+    (bf16(heads=2, seq_q=70, seq_kv=390, head_dim=96), BackwardConfig(band=2), False, 3),
 ]
 
 
@@ -140,21 +144,19 @@ def test_the_same_bits(deterministic):
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
-WIDE = "kernels/hopper/backward_wide.py"
+WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
-    "                if DETERMINISTIC:\n"
+    "                if DETERMINISTIC or block == 0:\n"
     "                    pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))\n"
 )
 STORED = (
     "                mbarrier.wait(staged.index(0), n & 1)\n"
-    "                send(dq, staging.index(0), batch, head, row, 0, block == 0, DETERMINISTIC)\n"
+    "                send(dq, staging.index(0), batch, head, row, block == 0, LINE)\n"
     "                mbarrier.wait(staged.index(1), n & 1)\n"
-    "                send(\n"
-    "                    dq, staging.index(1), batch, head, row + DOWN, RIGHT, block == 0,"
-    " DETERMINISTIC\n"
-    "                )  # fmt: skip\n"
+    "                send(dq, staging.index(1), batch, head, row + LINE, block == 0,"
+    " LINES - LINE)\n"
     "                for w in gl.static_range(2):\n"
     "                    tma.store_wait(1 - w)\n"
     "                    mbarrier.arrive(left.index(w), count=1)\n"
@@ -175,6 +177,7 @@ ASKED = {
         Config(block_kv=64, staged=False),
         {"config": WideConfig()},
     ),
+    "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", Config(), TURNS),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
@@ -206,8 +209,8 @@ PLANTED = [
         Mutant(
             "values_freed_too_early",
             FORWARD,
-            "    acc = warpgroup_mma_wait(0, deps=[acc])\n    keys.free(n + 1)\n",
-            "    keys.free(n + 1)\n    acc = warpgroup_mma_wait(0, deps=[acc])\n",
+            "    accs = folded(accs, 0, REST)\n    keys.free(n + 1)\n",
+            "    keys.free(n + 1)\n    accs = folded(accs, 0, REST)\n",
             "values are overwritten while they are multiplied",
         ),
         WRONG,
@@ -261,8 +264,8 @@ PLANTED = [
         Mutant(
             "o_not_fenced",
             FORWARD,
-            "store(acc.to(o.dtype))\n    fence_async_shared()",
-            "store(acc.to(o.dtype))",
+            "FIRST, REST)\n    fence_async_shared()\n    store_tile(o,",
+            "FIRST, REST)\n    store_tile(o,",
             "the copy of o may read what was there before",
         ),
         WRONG,
@@ -272,8 +275,8 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = warpgroup_mma_wait(1, deps=[s])\n    if MASKED",
-            "    s = warpgroup_mma_wait(2, deps=[s])\n    if MASKED",
+            "    s = ready(s, 1, REST)\n    if MASKED",
+            "    s = ready(s, 2, REST)\n    if MASKED",
             "scores are used before they are there",
         ),
         UNFINISHED,
@@ -327,8 +330,8 @@ PLANTED = [
         Mutant(
             "wrong_half_of_dq",
             BACKWARD,
-            "k = k.slice(WARPGROUP * HALF, HALF, dim=1)",
-            "k = k.slice((1 - WARPGROUP) * HALF, HALF, dim=1)",
+            "k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)",
+            "k = k.slice((1 - WARPGROUP) * LINE, COLUMNS, dim=1)",
             "halves of dq are exchanged",
         ),
         WRONG,
@@ -393,8 +396,8 @@ PLANTED = [
         Mutant(
             "turns_reversed",
             BACKWARD,
-            "group, end, i), block)\n",
-            "group, end, i), blocks - 1 - block)\n",
+            "turn = block if DETERMINISTIC",
+            "turn = blocks - 1 - block if DETERMINISTIC",
             "programs wait for those that have not begun",
         ),
         STUCK,
@@ -420,6 +423,50 @@ PLANTED = [
             "the workspace is added to before it is set",
         ),
         WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "first_not_awaited",
+            BACKWARD,
+            "else gl.minimum(block, 1)",
+            "else 0",
+            "programs do not wait for the first, or for what was before it",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "columns",
+        Mutant(
+            "wrong_columns_multiplied",
+            COLUMNS,
+            "x, y = a.slice(FIRST, REST, dim=1), b",
+            "x, y = a.slice(0, REST, dim=1), b",
+            "columns past the first power of two are multiplied with others",
+        ),
+        WRONG,
+    ),
+    (
+        "columns",
+        Mutant(
+            "rest_not_stored",
+            COLUMNS,
+            "tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))",
+            "pass",
+            "so does what is stored",
+        ),
+        WRONG,
+    ),
+    (
+        "columns",
+        Mutant(
+            "one_part_awaited",
+            COLUMNS,
+            "PARTS: gl.constexpr = 1 if REST == 0 else 2",
+            "PARTS: gl.constexpr = 3",
+            "one product of two is not awaited",
+        ),
+        UNFINISHED,
     ),
     (
         "far below zero",

@@ -43,8 +43,8 @@ from flashattn.kernels import launch
 from flashattn.kernels.backward import backward as portable
 from flashattn.kernels.backward import row_terms
 from flashattn.kernels.hopper import backward_wide
-from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.columns import fold, inner, put, ready, zeros
+from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.config import (
     BackwardConfig,
     WideConfig,
@@ -424,7 +424,7 @@ def flashattn_hopper_bwd(
     All but turns are descriptors.
     """
     LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
-    gl.static_assert(LINE < LINES and LINES <= 2 * LINE)
+    gl.static_assert(LINE < LINES <= 2 * LINE)
     keys = new_ring(k, 2, 2)
     values = new_ring(v, 2, 1)
     queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)

@@ -1,7 +1,7 @@
 """Columns: products with tiles whose heads are as wide as two powers of two, such as 64 + 32.
 
-A tensor's shape is powers of two, so a tile has room for 128 columns; what is multiplied are those
-that a head has. An accumulator is a tuple: of the first columns, and of the rest where there is one.
+A tensor's shape is powers of two, so a tile has room for 128 columns; multiplied are those that a
+head has. An accumulator is a tuple: of the first columns, and of the rest where there is one.
 """
 
 from triton.experimental import gluon
@@ -15,10 +15,12 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 def zeros(FIRST: gl.constexpr, REST: gl.constexpr):
     """Return an accumulator of a warpgroup's rows."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
-    accs = (gl.zeros([ROWS, FIRST], gl.float32, L),)
-    if REST > 0:
+    first = gl.zeros([ROWS, FIRST], gl.float32, L)
+    if REST == 0:
+        accs = (first,)
+    else:
         R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
-        accs = accs + (gl.zeros([ROWS, REST], gl.float32, R),)
+        accs = (first, gl.zeros([ROWS, REST], gl.float32, R))  # type: ignore[assignment]
     return accs
 
 

@@ -254,8 +254,8 @@ def write(
 def flashattn_hopper_fwd(
     q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
     scale_log2, BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, PINNED: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
+    STAGED: gl.constexpr, REGISTERS: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
     BLOCK_Q: gl.constexpr = GROUPS * ROWS

@@ -22,7 +22,6 @@ from flashattn.kernels.hopper.config import (
     WideConfig,
     columns,
 )
-
 from flashattn.kernels.tiles import block_d
 
 ALIGNED = [["tt.divisibility", 16]]
@@ -83,6 +82,7 @@ class HopperVariant:
     def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
         d, constants = self.head_dim, {}
+        absent: tuple[str, ...] = ()
         if isinstance(self.config, Config):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), ROWS)
@@ -97,18 +97,18 @@ class HopperVariant:
             constants = backward.constants(
                 self.config, d, causal=self.causal, deterministic=deterministic
             )
-            absent = ()
         elif isinstance(self.config, WideConfig):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dk", "dv", "dq"), ROWS)
-            function, absent = backward_wide.flashattn_hopper_wide_dkdv, ()
+            function = backward_wide.flashattn_hopper_wide_dkdv
             constants = backward_wide.constants(d, causal=self.causal)
             if self.kernel == "hopper_wide_dq":
                 function = backward_wide.flashattn_hopper_wide_dq
         else:
-            function, rows, absent = backward.flashattn_hopper_bwd_dq, {}, ()
+            function, rows = backward.flashattn_hopper_bwd_dq, {}
             constants = {"head_dim": d, "COLUMNS": sum(columns(d)), "CAUSAL": self.causal}
         types = {
-            name: _described("bf16", [1, 1, n, block_d(d)], forward.SWIZZLE) for name, n in rows.items()
+            name: _described("bf16", [1, 1, n, block_d(d)], forward.SWIZZLE)
+            for name, n in rows.items()
         }
         if isinstance(self.config, BackwardConfig):
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))

@@ -424,7 +424,8 @@ def flashattn_hopper_bwd(
     All but turns are descriptors.
     """
     LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
-    gl.static_assert(LINE < LINES <= 2 * LINE)
+    gl.static_assert(LINE < LINES)
+    gl.static_assert(LINES <= 2 * LINE)
     keys = new_ring(k, 2, 2)
     values = new_ring(v, 2, 1)
     queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)

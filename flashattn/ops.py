@@ -7,6 +7,7 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from flashattn.problem import Causal, Problem, check_scale, diagonal
+from flashattn.watchers import unwatched
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:
@@ -38,7 +40,8 @@ HOPPER_FEWEST = 64  # tiles
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
 HOPPER_DTYPES = ("float16", "bfloat16")
 
-PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -89,11 +92,6 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     return {"split_keys": True} if tiles < enough else {}
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a dense last dimension: x itself, or one copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 @cache
 def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
     """Return the modules of forward and backward; they import Triton.
@@ -139,11 +137,10 @@ def _launch_forward(
     precision: str,
     kernels: str,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Outputs:
     del deterministic  # it always is
-    launcher = _launchers(kernels)[0]
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    return launcher.forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
+    forward = _launchers(kernels)[0].forward
+    return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
 
 
 def _launch_backward(
@@ -160,18 +157,27 @@ def _launch_backward(
     kernels: str,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    launcher = _launchers(kernels)[1]
-    saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
-    grads = _dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
-    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
-    if kernels != "triton":
-        how["deterministic"] = deterministic
-    return launcher.backward(grads, saved, **how)
+    return _launchers(kernels)[1].backward(
+        (grad_o, grad_lse),
+        (q, k, v, o, lse),
+        diagonal=diagonal,
+        scale=scale,
+        precision=precision,
+        deterministic=deterministic,
+    )
+
+
+def _like_dense(x: torch.Tensor) -> torch.Tensor:
+    """Return what the kernels allocate for x, which they copy if its last dimension is not dense.
+
+    They ask for strides; a compiler for symbolic sizes must decide this branch, too.
+    """
+    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
 @torch.library.register_fake("flashattn::forward", lib=_LIBRARY)
 def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(_dense(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _like_dense(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("flashattn::backward", lib=_LIBRARY)
@@ -184,30 +190,12 @@ def _(
     *_: object,
 ) -> Gradients:
     del grad_o, grad_lse
-    dq, dk, dv = (torch.empty_like(_dense(x)) for x in (q, k, v))
-    return dq, dk, dv
+    return _like_dense(q), _like_dense(k), _like_dense(v)
 
 
-def _unwatched(*tensors: torch.Tensor | None) -> bool:
-    """Return whether nobody but us looks at what is called, so that no operator is needed.
-
-    The compiler, modes, function transforms and kinds of tensors of their own want to see one; to
-    pass by them costs the host as much as the launch.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - there is no public way
-        and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
-        and torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001
-        and torch._C._get_tracing_state() is None  # noqa: SLF001
-        and PLAIN.issuperset(map(type, tensors))
-    )
-
-
-def _run_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_forward(*inputs: Any) -> Outputs:
     """Launch, where gradients are not wanted or somebody else takes care of them."""
-    if _unwatched(*inputs[:3]):
+    if unwatched(*inputs[:3]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
         return _forward(*inputs)
@@ -215,7 +203,7 @@ def _run_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _run_backward(*inputs: Any) -> Gradients:
     """Launch likewise."""
-    if _unwatched(*inputs[:7]):
+    if unwatched(*inputs[:7]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
         return _backward(*inputs)
@@ -226,9 +214,14 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = _run_forward(q, k, v, *options)
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attend: Attend,
+        options: tuple[Any, ...],
+    ) -> Outputs:
+        o, lse = attend(q, k, v)
         ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
@@ -243,7 +236,11 @@ class _Differentiable(torch.autograd.Function):
         given = grad_o, grad_lse, q, k, v, o, lse, *ctx.options
         # With create_graph the operator is wanted, which says that it has no derivative.
         grads = _backward(*given) if torch.is_grad_enabled() else _run_backward(*given)
-        return *grads, None
+        return *grads, None, None
+
+
+# Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
+_apply_unwatched = super(torch.autograd.Function, _Differentiable).apply
 
 
 class _Once(torch.autograd.Function):
@@ -261,23 +258,29 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(msg)
 
 
-def _autograd(run: Any, function: type[torch.autograd.Function], tensors: int) -> Any:
+def _autograd(run: Any, differentiated: Any, tensors: int) -> Any:
     """Return what ``run`` does where gradients may be wanted of its first ``tensors`` arguments."""
 
     def kernel(*inputs: Any) -> Any:
         wanted = any(x is not None and x.requires_grad for x in inputs[:tensors])
-        if wanted and torch.is_grad_enabled():
-            return function.apply(*inputs[:tensors], inputs[tensors:])
-        return run(*inputs)
+        return differentiated(*inputs) if wanted and torch.is_grad_enabled() else run(*inputs)
 
     return kernel
 
 
+def _forward_differentiated(*inputs: Any) -> Any:
+    options = inputs[3:]
+    return _Differentiable.apply(*inputs[:3], lambda *x: _run_forward(*x, *options), options)
+
+
+def _backward_differentiated(*inputs: Any) -> Any:
+    return _Once.apply(*inputs[:7], inputs[7:])
+
+
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, tensors=3), "Autograd")
-_attend = _autograd(_launch_forward, _Differentiable, tensors=3)  # where nobody watches
-_LIBRARY.impl("backward", _autograd(_run_backward, _Once, tensors=7), "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _forward_differentiated, 3), "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _backward_differentiated, 7), "Autograd")
 
 
 def _vmap(op: Any, batched: int) -> Any:
@@ -302,23 +305,61 @@ torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=3), li
 torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=7), lib=_LIBRARY)
 
 
-def triton_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
-    precision: str = "auto",
-    kernels: str = "triton",
-    deterministic: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **asked: Any) -> Outputs:
     """Attend with our kernels; the caller has checked the arguments and asked ``why_not``.
 
     Args:
         q: [B, H, T, D].
         k: [B, G, S, D].
         v: [B, G, S, D].
+        asked: see ``prepare``.
+
+    Returns:
+        o [B, H, T, D] and lse [B, H, T].
+
+    Raises:
+        NotImplementedError: on a second derivative, which only the reference has.
+    """
+    if unwatched(q, k, v):
+        return prepare(q, k, v, **asked)(q, k, v)
+    return _forward(q, k, v, *_options(q, k, **asked))
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **asked: Any) -> Attend:
+    """Return what ``triton_attention`` does with all tensors like these, where nobody watches.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        asked: what ``_options`` takes.
+    """
+    options = last, scale, precision, kernels, _ = _options(q, k, **asked)
+    plan = _launchers(kernels)[0].plan(q, k, v, diagonal=last, scale=scale, precision=precision)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_unwatched(q, k, v, plan, options)
+        return plan(q, k, v)
+
+    return attend
+
+
+def _options(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    precision: str = "auto",
+    kernels: str = "triton",
+    deterministic: bool = True,
+) -> tuple[int | None, float, str, str, bool]:
+    """Return what the operators take beside tensors.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
         causal: see ``attention``.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
@@ -327,17 +368,10 @@ def triton_attention(
         kernels: "triton", the portable ones, "hopper", or "split": Hopper's but for the forward.
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
-
-    Returns:
-        o [B, H, T, D] and lse [B, H, T].
-
-    Raises:
-        NotImplementedError: on a second derivative, which only the reference has.
     """
     last = diagonal(causal, q.shape[2], k.shape[2])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    inputs = q, k, v, last, check_scale(scale, q.shape[3]), precision, kernels, deterministic
-    return _attend(*inputs) if _unwatched(q, k, v) else _forward(*inputs)
+    return last, check_scale(scale, q.shape[3]), precision, kernels, deterministic
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.problem import Causal, Problem, check_scale
+from flashattn.watchers import unwatched
+
+ALIGNMENT = 16  # bytes: what may be loaded at once depends on an address by no more
 
 # In the order in which "auto" asks them.
 FASTEST_FIRST = {"cuda": ("hopper", "triton", "tiled"), "cpu": ("sdpa", "reference")}
@@ -66,63 +69,73 @@ def attention(
         options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
         with torch.autocast(kind, enabled=False):
             return attention(q, k, v, **options)
-    plan = _plan(q, k, v, causal=causal, lse=return_lse, impl=impl)
-    scale = check_scale(scale, q.shape[-1])
-    if plan.one_head:
-        q, k, v = q[:, None], k[:, None], v[:, None]
-    how = plan.options | options
-    o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **how)
-    if plan.one_head:
-        o, lse = o[:, 0], None if lse is None else lse[:, 0]
+    o, lse = _prepared(q, k, v, (causal, scale, return_lse, impl), options)(q, k, v)
     return o if lse is None or not return_lse else (o, lse)
 
 
-class _Plan(NamedTuple):
-    """Who answers, and what was made of the arguments."""
-
-    impl: registry.Impl
-    options: dict[str, Any]
-    causal: Causal
-    one_head: bool
-
+Asked = tuple[Causal, float | None, bool, str]  # causal, scale, return_lse, impl
 
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
-# again: what has passed the checks once is known by what they look at.
-_PLANS: dict[tuple[object, ...], _Plan] = {}
+# again: what has passed the checks once is known by all that was looked at.
+_PLANS: dict[tuple[object, ...], registry.Attend] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
+# Options of these kinds are told apart by kind and value, and hold on to nothing.
+_NAMEABLE = frozenset({str, bool, int, float, type(None)})
 
 
-def _plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
-) -> _Plan:
+def _prepared(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, options: dict[str, Any]
+) -> registry.Attend:
     """Check the arguments and choose, or repeat what was chosen for ones like them."""
-    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is torch.Tensor:
-        return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
-    named = impl if impl == "auto" else id(registry.get(impl))
-    try:
-        key = (
-            *(q.shape, q.dtype, q.device, q.layout, q.requires_grad),
-            *(k.shape, k.dtype, k.device, k.layout),
-            *(v.shape, v.dtype, v.device, v.layout),
-            *(causal, type(causal), lse, named),
-        )
-        plan = _PLANS.get(key)
-    except (TypeError, RuntimeError):  # a mask of no hashable value, a nested tensor of no shape
-        return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
+    key = _key(q, k, v, asked, options) if unwatched(q, k, v) else None
+    plan = _PLANS.get(key) if key is not None else None
     if plan is None:
-        plan = _checked(q, k, v, causal=causal, lse=lse, impl=impl)
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        plan = _prepare(q, k, v, asked, options)
+        if key is not None:
+            if len(_PLANS) >= _MOST_PLANS:
+                _PLANS.clear()
+            _PLANS[key] = plan
     return plan
 
 
-def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
-) -> _Plan:
+def _key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, options: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """Return all that a plan depends on, or None where it has no name."""
+    causal, scale, _, impl = asked
+    kinds = type(causal), type(scale), *map(type, options.values())
+    if not _NAMEABLE.issuperset(kinds):
+        return None
+    try:
+        return (
+            *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT, q.requires_grad),
+            *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),
+            *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT),
+            *(asked, kinds, *options.items()),
+            None if impl == "auto" else registry.get(impl),
+            torch.are_deterministic_algorithms_enabled(),
+            q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+        )
+    except RuntimeError:  # a tensor without a storage, or without strides
+        return None
+
+
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, options: dict[str, Any]
+) -> registry.Attend:
+    causal, scale, lse, name = asked
     problem = Problem.of(q, k, v, causal=causal)
-    chosen, options = _choose(impl, problem, q, lse=lse)
-    return _Plan(chosen, options, problem.causal, q.ndim == 3)  # noqa: PLR2004
+    impl, fastest = _choose(name, problem, q, lse=lse)
+    how = {"causal": problem.causal, "scale": check_scale(scale, q.shape[-1]), **fastest, **options}
+    if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
+        return impl.prepared(q, k, v, **how)
+    attend = impl.prepared(q[:, None], k[:, None], v[:, None], **how)
+
+    def one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> registry.Pair:
+        o, lse = attend(q[:, None], k[:, None], v[:, None])
+        return o[:, 0], None if lse is None else lse[:, 0]
+
+    return one_head
 
 
 def _kind(x: object) -> str:

@@ -305,61 +305,26 @@ torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=3), li
 torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=7), lib=_LIBRARY)
 
 
-def triton_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **asked: Any) -> Outputs:
-    """Attend with our kernels; the caller has checked the arguments and asked ``why_not``.
-
-    Args:
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        v: [B, G, S, D].
-        asked: see ``prepare``.
-
-    Returns:
-        o [B, H, T, D] and lse [B, H, T].
-
-    Raises:
-        NotImplementedError: on a second derivative, which only the reference has.
-    """
-    if unwatched(q, k, v):
-        return prepare(q, k, v, **asked)(q, k, v)
-    return _forward(q, k, v, *_options(q, k, **asked))
-
-
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **asked: Any) -> Attend:
-    """Return what ``triton_attention`` does with all tensors like these, where nobody watches.
-
-    Args:
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        v: [B, G, S, D].
-        asked: what ``_options`` takes.
-    """
-    options = last, scale, precision, kernels, _ = _options(q, k, **asked)
-    plan = _launchers(kernels)[0].plan(q, k, v, diagonal=last, scale=scale, precision=precision)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_unwatched(q, k, v, plan, options)
-        return plan(q, k, v)
-
-    return attend
-
-
-def _options(
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     *,
     causal: Causal = False,
     scale: float | None = None,
     precision: str = "auto",
     kernels: str = "triton",
     deterministic: bool = True,
-) -> tuple[int | None, float, str, str, bool]:
-    """Return what the operators take beside tensors.
+) -> Attend:
+    """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
+
+    The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
+    returns o [B, H, T, D] and lse [B, H, T], and has no second derivative.
 
     Args:
         q: [B, H, T, D].
         k: [B, G, S, D].
+        v: [B, G, S, D].
         causal: see ``attention``.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
@@ -369,9 +334,19 @@ def _options(
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """
-    last = diagonal(causal, q.shape[2], k.shape[2])
+    last, scale = diagonal(causal, q.shape[2], k.shape[2]), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return last, check_scale(scale, q.shape[3]), precision, kernels, deterministic
+    options = last, scale, precision, kernels, deterministic
+    if not unwatched(q, k, v):
+        return lambda q, k, v: _forward(q, k, v, *options)
+    plan = _launchers(kernels)[0].plan(q, k, v, diagonal=last, scale=scale, precision=precision)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_unwatched(q, k, v, plan, options)
+        return plan(q, k, v)
+
+    return attend
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -395,8 +370,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         reason = why_not(Problem.of(q, k, v, causal=is_causal), q.device)
         if reason is not None:
             raise ValueError(reason)
-        heads = (x.unsqueeze(-3) for x in (q, k, v))
-        o, lse = (x.squeeze(1) for x in triton_attention(*heads, causal=is_causal))
+        heads = [x.unsqueeze(-3) for x in (q, k, v)]
+        o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.diagonal = diagonal(is_causal, q.shape[1], k.shape[1])
         return o

@@ -63,17 +63,21 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    kind = _kind(q)
-    if torch.is_autocast_enabled(kind):
-        q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
-        options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
-        with torch.autocast(kind, enabled=False):
-            return attention(q, k, v, **options)
-    o, lse = _prepared(q, k, v, (causal, scale, return_lse, impl), options)(q, k, v)
+    key = _key(q, k, v, causal, scale, return_lse, impl, options) if unwatched(q, k, v) else None
+    attend = None if key is None else _PLANS.get(key)
+    if attend is None:
+        kind = _kind(q)
+        if torch.is_autocast_enabled(kind):
+            q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
+            options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
+            with torch.autocast(kind, enabled=False):
+                return attention(q, k, v, **options)
+        attend = _prepare(q, k, v, causal, scale, return_lse, impl, options)
+        if key is not None:
+            _remember(key, attend)
+    o, lse = attend(q, k, v)
     return o if lse is None or not return_lse else (o, lse)
 
-
-Asked = tuple[Causal, float | None, bool, str]  # causal, scale, return_lse, impl
 
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
 # again: what has passed the checks once is known by all that was looked at.
@@ -83,53 +87,61 @@ _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
 _NAMEABLE = frozenset({str, bool, int, float, type(None)})
 
 
-def _prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, options: dict[str, Any]
-) -> registry.Attend:
-    """Check the arguments and choose, or repeat what was chosen for ones like them."""
-    key = _key(q, k, v, asked, options) if unwatched(q, k, v) else None
-    plan = _PLANS.get(key) if key is not None else None
-    if plan is None:
-        plan = _prepare(q, k, v, asked, options)
-        if key is not None:
-            if len(_PLANS) >= _MOST_PLANS:
-                _PLANS.clear()
-            _PLANS[key] = plan
-    return plan
-
-
 def _key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, options: dict[str, Any]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: Causal,
+    scale: float | None,
+    return_lse: bool,  # noqa: FBT001 - by position costs less
+    impl: str,
+    options: dict[str, Any],
 ) -> tuple[object, ...] | None:
-    """Return all that a plan depends on, or None where it has no name."""
-    causal, scale, _, impl = asked
-    kinds = type(causal), type(scale), *map(type, options.values())
-    if not _NAMEABLE.issuperset(kinds):
-        return None
+    """Return all that an answer depends on but what is in the tensors, or None if it has no name."""
+    named: tuple[object, ...] = ()
+    if options:
+        named = *options.items(), *map(type, options.values())
+        if not _NAMEABLE.issuperset(named[len(options) :]):
+            return None
     try:
-        return (
+        key = (
             *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT, q.requires_grad),
             *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),
             *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT),
-            *(asked, kinds, *options.items()),
-            None if impl == "auto" else registry.get(impl),
+            *(causal, scale, type(scale), return_lse, named),
+            impl if impl == "auto" else registry.get(impl),
             torch.are_deterministic_algorithms_enabled(),
             q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         )
-    except RuntimeError:  # a tensor without a storage, or without strides
-        return None
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # no tensor, one of no storage or shape, a mask of no hashable value
+    return key
+
+
+def _remember(key: tuple[object, ...], attend: registry.Attend) -> None:
+    if len(_PLANS) >= _MOST_PLANS:
+        _PLANS.clear()
+    _PLANS[key] = attend
 
 
 def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, options: dict[str, Any]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: Causal,
+    scale: float | None,
+    return_lse: bool,  # noqa: FBT001
+    impl: str,
+    options: dict[str, Any],
 ) -> registry.Attend:
-    causal, scale, lse, name = asked
+    """Check the arguments, choose, and return what answers them and all like them."""
     problem = Problem.of(q, k, v, causal=causal)
-    impl, fastest = _choose(name, problem, q, lse=lse)
+    chosen, fastest = _choose(impl, problem, q, lse=return_lse)
     how = {"causal": problem.causal, "scale": check_scale(scale, q.shape[-1]), **fastest, **options}
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
-        return impl.prepared(q, k, v, **how)
-    attend = impl.prepared(q[:, None], k[:, None], v[:, None], **how)
+        return chosen.prepared(q, k, v, **how)
+    attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
 
     def one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> registry.Pair:
         o, lse = attend(q[:, None], k[:, None], v[:, None])

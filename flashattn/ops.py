@@ -40,6 +40,9 @@ HOPPER_FEWEST = 64  # tiles
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
 HOPPER_DTYPES = ("float16", "bfloat16")
 
+ALIGNMENT = 16  # bytes: what kernels load at once depends on an address by no more
+MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
+
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -209,20 +212,60 @@ def _run_backward(*inputs: Any) -> Gradients:
         return _backward(*inputs)
 
 
+class _Prepared:
+    """Our kernels, for inputs like those they were chosen for.
+
+    Args:
+        attend: of q, k and v: launches.
+        options: what operators take beside tensors.
+    """
+
+    def __init__(self, attend: Attend, options: tuple[Any, ...]) -> None:
+        """Know no gradients yet."""
+        self.attend, self.options = attend, options
+        self._backwards: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        """Return o and lse, where nobody watches."""
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_unwatched(q, k, v, self)
+        return self.attend(q, k, v)
+
+    def backward(self, grads: Any, saved: Any) -> Gradients:
+        """Return the gradients of q, k and v.
+
+        Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
+        them to the CPU and back, may change strides and addresses.
+        """
+        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        key = (
+            *(q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT),
+            *(v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT),
+            *(lse.stride(), lse.data_ptr() % ALIGNMENT),
+            *(grad_o.stride(), grad_o.data_ptr() % ALIGNMENT),
+            grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
+        )
+        plan = self._backwards.get(key)
+        if plan is None:
+            last, scale, precision, kernels, deterministic = self.options
+            how: Any = {"diagonal": last, "scale": scale, "precision": precision}
+            launcher = _launchers(kernels)[1]
+            plan = launcher.plan(grads, saved, **how, deterministic=deterministic)
+            if len(self._backwards) >= MOST_BACKWARDS:
+                self._backwards.clear()
+            self._backwards[key] = plan
+        return plan(grads, saved)
+
+
 class _Differentiable(torch.autograd.Function):
     """Forward, with the backward operator as its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attend: Attend,
-        options: tuple[Any, ...],
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared
     ) -> Outputs:
-        o, lse = attend(q, k, v)
-        ctx.options = options
+        o, lse = prepared.attend(q, k, v)
+        ctx.prepared = prepared
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -231,12 +274,15 @@ class _Differentiable(torch.autograd.Function):
     def backward(
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        given = grad_o, grad_lse, q, k, v, o, lse, *ctx.options
-        # With create_graph the operator is wanted, which says that it has no derivative.
-        grads = _backward(*given) if torch.is_grad_enabled() else _run_backward(*given)
-        return *grads, None, None
+        saved = ctx.saved_tensors
+        grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
+        if torch.is_grad_enabled():  # the operator says that it has no derivative
+            dq, dk, dv = _backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
+        elif unwatched(grad_o, grad_lse, *saved):
+            dq, dk, dv = ctx.prepared.backward((grad_o, grad_lse), saved)
+        else:
+            dq, dk, dv = _run_backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
+        return dq, dk, dv, None
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
@@ -270,7 +316,8 @@ def _autograd(run: Any, differentiated: Any, tensors: int) -> Any:
 
 def _forward_differentiated(*inputs: Any) -> Any:
     options = inputs[3:]
-    return _Differentiable.apply(*inputs[:3], lambda *x: _run_forward(*x, *options), options)
+    prepared = _Prepared(lambda q, k, v: _run_forward(q, k, v, *options), options)
+    return _Differentiable.apply(*inputs[:3], prepared)
 
 
 def _backward_differentiated(*inputs: Any) -> Any:
@@ -339,14 +386,9 @@ def prepare(
     options = last, scale, precision, kernels, deterministic
     if not unwatched(q, k, v):
         return lambda q, k, v: _forward(q, k, v, *options)
-    plan = _launchers(kernels)[0].plan(q, k, v, diagonal=last, scale=scale, precision=precision)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_unwatched(q, k, v, plan, options)
-        return plan(q, k, v)
-
-    return attend
+    launcher = _launchers(kernels)[0]
+    plan = launcher.plan(q, k, v, diagonal=last, scale=scale, precision=precision)
+    return _Prepared(plan, options)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

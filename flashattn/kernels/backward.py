@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -540,11 +541,25 @@ def backward(
     Returns:
         The gradients of q, k and v, in their dtype.
     """
+    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
+    return plan(grads, saved, **how, deterministic=deterministic)(grads, saved)
+
+
+def plan(
+    grads: Grads,
+    saved: Saved,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+    deterministic: bool = True,
+) -> Plan:
+    """Return what ``backward`` does with these, and with all that are ``Like`` them."""
     del deterministic
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
     precision = launch.input_precision(precision, q.dtype)
-    return _plan(facts(*given), diagonal, scale, precision)(grads, saved)
+    return _plan(facts(*given), diagonal, scale, precision)
 
 
 @lru_cache(PLANS)

@@ -64,7 +64,10 @@ def attention(
     Source: Dao, 2023, "FlashAttention-2".
     """
     key = _key(q, k, v, causal, scale, return_lse, impl, options) if unwatched(q, k, v) else None
-    attend = None if key is None else _PLANS.get(key)
+    try:
+        attend = _PLANS[key] if key is not None else None
+    except (KeyError, TypeError):  # TypeError: a mask of no hashable value
+        attend = None
     if attend is None:
         kind = _kind(q)
         if torch.is_autocast_enabled(kind):
@@ -74,7 +77,9 @@ def attention(
                 return attention(q, k, v, **options)
         attend = _prepare(q, k, v, causal, scale, return_lse, impl, options)
         if key is not None:
-            _remember(key, attend)
+            if len(_PLANS) >= _MOST_PLANS:
+                _PLANS.clear()
+            _PLANS[key] = attend
     o, lse = attend(q, k, v)
     return o if lse is None or not return_lse else (o, lse)
 
@@ -97,32 +102,25 @@ def _key(
     impl: str,
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
-    """Return all that an answer depends on but what is in the tensors, or None if it has no name."""
+    """Return all that a plan depends on, or None where that has no name."""
     named: tuple[object, ...] = ()
     if options:
-        named = *options.items(), *map(type, options.values())
-        if not _NAMEABLE.issuperset(named[len(options) :]):
+        kinds = tuple(map(type, options.values()))
+        if not _NAMEABLE.issuperset(kinds):
             return None
+        named = *options.items(), kinds
     try:
-        key = (
-            *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT, q.requires_grad),
-            *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),
-            *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT),
-            *(causal, scale, type(scale), return_lse, named),
+        return (
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
+            causal, scale, type(scale), return_lse, named,
             impl if impl == "auto" else registry.get(impl),
             torch.are_deterministic_algorithms_enabled(),
-            q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision,
-        )
-        hash(key)
+            q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+        )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
-        return None  # no tensor, one of no storage or shape, a mask of no hashable value
-    return key
-
-
-def _remember(key: tuple[object, ...], attend: registry.Attend) -> None:
-    if len(_PLANS) >= _MOST_PLANS:
-        _PLANS.clear()
-    _PLANS[key] = attend
+        return None  # no tensor, one of no storage or no shape, no name
 
 
 def _prepare(

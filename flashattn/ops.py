@@ -239,12 +239,12 @@ class _Prepared:
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
         key = (
-            *(q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT),
-            *(v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT),
-            *(lse.stride(), lse.data_ptr() % ALIGNMENT),
-            *(grad_o.stride(), grad_o.data_ptr() % ALIGNMENT),
+            q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
+            v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
+            lse.stride(), lse.data_ptr() % ALIGNMENT,
+            grad_o.stride(), grad_o.data_ptr() % ALIGNMENT,
             grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
-        )
+        )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:
             last, scale, precision, kernels, deterministic = self.options

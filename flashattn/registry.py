@@ -53,12 +53,12 @@ class Impl(Claims):
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
-        prepares: ``call`` returns no result but a callable of q, k and v alone, which gives
-            (o, lse) for these and for all like them, so that the host need not think again. Like are tensors of
-            the same sizes, strides, dtype, device, distance from a multiple of 16 bytes and, of q,
-            need for gradients, under the same settings of torch for deterministic algorithms and
-            fp32 products. Where the compiler, a mode, or a function transform looks on, it is
-            asked anew.
+        prepares: ``call`` returns no result but a callable of q, k and v alone, which gives the
+            (o, lse) of these and of all like them, so that the host need not think again. Like are
+            tensors of the same sizes, strides, dtype, device, distance from a multiple of 16 bytes
+            and, of q, need for gradients, under the same settings of torch for deterministic
+            algorithms and fp32 products. Where the compiler, a mode, or a function transform looks
+            on, it is asked anew.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
     """

@@ -169,7 +169,7 @@ def test_takes(device):
 def test_many_heads_of_one_short_key_are_planned(device):
     """Keys of which a query head has less than a byte make a band as any others."""
     q = torch.zeros(1, 600, 1, 64, device=device, dtype=torch.bfloat16)
-    likes = Like.of(q), *[Like.of(q[:, :1])] * 2, Like.of(q)
+    likes = Like.of(q), *[Like.of(q[:, :1])] * 2
     assert not forward._plan(*likes, None, 0.1, FORWARD[64, False][0]).drawn
 
 

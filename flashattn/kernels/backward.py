@@ -454,7 +454,7 @@ def _pitch(seq_q: int) -> int:
     return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
-def _rows(shape: torch.Size) -> tuple[int, int]:
+def row_shape(shape: torch.Size) -> tuple[int, int]:
     """Return the shape of lse2 and delta for that of o."""
     batch, heads, seq_q, _ = shape
     return batch * heads, _pitch(seq_q)
@@ -465,7 +465,7 @@ def row_terms(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
     given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
-    lse2 = torch.empty(_rows(o.shape), device=o.device, dtype=torch.float32)
+    lse2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
     delta = torch.empty_like(lse2)
     _delta(facts(*given))(o, grad_o, lse, grad_lse, lse2, delta)
     return lse2, delta
@@ -587,7 +587,7 @@ def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precisio
     options = diagonal, scale, precision
     dq, dk, dv = (torch.empty_like(x.meta).stride() for x in (q, k, v))
     return _Backward(
-        (_rows(q.shape), (_pitch(q.shape[2]), 1)),
+        (row_shape(q.shape), (_pitch(q.shape[2]), 1)),
         q.device,
         _delta((given[4], given[3], *given[5:])),
         _pass("bwd_dkdv", given[:4], (dk, dv), *options),

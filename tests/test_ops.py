@@ -131,6 +131,86 @@ def test_outputs_keep_the_layout(device):
     assert attention(q, k, v, impl="triton").stride() == q.stride()
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided"])
+def test_saved_tensors_may_move(device, layout):
+    """Hooks that keep what is saved elsewhere give it back with strides and addresses of its own.
+
+    The same forward has had gradients before, of tensors that stayed where they were.
+    """
+    inputs = arguments(device, layout)
+    grad_o, _ = make_grads(PROBLEM, device=device)
+
+    def gradients():
+        o = attention(*inputs, causal=True, impl="triton")
+        return torch.autograd.grad(o, inputs, grad_o)
+
+    exact = gradients()
+    moved = []
+
+    def unpack(x):
+        moved.append(x.mT.contiguous().mT)
+        return moved[-1]
+
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+            assert all(map(torch.equal, gradients(), exact))
+    assert len(moved) == 10
+    assert all(map(torch.equal, gradients(), exact))
+
+
+def test_gradients_may_lie_anyhow(device):
+    """Of one forward, gradients are read by the strides and at the address that each has."""
+    inputs = arguments(device)
+    dense, dense_lse = make_grads(PROBLEM, device=device)
+    shifted = torch.cat([dense.new_zeros(1), dense.flatten()])[1:].view(dense.shape)
+    scattered, lse = dense.mT.contiguous().mT, dense_lse.mT.contiguous().mT
+    one = dense.new_ones(()).expand_as(dense)
+
+    def gradients(*grads):
+        outputs = attention(*inputs, return_lse=True, impl="triton")
+        some = [i for i, x in enumerate(grads) if x is not None]
+        return torch.autograd.grad([outputs[i] for i in some], inputs, [grads[i] for i in some])
+
+    for given in (
+        (dense, dense_lse),
+        (scattered, dense_lse),
+        (shifted, lse),
+        (dense, None),
+        (scattered, None),
+        (one, None),
+        (None, dense_lse),
+    ):
+        copies = (None if x is None else x.clone().contiguous() for x in given)
+        assert all(map(torch.equal, gradients(*given), gradients(*copies)))
+
+
+def test_gradients_plans_are_few(device, monkeypatch):
+    """Gradients that keep lying elsewhere do not fill the memory."""
+    monkeypatch.setattr(ops, "MOST_BACKWARDS", 2)
+    q, k, v = arguments(device)
+    prepared = ops.prepare(q, k, v)
+    wide = torch.ones(*q.shape[:3], 40, device=device)
+    for n in range(16, 21):
+        o, _ = prepared(q, k, v)
+        torch.autograd.grad(o, (q, k, v), torch.as_strided(wide, o.shape, (0, 0, n, 1)))
+        assert 1 <= len(prepared._backwards) <= 2
+
+
+def test_a_forward_without_gradients_saves_nothing(device):
+    """Where gradients are not enabled, or not needed, o has no history, whatever was prepared."""
+    inputs = arguments(device)
+    assert attention(*inputs, impl="triton").requires_grad
+    with torch.no_grad():
+        assert not attention(*inputs, impl="triton").requires_grad
+    with torch.inference_mode():
+        assert attention(*inputs, impl="triton").is_inference()
+    assert attention(*inputs, impl="triton").requires_grad
+    for i in range(3):
+        given = [x.detach().requires_grad_(i == j) for j, x in enumerate(inputs)]
+        assert attention(*given, impl="triton").requires_grad
+    assert not attention(*(x.detach() for x in inputs), impl="triton").requires_grad
+
+
 def test_expanded_gradients_sum(device):
     """The gradient of an expanded input is the sum over its copies."""
     q, k, v = make_inputs(PROBLEM, device=device)

@@ -281,8 +281,8 @@ MUTANTS = [
     ),
     Mutant(
         "grad_o_taken_for_dense",
-        "ops.py",
-        "grads = _dense(grad_o), ",
+        "kernels/backward.py",
+        "grads = dense(grad_o), ",
         "grads = grad_o, ",
         "an expanded gradient, as that of a sum, is read beyond its one element",
         OFFSETS,

@@ -236,8 +236,8 @@ MUTANTS = [
     Mutant(
         "alignment_swapped",
         "ops.py",
-        "last = diagonal(causal, q.shape[2], k.shape[2])",
-        "last = diagonal(causal, k.shape[2], q.shape[2])",
+        "last, scale = diagonal(causal, q.shape[2], k.shape[2])",
+        "last, scale = diagonal(causal, k.shape[2], q.shape[2])",
         "bottom-right masks are shifted the wrong way where T != S",
     ),
     Mutant(

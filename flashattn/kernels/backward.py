@@ -587,7 +587,7 @@ def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precisio
     options = diagonal, scale, precision
     dq, dk, dv = (torch.empty_like(x.meta).stride() for x in (q, k, v))
     return _Backward(
-        (row_shape(q.shape), (_pitch(q.shape[2]), 1)),
+        row_shape(q.shape),
         q.device,
         _delta((given[4], given[3], *given[5:])),
         _pass("bwd_dkdv", given[:4], (dk, dv), *options),
@@ -619,14 +619,14 @@ class _Backward:
     """Allocates what a backward fills, and launches it.
 
     Args:
-        rows: sizes and strides of lse2 and delta.
+        rows: sizes of lse2 and delta.
         device: of all.
         delta: flashattn_bwd_delta.
         keys: flashattn_bwd_dkdv.
         queries: flashattn_bwd_dq.
     """
 
-    rows: tuple[tuple[int, int], tuple[int, int]]
+    rows: tuple[int, int]
     device: torch.device
     delta: Launch
     keys: Launch
@@ -636,7 +636,7 @@ class _Backward:
         """Return dq, dk and dv."""
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        lse2 = torch.empty_strided(*self.rows, dtype=torch.float32, device=self.device)
+        lse2 = torch.empty(*self.rows, dtype=torch.float32, device=self.device)
         delta = torch.empty_like(lse2)
         with launch.on_device(q):
             self.delta(o, grad_o, lse, grad_lse, lse2, delta)

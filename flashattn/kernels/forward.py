@@ -349,15 +349,12 @@ class _Forward:
 
     def __init__(self, q: Like, fill: Fill) -> None:
         """Know the sizes of lse."""
-        _, heads, seq_q, _ = q.shape
-        # By its strides, which PyTorch reads faster than it finds them.
-        self._lse = tuple(q.shape[:3]), (heads * seq_q, seq_q, 1)
-        self._device, self._fill = q.device, fill
+        self._rows, self._device, self._fill = tuple(q.shape[:3]), q.device, fill
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
         """Return o and lse."""
         o = torch.empty_like(q)
-        lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
+        lse = torch.empty(*self._rows, dtype=torch.float32, device=self._device)
         with launch.on_device(q):
             self._fill(q, k, v, o, lse)
         return o, lse

@@ -103,7 +103,10 @@ class Impl(Claims):
 
     def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Attend:
         """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
-        call = self.call(q, k, v, **options) if self.prepares else partial(self.call, **options)
+        if self.prepares:
+            attend: Attend = self.call(q, k, v, **options)
+            return attend
+        call = partial(self.call, **options)
         return lambda q, k, v: _pair(call(q, k, v))
 
 

@@ -8,10 +8,8 @@ import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.problem import Causal, Problem, check_scale
+from flashattn.problem import ALIGNMENT, Causal, Problem, check_scale
 from flashattn.watchers import unwatched
-
-ALIGNMENT = 16  # bytes: what may be loaded at once depends on an address by no more
 
 # In the order in which "auto" asks them.
 FASTEST_FIRST = {"cuda": ("hopper", "triton", "tiled"), "cpu": ("sdpa", "reference")}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashattn.problem import Causal, Problem, check_scale, diagonal
+from flashattn.problem import ALIGNMENT, Causal, Problem, check_scale, diagonal
 from flashattn.watchers import unwatched
 
 
@@ -40,7 +40,6 @@ HOPPER_FEWEST = 64  # tiles
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
 HOPPER_DTYPES = ("float16", "bfloat16")
 
-ALIGNMENT = 16  # bytes: what kernels load at once depends on an address by no more
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
 Outputs = tuple[torch.Tensor, torch.Tensor]

@@ -234,7 +234,8 @@ class _Prepared:
         """Return the gradients of q, k and v.
 
         Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
-        them to the CPU and back, may change strides and addresses.
+        them to the CPU and back, may change strides and addresses; torch's setting for fp32
+        products may be another by now.
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
         key = (
@@ -243,6 +244,7 @@ class _Prepared:
             lse.stride(), lse.data_ptr() % ALIGNMENT,
             grad_o.stride(), grad_o.data_ptr() % ALIGNMENT,
             grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
+            q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:

@@ -84,8 +84,8 @@ class Like(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether rows are dense, as every kernel wants them."""
-        return self.strides[-1] == 1 or self.shape[-1] == 1
+        """Whether rows are dense, as every kernel wants them, or there are none."""
+        return self.strides[-1] == 1 or self.shape[-1] == 1 or 0 in self.shape
 
     @property
     def meta(self) -> torch.Tensor:

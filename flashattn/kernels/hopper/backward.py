@@ -519,7 +519,7 @@ def backward(
     Args:
         grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
             copied if not contiguous, or None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
         diagonal: as in ``forward``.
         scale: as in ``forward``.
         precision: as in ``forward``.
@@ -575,11 +575,12 @@ def _plan(
         or pick_wide(q.shape[3], q.shape[2], causal=causal)
         or pick_backward(q.shape[3], q.shape[2], causal=causal, deterministic=deterministic)
     )
-    scattered = not grad_o.describable
+    scattered = not (grad_o.dense and grad_o.describable)
+    unreadable = not readable([q, k, v, o], numbers)
     hopeless = scattered and grad_o.meta.is_contiguous()
-    if chosen is None or not takes(q, k, v, scale=scale) or hopeless:
+    if chosen is None or hopeless or not (unreadable or takes(q, k, v, scale=scale)):
         return lambda grads, saved: portable(grads, saved, **how)
-    if scattered or not readable([o], numbers):
+    if scattered or unreadable:
 
         def copied(grads: Grads, saved: Saved) -> Gradients:
             (grad_o, grad_lse), saved = copies(grads, saved)

@@ -33,7 +33,7 @@ from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.hopper.words import operand, packed, settle
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d
 
@@ -356,7 +356,7 @@ def forward(
     """Launch flashattn_hopper_fwd, or where it cannot or does not pay the portable kernel.
 
     Args:
-        q: [B, H, T, D], bf16 or fp16.
+        q: [B, H, T, D], bf16 or fp16, copied once if the last dimension is not dense.
         k: [B, G, S, D], likewise.
         v: [B, G, S, D], likewise.
         diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
@@ -417,6 +417,9 @@ def _plan(
 ) -> Plan:
     """Choose the kernel and its programs, and prepare the launch."""
     q, k, v = Like(*q_facts), Like(*k_facts), Like(*v_facts)
+    if not (q.dense and k.dense and v.dense):
+        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "config": config}
+        return lambda *inputs: forward(*map(dense, inputs), **how)
     config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
     if config is None or not takes(q, k, v, scale=scale):
         return lambda q, k, v: portable(q, k, v, diagonal=diagonal, scale=scale)

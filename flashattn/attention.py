@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.problem import Causal, Problem, check_scale
+from flashattn.problem import ALIGNMENT, Causal, Problem, check_scale
+from flashattn.watchers import unwatched
 
 # In the order in which "auto" asks them.
 FASTEST_FIRST = {"cuda": ("hopper", "triton", "tiled"), "cpu": ("sdpa", "reference")}
@@ -60,69 +61,89 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    kind = _kind(q)
-    if torch.is_autocast_enabled(kind):
-        q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
-        options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
-        with torch.autocast(kind, enabled=False):
-            return attention(q, k, v, **options)
-    plan = _plan(q, k, v, causal=causal, lse=return_lse, impl=impl)
-    scale = check_scale(scale, q.shape[-1])
-    if plan.one_head:
-        q, k, v = q[:, None], k[:, None], v[:, None]
-    how = plan.options | options
-    o, lse = plan.impl(q, k, v, causal=plan.causal, scale=scale, **how)
-    if plan.one_head:
-        o, lse = o[:, 0], None if lse is None else lse[:, 0]
+    key = _key(q, k, v, causal, scale, return_lse, impl, options) if unwatched(q, k, v) else None
+    try:
+        attend = _PLANS[key] if key is not None else None
+    except (KeyError, TypeError):  # TypeError: a mask of no hashable value
+        attend = None
+    if attend is None:
+        kind = _kind(q)
+        if torch.is_autocast_enabled(kind):
+            q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
+            options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
+            with torch.autocast(kind, enabled=False):
+                return attention(q, k, v, **options)
+        attend = _prepare(q, k, v, causal, scale, return_lse, impl, options)
+        if key is not None:
+            if len(_PLANS) >= _MOST_PLANS:
+                _PLANS.clear()
+            _PLANS[key] = attend
+    o, lse = attend(q, k, v)
     return o if lse is None or not return_lse else (o, lse)
 
 
-class _Plan(NamedTuple):
-    """Who answers, and what was made of the arguments."""
-
-    impl: registry.Impl
-    options: dict[str, Any]
-    causal: Causal
-    one_head: bool
-
-
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
-# again: what has passed the checks once is known by what they look at.
-_PLANS: dict[tuple[object, ...], _Plan] = {}
+# again: what has passed the checks once is known by all that was looked at.
+_PLANS: dict[tuple[object, ...], registry.Attend] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
+# Options of these kinds are told apart by kind and value, and hold on to nothing.
+_NAMEABLE = frozenset({str, bool, int, float, type(None)})
 
 
-def _plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
-) -> _Plan:
-    """Check the arguments and choose, or repeat what was chosen for ones like them."""
-    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is torch.Tensor:
-        return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
-    named = impl if impl == "auto" else id(registry.get(impl))
+def _key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: Causal,
+    scale: float | None,
+    return_lse: bool,  # noqa: FBT001 - by position costs less
+    impl: str,
+    options: dict[str, Any],
+) -> tuple[object, ...] | None:
+    """Return all that a plan depends on, or None where that has no name."""
+    named: tuple[object, ...] = ()
+    if options:
+        kinds = tuple(map(type, options.values()))
+        if not _NAMEABLE.issuperset(kinds):
+            return None
+        named = *options.items(), kinds
     try:
-        key = (
-            *(q.shape, q.dtype, q.device, q.layout, q.requires_grad),
-            *(k.shape, k.dtype, k.device, k.layout),
-            *(v.shape, v.dtype, v.device, v.layout),
-            *(causal, type(causal), lse, named),
-        )
-        plan = _PLANS.get(key)
-    except (TypeError, RuntimeError):  # a mask of no hashable value, a nested tensor of no shape
-        return _checked(q, k, v, causal=causal, lse=lse, impl=impl)
-    if plan is None:
-        plan = _checked(q, k, v, causal=causal, lse=lse, impl=impl)
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = plan
-    return plan
+        return (
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
+            causal, scale, type(scale), return_lse, named,
+            impl if impl == "auto" else registry.get(impl),
+            torch.are_deterministic_algorithms_enabled(),
+            q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # no tensor, one of no storage or no shape, no name
 
 
-def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, lse: bool, impl: str
-) -> _Plan:
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: Causal,
+    scale: float | None,
+    return_lse: bool,  # noqa: FBT001
+    impl: str,
+    options: dict[str, Any],
+) -> registry.Attend:
+    """Check the arguments, choose, and return what answers them and all like them."""
     problem = Problem.of(q, k, v, causal=causal)
-    chosen, options = _choose(impl, problem, q, lse=lse)
-    return _Plan(chosen, options, problem.causal, q.ndim == 3)  # noqa: PLR2004
+    chosen, fastest = _choose(impl, problem, q, lse=return_lse)
+    how = {"causal": problem.causal, "scale": check_scale(scale, q.shape[-1]), **fastest, **options}
+    if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
+        return chosen.prepared(q, k, v, **how)
+    attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
+
+    def one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> registry.Pair:
+        o, lse = attend(q[:, None], k[:, None], v[:, None])
+        return o[:, 0], None if lse is None else lse[:, 0]
+
+    return one_head
 
 
 def _kind(x: object) -> str:

@@ -11,7 +11,7 @@ import torch
 from flashattn.problem import Problem
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
     """The contract, clause by clause; by default an implementation claims all but the logsumexp.
 

@@ -7,6 +7,7 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-from flashattn.problem import Causal, Problem, check_scale, diagonal
+from flashattn.problem import ALIGNMENT, Causal, Problem, check_scale, diagonal
+from flashattn.watchers import unwatched
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:
@@ -38,7 +40,10 @@ HOPPER_FEWEST = 64  # tiles
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
 HOPPER_DTYPES = ("float16", "bfloat16")
 
-PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -89,11 +94,6 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     return {"split_keys": True} if tiles < enough else {}
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a dense last dimension: x itself, or one copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 @cache
 def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
     """Return the modules of forward and backward; they import Triton.
@@ -139,11 +139,10 @@ def _launch_forward(
     precision: str,
     kernels: str,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Outputs:
     del deterministic  # it always is
-    launcher = _launchers(kernels)[0]
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    return launcher.forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
+    forward = _launchers(kernels)[0].forward
+    return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
 
 
 def _launch_backward(
@@ -160,18 +159,27 @@ def _launch_backward(
     kernels: str,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    launcher = _launchers(kernels)[1]
-    saved = _dense(q), _dense(k), _dense(v), _dense(o), lse.contiguous()
-    grads = _dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
-    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
-    if kernels != "triton":
-        how["deterministic"] = deterministic
-    return launcher.backward(grads, saved, **how)
+    return _launchers(kernels)[1].backward(
+        (grad_o, grad_lse),
+        (q, k, v, o, lse),
+        diagonal=diagonal,
+        scale=scale,
+        precision=precision,
+        deterministic=deterministic,
+    )
+
+
+def _like_dense(x: torch.Tensor) -> torch.Tensor:
+    """Return what the kernels allocate for x, which they copy if its last dimension is not dense.
+
+    They ask for strides; a compiler for symbolic sizes must decide this branch, too.
+    """
+    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
 @torch.library.register_fake("flashattn::forward", lib=_LIBRARY)
 def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(_dense(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _like_dense(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("flashattn::backward", lib=_LIBRARY)
@@ -184,30 +192,12 @@ def _(
     *_: object,
 ) -> Gradients:
     del grad_o, grad_lse
-    dq, dk, dv = (torch.empty_like(_dense(x)) for x in (q, k, v))
-    return dq, dk, dv
+    return _like_dense(q), _like_dense(k), _like_dense(v)
 
 
-def _unwatched(*tensors: torch.Tensor | None) -> bool:
-    """Return whether nobody but us looks at what is called, so that no operator is needed.
-
-    The compiler, modes, function transforms and kinds of tensors of their own want to see one; to
-    pass by them costs the host as much as the launch.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - there is no public way
-        and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
-        and torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001
-        and torch._C._get_tracing_state() is None  # noqa: SLF001
-        and PLAIN.issuperset(map(type, tensors))
-    )
-
-
-def _run_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_forward(*inputs: Any) -> Outputs:
     """Launch, where gradients are not wanted or somebody else takes care of them."""
-    if _unwatched(*inputs[:3]):
+    if unwatched(*inputs[:3]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
         return _forward(*inputs)
@@ -215,10 +205,57 @@ def _run_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _run_backward(*inputs: Any) -> Gradients:
     """Launch likewise."""
-    if _unwatched(*inputs[:7]):
+    if unwatched(*inputs[:7]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
         return _backward(*inputs)
+
+
+class _Prepared:
+    """Our kernels, for inputs like those they were chosen for.
+
+    Args:
+        attend: of q, k and v: launches.
+        options: what operators take beside tensors.
+    """
+
+    def __init__(self, attend: Attend, options: tuple[Any, ...]) -> None:
+        """Know no gradients yet."""
+        self.attend, self.options = attend, options
+        self._backwards: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        """Return o and lse, where nobody watches."""
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_unwatched(q, k, v, self)
+        return self.attend(q, k, v)
+
+    def backward(self, grads: Any, saved: Any) -> Gradients:
+        """Return the gradients of q, k and v.
+
+        Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
+        them to the CPU and back, may change strides and addresses; torch's setting for fp32
+        products may be another by now.
+        """
+        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        key = (
+            q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
+            v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
+            lse.stride(), lse.data_ptr() % ALIGNMENT,
+            grad_o.stride(), grad_o.data_ptr() % ALIGNMENT,
+            grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
+            q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+        )  # fmt: skip
+        plan = self._backwards.get(key)
+        if plan is None:
+            last, scale, precision, kernels, deterministic = self.options
+            how: Any = {"diagonal": last, "scale": scale, "precision": precision}
+            launcher = _launchers(kernels)[1]
+            plan = launcher.plan(grads, saved, **how, deterministic=deterministic)
+            if len(self._backwards) >= MOST_BACKWARDS:
+                self._backwards.clear()
+            self._backwards[key] = plan
+        return plan(grads, saved)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -226,10 +263,10 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = _run_forward(q, k, v, *options)
-        ctx.options = options
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared
+    ) -> Outputs:
+        o, lse = prepared.attend(q, k, v)
+        ctx.prepared = prepared
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -238,12 +275,19 @@ class _Differentiable(torch.autograd.Function):
     def backward(
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        given = grad_o, grad_lse, q, k, v, o, lse, *ctx.options
-        # With create_graph the operator is wanted, which says that it has no derivative.
-        grads = _backward(*given) if torch.is_grad_enabled() else _run_backward(*given)
-        return *grads, None
+        saved = ctx.saved_tensors
+        grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
+        if torch.is_grad_enabled():  # the operator says that it has no derivative
+            dq, dk, dv = _backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
+        elif unwatched(grad_o, grad_lse, *saved):
+            dq, dk, dv = ctx.prepared.backward((grad_o, grad_lse), saved)
+        else:
+            dq, dk, dv = _run_backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
+        return dq, dk, dv, None
+
+
+# Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
+_apply_unwatched = super(torch.autograd.Function, _Differentiable).apply
 
 
 class _Once(torch.autograd.Function):
@@ -261,23 +305,30 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(msg)
 
 
-def _autograd(run: Any, function: type[torch.autograd.Function], tensors: int) -> Any:
+def _autograd(run: Any, differentiated: Any, tensors: int) -> Any:
     """Return what ``run`` does where gradients may be wanted of its first ``tensors`` arguments."""
 
     def kernel(*inputs: Any) -> Any:
         wanted = any(x is not None and x.requires_grad for x in inputs[:tensors])
-        if wanted and torch.is_grad_enabled():
-            return function.apply(*inputs[:tensors], inputs[tensors:])
-        return run(*inputs)
+        return differentiated(*inputs) if wanted and torch.is_grad_enabled() else run(*inputs)
 
     return kernel
 
 
+def _forward_differentiated(*inputs: Any) -> Any:
+    options = inputs[3:]
+    prepared = _Prepared(lambda q, k, v: _run_forward(q, k, v, *options), options)
+    return _Differentiable.apply(*inputs[:3], prepared)
+
+
+def _backward_differentiated(*inputs: Any) -> Any:
+    return _Once.apply(*inputs[:7], inputs[7:])
+
+
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, tensors=3), "Autograd")
-_attend = _autograd(_launch_forward, _Differentiable, tensors=3)  # where nobody watches
-_LIBRARY.impl("backward", _autograd(_run_backward, _Once, tensors=7), "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _forward_differentiated, 3), "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _backward_differentiated, 7), "Autograd")
 
 
 def _vmap(op: Any, batched: int) -> Any:
@@ -302,7 +353,7 @@ torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=3), li
 torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=7), lib=_LIBRARY)
 
 
-def triton_attention(
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -312,8 +363,11 @@ def triton_attention(
     precision: str = "auto",
     kernels: str = "triton",
     deterministic: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with our kernels; the caller has checked the arguments and asked ``why_not``.
+) -> Attend:
+    """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
+
+    The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
+    returns o [B, H, T, D] and lse [B, H, T], and has no second derivative.
 
     Args:
         q: [B, H, T, D].
@@ -327,17 +381,15 @@ def triton_attention(
         kernels: "triton", the portable ones, "hopper", or "split": Hopper's but for the forward.
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
-
-    Returns:
-        o [B, H, T, D] and lse [B, H, T].
-
-    Raises:
-        NotImplementedError: on a second derivative, which only the reference has.
     """
-    last = diagonal(causal, q.shape[2], k.shape[2])
+    last, scale = diagonal(causal, q.shape[2], k.shape[2]), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    inputs = q, k, v, last, check_scale(scale, q.shape[3]), precision, kernels, deterministic
-    return _attend(*inputs) if _unwatched(q, k, v) else _forward(*inputs)
+    options = last, scale, precision, kernels, deterministic
+    if not unwatched(q, k, v):
+        return lambda q, k, v: _forward(q, k, v, *options)
+    launcher = _launchers(kernels)[0]
+    plan = launcher.plan(q, k, v, diagonal=last, scale=scale, precision=precision)
+    return _Prepared(plan, options)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -361,8 +413,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         reason = why_not(Problem.of(q, k, v, causal=is_causal), q.device)
         if reason is not None:
             raise ValueError(reason)
-        heads = (x.unsqueeze(-3) for x in (q, k, v))
-        o, lse = (x.squeeze(1) for x in triton_attention(*heads, causal=is_causal))
+        heads = [x.unsqueeze(-3) for x in (q, k, v)]
+        o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.diagonal = diagonal(is_causal, q.shape[1], k.shape[1])
         return o

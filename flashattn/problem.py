@@ -19,6 +19,7 @@ from typing import Literal, cast
 import torch
 
 Causal = bool | Literal["top_left", "bottom_right"]
+ALIGNMENT = 16  # bytes: what is loaded at once depends on an address no further
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

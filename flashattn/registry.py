@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -30,6 +30,8 @@ from flashattn.problem import Problem
 WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]
 
 ENTRY_POINTS = "flashattn.impls"
 
@@ -39,7 +41,7 @@ def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Impl(Claims):
     """One implementation of attention, and what it claims.
 
@@ -51,14 +53,21 @@ class Impl(Claims):
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
+        prepares: ``call`` returns no result but a callable of q, k and v alone, which gives the
+            (o, lse) of these and of all like them, so that the host need not think again. Like are
+            tensors of the same sizes, strides, dtype, device, distance from a multiple of 16 bytes
+            and, of q, need for gradients, under the same settings of torch for deterministic
+            algorithms and fp32 products. Where the compiler, a mode, or a function transform looks
+            on, it is asked anew.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
     """
 
     name: str
-    call: Callable[..., Result]
+    call: Callable[..., Any]
     limits: WhyNot
     fastest: Fastest = _always
+    prepares: bool = False
     compiles: bool = False
     origin: str = ""
 
@@ -88,10 +97,21 @@ class Impl(Claims):
         k: torch.Tensor,
         v: torch.Tensor,
         **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Pair:
         """Compute (o, lse); lse is None where it returns none."""
-        result = self.call(q, k, v, **options)
-        return result if isinstance(result, tuple) else (result, None)
+        return self.prepared(q, k, v, **options)(q, k, v)
+
+    def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Attend:
+        """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
+        if self.prepares:
+            attend: Attend = self.call(q, k, v, **options)
+            return attend
+        call = partial(self.call, **options)
+        return lambda q, k, v: _pair(call(q, k, v))
+
+
+def _pair(result: Result) -> Pair:
+    return result if isinstance(result, tuple) else (result, None)
 
 
 _impls: dict[str, Impl] = {}
@@ -100,19 +120,19 @@ _broken: dict[str, str] = {}
 
 def register(
     name: str, *, why_not: WhyNot | None = None, **facts: Any
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated callable known as ``name``.
 
     Args:
         name: not "auto", and not taken.
         why_not: ``Impl.limits``; None where the flags say it all.
-        facts: the flags of ``Claims``, ``fastest`` and ``compiles``.
+        facts: the flags of ``Claims``, ``fastest``, ``prepares`` and ``compiles``.
 
     Raises:
         ValueError: another callable has that name.
     """
 
-    def decorate(call: Callable[..., Result]) -> Callable[..., Result]:
+    def decorate(call: Callable[..., Any]) -> Callable[..., Any]:
         if name == "auto" or name in _impls:
             msg = f"name: wanted one that is not taken, got {name!r}"
             raise ValueError(msg)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
-from flashattn import attention
+from flashattn import attention, registry
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
@@ -254,29 +258,180 @@ def test_triton_on_a_cpu_needs_the_interpreter():
     assert process.stdout.count("TRITON_INTERPRET=1") == 2
 
 
-def test_a_plan_is_repeated_only_for_its_like(device, monkeypatch):
-    """Arguments like ones that passed are not checked again; others are, and bad ones are."""
-    checked = []
-    whole = attention_module._checked
+@pytest.fixture
+def prepared(monkeypatch):
+    """Return the options with which an implementation, "prepares", was asked to prepare."""
+    asked = []
+
+    def prepare(*inputs, **options):
+        assert len(inputs) == 3
+        asked.append(options)
+        return lambda q, k, v: (q, q[..., 0])
+
+    able = {"limits": lambda *_: None, "lse": True, "prepares": True}
+    impls = {"prepares": Impl(name="prepares", call=prepare, **able)}
     monkeypatch.setattr(attention_module, "_PLANS", {})
-    monkeypatch.setattr(
-        attention_module, "_checked", lambda *a, **k: checked.append(k) or whole(*a, **k)
-    )
-    q = torch.randn(1, 2, 8, 16, device=device)
-    first = attention(q, q, q, impl="reference")
-    assert torch.equal(attention(q, q, q, impl="reference"), first)
-    assert len(checked) == 1
-    attention(q, q, q, impl="reference", causal=True)
-    attention(q[:, :, 1:], q, q, impl="reference")
-    attention(q.half(), q.half(), q.half(), impl="reference")
-    attention(q, q, q, impl="tiled")
-    attention(q.clone().requires_grad_(), q, q, impl="reference")
-    assert len(checked) == 6
+    monkeypatch.setattr(registry, "_impls", registry._impls | impls)
+    return asked
+
+
+def shifted(x):
+    """Return a copy that is not aligned."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+CHANGES = {
+    "q's size": lambda q, k, v: ((q[:, :, 1:], k, v), {}),
+    "keys": lambda q, k, v: ((q, k[:, :, 1:], v[:, :, 1:]), {}),
+    "heads of keys": lambda q, k, v: ((q, k[:, :1], v[:, :1]), {}),
+    "q's strides": lambda q, k, v: ((q.mT.contiguous().mT, k, v), {}),
+    "k's strides": lambda q, k, v: ((q, k.mT.contiguous().mT, v), {}),
+    "v's strides": lambda q, k, v: ((q, k, v.mT.contiguous().mT), {}),
+    "q's address": lambda q, k, v: ((shifted(q), k, v), {}),
+    "k's address": lambda q, k, v: ((q, shifted(k), v), {}),
+    "v's address": lambda q, k, v: ((q, k, shifted(v)), {}),
+    "dtype": lambda q, k, v: ((q.half(), k.half(), v.half()), {}),
+    "gradient": lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
+    "one head": lambda q, k, v: ((q[:, 0], k[:, 0], v[:, 0]), {}),
+    "mask": lambda q, k, v: ((q, k, v), {"causal": True}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": 2.0}),
+    "lse": lambda q, k, v: ((q, k, v), {"return_lse": True}),
+    "option": lambda q, k, v: ((q, k, v), {"window": 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_repeated_only_for_its_like(device, prepared, change):
+    """What was prepared answers the like of its arguments again, and nothing else."""
+    given = tensors(device)
+    like = tuple(x.clone() for x in given)
+    first = attention(*given, impl="prepares")
+    other, options = CHANGES[change](*given)
+    assert torch.equal(attention(*like, impl="prepares"), first)
+    assert len(prepared) == 1
     for _ in range(2):
-        with pytest.raises(ValueError, match="k: wanted shape"):
-            attention(q, q[..., 1:], q, impl="reference")
-        with pytest.raises(ValueError, match="causal: wanted"):
-            attention(q, q, q, impl="reference", causal=[])
+        attention(*other, impl="prepares", **options)
+        assert len(prepared) == 2
+    attention(*like, impl="prepares")
+    assert len(prepared) == 2
+
+
+@pytest.mark.parametrize("options", [({"window": 1}, {"window": True}), ({"a": 1}, {"b": 1})])
+def test_options_are_told_apart(device, prepared, options):
+    """By name, kind and value; one that may hold on to memory is prepared each time."""
+    given = tensors(device)
+    for asked in options * 2:
+        attention(*given, impl="prepares", **asked)
+    assert [list(map(repr, told.items()))[2:] for told in prepared] == [
+        list(map(repr, asked.items())) for asked in options
+    ]
+    for _ in range(2):
+        attention(*given, impl="prepares", bias=torch.zeros(1))
+    assert len(prepared) == 4
+    assert len(attention_module._PLANS) == 2
+
+
+def test_devices_are_told_apart(device):
+    """Tensors of other devices have other plans."""
+    given = tensors(device)
+    asked = False, None, False, "triton", {}
+    keys = [attention_module._key(*(x.to(d) for x in given), *asked) for d in (device, "meta")]
+    assert None not in keys
+    assert keys[0] != keys[1]
+
+
+SETTINGS = {
+    "deterministic": torch.use_deterministic_algorithms,
+    "fp32 products": lambda on: setattr(
+        torch.backends.cuda.matmul, "fp32_precision", "tf32" if on else "ieee"
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_plan_is_of_its_settings(device, prepared, setting):
+    """Under other settings of torch, on which a launch depends, it is prepared anew."""
+    given, switch = tensors(device), SETTINGS[setting]
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for plans, on in ((1, False), (2, True), (2, False), (2, True)):
+            switch(on)
+            attention(*given, impl="prepares")
+            assert len(prepared) == plans
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_a_plan_is_of_its_implementation(device, prepared):
+    """Another one of the same name is seen, however alike."""
+    given = tensors(device)
+    attention(*given, impl="prepares")
+    registry._impls["prepares"] = replace(registry.get("prepares"))
+    for _ in range(2):
+        attention(*given, impl="prepares")
+        assert len(prepared) == 2
+
+
+def test_bad_arguments_are_refused_every_time(device, prepared):
+    """Nothing is prepared for them, nor answered by what was prepared for good ones."""
+    q, k, v = tensors(device)
+    attention(q, k, v, scale=1, impl="prepares")
+    for _ in range(2):
+        for given, options, words in (
+            ((q, k[..., 1:], v), {}, "k: wanted shape"),
+            ((None, k, v), {}, "q: wanted a tensor, got NoneType"),
+            ((q, k, v), {"causal": []}, "causal: wanted"),
+            ((q, k, v), {"scale": True}, "scale: wanted a finite number"),
+            ((q, k, v), {"scale": torch.ones(1)}, "scale: wanted a finite number"),
+            ((q, k, v), {"impl": "nobody"}, "impl: wanted one of"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                attention(*given, **({"impl": "prepares"} | options))
+    assert len(prepared) == 1
+    assert len(attention_module._PLANS) == 1
+
+
+def test_who_watches_is_answered_anew(device, prepared):
+    """Under modes, transforms and autocast nothing that was prepared is repeated, nor kept."""
+    given = tensors(device)
+
+    def call(*inputs):
+        return attention(*inputs, impl="prepares")
+
+    call(*given)
+    with Shown():
+        call(*given)
+    torch.func.vmap(call)(*(x[None] for x in given))
+    with torch.autocast(device.type, dtype=torch.float16):
+        call(*given)
+    call(*(x.as_subclass(Kind) for x in given))
+    assert len(prepared) == 5
+    assert len(attention_module._PLANS) == 2  # autocast's is of tensors in its dtype
+
+
+class Shown(TorchDispatchMode):
+    """A mode that looks on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Go on."""
+        return func(*args, **kwargs or {})
+
+
+class Kind(torch.Tensor):
+    """A kind of tensors of its own."""
+
+
+@OURS
+def test_plans_hold_no_tensors(device, name):
+    """What was prepared keeps neither inputs nor results nor gradients alive."""
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+    o = attention(q, k, v, impl=name)
+    grads = torch.autograd.grad(o.sum(), (q, k, v))
+    storages = [weakref.ref(x.untyped_storage()) for x in (q, k, v, o, *grads)]
+    del q, k, v, o, grads
+    gc.collect()
+    assert [storage() for storage in storages] == [None] * 7
 
 
 def test_plans_are_few(device, monkeypatch):

@@ -169,7 +169,7 @@ def test_interpreted_kernels_have_no_speed(bench, pytester):
     """A Triton kernel that was interpreted is a row with a reason, under whatever name."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are not interpreted")
-    plugin = made_impl("mine", registry.get("triton").call)
+    plugin = made_impl("mine", registry.get("triton"))
     bench({"mine": plugin}, *ONE).assert_outcomes(skipped=3)
     rows = load(journal(pytester)).rows
     assert {r["reason"] for r in rows} == {"mine is interpreted: not a speed"}

@@ -19,6 +19,7 @@ from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
+from flashattn.testing.inputs import make_grads, make_inputs
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED.value, reason="kernels are compiled in this process: TRITON_INTERPRET=1"
@@ -480,6 +481,32 @@ PLANTED = [
         WRONG,
     ),
 ]
+
+
+def every_second(x):
+    """Return a copy whose rows a descriptor could have, were they dense."""
+    return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+
+
+@pytest.mark.parametrize("move", [every_second, lambda x: x.mT.contiguous().mT])
+@pytest.mark.parametrize("which", range(6))
+def test_what_is_not_dense_is_copied(move, which):
+    """Any of q, k, v, o and of the gradients of o and lse; the bits are those of dense ones."""
+    problem = fp16(heads=2, seq_q=64, head_dim=64)
+    q, k, v = make_inputs(problem, device="cpu")
+    grad_o, grad_lse = make_grads(problem, device="cpu")
+    how = {"diagonal": None, "scale": 0.1}
+    with emulated() as launched:
+        o, lse = forward.forward(q, k, v, **how)
+        given = [q, k, v, o, grad_o, grad_lse]
+        exact = backward.backward((grad_o, grad_lse), (q, k, v, o, lse), **how, deterministic=True)
+        once = list(launched)
+        given[which] = move(given[which])
+        moved = forward.forward(*given[:3], **how)
+        saved = *given[:4], lse
+        got = backward.backward(tuple(given[4:]), saved, **how, deterministic=True)
+    assert launched == once * 2
+    assert all(map(torch.equal, (*moved, *got), (o, lse, *exact)))
 
 
 @pytest.mark.mutants

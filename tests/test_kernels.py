@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
 
@@ -18,6 +19,15 @@ from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate
 from flashattn.testing.inputs import make_grads, make_inputs
+
+attention_module = import_module("flashattn.attention")  # the package's name is the function's
+
+
+def forget():
+    """Plan anew whatever is launched next."""
+    attention_module._PLANS.clear()
+    for planned in (forward._plan, backward._plan, backward._pass, backward._delta):
+        planned.cache_clear()
 
 
 def triton(causal, **options):
@@ -98,10 +108,7 @@ def test_like_inputs_are_launched_again(device, layout, monkeypatch):
 
     wanted = []
     for inputs in draws:
-        forward._plan.cache_clear()
-        backward._plan.cache_clear()
-        backward._pass.cache_clear()
-        backward._delta.cache_clear()
+        forget()
         wanted.append(answers(inputs))
     firsts, first = [], launch.Launch._first
     monkeypatch.setattr(
@@ -286,12 +293,12 @@ def test_split_keys(device, problem, parts, monkeypatch):
     """However many parts the keys are split into, o and lse, and their gradients, are right."""
     chosen = launch.split
     monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:5], parts))
-    forward._plan.cache_clear()
+    forget()
     asked = Question(problem=problem, device=device)
     try:
         assert_accurate(triton(problem.causal), asked)
     finally:
-        forward._plan.cache_clear()
+        forget()
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "decode"])

@@ -15,15 +15,16 @@ PACKAGE = Path(flashattn.__file__).parent
 # Whom each room may import, of the package. A room that is not listed fails.
 ALLOWED = {
     "problem": set(),
+    "watchers": set(),
     "reference": set(),
     "tiled": {"problem"},
     "kernels": {"kernels"},
-    "ops": {"problem", "kernels"},
+    "ops": {"problem", "watchers", "kernels"},
     "weighted_sum": {"kernels"},
     "claims": {"problem"},
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "problem"},
-    "attention": {"impls", "registry", "problem"},
+    "attention": {"impls", "registry", "problem", "watchers"},
     "lm": set(),
     "costs": {"lm"},
     "training": {"lm"},

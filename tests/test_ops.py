@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -129,6 +130,118 @@ def test_outputs_keep_the_layout(device):
     """O lies in memory as q does, so that merging heads after a projection copies nothing."""
     q, k, v = (x.detach() for x in arguments(device, "sequence_first"))
     assert attention(q, k, v, impl="triton").stride() == q.stride()
+
+
+def scattered(x):
+    """Return a copy whose last dimension is not dense."""
+    return x.mT.contiguous().mT
+
+
+def shifted(x):
+    """Return a copy that is not aligned."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("move", [scattered, shifted])
+def test_inputs_may_lie_anyhow(device, move):
+    """Each is read by its own strides and address, or copied where it is not dense."""
+    given = [x.detach() for x in arguments(device)]
+    exact = attention(*given, causal=True, impl="triton")
+    for i, x in enumerate(given):
+        moved = *given[:i], move(x), *given[i + 1 :]
+        assert torch.equal(attention(*moved, causal=True, impl="triton"), exact)
+
+
+@pytest.mark.parametrize("move", [scattered, shifted])
+@pytest.mark.parametrize("which", range(5))
+def test_saved_tensors_may_move(device, move, which):
+    """Hooks that keep what is saved elsewhere give it back with strides and addresses of its own.
+
+    The same forward has had gradients before, of tensors that stayed where they were.
+    """
+    inputs = arguments(device)
+    grad_o, _ = make_grads(PROBLEM, device=device)
+
+    def gradients():
+        o = attention(*inputs, causal=True, impl="triton")
+        return torch.autograd.grad(o, inputs, grad_o)
+
+    exact, numbers = gradients(), count()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (next(numbers), x.clone()),
+        lambda kept: move(kept[1]) if kept[0] == which else kept[1],
+    ):
+        moved = gradients()
+    assert next(numbers) == 5
+    assert all(map(torch.equal, moved, exact))
+    assert all(map(torch.equal, gradients(), exact))
+
+
+def test_gradients_may_lie_anyhow(device):
+    """Of one forward, gradients are read by the strides and at the address that each has."""
+    inputs = arguments(device)
+    dense, lse = make_grads(PROBLEM, device=device)
+    one = dense.new_ones(()).expand_as(dense)
+
+    def gradients(*grads):
+        outputs = attention(*inputs, return_lse=True, impl="triton")
+        some = [i for i, x in enumerate(grads) if x is not None]
+        return torch.autograd.grad([outputs[i] for i in some], inputs, [grads[i] for i in some])
+
+    for given in (
+        (dense, lse),
+        (scattered(dense), lse),
+        (shifted(dense), lse),
+        (dense, scattered(lse)),
+        (dense, shifted(lse)),
+        (dense, None),
+        (one, None),
+        (None, lse),
+    ):
+        copies = (None if x is None else x.clone().contiguous() for x in given)
+        assert all(map(torch.equal, gradients(*given), gradients(*copies)))
+
+
+def test_gradients_are_of_the_precision_that_torch_allows_then(device):
+    """Products of fp32 are made as the setting says when gradients are, whatever it said before."""
+    inputs = arguments(device)
+    prepared, matmul = ops.prepare(*inputs), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for plans, precision in ((1, "ieee"), (2, "tf32"), (2, "ieee")):
+            o, _ = prepared(*inputs)
+            matmul.fp32_precision = precision
+            torch.autograd.grad(o.sum(), inputs)
+            assert len(prepared._backwards) == plans
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_gradients_plans_are_few(device, monkeypatch):
+    """Gradients that keep lying elsewhere do not fill the memory."""
+    monkeypatch.setattr(ops, "MOST_BACKWARDS", 2)
+    q, k, v = arguments(device)
+    prepared = ops.prepare(q, k, v)
+    wide = torch.ones(*q.shape[:3], 40, device=device)
+    for n in range(16, 21):
+        o, _ = prepared(q, k, v)
+        torch.autograd.grad(o, (q, k, v), torch.as_strided(wide, o.shape, (0, 0, n, 1)))
+        assert 1 <= len(prepared._backwards) <= 2
+
+
+def test_a_forward_without_gradients_saves_nothing(device):
+    """Where gradients are not enabled, or not needed, o has no history, whatever was prepared."""
+    inputs = arguments(device)
+    assert attention(*inputs, impl="triton").requires_grad
+    with torch.no_grad():
+        assert not attention(*inputs, impl="triton").requires_grad
+    with torch.inference_mode():
+        assert attention(*inputs, impl="triton").is_inference()
+    assert attention(*inputs, impl="triton").requires_grad
+    for i in range(3):
+        given = [x.detach().requires_grad_(i == j) for j, x in enumerate(inputs)]
+        assert attention(*given, impl="triton").requires_grad
+    assert not attention(*(x.detach() for x in inputs), impl="triton").requires_grad
 
 
 def test_expanded_gradients_sum(device):

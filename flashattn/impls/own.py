@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
-@register("triton", why_not=ops.why_not, lse=True)
+@register("triton", why_not=ops.why_not, prepares=True, lse=True)
 def triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -25,16 +25,16 @@ def triton(
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
-) -> Pair:
+) -> ops.Attend:
     """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``).
 
     It is deterministic, whatever is asked.
     """
     del deterministic
-    return ops.triton_attention(q, k, v, causal=causal, scale=scale, precision=precision)
+    return ops.prepare(q, k, v, causal=causal, scale=scale, precision=precision)
 
 
-@register("hopper", why_not=ops.why_not_hopper, fastest=ops.hopper_fastest, lse=True)
+@register("hopper", why_not=ops.why_not_hopper, fastest=ops.hopper_fastest, prepares=True, lse=True)
 def _hopper(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -45,7 +45,7 @@ def _hopper(
     precision: str = "auto",
     deterministic: bool = True,
     split_keys: bool = False,
-) -> Pair:
+) -> ops.Attend:
     """FlashAttention for Hopper in Gluon.
 
     With ``deterministic=False`` the gradient of q is summed in any order for D <= 128, unless
@@ -55,7 +55,7 @@ def _hopper(
     a stride of 0) and a scale that is not positive are the portable kernels'; so is all of the
     forward with ``split_keys``, which is faster where there are few queries.
     """
-    return ops.triton_attention(
+    return ops.prepare(
         q,
         k,
         v,

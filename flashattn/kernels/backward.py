@@ -7,15 +7,17 @@ element is written by one program, in one order: no atomics.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
@@ -367,7 +369,7 @@ def flashattn_bwd_dq(
 class Recomputation:
     """What both passes find P and dS from.
 
-    q, k, v and grad_o have dense last dimensions; lse2 and delta are ``row_terms``.
+    q, k, v and grad_o have dense rows; lse2 and delta are ``row_terms``.
     """
 
     q: torch.Tensor
@@ -452,7 +454,7 @@ def _pitch(seq_q: int) -> int:
     return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
-def _rows(shape: torch.Size) -> tuple[int, int]:
+def row_shape(shape: torch.Size) -> tuple[int, int]:
     """Return the shape of lse2 and delta for that of o."""
     batch, heads, seq_q, _ = shape
     return batch * heads, _pitch(seq_q)
@@ -463,7 +465,7 @@ def row_terms(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
     given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
-    lse2 = torch.empty(_rows(o.shape), device=o.device, dtype=torch.float32)
+    lse2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
     delta = torch.empty_like(lse2)
     _delta(facts(*given))(o, grad_o, lse, grad_lse, lse2, delta)
     return lse2, delta
@@ -510,82 +512,134 @@ def query_gradients(given: Recomputation, tile: Tile | None = None) -> torch.Ten
     return dq
 
 
+Grads = tuple[torch.Tensor, torch.Tensor | None]
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Plan = Callable[[Grads, Saved], Gradients]
+
+
 def backward(
-    grads: tuple[torch.Tensor, torch.Tensor | None],
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: Grads,
+    saved: Saved,
     *,
     diagonal: int | None,
     scale: float,
     precision: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    deterministic: bool = True,
+) -> Gradients:
     """Launch the three kernels.
 
     Args:
-        grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or
-            None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them.
+        grads: of o [B, H, T, D], copied once if the last dimension is not dense, and of lse
+            [B, H, T], copied if not contiguous, or None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
         diagonal: as in ``forward``.
         scale: as in ``forward``.
         precision: as in ``forward``.
+        deterministic: it is, whatever is asked.
 
     Returns:
         The gradients of q, k and v, in their dtype.
     """
+    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
+    return plan(grads, saved, **how, deterministic=deterministic)(grads, saved)
+
+
+def plan(
+    grads: Grads,
+    saved: Saved,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+    deterministic: bool = True,
+) -> Plan:
+    """Return what ``backward`` does with these, and with all that are ``Like`` them."""
+    del deterministic
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    if 0 in q.shape or 0 in k.shape:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
-    strides = dq.stride(), dk.stride(), dv.stride()
     precision = launch.input_precision(precision, q.dtype)
-    with launch.on_device(q):
-        plan = _plan(facts(*given), strides, diagonal, scale, precision)
-        lse2 = torch.empty(plan.rows, device=q.device, dtype=torch.float32)
-        delta = torch.empty_like(lse2)
-        plan.delta(o, grad_o, lse, grad_lse, lse2, delta)
-        plan.keys(q, k, v, grad_o, lse2, delta, dk, dv)
-        plan.queries(q, k, v, grad_o, lse2, delta, dq)
-    return dq, dk, dv
+    return _plan(facts(*given), diagonal, scale, precision)
+
+
+@lru_cache(PLANS)
+def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precision: str) -> Plan:
+    """Choose what answers.
+
+    Args:
+        given: what is to be known of q, k, v, grad_o, o, lse, and grad_lse where there is one.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        precision: as ``launch.input_precision`` returns it.
+    """
+    likes = [Like(*x) for x in given]
+    q, k, v = likes[:3]
+    launch.check_device(q.device)
+    if 0 in q.shape or 0 in k.shape:
+        return _no_gradients
+    if not readable(likes[:5], likes[5:]):
+
+        def copied(grads: Grads, saved: Saved) -> Gradients:
+            grads, saved = copies(grads, saved)
+            return backward(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
+
+        return copied
+    options = diagonal, scale, precision
+    dq, dk, dv = (torch.empty_like(x.meta).stride() for x in (q, k, v))
+    return _Backward(
+        row_shape(q.shape),
+        q.device,
+        _delta((given[4], given[3], *given[5:])),
+        _pass("bwd_dkdv", given[:4], (dk, dv), *options),
+        _pass("bwd_dq", given[:4], (dq,), *options),
+    )
+
+
+def readable(rows: Sequence[Like], numbers: Sequence[Like]) -> bool:
+    """Return whether kernels can read tensors: rows of D, and one number a row."""
+    return all(x.dense for x in rows) and all(x.meta.is_contiguous() for x in numbers)
+
+
+def copies(grads: Grads, saved: Saved) -> tuple[Grads, Saved]:
+    """Return copies of tensors that are not ``readable``, and the others."""
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    grads = dense(grad_o), None if grad_lse is None else grad_lse.contiguous()
+    return grads, (dense(q), dense(k), dense(v), dense(o), lse.contiguous())
+
+
+def _no_gradients(grads: Grads, saved: Saved) -> Gradients:
+    """Answer without a launch: there is no query, or no key."""
+    del grads
+    q, k, v = saved[:3]
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What a backward launches, all of it found by one look.
+class _Backward:
+    """Allocates what a backward fills, and launches it.
 
     Args:
-        rows: shape of lse2 and delta.
+        rows: sizes of lse2 and delta.
+        device: of all.
         delta: flashattn_bwd_delta.
         keys: flashattn_bwd_dkdv.
         queries: flashattn_bwd_dq.
     """
 
     rows: tuple[int, int]
+    device: torch.device
     delta: Launch
     keys: Launch
     queries: Launch
 
-
-@lru_cache(PLANS)
-def _plan(
-    given: tuple[Facts, ...],
-    strides: tuple[tuple[int, ...], ...],
-    diagonal: int | None,
-    scale: float,
-    precision: str,
-) -> _Plan:
-    """Prepare the launches.
-
-    Args:
-        given: what is to be known of q, k, v, grad_o, o, lse, and grad_lse where there is one.
-        strides: of dq, dk and dv.
-        diagonal: as in ``forward``.
-        scale: as in ``forward``.
-        precision: as ``launch.input_precision`` returns it.
-    """
-    inputs, (grad_o, o, *rest), options = given[:4], given[3:], (diagonal, scale, precision)
-    return _Plan(
-        _rows(Like(*o).shape),
-        _delta((o, grad_o, *rest)),
-        _pass("bwd_dkdv", inputs, strides[1:], *options),
-        _pass("bwd_dq", inputs, strides[:1], *options),
-    )
+    def __call__(self, grads: Grads, saved: Saved) -> Gradients:
+        """Return dq, dk and dv."""
+        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        lse2 = torch.empty(*self.rows, dtype=torch.float32, device=self.device)
+        delta = torch.empty_like(lse2)
+        with launch.on_device(q):
+            self.delta(o, grad_o, lse, grad_lse, lse2, delta)
+            self.keys(q, k, v, grad_o, lse2, delta, dk, dv)
+            self.queries(q, k, v, grad_o, lse2, delta, dq)
+        return dq, dk, dv

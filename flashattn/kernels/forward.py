@@ -7,15 +7,16 @@ flashattn_merge puts the parts together by their logsumexp, always in the same o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
     LN2,
     LOG2E,
@@ -227,6 +228,11 @@ def flashattn_merge(
     tl.store(lse + row, lse_row, mask=row < rows)
 
 
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Plan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
+Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -237,11 +243,11 @@ def forward(
     precision: str = "auto",
     tile: Tile | None = None,
     parts: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Outputs:
     """Launch flashattn_fwd, and flashattn_merge where keys are split.
 
     Args:
-        q: [B, H, T, D], checked, the last dimension dense.
+        q: [B, H, T, D], checked; copied once if the last dimension is not dense.
         k: [B, G, S, D], likewise.
         v: [B, G, S, D], likewise.
         diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
@@ -253,75 +259,150 @@ def forward(
     Returns:
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
-    rows, (kv_heads, seq_kv) = q.shape[:3], k.shape[1:3]
-    o, lse = torch.empty_like(q), torch.empty(rows, device=q.device, dtype=torch.float32)
-    if 0 in rows or seq_kv == 0:
-        return o.zero_(), lse.fill_(-torch.inf)
-    options = (scale, launch.input_precision(precision, q.dtype), tile, parts)
-    with launch.on_device(q):
-        if rows[2] > 1 or rows[1] == kv_heads:
-            _plan(*facts(q, k, v), o.stride(), diagonal, *options)(q, k, v, o, lse)
-            return o, lse
-        # One query: the heads that share keys are rows of one tile, and read them once. It sees
-        # all keys up to one, without a mask.
-        seen = seq_kv if diagonal is None else min(seq_kv, diagonal + 1)
-        if seen <= 0:
-            return o.zero_(), lse.fill_(-torch.inf)
-        queries, o_rows = (x.squeeze(2).unflatten(1, (kv_heads, -1)) for x in (q, o))
-        inputs = queries, k[:, :, :seen], v[:, :, :seen]
-        plan = _plan(*facts(*inputs), o_rows.stride(), None, *options)
-        plan(*inputs, o_rows, lse.view(queries.shape[:3]))
-    return o, lse
+    precision = launch.input_precision(precision, q.dtype)
+    return _plan(facts(q, k, v), diagonal, scale, precision, tile, parts)(q, k, v)
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+) -> Plan:
+    """Return what ``forward`` does with q, k and v, and with all that are ``Like`` them."""
+    precision = launch.input_precision(precision, q.dtype)
+    return _plan(facts(q, k, v), diagonal, scale, precision, None, None)
+
+
+@lru_cache(PLANS)
+def _plan(
+    given: tuple[Facts, ...],
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+    tile: Tile | None,
+    parts: int | None,
+) -> Plan:
+    """Choose what answers q, k and v."""
+    q, k, v = (Like(*x) for x in given)
+    launch.check_device(q.device)
+    (_, heads, seq_q, _), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    if 0 in q.shape or seq_kv == 0:
+        return _sees_nothing
+    options = scale, precision, tile, parts
+    if not (q.dense and k.dense and v.dense):
+
+        def copied(*inputs: torch.Tensor) -> Outputs:
+            copies = [dense(x) for x in inputs]
+            return _plan(facts(*copies), diagonal, *options)(*copies)
+
+        return copied
+    o = torch.empty_like(q.meta)
+    if seq_q > 1 or heads == kv_heads:
+        return _Forward(q, _fill(q, k, v, o.stride(), diagonal, *options))
+    # One query: the heads that share keys are rows of one tile, and read them once. It sees all
+    # keys up to one, without a mask.
+    seen = seq_kv if diagonal is None else min(seq_kv, diagonal + 1)
+    if seen <= 0:
+        return _sees_nothing
+    views = partial(_one_query, kv_heads, seen)
+    *inputs, o_rows = views(q.meta, k.meta, v.meta, o)
+    q_rows, k_seen, v_seen = (
+        like._replace(shape=x.shape, strides=x.stride())
+        for like, x in zip((q, k, v), inputs, strict=True)
+    )
+    fill = _fill(q_rows, k_seen, v_seen, o_rows.stride(), None, *options)
+
+    def viewed(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        fill(*views(q, k, v, o), lse.view(q_rows.shape[:3]))
+
+    return _Forward(q, viewed)
+
+
+def _sees_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+    """Answer without a launch: there is no query, or none that sees a key."""
+    del k, v
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
+    return torch.zeros_like(q), lse
+
+
+def _one_query(
+    kv_heads: int, seen: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q and o with the heads that share keys as rows, and the keys and values seen."""
+    q, o = (x.squeeze(2).unflatten(1, (kv_heads, -1)) for x in (q, o))
+    return q, k[:, :, :seen], v[:, :, :seen], o
+
+
+class _Forward:
+    """Allocates o and lse, and fills them.
+
+    Args:
+        q: what the inputs' q are like.
+        fill: of q, k, v, o and lse.
+    """
+
+    def __init__(self, q: Like, fill: Fill) -> None:
+        """Know the sizes of lse."""
+        self._rows, self._device, self._fill = tuple(q.shape[:3]), q.device, fill
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        """Return o and lse."""
+        o = torch.empty_like(q)
+        lse = torch.empty(*self._rows, dtype=torch.float32, device=self._device)
+        with launch.on_device(q):
+            self._fill(q, k, v, o, lse)
+        return o, lse
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is launched: a fold, and where keys are split a merge of its parts.
+class _Split:
+    """A fold of parts of the keys, and a merge of these.
 
     Args:
         fold: flashattn_fwd.
-        parts: shape of o for each part of the keys; None where they are not split.
-        merge: flashattn_merge; likewise.
+        parts: shape of o for each part of the keys.
+        merge: flashattn_merge.
     """
 
     fold: Launch
-    parts: tuple[int, ...] | None = None
-    merge: Launch | None = None
+    parts: tuple[int, ...]
+    merge: Launch
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> None:
         """Fill o and lse."""
-        if self.parts is None or self.merge is None:
-            self.fold(q, k, v, o, lse)
-            return
         o_parts = torch.empty(self.parts, device=q.device, dtype=torch.float32)
         lse_parts = torch.empty(self.parts[:3], device=q.device, dtype=torch.float32)
         self.fold(q, k, v, o_parts, lse_parts)
         self.merge(o_parts, lse_parts, o, lse)
 
 
-@lru_cache(PLANS)
-def _plan(
-    q_facts: Facts,
-    k_facts: Facts,
-    v_facts: Facts,
+def _fill(
+    q: Like,
+    k: Like,
+    v: Like,
     o_strides: tuple[int, ...],
     diagonal: int | None,
     scale: float,
     precision: str,
     tile: Tile | None,
     parts: int | None,
-) -> _Plan:
+) -> Fill:
     """Choose a tile and a split, and prepare the launches."""
-    q, k, v = Like(*q_facts), Like(*k_facts), Like(*v_facts)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     kernel: Kernel = "decode" if seq_q <= FEW_QUERIES else "fwd"
     tile = tile or launch.pick_tile(kernel, q, k, v, causal=diagonal is not None)
     programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
     parts, chunk = launch.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
-    dense = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
+    packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value
     fold = Launch(
         flashattn_fwd,
@@ -335,7 +416,7 @@ def _plan(
         ],
         (
             *(x.strides[:3] for x in (q, k, v)),
-            dense if parts > 1 else o_strides[:3],
+            packed if parts > 1 else o_strides[:3],
             heads,
             heads // kv_heads,
             seq_q,
@@ -355,7 +436,7 @@ def _plan(
         },
     )
     if parts == 1:
-        return _Plan(fold)
+        return fold
     rows, d = batch * heads * seq_q, block_d(head_dim)
     merge = Launch(
         flashattn_merge,
@@ -370,4 +451,4 @@ def _plan(
             "num_warps": MERGE_WARPS,
         },
     )
-    return _Plan(fold, (parts * batch, heads, seq_q, head_dim), merge)
+    return _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)

@@ -83,6 +83,16 @@ class Like(NamedTuple):
         return cls(*facts(x)[0])
 
     @property
+    def dense(self) -> bool:
+        """Whether rows are dense, as every kernel wants them, or there are none."""
+        return self.strides[-1] == 1 or self.shape[-1] == 1 or 0 in self.shape
+
+    @property
+    def meta(self) -> torch.Tensor:
+        """A tensor without memory, to ask PyTorch what it would do with one like this."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+    @property
     def describable(self) -> bool:
         """Whether the bulk copy engine can address it: aligned, no stride 0, dense in the last."""
         size = self.dtype.itemsize
@@ -100,6 +110,11 @@ def facts(*tensors: torch.Tensor) -> tuple[Facts, ...]:
             for x in tensors
         ]
     )
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x with dense rows: x itself, or one copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def tiny(q: Like, k: Like) -> bool:
@@ -187,11 +202,13 @@ class Launch:
         if self._compiled is None:
             self._first(tensors)
             return
-        operands: list[Any] = list(tensors)
-        for i, kind, fields in self._described:
-            descriptor: Any = object.__new__(kind)  # the first of its like was checked
-            descriptor.__dict__.update(fields, base=tensors[i])
-            operands[i] = descriptor
+        operands: Sequence[Any] = tensors
+        if self._described:
+            operands = list(tensors)
+            for i, kind, fields in self._described:
+                descriptor: Any = object.__new__(kind)  # the first of its like was checked
+                descriptor.__dict__.update(fields, base=tensors[i])
+                operands[i] = descriptor
         if _listened_to():
             self._compiled[self._grid](*operands, *self._rest)
         else:  # as that does, without making what it would tell, which takes as long as the launch
@@ -223,18 +240,27 @@ def _listened_to() -> bool:
     return getattr(hooks[0], "calls", True) or getattr(hooks[1], "calls", True)
 
 
+def check_device(device: torch.device) -> None:
+    """Refuse what no kernel can run on.
+
+    Raises:
+        ValueError: it is a CPU, and the kernels were compiled, not interpreted.
+    """
+    if device.type == "cpu" and not INTERPRETED.value:
+        msg = f"wanted a CUDA tensor, got {device}; TRITON_INTERPRET=1, set before, interprets"
+        raise ValueError(msg)
+
+
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     """Make x's GPU the current one; a CPU tensor needs the interpreter.
 
     Raises:
-        ValueError: x is on a CPU and the kernels were compiled, not interpreted.
+        ValueError: see ``check_device``.
     """
     if x.is_cuda:
-        current = x.device.index == torch.cuda.current_device()
-        return _NOTHING if current else torch.cuda.device(x.device)
-    if not INTERPRETED.value:
-        msg = f"wanted a CUDA tensor, got {x.device}; TRITON_INTERPRET=1, set before, interprets"
-        raise ValueError(msg)
+        index = x.get_device()
+        return _NOTHING if index == torch.cuda.current_device() else torch.cuda.device(index)
+    check_device(x.device)
     return _NOTHING
 
 

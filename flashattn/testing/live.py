@@ -55,7 +55,7 @@ class Live(TorchDispatchMode):
     def _meet(self, x: torch.Tensor, *, counted: bool) -> None:
         """Count a tensor's storage from now on, or never."""
         storage = x.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() * counted  # noqa: SLF001 - what identifies it
+        key, size = storage._cdata, storage.nbytes() * (counted and not x.is_meta)  # noqa: SLF001 - what identifies it
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
             self.now, self.largest = self.now + size, max(self.largest, size)

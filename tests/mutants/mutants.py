@@ -236,8 +236,8 @@ MUTANTS = [
     Mutant(
         "alignment_swapped",
         "ops.py",
-        "last = diagonal(causal, q.shape[2], k.shape[2])",
-        "last = diagonal(causal, k.shape[2], q.shape[2])",
+        "last, scale = diagonal(causal, q.shape[2], k.shape[2])",
+        "last, scale = diagonal(causal, k.shape[2], q.shape[2])",
         "bottom-right masks are shifted the wrong way where T != S",
     ),
     Mutant(
@@ -281,8 +281,8 @@ MUTANTS = [
     ),
     Mutant(
         "grad_o_taken_for_dense",
-        "ops.py",
-        "grads = _dense(grad_o), ",
+        "kernels/backward.py",
+        "grads = dense(grad_o), ",
         "grads = grad_o, ",
         "an expanded gradient, as that of a sum, is read beyond its one element",
         OFFSETS,

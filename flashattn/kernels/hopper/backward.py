@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,8 +40,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
+from flashattn.kernels.backward import (
+    Gradients,
+    Grads,
+    Plan,
+    Saved,
+    copies,
+    readable,
+    row_shape,
+    row_terms,
+)
 from flashattn.kernels.backward import backward as portable
-from flashattn.kernels.backward import row_terms
 from flashattn.kernels.hopper import backward_wide
 from flashattn.kernels.hopper.columns import fold, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import add_tile, store_tile
@@ -56,7 +65,7 @@ from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
 
@@ -525,24 +534,24 @@ class Lines:
 
 
 def backward(
-    grads: tuple[torch.Tensor, torch.Tensor | None],
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: Grads,
+    saved: Saved,
     *,
     diagonal: int | None,
     scale: float,
     precision: str = "auto",
     deterministic: bool = False,
     config: BackwardConfig | WideConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     """Launch flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
 
     Wider heads are those of ``backward_wide``. What they cannot take is the portable kernels':
     tensors that no descriptor can have, and scales that are not positive.
 
     Args:
-        grads: of o [B, H, T, D], the last dimension dense, and of lse [B, H, T], contiguous, or
-            None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them.
+        grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
+            copied if not contiguous, or None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
         diagonal: as in ``forward``.
         scale: as in ``forward``.
         precision: as in ``forward``.
@@ -552,33 +561,92 @@ def backward(
     Returns:
         The gradients of q, k and v, in their dtype.
     """
+    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
+    return plan(grads, saved, **how, deterministic=deterministic, config=config)(grads, saved)
+
+
+def plan(
+    grads: Grads,
+    saved: Saved,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+    deterministic: bool = False,
+    config: BackwardConfig | WideConfig | None = None,
+) -> Plan:
+    """Return what ``backward`` does with these, and with all that are ``Like`` them."""
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    grad_o = grad_o if Like.of(grad_o).describable else grad_o.contiguous()
-    likes = Like.of(q), Like.of(k), Like.of(v), Like.of(grad_o)
+    given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
+    launch.input_precision(precision, q.dtype)
+    return _plan(facts(*given), diagonal, scale, deterministic, config)
+
+
+@lru_cache(PLANS)
+def _plan(
+    given: tuple[Facts, ...],
+    diagonal: int | None,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001
+    config: BackwardConfig | WideConfig | None,
+) -> Plan:
+    """Choose what answers.
+
+    Args:
+        given: what is to be known of q, k, v, grad_o, o, lse, and grad_lse where there is one.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        deterministic: as in ``backward``.
+        config: instead of the table's.
+    """
+    q, k, v, grad_o, o, *numbers = (Like(*x) for x in given)
     causal = diagonal is not None
-    config = (
+    how: dict[str, Any] = {"diagonal": diagonal, "scale": scale}
+    chosen = (
         config
         or pick_wide(q.shape[3], q.shape[2], causal=causal)
         or pick_backward(q.shape[3], q.shape[2], causal=causal, deterministic=deterministic)
     )
-    if config is None or not takes(*likes, scale=scale):
-        return portable(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
+    scattered = not (grad_o.dense and grad_o.describable)
+    unreadable = not readable([q, k, v, o], numbers)
+    hopeless = scattered and grad_o.meta.is_contiguous()
+    if chosen is None or hopeless or not (unreadable or takes(q, k, v, scale=scale)):
+        return lambda grads, saved: portable(grads, saved, **how)
+    if scattered or unreadable:
+
+        def copied(grads: Grads, saved: Saved) -> Gradients:
+            (grad_o, grad_lse), saved = copies(grads, saved)
+            grads = grad_o.contiguous() if scattered else grad_o, grad_lse
+            return plan(grads, saved, **how, deterministic=deterministic, config=config)(
+                grads, saved
+            )
+
+        return copied
+    dq = q._replace(strides=torch.empty_like(q.meta).stride())
+    if isinstance(chosen, WideConfig):
+        pitch = row_shape(q.shape)[1]
+        wide = backward_wide.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
+        return partial(_fill, wide)
+    return partial(_fill, _narrow(q, k, dq, diagonal, scale, deterministic, chosen))
+
+
+def _fill(
+    launches: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
+    grads: Grads,
+    saved: Saved,
+) -> Gradients:
+    """Allocate dq, dk and dv, and launch what fills them."""
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.on_device(q):
         lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        shapes = *likes, Like.of(dq)
-        plan: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-        if isinstance(config, WideConfig):
-            plan = backward_wide.plan(*shapes, lse2.shape[1], diagonal, scale, config)
-        else:
-            plan = _plan(*shapes, diagonal, scale, deterministic, config)
-        plan((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
+        launches((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
     return dq, dk, dv
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is launched.
+class _Narrow:
+    """What is launched for D <= 128.
 
     Args:
         fold: flashattn_hopper_bwd.
@@ -601,20 +669,16 @@ class _Plan:
         self.rounding(total, dq)
 
 
-@lru_cache(PLANS)
-def _plan(
+def _narrow(
     q: Like,
     k: Like,
-    v: Like,
-    grad_o: Like,
     dq: Like,
     diagonal: int | None,
     scale: float,
     deterministic: bool,  # noqa: FBT001
     config: BackwardConfig,
-) -> _Plan:
+) -> _Narrow:
     """Choose the programs, and prepare the launches."""
-    del v, grad_o
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     causal = diagonal is not None
@@ -652,4 +716,4 @@ def _plan(
         {"head_dim": head_dim, "COLUMNS": wide, "CAUSAL": causal, "num_warps": WARPS},
     )
     workspace = batch, heads, query_blocks * wide, LINE.value
-    return _Plan(fold, rounding, workspace, batch * heads * query_tiles)
+    return _Narrow(fold, rounding, workspace, batch * heads * query_tiles)

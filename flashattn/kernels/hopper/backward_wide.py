@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -48,7 +47,7 @@ from flashattn.kernels.hopper.forward import WARPS, Tiles, hide, place, visited
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
 from flashattn.kernels.hopper.ring import new_ring
 from flashattn.kernels.hopper.words import operand, packed
-from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LOG2E
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
@@ -468,7 +467,6 @@ class _Plan:
         self.dq(*given, dq)
 
 
-@lru_cache(PLANS)
 def plan(
     q: Like,
     k: Like,

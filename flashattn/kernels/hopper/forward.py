@@ -25,14 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
-from flashattn.kernels.forward import SMALLEST_SCALE
+from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
 from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, scaled, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.hopper.words import operand, packed, settle
-from flashattn.kernels.launch import PLANS, Launch, Like
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d
 
@@ -346,11 +346,11 @@ def forward(
     scale: float,
     precision: str = "auto",
     config: Config | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Outputs:
     """Launch flashattn_hopper_fwd, or where it cannot or does not pay the portable kernel.
 
     Args:
-        q: [B, H, T, D], bf16 or fp16, the last dimension dense.
+        q: [B, H, T, D], bf16 or fp16, copied once if the last dimension is not dense.
         k: [B, G, S, D], likewise.
         v: [B, G, S, D], likewise.
         diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
@@ -362,19 +362,26 @@ def forward(
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
     launch.input_precision(precision, q.dtype)
-    likes = Like.of(q), Like.of(k), Like.of(v)
-    config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
-    if config is None or not takes(*likes, scale=scale):
-        return portable(q, k, v, diagonal=diagonal, scale=scale)
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    with launch.on_device(q):
-        _plan(*likes, Like.of(o), diagonal, scale, config)(q, k, v, o, lse)
-    return o, lse
+    return _plan(*facts(q, k, v), diagonal, scale, config)(q, k, v)
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+) -> Plan:
+    """Return what ``forward`` does with q, k and v, and with all that are ``Like`` them."""
+    launch.input_precision(precision, q.dtype)
+    return _plan(*facts(q, k, v), diagonal, scale, None)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is launched.
+class _Forward:
+    """Allocates o and lse, and launches what fills them.
 
     Args:
         kernel: flashattn_hopper_fwd.
@@ -384,26 +391,32 @@ class _Plan:
     kernel: Launch
     drawn: bool
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """Fill o and lse."""
-        counter = torch.zeros(1, device=q.device, dtype=torch.int32) if self.drawn else None
-        self.kernel(q, k, v, o, lse, counter)
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        """Return o and lse."""
+        o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+        with launch.on_device(q):
+            counter = torch.zeros(1, device=q.device, dtype=torch.int32) if self.drawn else None
+            self.kernel(q, k, v, o, lse, counter)
+        return o, lse
 
 
 @lru_cache(PLANS)
 def _plan(
-    q: Like,
-    k: Like,
-    v: Like,
-    o: Like,
+    q_facts: Facts,
+    k_facts: Facts,
+    v_facts: Facts,
     diagonal: int | None,
     scale: float,
-    config: Config,
-) -> _Plan:
-    """Choose the programs, and prepare the launch."""
-    del v, o
+    config: Config | None,
+) -> Plan:
+    """Choose the kernel and its programs, and prepare the launch."""
+    q, k, v = Like(*q_facts), Like(*k_facts), Like(*v_facts)
+    if not (q.dense and k.dense and v.dense):
+        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "config": config}
+        return lambda *inputs: forward(*map(dense, inputs), **how)
+    config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
+    if config is None or not takes(q, k, v, scale=scale):
+        return lambda q, k, v: portable(q, k, v, diagonal=diagonal, scale=scale)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     causal = diagonal is not None
@@ -429,4 +442,4 @@ def _plan(
         ),
         constants(config, head_dim, causal=causal, drawn=drawn) | {"num_warps": WARPS},
     )
-    return _Plan(kernel, drawn)
+    return _Forward(kernel, drawn)

@@ -147,45 +147,64 @@ FORWARD = {
     (256, True): {0: Config(block_kv=64, staged=False)},
 }
 BACKWARD = {
-    (64, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
-    (64, True): {0: BackwardConfig(band=16), 4096: BackwardConfig(band=8)},
-    (96, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
-    (96, True): {
-        0: BackwardConfig(slots=3, band=16),
-        2048: BackwardConfig(slots=3, band=8),
-        16384: BackwardConfig(band=4),
+    (64, False): {
+        0: BackwardConfig(band=8, persistent=True),
+        8192: BackwardConfig(band=4, persistent=True),
     },
-    (128, False): {0: BackwardConfig(persistent=True), 8192: BackwardConfig()},
+    (64, True): {
+        0: BackwardConfig(band=4, persistent=True),
+        4096: BackwardConfig(band=8),
+    },
+    (96, False): {
+        0: BackwardConfig(band=8, persistent=True),
+        8192: BackwardConfig(band=4, persistent=True),
+    },
+    (96, True): {
+        0: BackwardConfig(band=4, persistent=True),
+        2048: BackwardConfig(band=8),
+    },
+    (128, False): {
+        0: BackwardConfig(slots=3, band=8, persistent=True),
+        2048: BackwardConfig(band=8, persistent=True),
+        8192: BackwardConfig(band=4),
+    },
     (128, True): {
-        0: BackwardConfig(slots=3, band=16),
-        2048: BackwardConfig(slots=3, band=8),
-        16384: BackwardConfig(band=4),
+        0: BackwardConfig(band=4, persistent=True),
+        2048: BackwardConfig(band=8),
+        4096: BackwardConfig(band=16),
+        8192: BackwardConfig(band=4),
     },
 }
 DETERMINISTIC = {
     (64, False): {
-        0: BackwardConfig(band=32),
-        2048: BackwardConfig(band=16),
-        4096: BackwardConfig(band=8),
-        8192: BackwardConfig(band=4),
+        0: BackwardConfig(band=16, persistent=True),
+        2048: BackwardConfig(band=8, persistent=True),
+        4096: BackwardConfig(band=4, persistent=True),
     },
     (64, True): {
-        0: BackwardConfig(band=64),
-        4096: BackwardConfig(band=32),
-        16384: BackwardConfig(band=16),
+        0: BackwardConfig(band=64, persistent=True),
+        2048: BackwardConfig(band=32, persistent=True),
+        8192: BackwardConfig(band=16),
     },
     (96, False): {
-        0: BackwardConfig(band=8),
-        4096: BackwardConfig(band=4),
-        16384: BackwardConfig(),
+        0: BackwardConfig(band=8, persistent=True),
+        4096: BackwardConfig(slots=3, band=4, persistent=True),
+        16384: BackwardConfig(slots=3, persistent=True),
     },
-    (96, True): {0: BackwardConfig(band=16)},
+    (96, True): {
+        0: BackwardConfig(band=32),
+        2048: BackwardConfig(band=16),
+    },
     (128, False): {
-        0: BackwardConfig(band=8),
-        4096: BackwardConfig(band=4),
-        16384: BackwardConfig(),
+        0: BackwardConfig(band=8, persistent=True),
+        4096: BackwardConfig(band=4, persistent=True),
+        16384: BackwardConfig(persistent=True),
     },
-    (128, True): {0: BackwardConfig(band=16)},
+    (128, True): {
+        0: BackwardConfig(band=32),
+        2048: BackwardConfig(band=16),
+        16384: BackwardConfig(band=8),
+    },
 }
 WIDE = {
     (192, False): {0: WideConfig()},

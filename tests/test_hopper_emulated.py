@@ -149,7 +149,7 @@ WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
-    "                if DETERMINISTIC or block == 0:\n"
+    "                if block < ordered:\n"
     "                    pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))\n"
 )
 STORED = (
@@ -397,8 +397,8 @@ PLANTED = [
         Mutant(
             "turns_reversed",
             BACKWARD,
-            "turn = block if DETERMINISTIC",
-            "turn = blocks - 1 - block if DETERMINISTIC",
+            "turn = gl.minimum(block, ordered)",
+            "turn = gl.minimum(blocks - 1 - block, ordered)",
             "programs wait for those that have not begun",
         ),
         STUCK,
@@ -430,8 +430,8 @@ PLANTED = [
         Mutant(
             "first_not_awaited",
             BACKWARD,
-            "else gl.minimum(block, 1)",
-            "else 0",
+            "turn = gl.minimum(block, ordered)",
+            "turn = 0",
             "programs do not wait for the first, or for what was before it",
         ),
         (WRONG, STUCK),

@@ -9,11 +9,10 @@ the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_dq scales and r
 While the tensor cores multiply, the other units work: on the exponentials under the product for
 dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
 
-Deterministic: a tile of dq takes what programs add in the order of their keys. A program adds only
-after the program of the keys before has, and that has a smaller number, so it runs, or did. All
-visit the last queries first: those are seen by all keys, so under a causal mask, too, nobody waits
-for long. A warp of its own does the waiting. The first to add stores instead, so the workspace need
-not be cleared.
+A tile of dq takes what programs add after the program of a head's first keys has stored, so the
+workspace need not be cleared. Deterministic: all add in the order of their keys. Whom a program
+waits for has a smaller number, so it runs, or did. All visit the last queries first: those are seen
+by all keys, so under a causal mask, too, nobody waits for long. A warp of its own does the waiting.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
 """
@@ -191,15 +190,15 @@ def turn_of(turns, batch, head, kv_heads, group, end, i):
 
 @gluon.jit
 def follow(
-    turns, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    turns, allowed, tiles, blocks, kv_heads, band, ordered, group, seq_q, seq_kv, diagonal,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that waits for turns: the one that stores has no time to."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        turn = block if DETERMINISTIC else gl.minimum(block, 1)
+        turn = gl.minimum(block, ordered)
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(end - 1, first - 1, -1):
                 await_turn(turn_of(turns, batch, head, kv_heads, group, end, i), turn)
@@ -209,9 +208,8 @@ def follow(
 
 @gluon.jit
 def store(
-    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv,
-    diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, ordered, group, seq_q,
+    seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     n = 0
@@ -230,7 +228,7 @@ def store(
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
-                if DETERMINISTIC or block == 0:
+                if block < ordered:
                     pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))
                 n += 1
     tma.store_wait(0)
@@ -417,6 +415,7 @@ def attend(
         "blocks",
         "kv_heads",
         "band",
+        "ordered",
         "group",
         "seq_q",
         "seq_kv",
@@ -424,13 +423,14 @@ def attend(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, group, seq_q,
-    seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
-    REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, ordered, group,
+    seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
+    REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace.
 
-    All but turns are descriptors.
+    The first ``ordered`` programs of a head add in their order, and the others after these. All
+    tensors but turns are descriptors.
     """
     LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
     gl.static_assert(LINE < LINES)
@@ -460,9 +460,9 @@ def flashattn_hopper_bwd(
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
                     band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
             (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
-                     group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES, CAUSAL, DETERMINISTIC)),
-            (follow, (turns, allowed, tiles, blocks, kv_heads, band, group, seq_q, seq_kv, diagonal,
-                      BLOCK_Q, CAUSAL, DETERMINISTIC)),
+                     ordered, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES, CAUSAL)),
+            (follow, (turns, allowed, tiles, blocks, kv_heads, band, ordered, group, seq_q, seq_kv,
+                      diagonal, BLOCK_Q, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -505,9 +505,7 @@ def box_lines(head_dim: int) -> int:
     return LINE.value // 2 if columns(head_dim)[1] else LINE.value
 
 
-def constants(
-    config: BackwardConfig, head_dim: int, *, causal: bool, deterministic: bool
-) -> dict[str, Any]:
+def constants(config: BackwardConfig, head_dim: int, *, causal: bool) -> dict[str, Any]:
     """Return the values of the kernel's constexpr arguments."""
     first, rest = columns(head_dim)
     return {
@@ -516,7 +514,6 @@ def constants(
         "REST": rest,
         "SLOTS": config.slots,
         "CAUSAL": causal,
-        "DETERMINISTIC": deterministic,
     }
 
 
@@ -697,6 +694,7 @@ def _narrow(
             blocks,
             kv_heads,
             config.band,
+            blocks if deterministic else 1,
             heads // kv_heads,
             seq_q,
             seq_kv,
@@ -704,7 +702,7 @@ def _narrow(
             scale,
             scale * LOG2E.value,
         ),
-        constants(config, head_dim, causal=causal, deterministic=deterministic)
+        constants(config, head_dim, causal=causal)
         # Programs wait for those before them: these run, or they are started in their order.
         | {"num_warps": WARPS, "launch_cooperative_grid": config.persistent},
     )

@@ -37,8 +37,7 @@ class HopperVariant:
         head_dim: D.
         config: of the launch; None for hopper_bwd_dq, which has none.
         causal: whether scores are masked.
-        mode: of the forward "drawn", where programs draw their tiles, of the backward
-            "deterministic", or neither.
+        mode: of the forward "drawn", where programs draw their tiles.
     """
 
     kernel: str
@@ -93,10 +92,7 @@ class HopperVariant:
             function, block_q = backward.flashattn_hopper_bwd, backward.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
             rows |= dict.fromkeys(("k", "v", "dk", "dv"), ROWS)
-            deterministic = self.mode == "deterministic"
-            constants = backward.constants(
-                self.config, d, causal=self.causal, deterministic=deterministic
-            )
+            constants = backward.constants(self.config, d, causal=self.causal)
         elif isinstance(self.config, WideConfig):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dk", "dv", "dq"), ROWS)
             function = backward_wide.flashattn_hopper_wide_dkdv
@@ -157,8 +153,8 @@ def variants() -> list[HopperVariant]:
             for mode in (("", "drawn") if causal else ("",))
         ),
         *(
-            HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal, mode)
-            for mode, table in (("", BACKWARD), ("deterministic", DETERMINISTIC))
+            HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal)
+            for table in (BACKWARD, DETERMINISTIC)
             for (d, causal), configs in table.items()
             for config in configs.values()
         ),

@@ -87,6 +87,26 @@ def run(repository, *arguments):
     return repository.runpytest_inprocess("benchmarks", "--gate-rounds=15", *arguments)
 
 
+def intervals(result):
+    """Return (low, high) of the quick case's change and of its null arm, in percent."""
+    (quick,) = (line for line in result.outlines if line.startswith("| quick "))
+    found = re.findall(r"\(([+-][\d.]+)% to ([+-][\d.]+)%\)", quick)
+    return [(float(low), float(high)) for low, high in found]
+
+
+def differs(low, high):
+    """Return whether an interval is surely outside of what counts as the same."""
+    return low > 100 * gate.MARGIN or high < -100 * (1 - 1 / (1 + gate.MARGIN))
+
+
+def unknown(result):
+    """Return whether the gate says that it could not tell, and its null arm shows why."""
+    _, (low, high) = intervals(result)
+    wide = low < -100 * gate.MARGIN or high > 100 * gate.MARGIN
+    said = any(word in line for line in result.outlines for word in (" AMBIGUOUS |", " UNPROVEN |"))
+    return said and wide
+
+
 def junit(path):
     """Return how many tests a JUnit file has, how many failed, and what it says of the failures."""
     suite = ET.parse(path).getroot()[0]  # noqa: S314 - written a moment ago
@@ -100,7 +120,10 @@ def test_unchanged_code_is_the_same(repository, monkeypatch):
     scratch.mkdir()
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    result = run(repository, "--gate-against=HEAD")
+    for _ in range(3):
+        result = run(repository, "--gate-against=HEAD")
+        if not unknown(result):  # on a host that is busy with something else
+            break
     result.assert_outcomes(passed=1)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["| case *| HEAD, ms |*", "| quick *SAME |"])
@@ -132,10 +155,8 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     assert len(starts) == 1 + sum("15 + 30 |" in line for line in result.outlines)
     assert result.parseoutcomes()["failed"] == 1
     assert result.ret == 1
-    (quick,) = (line for line in result.outlines if line.startswith("| quick "))
-    _, (low, high) = re.findall(r"\(([+-][\d.]+)% to ([+-][\d.]+)%\)", quick)
-    differs = float(low) > 100 * gate.MARGIN or float(high) < -100 * (1 - 1 / (1 + gate.MARGIN))
-    assert quick.endswith(" UNPROVEN |" if differs else " FASTER |")
+    said = "UNPROVEN" if differs(*intervals(result)[1]) else "FASTER"
+    result.stdout.fnmatch_lines([f"| quick * {said} |"])
     result.stdout.fnmatch_lines(
         [
             "| slow * 15 + 30 | *SLOWER |",

@@ -282,8 +282,8 @@ MUTANTS = [
     Mutant(
         "grad_o_taken_for_dense",
         "kernels/backward.py",
-        "grads = dense(grad_o), ",
-        "grads = grad_o, ",
+        "if not readable(likes[:5], likes[5:]):",
+        "if not readable([*likes[:3], likes[4]], likes[5:]):",
         "an expanded gradient, as that of a sum, is read beyond its one element",
         OFFSETS,
     ),

@@ -32,7 +32,7 @@ OWN = (*KERNELS, "tiled")  # no peers
 ONE_HEAD = "one_head"
 FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv")
-WIDEST = 4  # panels beside one another that can still be read
+WIDEST = 5  # panels beside one another that can still be read
 MARK = "~"  # behind a median that is not steady
 OTHER = "+"  # behind a ratio of times of two runs
 
@@ -255,7 +255,7 @@ def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
             _panel(run, axis, cases, slow=slow)
         else:
             empty(axis)
-        heading(axis, f"{name}, D = {head_dim}")
+        heading(axis, f"{'both' if '+' in name else name}, D = {head_dim}")
         axis.set_ylabel("" if j else "ms" if slow else "TFLOP/s")
         lengths(axis, values(rows, "seq_q"), "N" if i == len(passes) - 1 else "")
     legend(figure, axes)

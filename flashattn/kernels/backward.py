@@ -518,31 +518,13 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Plan = Callable[[Grads, Saved], Gradients]
 
 
-def backward(
-    grads: Grads,
-    saved: Saved,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    deterministic: bool = True,
-) -> Gradients:
-    """Launch the three kernels.
-
-    Args:
-        grads: of o [B, H, T, D], copied once if the last dimension is not dense, and of lse
-            [B, H, T], copied if not contiguous, or None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
-        diagonal: as in ``forward``.
-        scale: as in ``forward``.
-        precision: as in ``forward``.
-        deterministic: it is, whatever is asked.
+def backward(grads: Grads, saved: Saved, **how: Any) -> Gradients:
+    """Launch what ``plan`` returns for the same arguments.
 
     Returns:
         The gradients of q, k and v, in their dtype.
     """
-    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
-    return plan(grads, saved, **how, deterministic=deterministic)(grads, saved)
+    return plan(grads, saved, **how)(grads, saved)
 
 
 def plan(
@@ -554,12 +536,27 @@ def plan(
     precision: str = "auto",
     deterministic: bool = True,
 ) -> Plan:
-    """Return what ``backward`` does with these, and with all that are ``Like`` them."""
+    """Return what launches the three kernels, for these and for all that are ``Like`` them.
+
+    Args:
+        grads: of o [B, H, T, D], copied once if the last dimension is not dense, and of lse
+            [B, H, T], copied if not contiguous, or None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
+        diagonal: as in ``forward.plan``.
+        scale: as in ``forward.plan``.
+        precision: as in ``forward.plan``.
+        deterministic: it is, whatever is asked.
+    """
     del deterministic
+    precision = launch.input_precision(precision, saved[0].dtype)
+    return _plan(known(grads, saved), diagonal, scale, precision)
+
+
+def known(grads: Grads, saved: Saved) -> tuple[Facts, ...]:
+    """Return the facts of q, k, v, grad_o, o, lse, and grad_lse where there is one."""
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
-    precision = launch.input_precision(precision, q.dtype)
-    return _plan(facts(*given), diagonal, scale, precision)
+    given = q, k, v, grad_o, o, lse
+    return facts(*given) if grad_lse is None else facts(*given, grad_lse)
 
 
 @lru_cache(PLANS)
@@ -567,9 +564,9 @@ def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precisio
     """Choose what answers.
 
     Args:
-        given: what is to be known of q, k, v, grad_o, o, lse, and grad_lse where there is one.
-        diagonal: as in ``forward``.
-        scale: as in ``forward``.
+        given: what is ``known``.
+        diagonal: as in ``plan``.
+        scale: as in ``plan``.
         precision: as ``launch.input_precision`` returns it.
     """
     likes = [Like(*x) for x in given]

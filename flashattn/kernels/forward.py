@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -233,34 +234,13 @@ Plan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    tile: Tile | None = None,
-    parts: int | None = None,
-) -> Outputs:
-    """Launch flashattn_fwd, and flashattn_merge where keys are split.
-
-    Args:
-        q: [B, H, T, D], checked; copied once if the last dimension is not dense.
-        k: [B, G, S, D], likewise.
-        v: [B, G, S, D], likewise.
-        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
-        scale: factor on the scores.
-        precision: of fp32 products, see ``launch.input_precision``.
-        tile: instead of the table's.
-        parts: to split the keys into, at most; None lets ``launch.split`` say.
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Outputs:
+    """Launch what ``plan`` returns for the same arguments.
 
     Returns:
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
-    precision = launch.input_precision(precision, q.dtype)
-    return _plan(facts(q, k, v), diagonal, scale, precision, tile, parts)(q, k, v)
+    return plan(q, k, v, **how)(q, k, v)
 
 
 def plan(
@@ -271,10 +251,25 @@ def plan(
     diagonal: int | None,
     scale: float,
     precision: str = "auto",
+    tile: Tile | None = None,
+    parts: int | None = None,
 ) -> Plan:
-    """Return what ``forward`` does with q, k and v, and with all that are ``Like`` them."""
+    """Return what launches flashattn_fwd, and flashattn_merge where keys are split.
+
+    It does for q, k and v, and for all that are ``Like`` them.
+
+    Args:
+        q: [B, H, T, D], checked; copied once if the last dimension is not dense.
+        k: [B, G, S, D], likewise.
+        v: [B, G, S, D], likewise.
+        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        scale: factor on the scores.
+        precision: of fp32 products, see ``launch.input_precision``.
+        tile: instead of the table's.
+        parts: to split the keys into, at most; None lets ``launch.split`` say.
+    """
     precision = launch.input_precision(precision, q.dtype)
-    return _plan(facts(q, k, v), diagonal, scale, precision, None, None)
+    return _plan(facts(q, k, v), diagonal, scale, precision, tile, parts)
 
 
 @lru_cache(PLANS)

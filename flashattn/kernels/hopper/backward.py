@@ -45,6 +45,7 @@ from flashattn.kernels.backward import (
     Plan,
     Saved,
     copies,
+    known,
     readable,
     row_shape,
     row_terms,
@@ -64,7 +65,7 @@ from flashattn.kernels.hopper.forward import WARPS, Tiles, takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
 
@@ -530,36 +531,13 @@ class Lines:
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
-def backward(
-    grads: Grads,
-    saved: Saved,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    deterministic: bool = False,
-    config: BackwardConfig | WideConfig | None = None,
-) -> Gradients:
-    """Launch flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
-
-    Wider heads are those of ``backward_wide``. What they cannot take is the portable kernels':
-    tensors that no descriptor can have, and scales that are not positive.
-
-    Args:
-        grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
-            copied if not contiguous, or None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
-        diagonal: as in ``forward``.
-        scale: as in ``forward``.
-        precision: as in ``forward``.
-        deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
-        config: instead of the table's.
+def backward(grads: Grads, saved: Saved, **how: Any) -> Gradients:
+    """Launch what ``plan`` returns for the same arguments.
 
     Returns:
         The gradients of q, k and v, in their dtype.
     """
-    how: Any = {"diagonal": diagonal, "scale": scale, "precision": precision}
-    return plan(grads, saved, **how, deterministic=deterministic, config=config)(grads, saved)
+    return plan(grads, saved, **how)(grads, saved)
 
 
 def plan(
@@ -572,11 +550,24 @@ def plan(
     deterministic: bool = False,
     config: BackwardConfig | WideConfig | None = None,
 ) -> Plan:
-    """Return what ``backward`` does with these, and with all that are ``Like`` them."""
-    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
-    launch.input_precision(precision, q.dtype)
-    return _plan(facts(*given), diagonal, scale, deterministic, config)
+    """Return what launches flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
+
+    Wider heads are those of ``backward_wide``. What they cannot take is the portable kernels':
+    tensors that no descriptor can have, and scales that are not positive. It does for these
+    tensors, and for all that are ``Like`` them.
+
+    Args:
+        grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
+            copied if not contiguous, or None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
+        diagonal: as in ``forward.plan``.
+        scale: as in ``forward.plan``.
+        precision: as in ``forward.plan``.
+        deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
+        config: instead of the table's.
+    """
+    launch.input_precision(precision, saved[0].dtype)
+    return _plan(known(grads, saved), diagonal, scale, deterministic, config)
 
 
 @lru_cache(PLANS)
@@ -590,10 +581,10 @@ def _plan(
     """Choose what answers.
 
     Args:
-        given: what is to be known of q, k, v, grad_o, o, lse, and grad_lse where there is one.
-        diagonal: as in ``forward``.
-        scale: as in ``forward``.
-        deterministic: as in ``backward``.
+        given: what is ``known``.
+        diagonal: as in ``plan``.
+        scale: as in ``plan``.
+        deterministic: as in ``plan``.
         config: instead of the table's.
     """
     q, k, v, grad_o, o, *numbers = (Like(*x) for x in given)

@@ -337,32 +337,13 @@ def takes(*inputs: Like, scale: float) -> bool:
     return scale >= SMALLEST_SCALE and all(x.describable and 0 not in x.shape for x in inputs)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    config: Config | None = None,
-) -> Outputs:
-    """Launch flashattn_hopper_fwd, or where it cannot or does not pay the portable kernel.
-
-    Args:
-        q: [B, H, T, D], bf16 or fp16, copied once if the last dimension is not dense.
-        k: [B, G, S, D], likewise.
-        v: [B, G, S, D], likewise.
-        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
-        scale: factor on the scores.
-        precision: checked, as ``launch.input_precision`` does; of fp32 only.
-        config: instead of the table's.
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Outputs:
+    """Launch what ``plan`` returns for the same arguments.
 
     Returns:
         o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
     """
-    launch.input_precision(precision, q.dtype)
-    return _plan(*facts(q, k, v), diagonal, scale, config)(q, k, v)
+    return plan(q, k, v, **how)(q, k, v)
 
 
 def plan(
@@ -373,10 +354,23 @@ def plan(
     diagonal: int | None,
     scale: float,
     precision: str = "auto",
+    config: Config | None = None,
 ) -> Plan:
-    """Return what ``forward`` does with q, k and v, and with all that are ``Like`` them."""
+    """Return what launches flashattn_hopper_fwd, or where it cannot, the portable kernel.
+
+    It does for q, k and v, and for all that are ``Like`` them.
+
+    Args:
+        q: [B, H, T, D], bf16 or fp16, copied once if the last dimension is not dense.
+        k: [B, G, S, D], likewise.
+        v: [B, G, S, D], likewise.
+        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        scale: factor on the scores.
+        precision: checked, as ``launch.input_precision`` does; of fp32 only.
+        config: instead of the table's.
+    """
     launch.input_precision(precision, q.dtype)
-    return _plan(*facts(q, k, v), diagonal, scale, None)
+    return _plan(*facts(q, k, v), diagonal, scale, config)
 
 
 @dataclass(frozen=True)

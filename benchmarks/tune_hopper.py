@@ -170,7 +170,7 @@ def compare(
     """Return TFLOP/s of cuDNN, of the portable kernels, and of each way."""
     heads, batch = WIDTH // head_dim, TOKENS // length
     inputs = make(head_dim, length, batch=batch, heads=heads)
-    work = PASSES[direction] * TOKENS * length * WIDTH * (0.5 if causal else 1.0)
+    work = PASSES[direction] * TOKENS * length * heads * head_dim * (0.5 if causal else 1.0)
     by, portable = prepare(direction, inputs, causal=causal)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         calls = {"cudnn": cudnn(direction, inputs, causal=causal), "portable": portable}
@@ -193,7 +193,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=list(PASSES))
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 256])
+    parser.add_argument("--head-dim", nargs="+", type=int, default=list(FORWARD))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--show", type=int, default=4, help="ways printed for each case")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")

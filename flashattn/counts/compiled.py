@@ -36,7 +36,8 @@ KNOWN_TO_SPILL = {
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 400 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),
-    *product(("hopper_wide_dkdv", "hopper_wide_dq"), (2,), (192, 256)),
+    ("hopper_wide_dkdv", 2, 192),
+    ("hopper_wide_dq", 2, 256),
 }
 ASSEMBLERS = "ptxas"  # the row of their versions
 

@@ -1,4 +1,4 @@
-"""flashattn_hopper_wide_dkdv and flashattn_hopper_wide_dq: the gradients of heads of 256 numbers.
+"""flashattn_hopper_wide_dkdv and flashattn_hopper_wide_dq: gradients of heads of 129 to 256.
 
 Two passes, seven products of which one pass would need five: at 256 numbers a pass that adds dq to
 memory would own 64 keys at most, as dk and dv of 128 fill all registers there are, and so add as

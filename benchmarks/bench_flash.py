@@ -1,7 +1,7 @@
 """FlashAttention against everything a user would pick instead: forward, backward, and both.
 
-Two protocols: the community's, 16 384 tokens of width 2048 cut into sequences of N; and one head of
-one sequence, causal, which shows what a short or a lonely row costs.
+Three protocols: the community's, 16 384 tokens of width 2048 cut into sequences of N; one head of
+one sequence, causal, which shows what a short or a lonely row costs; and eight such, in fp32.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def one_head(*, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[P
     ]
 
 
+def eight(*, seq: list[int], head_dim: list[int]) -> list[Problem]:
+    """Return causal problems of one head of eight sequences, in fp32."""
+    return [Problem(batch=8, seq_q=n, head_dim=d, causal=True) for d, n in product(head_dim, seq)]
+
+
 community = partial(tokens, 16384, 2048)
 HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
 SMOKE = tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"])
@@ -51,6 +56,7 @@ FULL = [
     *community(seq=[4096], head_dim=[64, 128], dtype=["float32"]),
     *one_head(seq=[1 << n for n in range(7, 17)], head_dim=[16, 32, 64, 128], dtype=HALF),
     *one_head(seq=[1 << n for n in range(7, 17, 3)], head_dim=[16, 32, 64, 128], dtype=["float32"]),
+    *eight(seq=[4096, 8192, 16384], head_dim=[16, 32, 64, 128]),
 ]
 
 
@@ -106,9 +112,8 @@ def admitted(judge, left_out, facts, device, interpreted):
     """Return what admits the case to the clock, or leaves it out with a reason."""
 
     def admit(passes):
-        facts["protocol"] = (
-            "one_head" if judge.problem.batch * judge.problem.heads == 1 else "tokens"
-        )
+        one, batch = judge.problem.heads == 1, judge.problem.batch
+        facts["protocol"] = "tokens" if not one else "one_head" if batch == 1 else "batch"
         left_out(judge.admit(passes))
         left_out(left_out_because(judge.impl, judge.problem, device, passes))
         if interpreted(judge.impl):

@@ -38,7 +38,7 @@ HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need n
 HOPPER_TILE = 128  # queries
 HOPPER_FEWEST = 64  # tiles
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
-HOPPER_DTYPES = ("float16", "bfloat16")
+HOPPER_CUT = range(65, 129)  # head dimensions in fp32
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
@@ -71,8 +71,10 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     least, most = HOPPER_HEAD_DIMS
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return "hopper needs a GPU of compute capability 9.0, an H100 or H200"
-    if problem.dtype not in HOPPER_DTYPES:
-        return "hopper takes fp16 and bf16; triton takes fp32, too"
+    if problem.dtype == "float64":
+        return "hopper takes fp16, bf16 and fp32; tiled and reference take fp64"
+    if problem.dtype == "float32" and problem.head_dim not in HOPPER_CUT:
+        return "hopper takes fp32 with head dimensions 65 to 128; triton takes others, too"
     if not least <= problem.head_dim <= most:
         return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
     return None
@@ -83,14 +85,20 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
 
     Where a head has not even a tile of 128 queries, as in decoding, most of one would be empty, and
     heads that share keys would each read them. Fewer than 64 tiles leave more than half of the GPU
-    idle. The forward wants a tile for each multiprocessor, and several of narrow heads: where there
+    idle; so do, under a mask, fewer than there are multiprocessors, while the longest is computed,
+    and the portable backward splits what it walks over (one head of 16 384 at D = 64: 318 and 352
+    us). The forward wants a tile for each multiprocessor, and several of narrow heads: where there
     are fewer the portable one is faster, which splits the keys.
     """
+    if problem.dtype == "float32":
+        return {"split_keys": True}  # its backward knows what it is faster at
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
-    if problem.seq_q < HOPPER_TILE or tiles < HOPPER_FEWEST:
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    fewest = HOPPER_FEWEST if problem.causal is False else multiprocessors
+    if problem.seq_q < HOPPER_TILE or tiles < fewest:
         return None
     each = 4 if problem.head_dim <= HOPPER_NARROW else 1
-    enough = each * torch.cuda.get_device_properties(device).multi_processor_count
+    enough = each * multiprocessors
     return {"split_keys": True} if tiles < enough else {}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -162,3 +164,18 @@ def test_what_is_infinite_is_no_error():
     error = Error.of(torch.tensor([-torch.inf, -2.0, 1.5]), exact)
     assert (error.max, error.mean, error.bias) == (0.5, 0.25, 0.25)
     assert Error.of(exact[:1].float(), exact[:1]) == Error()
+
+
+def test_rows_that_are_alike_count_as_one():
+    """Naive is run on more draws where all of a head's rows of o are the same, within bounds."""
+    small, long = (Problem(heads=3, kv_heads=1, seq_q=n, head_dim=43) for n in (65, 2000))
+    copies = {
+        (values, problem.seq_q): Question(problem=problem, values=values).enlarged().problem.batch
+        for values in ("normal", "same_keys")
+        for problem in (small, long)
+    }
+    assert copies["normal", 65] == copies["normal", 2000] == copies["same_keys", 2000] == 1
+    assert copies["same_keys", 65] == 96  # of 43 elements, for 4096
+    for gone in ("batch", "heads", "seq_q", "seq_kv"):
+        none = replace(small, **{gone: 0} | ({"kv_heads": 0} if gone == "heads" else {}))
+        Question(problem=none, values="same_keys").enlarged()

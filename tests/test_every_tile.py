@@ -28,11 +28,13 @@ SHAPES = {
     "ragged": LONG | {"seq_q": 700, "seq_kv": 900},  # no tile is a divisor of either
     "tall": LONG | {"seq_q": 900, "seq_kv": 700},  # bottom-right: 200 queries see no key
     "whole": LONG | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
+    "short": {"heads": 2, "kv_heads": 1, "seq_q": 300, "seq_kv": 400},  # too short to be cut
     "small": {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100},  # for the interpreter
 }
 BETWEEN = (8, 24, 40, 80, 192)  # computed in 16, 32, 64, 128 and 256
 HALF, FULL = ("bfloat16", "float16"), ("float32",)
 MASKS = (False, "top_left", "bottom_right")
+FP32 = 4  # bytes
 ALIGNED, LAYOUTS = ("contiguous",), ("contiguous", "misaligned")  # descriptors; pointers
 
 
@@ -61,8 +63,8 @@ class Case:
     def tile(self, kernel, capability):
         """Return the tile that a GPU's table has for the case."""
         size, causal = DTYPES[self.dtype], self.causal is not False
-        aligned = self.layout in ALIGNED
-        return pick(kernel, size, self.head_dim, capability, causal=causal, descriptors=aligned)
+        described = self.shape != "short" if size == FP32 else self.layout in ALIGNED
+        return pick(kernel, size, self.head_dim, capability, causal=causal, descriptors=described)
 
 
 def cases(dtypes, head_dims, layouts, masks, shapes):
@@ -70,12 +72,15 @@ def cases(dtypes, head_dims, layouts, masks, shapes):
     return [Case(*of) for of in product(dtypes, head_dims, layouts, masks, shapes)]
 
 
-# By pointers whatever the input in fp32, so that one layout meets every tile.
+# fp32 is cut, or loaded by pointers, whatever the input's layout: its length decides.
 ORDINARY = [
     *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged",)),
-    *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged",)),
+    *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged", "short")),
 ]
-EVERY = cases(HALF + FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("ragged", "tall", "whole"))
+EVERY = [
+    *cases(HALF + FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("ragged", "tall", "whole")),
+    *cases(FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("short",)),
+]
 INTERPRETED = cases(
     ("bfloat16", "float32"), (16, 32, 64), LAYOUTS, (False, "bottom_right"), ("small",)
 )

@@ -15,7 +15,7 @@ import torch
 from flashattn import ops
 from flashattn.attention import FASTEST_FIRST
 from flashattn.kernels import forward as portable_forward
-from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper import backward, backward_cut, forward
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -35,7 +35,7 @@ from flashattn.kernels.launch import Like
 from flashattn.kernels.tiles import block_d
 from flashattn.problem import Problem, check_scale, diagonal
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.accuracy import Question, assert_accurate, run
 from flashattn.testing.inputs import make_inputs
 
 PATIENCE = 300  # seconds; a barrier that nobody reaches would hang for ever
@@ -128,6 +128,53 @@ def test_every_backward_config(on_hopper, head_dim, config, deterministic, shape
         assert_accurate(attend, Question(problem=problem, device=on_hopper))
 
 
+CUTS = {
+    "many": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
+    "tall": {"heads": 2, "seq_q": 900, "seq_kv": 700},
+    "parts of dk": {"heads": 1, "seq_q": 1500, "seq_kv": 600},
+    "full": {"batch": 4, "heads": 16, "seq_q": 1024},
+}
+
+
+@pytest.mark.parametrize("values", ["normal", "extreme", "huge_v", "ties"])
+@pytest.mark.parametrize("causal", MASKS)
+@pytest.mark.parametrize("shape", CUTS)
+@pytest.mark.parametrize("head_dim", [65, 96, 128])
+def test_cut(on_hopper, head_dim, shape, causal, values):
+    """In fp32 the gradients of what comes cut are within the budgets of fp32, and the same bits."""
+    problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
+    question = Question(problem=problem, device=on_hopper, values=values)
+    attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
+    assert_accurate(attend, question)
+    case = question.draw()
+    runs = [run(attend, case) for _ in range(10)]
+    assert all(torch.equal(again[name], x) for again in runs for name, x in runs[0].items())
+
+
+def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
+    """Other head dims, few scores, and other ways to multiply fp32 are the portable passes'."""
+    asked = []
+    passes = backward_cut.portable
+    monkeypatch.setattr(
+        backward_cut, "portable", lambda *given: asked.append(given[0]) or passes(*given)
+    )
+    for head_dim, length, precision, own in (
+        (128, 1024, "bf16x6", True),
+        (64, 1024, "bf16x6", False),
+        (128, 64, "bf16x6", False),
+        (128, 1024, "tf32", False),
+    ):
+        asked.clear()
+        problem = Problem(seq_q=length, head_dim=head_dim)
+        q, k, v = make_inputs(problem, device=on_hopper)
+        o, lse = call(None, q, k, v, causal=False, scale=0.1)
+        how = {"diagonal": None, "scale": 0.1, "precision": precision}
+        backward.portable_plan(
+            (o, None), (q, k, v, o, lse), **how, passes=partial(backward_cut.prepare)
+        )
+        assert asked == ([] if own else ["bwd_dkdv", "bwd_dq"])
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_the_same_bits(on_hopper, head_dim):
     """Fifty runs give the same bits, whichever program draws which tile."""
@@ -172,7 +219,7 @@ def test_many_heads_of_one_short_key_are_planned(device):
     """Keys of which a query head has less than a byte make a band as any others."""
     q = torch.zeros(1, 600, 1, 64, device=device, dtype=torch.bfloat16)
     likes = Like.of(q), *[Like.of(q[:, :1])] * 2
-    assert not forward._plan(*likes, None, 0.1, FORWARD[64, False][0]).drawn
+    assert not forward._plan(*likes, None, 0.1, "ieee", FORWARD[64, False][0]).drawn
 
 
 def test_who_takes_what(device):
@@ -183,7 +230,8 @@ def test_who_takes_what(device):
     assert FASTEST_FIRST["cuda"][:2] == ("hopper", "triton")
     if get("hopper").why_not(half, device) is None:
         for dtype, head_dim, words in (
-            ("float32", 64, "triton takes fp32"),
+            ("float64", 64, "reference take fp64"),
+            ("float32", 64, "65 to 128; triton takes others"),
             ("bfloat16", 32, "triton takes smaller ones"),
         ):
             problem = replace(half, dtype=dtype, head_dim=head_dim)
@@ -199,6 +247,8 @@ def test_who_takes_what(device):
         ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, {"split_keys": True}),
         ({"heads": 4, "seq_q": 128 * 132, "head_dim": 64}, {}),
         ({"heads": 4, "seq_q": 128 * 131, "head_dim": 64}, {"split_keys": True}),
+        ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, {}),
+        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "causal": True}, None),
         ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, None),
         ({"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128}, None),  # decoding
     ],
@@ -208,6 +258,12 @@ def test_where_it_is_the_fastest(monkeypatch, device, shape, options):
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert ops.hopper_fastest(Problem(**shape, dtype="bfloat16"), device) == options
+
+
+def test_fp32_is_its_where_it_has_kernels(device):
+    """In fp32 the portable forward is with its backward, which knows what it is faster at."""
+    problem = Problem(seq_q=64, head_dim=100)
+    assert ops.hopper_fastest(problem, device) == {"split_keys": True}
 
 
 def test_kernels_by_name():

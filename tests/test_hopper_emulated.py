@@ -144,19 +144,63 @@ def test_the_same_bits(deterministic):
     assert same == [True] * 4 + [deterministic]
 
 
+@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+def test_slabs(causal, monkeypatch):
+    """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
+    monkeypatch.setattr(backward, "QUEUE", 1)
+    backward._plan.cache_clear()
+    problem = bf16(seq_q=200, seq_kv=520, causal=causal)
+    asked, found = [], backward.slabs_for
+    monkeypatch.setattr(
+        backward,
+        "slabs_for",
+        lambda *sizes, **mask: asked.append(found(*sizes, **mask)) or asked[-1],
+    )
+    case, answers = Question(problem=problem).draw(), []
+    for seed in range(2):
+        q, k, v = (x.detach().requires_grad_() for x in case.inputs)
+        with emulated(seed=seed, multiprocessors=3):
+            assert_accurate(attend(problem, SMALL, TURNS), Question(problem=problem))
+            o, _ = attend(problem, SMALL, TURNS)(q, k, v)
+            answers.append(torch.autograd.grad(o, q, case.grad_o)[0])
+    assert torch.equal(*answers)
+    assert set(asked) == {3}
+    backward._plan.cache_clear()
+
+
+CUT_CASES = [
+    {"heads": 4, "kv_heads": 2, "seq_q": 100, "seq_kv": 130},
+    {"heads": 2, "seq_q": 130, "seq_kv": 100, "causal": "bottom_right"},  # some see no key
+    {"heads": 2, "seq_q": 100, "seq_kv": 130, "head_dim": 72, "causal": "top_left"},
+    {"heads": 1, "seq_q": 200, "seq_kv": 60, "causal": True},  # dk and dv in parts
+    {"heads": 1, "seq_q": 60, "seq_kv": 200},  # dq in parts
+]
+
+
+@pytest.mark.parametrize("values", ["normal", "extreme"])
+@pytest.mark.parametrize("shape", CUT_CASES, ids=str)
+def test_cut(shape, values):
+    """Gradients in fp32 of what comes cut are within the budgets of fp32."""
+    problem = Problem(**{"head_dim": 128} | shape)
+    with emulated(multiprocessors=2) as launched:
+        assert_accurate(attend(problem, None, {}), Question(problem=problem, values=values))
+    assert {"flashattn_hopper_cut_dkdv", "flashattn_hopper_cut_dq"} <= set(launched)
+
+
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
+CUT = "kernels/hopper/backward_cut.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
-    "                if block < ordered:\n"
-    "                    pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))\n"
+    "                if block // slabs < ordered:\n"
+    "                    pass_on(turn_of(turns, place_of, head, kv_heads, group, end, i))\n"
 )
 STORED = (
     "                mbarrier.wait(staged.index(0), n & 1)\n"
-    "                send(dq, staging.index(0), batch, head, row, block == 0, LINE)\n"
+    "                send(dq, staging.index(0), place_of, head, row, stores, LINE)\n"
     "                mbarrier.wait(staged.index(1), n & 1)\n"
-    "                send(dq, staging.index(1), batch, head, row + LINE, block == 0,"
+    "                send(dq, staging.index(1), place_of, head, row + LINE, stores,"
     " LINES - LINE)\n"
     "                for w in gl.static_range(2):\n"
     "                    tma.store_wait(1 - w)\n"
@@ -180,9 +224,38 @@ ASKED = {
     ),
     "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", Config(), TURNS),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
+    "cut": (Problem(heads=2, kv_heads=1, seq_q=130, seq_kv=150, head_dim=128), "normal", None, {}),
+    "cut causal": (
+        Problem(seq_q=200, seq_kv=150, head_dim=72, causal="bottom_right"),
+        "normal",
+        None,
+        {},
+    ),
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
 PLANTED = [
+    (
+        "cut causal",
+        Mutant(
+            "first_queries_not_visited",
+            CUT,
+            "first = gl.maximum(start_kv - diagonal, 0) // WALKED",
+            "first = gl.maximum(start_kv - diagonal, 0) // WALKED + 1",
+            "keys lack what the first queries give that see them",
+        ),
+        WRONG,
+    ),
+    (
+        "cut",
+        Mutant(
+            "a_product_less",
+            "kernels/hopper/threes.py",
+            "    acc = warpgroup_mma(a[0], b[1], acc, is_async=True)\n",
+            "",
+            "fp32 is multiplied with 8 bits of one of the factors",
+        ),
+        WRONG,
+    ),
     (
         "wide",
         Mutant(
@@ -397,7 +470,7 @@ PLANTED = [
         Mutant(
             "turns_reversed",
             BACKWARD,
-            "turn = gl.minimum(block, ordered)",
+            "turn = gl.minimum(block // slabs, ordered)",
             "turn = gl.minimum(blocks - 1 - block, ordered)",
             "programs wait for those that have not begun",
         ),
@@ -430,7 +503,7 @@ PLANTED = [
         Mutant(
             "first_not_awaited",
             BACKWARD,
-            "turn = gl.minimum(block, ordered)",
+            "turn = gl.minimum(block // slabs, ordered)",
             "turn = 0",
             "programs do not wait for the first, or for what was before it",
         ),

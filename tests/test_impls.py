@@ -120,7 +120,9 @@ def test_layouts(impl, device, layout):
 
 def test_mixed_layouts(impl, device):
     """Each of q, k, v and the gradient of o is read by its own strides."""
-    problem = Problem(heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=16)
+    problem = Problem(
+        heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=16, dtype="float16"
+    )  # fp32 may come cut, and then lies as the kernels want it
     lay = [LAYOUTS[name] for name in ("sequence_first", "packed", "misaligned")]
 
     def call(*inputs, **options):

@@ -26,7 +26,7 @@ attention_module = import_module("flashattn.attention")  # the package's name is
 def forget():
     """Plan anew whatever is launched next."""
     attention_module._PLANS.clear()
-    for planned in (forward._plan, backward._plan, backward._pass, backward._delta):
+    for planned in (forward._plan, backward._plan, backward.prepare, backward._delta):
         planned.cache_clear()
 
 
@@ -45,7 +45,10 @@ def test_both_ways_of_loading_are_tested(device):
         n = 8 if device.type == "cpu" else 512  # enough to do
         problem = Problem(heads=2, seq_q=n, head_dim=64, dtype="float16")
         likes = map(launch.Like.of, make_inputs(problem, device=device, layout=layout))
-        assert launch.pick_tile("fwd", *likes, causal=False).descriptors is descriptors
+        assert (
+            launch.pick_tile("fwd", *likes, causal=False, precision="ieee").descriptors
+            is descriptors
+        )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     q, k, v = map(launch.Like.of, make_inputs(Problem(**sizes, head_dim=64, dtype="bfloat16")))
     for kernel, *inputs in (("fwd", q, k, v), ("bwd_dkdv", q, k, v, q), ("bwd_dq", q, k, v, q)):
-        tile = launch.pick_tile(kernel, *inputs, causal=False)
+        tile = launch.pick_tile(kernel, *inputs, causal=False, precision="ieee")
         how = {"causal": False, "descriptors": descriptors}
         assert tile.descriptors is descriptors
         assert tile is pick(kernel, 2, 64, (9, 0), **how)  # which is compiled without a GPU
@@ -283,6 +286,7 @@ SPLITS = (
     Problem(heads=2, kv_heads=1, seq_q=1, seq_kv=200, head_dim=16, causal="top_left"),  # one key
     Problem(heads=2, seq_q=7, seq_kv=190, head_dim=24, causal="bottom_right", dtype="float16"),
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # parts that no query sees
+    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left", dtype="bfloat16"),
     Problem(seq_q=150, seq_kv=130, head_dim=16, causal="bottom_right"),  # dead rows
 )
 
@@ -301,11 +305,24 @@ def test_split_keys(device, problem, parts, monkeypatch):
         forget()
 
 
-@pytest.mark.parametrize("kernel", ["fwd", "decode"])
+@pytest.mark.parametrize("scale", [0.2, -0.2])
+def test_ties_weigh_the_same_in_every_tile(device, scale):
+    """Two keys of one score share a query evenly, though one lies in a tile that has a mask."""
+    high = 1.7 if scale > 0 else -1.7
+    q = torch.full((1, 1, 40, 64), 3.3, device=device)
+    k = torch.full((1, 1, 129, 64), -high, device=device)
+    k[:, :, [0, 128]] = high
+    v = torch.zeros(1, 1, 129, 64, device=device)
+    v[:, :, 0], v[:, :, 128] = 1.0, -1.0
+    o, _ = triton(False, scale=scale)(q, k, v)
+    assert torch.equal(o, torch.zeros_like(o))
+
+
+@pytest.mark.parametrize("kernel", launch.PROGRAMS)
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
 def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_kv):
-    """Every key is in one part, no part is empty, and many programs are not split."""
+    """Every row is in one part, no part is empty, and many programs are not split."""
     parts, chunk = launch.split(kernel, programs, seq_kv, 64, device)
     assert chunk % 64 == 0
     assert (parts - 1) * chunk < seq_kv <= parts * chunk
@@ -378,6 +395,16 @@ def large(device):
     return 2**31, 256
 
 
+@pytest.fixture
+def unsplit(monkeypatch):
+    """Split nothing: how many parts there are depends on how many heads."""
+    chosen = launch.split
+    monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:5], 1))
+    forget()
+    yield
+    forget()
+
+
 def drawn(device, *shape):
     """Return numbers in fp16, made in fp16."""
     return torch.randn(shape, device=device, dtype=torch.float16)
@@ -390,6 +417,7 @@ def gradients(grad_o, *inputs):
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)]
 
 
+@pytest.mark.usefixtures("unsplit")
 def test_more_than_2_31_elements_in_heads(device):
     """Heads on both sides of element 2^31, and the last, answer as they do alone."""
     elements, head_dim = large(device)
@@ -402,6 +430,7 @@ def test_more_than_2_31_elements_in_heads(device):
     assert all(torch.equal(a[:, part], b) for a, b in zip(whole, alone, strict=True))
 
 
+@pytest.mark.usefixtures("unsplit")
 def test_more_than_2_31_elements_in_queries(device):
     """Queries behind element 2^31 of one head answer as they do alone."""
     elements, head_dim = large(device)

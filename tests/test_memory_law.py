@@ -18,7 +18,7 @@ from flashattn.registry import get
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.live import Live
 
-FP32 = 4
+FP32, HALF = 4, 2
 
 
 def problem_of(length, **changes):
@@ -33,6 +33,41 @@ def sizes(problem):
     keys = problem.batch * problem.kv_heads * problem.seq_kv
     padded = -(-problem.seq_q // ROW_PADDING) * ROW_PADDING * problem.batch * problem.heads
     return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
+
+
+def cut(problem, device, *rows):
+    """Return the bytes of tensors of so many rows, cut, if they are: three of bf16 for each."""
+    likes = map(launch.Like.of, make_inputs(problem, device=device))
+    causal = problem.causal is not False
+    tile = launch.pick_tile("fwd", *likes, causal=causal, precision="bf16x6")
+    cut = launch.cuts(tile, problem.torch_dtype, "bf16x6")
+    return cut * 3 * HALF * problem.head_dim * sum(rows)
+
+
+def rows_of(problem):
+    """Return the rows of q and those of k."""
+    heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
+    return heads * problem.seq_q, kv_heads * problem.seq_kv
+
+
+def of_parts(problem, device):
+    """Return the bytes of parts of gradients, of k and v or of q: the more of both."""
+    likes = [launch.Like.of(x) for x in make_inputs(problem, device=device)]
+    heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
+    found = []
+    for kernel, owned, walked, outputs, of in (
+        ("bwd_dkdv", (problem.seq_kv, "block_kv"), (problem.seq_q, "block_q"), 2, kv_heads),
+        ("bwd_dq", (problem.seq_q, "block_q"), (problem.seq_kv, "block_kv"), 1, heads),
+    ):
+        causal = problem.causal is not False
+        tile = launch.pick_tile(kernel, *likes, causal=causal, precision="bf16x6")
+        programs = -(-owned[0] // getattr(tile, owned[1])) * of
+        parts, _ = launch.split(kernel, programs, walked[0], getattr(tile, walked[1]), device)
+        assert parts == 1 or parts * programs <= launch.PROGRAMS[kernel] * (
+            launch.multiprocessors(device)
+        )
+        found.append((parts > 1) * parts * outputs * FP32 * problem.head_dim * owned[0] * of)
+    return max(found)
 
 
 def kernels(problem, device, parts=1):
@@ -71,10 +106,14 @@ def naively(problem, device):
 
 @pytest.mark.parametrize("way", [kernels, tiles])
 def test_no_tensor_is_a_score_matrix(device, way):
-    """No tensor of forward and backward is larger than o; naive attention's have T x S."""
-    problem = problem_of(256, heads=1)
-    assert way(problem, device)[0].largest == 256 * 16 * FP32
-    assert naively(problem, device)[0].largest == 256 * 256 * FP32
+    """No tensor of forward and backward is larger than o, or o cut; naive's have T x S."""
+    heads = 1 if device.type == "cpu" else 128  # so many that nothing is split
+    problem = problem_of(256, heads=heads)
+    largest = heads * 256 * 16 * FP32
+    if way is kernels:
+        largest = max(largest, cut(problem, device, heads * 256))
+    assert way(problem, device)[0].largest == largest
+    assert naively(problem, device)[0].largest == heads * 256 * 256 * FP32
 
 
 def test_bytes_grow_linearly(device):
@@ -86,28 +125,51 @@ def test_bytes_grow_linearly(device):
         assert c - b > b - a
 
 
-@pytest.mark.parametrize("length", [64, 130])
-def test_kernels_allocate_what_they_return(device, length):
-    """Forward allocates o and lse, backward the gradients and two numbers a query: to the byte."""
-    problem = problem_of(length, heads=4, kv_heads=2, seq_kv=90)
+@pytest.mark.parametrize(
+    ("length", "seq_kv", "is_cut"), [(64, 90, True), (130, 90, True), (30, 30, False)]
+)
+def test_kernels_allocate_what_they_return(device, length, seq_kv, is_cut):
+    """Forward allocates o and lse, backward the gradients and two numbers a query: to the byte.
+
+    And, where there is much to do in fp32, what the inputs are cut into.
+    """
+    problem = problem_of(length, heads=4, kv_heads=2, seq_kv=seq_kv)
     _, (after_forward, after_backward) = kernels(problem, device)
     o, lse, grads, rows = sizes(problem)
-    assert after_forward == o + lse
-    assert after_backward == o + lse + grads + rows
+    queries, keys = rows_of(problem)
+    assert after_forward == o + lse + cut(problem, device, queries, keys, keys)
+    given = cut(problem, device, queries, keys, keys, queries)
+    assert bool(given) is is_cut or device.type == "cuda"
+    assert after_backward == o + lse + grads + rows + given + of_parts(problem, device)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(128, 60), (64, 256)])
+def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
+    """Each part has gradients in fp32, of k and v or then of q."""
+    problem = problem_of(seq_q, heads=1, seq_kv=seq_kv, causal=False)
+    o, lse, grads, rows = sizes(problem)
+    scratch = of_parts(problem, device)
+    assert scratch
+    _, (_, after_backward) = kernels(problem, device)
+    queries, keys = rows_of(problem)
+    given = cut(problem, device, queries, keys, keys, queries)
+    assert after_backward == o + lse + grads + rows + given + scratch
 
 
 @pytest.mark.parametrize("seq_kv", [300, 1200])
 def test_split_keys_take_a_bounded_scratch(device, seq_kv):
-    """Each part has an o and an lse in fp32, and no more parts are than programs fill the GPU."""
+    """Each part has o and two numbers a row in fp32, and no more are than programs fill the GPU."""
     problem = problem_of(64, heads=1, seq_kv=seq_kv, causal=False)
     likes = map(launch.Like.of, make_inputs(problem, device=device))
-    tile = launch.pick_tile("fwd", *likes, causal=False)
+    tile = launch.pick_tile("fwd", *likes, causal=False, precision="bf16x6")
     programs = -(-64 // tile.block_q)
     parts, _ = launch.split("fwd", programs, seq_kv, tile.block_kv, device)
     assert 1 < parts * programs <= launch.PROGRAMS["fwd"] * launch.multiprocessors(device)
     o, lse, _, _ = sizes(problem)
     _, (after_forward, _) = kernels(problem, device, parts=None)
-    assert after_forward == (1 + parts) * (o + lse)
+    queries, keys = rows_of(problem)
+    scratch = parts * (o + 2 * lse)
+    assert after_forward == o + lse + scratch + cut(problem, device, queries, keys, keys)
 
 
 def requested(call, device):
@@ -126,13 +188,13 @@ def requested(call, device):
 def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
     """On a GPU, too, to the byte, at every length: 16 times the length is 16 times the bytes.
 
-    The heads are so many that no keys are split.
+    The heads are so many that nothing is split.
     """
     if device.type != "cuda":
         pytest.skip("a CPU's allocator does not count; its operators are counted above")
     impl, ratios = get("triton"), []
     for length in (2048, 2048, 8192, 32768):  # the first call compiles and is not judged
-        problem = problem_of(length, heads=64, kv_heads=2, head_dim=64, causal=causal, dtype=dtype)
+        problem = problem_of(length, heads=64, kv_heads=32, head_dim=64, causal=causal, dtype=dtype)
         q, k, v = (x.requires_grad_() for x in make_inputs(problem, device=device))
         grads = make_grads(problem, device=device)
         forward_bytes, outputs = requested(
@@ -141,9 +203,12 @@ def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
         backward_bytes, _ = requested(
             lambda q=q, k=k, v=v, o=outputs, g=grads: torch.autograd.grad(o, (q, k, v), g), device
         )
-        ratios.append((forward_bytes, backward_bytes, *sizes(problem)))
+        queries, keys = rows_of(problem)
+        given = cut(problem, device, queries, keys, keys)
+        more = cut(problem, device, queries)
+        ratios.append((forward_bytes, backward_bytes, *sizes(problem), given, more))
         del outputs
-    for forward_bytes, backward_bytes, o, lse, of_grads, rows in ratios[1:]:
-        assert forward_bytes == o + lse
-        assert backward_bytes == of_grads + rows
+    for forward_bytes, backward_bytes, o, lse, of_grads, rows, given, more in ratios[1:]:
+        assert forward_bytes == o + lse + given
+        assert backward_bytes == of_grads + rows + given + more
     assert [ratios[-1][i] / ratios[1][i] for i in (0, 1)] == [16, 16]

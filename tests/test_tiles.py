@@ -34,8 +34,9 @@ def test_tables_are_complete(arch):
 
 
 def test_block_d():
-    """Head dims are computed in the next power of two, from 16 on."""
-    assert [block_d(d) for d in (1, 16, 17, 80, 128, 129, 256)] == [16, 16, 32, 128, 128, 256, 256]
+    """Head dims are computed in the next power of two, from 16 on; one column is not padded."""
+    assert [block_d(d) for d in (2, 16, 17, 80, 128, 129, 256)] == [16, 16, 32, 128, 128, 256, 256]
+    assert block_d(1) == 1
 
 
 def test_pick():
@@ -49,4 +50,6 @@ def test_pick():
     assert picked((8, 6), True) is TABLES["sm_80"]["fwd", 2, 128, True, False]
     assert picked((13, 0), False) is TABLES["sm_80"]["fwd", 2, 128, True, False]
     assert picked(None, True) is TABLES["interpreter"]["fwd", 2, 128, True, True]
+    column = pick("fwd", 2, 1, (9, 0), causal=True, descriptors=True)
+    assert column is TABLES["sm_90"]["fwd", 2, 16, True, False]
     assert set(ARCHITECTURES.values()) | {"interpreter"} == set(TABLES)

@@ -148,7 +148,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     with counting() as counts["bwd_delta"]:
         lse2, delta = backward.row_terms(grad_o, grad_lse, o, lse)
     given = backward.Recomputation(
-        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **options
+        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", parts=1, **options
     )
     with counting() as counts["bwd_dkdv"]:
         backward.key_gradients(given)

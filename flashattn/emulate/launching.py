@@ -17,6 +17,7 @@ from flashattn.emulate.language import Number
 from flashattn.emulate.memory import Descriptor, Pointer, Shared
 from flashattn.emulate.schedule import Schedule, here
 from flashattn.emulate.source import Edit, Source
+from flashattn.kernels import backward as portable
 from flashattn.kernels import launch
 from flashattn.kernels.hopper import backward, forward
 
@@ -97,7 +98,11 @@ def emulated(
     with ExitStack() as stack:
         stack.enter_context(patch.object(GluonJITFunction, "__getitem__", chosen))
         stack.enter_context(patch.object(launch, "multiprocessors", lambda _: multiprocessors))
-        for module in (forward, backward):  # plans are kept, and depend on how many there are
+        for module in (
+            forward,
+            backward,
+            portable,
+        ):  # plans are kept, and depend on how many there are
             unkept = module._plan.__wrapped__  # noqa: SLF001
             stack.enter_context(patch.object(module, "_plan", unkept))
         yield launched

@@ -10,6 +10,8 @@ import torch
 from flashattn.emulate.memory import Registers, Shared, registers
 from flashattn.emulate.schedule import here
 
+HIGH_BITS = -65536
+
 
 class Product:
     """One that is under way: nothing can be done with it but wait, or add further ones to it.
@@ -63,6 +65,11 @@ def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
         warps.products.pop(0).finish()
     results = [x.value if isinstance(x, Product) and x not in warps.products else x for x in deps]
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def high(x: Registers) -> Registers:
+    """Return the first 8 bits of each number."""
+    return registers((x.contiguous().view(torch.int32) & HIGH_BITS).view(torch.float32))
 
 
 def packed(x: Registers, dtype: torch.dtype) -> Registers:

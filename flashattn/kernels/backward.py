@@ -10,30 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
+from flashattn.kernels.cut import cut_all, cut_like
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
     dot,
+    dot_transposed,
     load_rows,
     load_tile,
     program_tile,
     seen_keys,
     store_rows,
     store_tile,
+    tile_mask,
     visited_keys,
 )
 from flashattn.kernels.tiles import Kernel, Tile, block_d
 
 DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
 DELTA_WARPS = 4
+SUM_BLOCK, SUM_WARPS = 16, 4  # likewise of flashattn_bwd_sum
 ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
 
 
@@ -62,7 +66,19 @@ def flashattn_bwd_delta(
     block, batch, head = program_tile(pitch // BLOCK, heads, False)
     start, row = block * BLOCK, batch * heads + head
     o_tile = load_tile(
-        o, o_strides, batch, head, start, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False, False
+        o,
+        o_strides,
+        batch,
+        head,
+        start,
+        seq_q,
+        head_dim,
+        PADDED,
+        BLOCK,
+        BLOCK_D,
+        False,
+        False,
+        "ieee",
     )
     do_tile = load_tile(
         grad_o,
@@ -77,6 +93,7 @@ def flashattn_bwd_delta(
         BLOCK_D,
         False,
         False,
+        "ieee",
     )
     delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     rows = start + tl.arange(0, BLOCK)
@@ -130,23 +147,23 @@ def fold_queries(
     for start_q in tl.range(first, end, BLOCK_Q):
         q_tile = load_tile(
             q, q_strides, batch, head, start_q, seq_q,
-            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
         )  # fmt: skip
         lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
-        s = dot(k_tile, q_tile.T, None, PRECISION)
+        s = dot_transposed(k_tile, q_tile, PRECISION)
         p = tl.exp2(s * scale_log2 - lse2_rows[None, :])
         if MASKED:
             rows = start_q + tl.arange(0, BLOCK_Q)[None, :]
             p = tl.where(start_kv + tl.arange(0, BLOCK_KV)[:, None] <= rows + diagonal, p, 0.0)
         do_tile = load_tile(
             grad_o, grad_o_strides, batch, head, start_q, seq_q,
-            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-        dv = dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
-        dp = dot(v_tile, do_tile.T, None, PRECISION)
+        dv = dot(p, do_tile, dv, PRECISION)
+        dp = dot_transposed(v_tile, do_tile, PRECISION)
         delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
         ds = p * (dp - delta_rows[None, :])
-        dk = dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
+        dk = dot(ds, q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -172,6 +189,8 @@ def flashattn_bwd_dkdv(
     seq_kv,
     pitch,
     diagonal,
+    batches,
+    chunk,
     scale,
     scale_log2,
     head_dim,
@@ -182,19 +201,27 @@ def flashattn_bwd_dkdv(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
+    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads.
+
+    With SPLIT only those of its part, of ``chunk`` queries; dk and dv have a batch for each part.
+    """
     kv_heads = heads // group
     # Under a causal mask the first keys are seen by most queries, so they come first.
-    block, batch, kv_head = program_tile(tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
+    block, place, kv_head = program_tile(tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
     start_kv = block * BLOCK_KV
+    if SPLIT:
+        batch = place % batches
+    else:
+        batch = place
     k_tile = load_tile(
         k, k_strides, batch, kv_head, start_kv, seq_kv,
-        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     v_tile = load_tile(
         v, v_strides, batch, kv_head, start_kv, seq_kv,
-        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     dk_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
@@ -203,6 +230,14 @@ def flashattn_bwd_dkdv(
         first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q
         full = tl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0)
         full = tl.minimum(tl.cdiv(full, BLOCK_Q) * BLOCK_Q, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
+    end = seq_q
+    if SPLIT:  # a chunk is whole tiles
+        begin = place // batches * chunk
+        end = tl.minimum(end, begin + chunk)
+        first = tl.maximum(first, begin)
+        full = tl.maximum(tl.minimum(full, end), first)
+    if CAUSAL and PRECISION == "cut":
+        full = end
     for head in tl.range(kv_head * group, kv_head * group + group):
         row = batch * heads + head
         if CAUSAL:
@@ -211,37 +246,20 @@ def flashattn_bwd_dkdv(
                 batch, head, row, pitch, start_kv, first, full, seq_q, diagonal, scale_log2,
                 head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
             )  # fmt: skip
-        dk_acc, dv_acc = fold_queries(
-            (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
-            batch, head, row, pitch, start_kv, full, seq_q, seq_q, diagonal, scale_log2,
-            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
-        )  # fmt: skip
+        if not (CAUSAL and PRECISION == "cut"):
+            dk_acc, dv_acc = fold_queries(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
+                batch, head, row, pitch, start_kv, full, end, seq_q, diagonal, scale_log2,
+                head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
+            )  # fmt: skip
     store_tile(
-        dk,
-        dk_strides,
-        batch,
-        kv_head,
-        start_kv,
-        seq_kv,
-        dk_acc * scale,
-        head_dim,
-        PADDED,
-        BLOCK_KV,
-        BLOCK_D,
-    )
+        dk, dk_strides, place, kv_head, start_kv, seq_kv, dk_acc * scale,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D,
+    )  # fmt: skip
     store_tile(
-        dv,
-        dv_strides,
-        batch,
-        kv_head,
-        start_kv,
-        seq_kv,
-        dv_acc,
-        head_dim,
-        PADDED,
-        BLOCK_KV,
-        BLOCK_D,
-    )
+        dv, dv_strides, place, kv_head, start_kv, seq_kv, dv_acc,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -277,20 +295,20 @@ def fold_keys_dq(
     for start_kv in tl.range(first, end, BLOCK_KV):
         k_tile = load_tile(
             k, k_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-        s = dot(q_tile, k_tile.T, None, PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_Q, BLOCK_KV]
         p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
         if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
             seen = seen_keys(start_q, start_kv, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
             p = tl.where(seen, p, 0.0)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-        dp = dot(do_tile, v_tile.T, None, PRECISION)
+        dp = dot_transposed(do_tile, v_tile, PRECISION)
         ds = p * (dp - delta_rows[:, None])
-        dq = dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
+        dq = dot(ds, k_tile, dq, PRECISION)
     return dq
 
 
@@ -314,6 +332,8 @@ def flashattn_bwd_dq(
     seq_kv,
     pitch,
     diagonal,
+    batches,
+    chunk,
     scale,
     scale_log2,
     head_dim,
@@ -324,9 +344,17 @@ def flashattn_bwd_dq(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Compute dq; a program owns a tile of queries of one head."""
-    block, batch, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    """Compute dq; a program owns a tile of queries of one head.
+
+    With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
+    """
+    block, place, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    if SPLIT:
+        batch, first = place % batches, place // batches * chunk
+    else:
+        batch, first = place, 0
     start_q, row = block * BLOCK_Q, batch * heads + head
     q_tile = load_tile(
         q,
@@ -341,35 +369,86 @@ def flashattn_bwd_dq(
         BLOCK_D,
         False,
         DESCRIPTORS,
+        PRECISION,
     )
     do_tile = load_tile(
         grad_o, grad_o_strides, batch, head, start_q, seq_q,
-        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS,
+        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
     delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-    acc = fold_keys_dq(
-        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
-        group, start_q, 0, full, seq_kv, diagonal, scale_log2,
-        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
-    )  # fmt: skip
+    if SPLIT:  # a chunk is whole tiles
+        full = tl.maximum(tl.minimum(full, first + chunk), first)
+        end = tl.minimum(end, first + chunk)
+    if PRECISION == "cut":
+        full = first
+    else:
+        acc = fold_keys_dq(
+            acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
+            group, start_q, first, full, seq_kv, diagonal, scale_log2,
+            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
+        )  # fmt: skip
     acc = fold_keys_dq(
         acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
         group, start_q, full, end, seq_kv, diagonal, scale_log2,
         head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     store_tile(
-        dq, dq_strides, batch, head, start_q, seq_q, acc * scale, head_dim, PADDED, BLOCK_Q, BLOCK_D
+        dq, dq_strides, place, head, start_q, seq_q, acc * scale, head_dim, PADDED, BLOCK_Q, BLOCK_D
     )
+
+
+@triton.jit(do_not_specialize=["parts", *SIZES])
+def flashattn_bwd_sum(
+    terms,
+    total,
+    total_strides,
+    parts,
+    rows,
+    heads,
+    seq_q,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up parts of a gradient, terms [parts, rows, head_dim], which are dense, in their order.
+
+    Args:
+        terms: fp32.
+        total: [batches, heads, seq_q, head_dim].
+        total_strides: of its batches, heads and rows.
+        parts: how many.
+        rows: batches * heads * seq_q.
+        heads: of total.
+        seq_q: its rows, be they queries or keys.
+        head_dim: D.
+        PADDED: whether it is less than BLOCK_D.
+        BLOCK: rows of a program.
+        BLOCK_D: columns of a program.
+    """
+    start = tl.program_id(0) * BLOCK
+    row = start + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for part in range(parts):
+        origin = (tl.cast(part, tl.int64) * rows + row)[:, None] * head_dim
+        acc += tl.load(terms + origin + cols, mask=mask, other=0.0)
+    stride_b, stride_h, stride_t = total_strides
+    batch, head = (row // seq_q // heads).to(tl.int64), (row // seq_q % heads).to(tl.int64)
+    origin = batch * stride_b + head * stride_h + (row % seq_q).to(tl.int64) * stride_t
+    tl.store(total + origin[:, None] + cols, acc.to(total.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
     """What both passes find P and dS from.
 
-    q, k, v and grad_o have dense rows; lse2 and delta are ``row_terms``.
+    q, k, v and grad_o have dense rows; lse2 and delta are ``row_terms``; parts are those that a
+    pass is split into at most, None lets ``launch.split`` say.
     """
 
     q: torch.Tensor
@@ -381,18 +460,107 @@ class Recomputation:
     diagonal: int | None
     scale: float
     precision: str
+    parts: int | None = None
 
     def launch(self, kernel: Kernel, tile: Tile | None, *grads: torch.Tensor) -> None:
         """Launch a pass that writes ``grads``."""
         inputs = self.q, self.k, self.v, self.grad_o
         strides = tuple(x.stride() for x in grads)
         precision = launch.input_precision(self.precision, self.q.dtype)
-        plan = _pass(kernel, facts(*inputs), strides, self.diagonal, self.scale, precision, tile)
-        plan(*inputs, self.lse2, self.delta, *grads)
+        plan = prepare(
+            kernel,
+            facts(*inputs),
+            strides,
+            self.diagonal,
+            self.scale,
+            precision,
+            tile,
+            self.parts,
+        )
+        operands = cut_all(*inputs) if plan.cut else inputs
+        plan((*operands, self.lse2, self.delta), grads)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A launch of flashattn_bwd_dkdv or flashattn_bwd_dq, and the sum of the parts it computes.
+
+    Args:
+        fold: the launch.
+        cut: whether it takes q, k, v and grad_o cut.
+        parts: that programs walk over, each for itself.
+        sums: for each gradient, if there are parts to add up.
+    """
+
+    fold: Launch
+    cut: bool
+    parts: int
+    sums: tuple[Launch, ...]
+
+    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Fill grads; given are q, k, v, grad_o, lse2 and delta."""
+        if not self.sums:
+            self.fold(*given, *grads)
+            return
+        terms = [
+            torch.empty((self.parts * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
+            for x in grads
+        ]
+        self.fold(*given, *terms)
+        for add, x, of in zip(self.sums, grads, terms, strict=True):
+            add(of, x)
+
+
+class Walk(NamedTuple):
+    """How a pass is launched.
+
+    Args:
+        programs: in all.
+        parts: of what a program would walk over.
+        chunk: rows of a part.
+        strides: of what it writes, gradients or their parts.
+        sums: what adds up the parts of each.
+    """
+
+    programs: int
+    parts: int
+    chunk: int
+    strides: Sequence[tuple[int, ...]]
+    sums: tuple[Launch, ...]
+
+
+def walk(
+    kernel: Kernel,
+    q: Like,
+    k: Like,
+    blocks: tuple[int, int],
+    strides: Sequence[tuple[int, ...]],
+    most: int | None = None,
+) -> Walk:
+    """Return how a pass is launched that owns tiles of keys, or of queries, and walks over others.
+
+    Args:
+        kernel: "bwd_dkdv" or "bwd_dq".
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        blocks: queries of a tile, and keys.
+        strides: of the gradients.
+        most: parts, instead of what fills the GPU.
+    """
+    owner, walked = (k, q) if kernel == "bwd_dkdv" else (q, k)
+    own, step = reversed(blocks) if kernel == "bwd_dkdv" else blocks
+    batch, heads, rows, _ = owner.shape
+    programs = triton.cdiv(rows, own) * batch * heads
+    parts, chunk = launch.split(kernel, programs, walked.shape[2], step, q.device, most)
+    if parts == 1:
+        return Walk(programs, parts, chunk, strides, ())
+    sums = tuple(_sum(parts, owner.shape, of) for of in strides)
+    dense = torch.empty(owner.shape, device="meta").stride()
+    return Walk(programs * parts, parts, chunk, (dense,) * len(sums), sums)
 
 
 @lru_cache(PLANS)
-def _pass(
+def prepare(
     kernel: Kernel,
     given: tuple[Facts, ...],
     strides: tuple[tuple[int, ...], ...],
@@ -400,7 +568,8 @@ def _pass(
     scale: float,
     precision: str,
     tile: Tile | None = None,
-) -> Launch:
+    parts: int | None = None,
+) -> Pass:
     """Prepare the launch of flashattn_bwd_dkdv or flashattn_bwd_dq.
 
     Args:
@@ -411,40 +580,60 @@ def _pass(
         scale: as in ``forward``.
         precision: as ``launch.input_precision`` returns it.
         tile: instead of the table's.
+        parts: as in ``Recomputation``.
     """
     inputs = [Like(*x) for x in given]
     q, k = inputs[:2]
-    tile = tile or launch.pick_tile(kernel, *inputs, causal=diagonal is not None)
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
+    tile = tile or launch.pick_tile(
+        kernel, *inputs, causal=diagonal is not None, precision=precision
+    )
+    cut = launch.cuts(tile, q.dtype, precision)
+    operands = [cut_like(x) if cut else x for x in inputs]
     rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
-    if kernel == "bwd_dkdv":
-        function, programs = flashattn_bwd_dkdv, triton.cdiv(seq_kv, tile.block_kv) * kv_heads
-    else:
-        function, programs = flashattn_bwd_dq, triton.cdiv(seq_q, tile.block_q) * heads
-    return Launch(
-        function,
-        programs * batch,
-        [
-            *(launch.loaded(tile, n) for n in rows),
-            *[None] * (2 + len(strides)),
-        ],
+    way = walk(kernel, q, k, (tile.block_q, tile.block_kv), strides, parts)
+    fold = Launch(
+        flashattn_bwd_dkdv if kernel == "bwd_dkdv" else flashattn_bwd_dq,
+        way.programs,
+        [*(launch.loaded(tile, n) for n in rows), *[None] * (2 + len(strides))],
         (
-            *(x[:3] for x in (*(like.strides for like in inputs), *strides)),
-            heads,
-            heads // kv_heads,
-            seq_q,
-            seq_kv,
-            _pitch(seq_q),
-            diagonal or 0,
-            scale,
-            scale * LOG2E.value,
+            *(x[:3] for x in (*(like.strides for like in operands), *way.strides)),
+            *numbers(q, k, way, diagonal, scale),
         ),
         {
-            "head_dim": head_dim,
+            "head_dim": q.shape[3],
             "CAUSAL": diagonal is not None,
-            "PRECISION": precision,
-            **tile.options(head_dim),
+            "PRECISION": "cut" if cut else precision,
+            "SPLIT": way.parts > 1,
+            **tile.options(q.shape[3]),
+        },
+    )
+    return Pass(fold, cut, way.parts, way.sums)
+
+
+def numbers(q: Like, k: Like, way: Walk, diagonal: int | None, scale: float) -> tuple[object, ...]:
+    """Return what kernels of a pass take, from ``heads`` to ``scale_log2``."""
+    batch, heads, seq_q, _ = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    group, last = heads // kv_heads, diagonal or 0
+    sizes = heads, group, seq_q, seq_kv, _pitch(seq_q), last, batch, way.chunk
+    return *sizes, scale, scale * LOG2E.value
+
+
+def _sum(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
+    """Prepare the launch of flashattn_bwd_sum for a gradient."""
+    batch, heads, rows, head_dim = shape
+    d = block_d(head_dim)
+    return Launch(
+        flashattn_bwd_sum,
+        triton.cdiv(batch * heads * rows, SUM_BLOCK),
+        [None, None],
+        (strides[:3], parts, batch * heads * rows, heads, rows),
+        {
+            "head_dim": head_dim,
+            "PADDED": head_dim < d,
+            "BLOCK": SUM_BLOCK,
+            "BLOCK_D": d,
+            "num_warps": SUM_WARPS,
         },
     )
 
@@ -535,6 +724,7 @@ def plan(
     scale: float,
     precision: str = "auto",
     deterministic: bool = True,
+    passes: Callable[..., Pass] = prepare,
 ) -> Plan:
     """Return what launches the three kernels, for these and for all that are ``Like`` them.
 
@@ -546,10 +736,11 @@ def plan(
         scale: as in ``forward.plan``.
         precision: as in ``forward.plan``.
         deterministic: it is, whatever is asked.
+        passes: ``prepare``, or what prepares other kernels.
     """
     del deterministic
     precision = launch.input_precision(precision, saved[0].dtype)
-    return _plan(known(grads, saved), diagonal, scale, precision)
+    return _plan(known(grads, saved), diagonal, scale, precision, passes)
 
 
 def known(grads: Grads, saved: Saved) -> tuple[Facts, ...]:
@@ -560,7 +751,13 @@ def known(grads: Grads, saved: Saved) -> tuple[Facts, ...]:
 
 
 @lru_cache(PLANS)
-def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precision: str) -> Plan:
+def _plan(
+    given: tuple[Facts, ...],
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+    passes: Callable[..., Pass],
+) -> Plan:
     """Choose what answers.
 
     Args:
@@ -568,6 +765,7 @@ def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precisio
         diagonal: as in ``plan``.
         scale: as in ``plan``.
         precision: as ``launch.input_precision`` returns it.
+        passes: as in ``plan``.
     """
     likes = [Like(*x) for x in given]
     q, k, v = likes[:3]
@@ -578,7 +776,8 @@ def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precisio
 
         def copied(grads: Grads, saved: Saved) -> Gradients:
             grads, saved = copies(grads, saved)
-            return backward(grads, saved, diagonal=diagonal, scale=scale, precision=precision)
+            how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
+            return backward(grads, saved, **how, passes=passes)
 
         return copied
     options = diagonal, scale, precision
@@ -587,8 +786,8 @@ def _plan(given: tuple[Facts, ...], diagonal: int | None, scale: float, precisio
         row_shape(q.shape),
         q.device,
         _delta((given[4], given[3], *given[5:])),
-        _pass("bwd_dkdv", given[:4], (dk, dv), *options),
-        _pass("bwd_dq", given[:4], (dq,), *options),
+        passes("bwd_dkdv", given[:4], (dk, dv), *options),
+        passes("bwd_dq", given[:4], (dq,), *options),
     )
 
 
@@ -619,15 +818,15 @@ class _Backward:
         rows: sizes of lse2 and delta.
         device: of all.
         delta: flashattn_bwd_delta.
-        keys: flashattn_bwd_dkdv.
-        queries: flashattn_bwd_dq.
+        keys: the pass of flashattn_bwd_dkdv.
+        queries: that of flashattn_bwd_dq.
     """
 
     rows: tuple[int, int]
     device: torch.device
     delta: Launch
-    keys: Launch
-    queries: Launch
+    keys: Pass
+    queries: Pass
 
     def __call__(self, grads: Grads, saved: Saved) -> Gradients:
         """Return dq, dk and dv."""
@@ -637,6 +836,8 @@ class _Backward:
         delta = torch.empty_like(lse2)
         with launch.on_device(q):
             self.delta(o, grad_o, lse, grad_lse, lse2, delta)
-            self.keys(q, k, v, grad_o, lse2, delta, dk, dv)
-            self.queries(q, k, v, grad_o, lse2, delta, dq)
+            cut = cut_all(q, k, v, grad_o) if self.keys.cut or self.queries.cut else ()
+            for step, grads_of in ((self.keys, (dk, dv)), (self.queries, (dq,))):
+                operands = cut if step.cut else (q, k, v, grad_o)
+                step((*operands, lse2, delta), grads_of)
         return dq, dk, dv

@@ -2,7 +2,7 @@
 
 Where that makes fewer programs than the GPU has room for, the keys are split as well, as in
 Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program folds a part of the keys, and
-flashattn_merge puts the parts together by their logsumexp, always in the same order.
+flashattn_merge puts the parts together by their largest scores, always in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels import launch
+from flashattn.kernels.cut import cut_all, cut_like
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
     LN2,
@@ -24,6 +25,7 @@ from flashattn.kernels.primitives import (
     SIZES,
     add_compensated,
     dot,
+    dot_transposed,
     load_tile,
     program_tile,
     seen_keys,
@@ -55,6 +57,7 @@ def fold_keys(
     seq_kv,
     diagonal,
     scale_log2,
+    scale_sign,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,36 +74,42 @@ def fold_keys(
     In fp32 ``lost`` is what rounding has added to ``l``, a sum of as many terms as there are tiles.
     """
     acc, m, l, lost = state
-    if POSITIVE_SCALE:  # it does not move the maximum, so it folds into exp2's multiply-add
-        factor = scale_log2
-    else:
-        factor = 1.0
+    COMPENSATED: tl.constexpr = PRECISION == "cut" or q_tile.dtype == tl.float32
     for start_kv in tl.range(first, end, BLOCK_KV):
         k_tile = load_tile(
             k, k_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-        s = dot(q_tile, k_tile.T, None, PRECISION)  # [BLOCK_Q, BLOCK_KV]
-        if not POSITIVE_SCALE:
-            s = s * scale_log2
+        s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        if not POSITIVE_SCALE:  # what is positive does not move the maximum
+            s = s * scale_sign
         if MASKED:
             seen = seen_keys(start_q, start_kv, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
             s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-        p = tl.exp2(s * factor - finite[:, None])
+        p = tl.exp2(s * scale_log2 - finite[:, None])
         alpha = tl.exp2(m - finite)
-        if q_tile.dtype == tl.float32:
+        if COMPENSATED:
             l, lost = add_compensated(l * alpha, lost * alpha, tl.sum(p, 1))
         else:
             l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], PRECISION)
+        acc = dot(p, v_tile, acc * alpha[:, None], PRECISION)
         m = m_new
     return acc, m, l, lost
+
+
+@triton.jit
+def normalized(acc, m, l):
+    """Return o and the logsumexp; rows that see no key have l = 0."""
+    dead = l == 0.0
+    l = tl.where(dead, 1.0, l)
+    o = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
+    return o, tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -122,6 +131,7 @@ def flashattn_fwd(
     batches,
     chunk,
     scale_log2,
+    scale_sign,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -135,7 +145,8 @@ def flashattn_fwd(
 ):
     """Compute o and lse; a program folds the keys that one tile of queries of one head sees.
 
-    With SPLIT only those of its part, of ``chunk`` keys; o and lse have a batch for each part.
+    With SPLIT only those of its part, of ``chunk`` keys; o has a batch for each part, of sums that
+    nothing has divided, and lse holds m of each part, and then l of each.
     """
     block, place, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
     start_q = block * BLOCK_Q
@@ -156,6 +167,7 @@ def flashattn_fwd(
         BLOCK_D,
         False,
         DESCRIPTORS,
+        PRECISION,
     )
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -165,24 +177,30 @@ def flashattn_fwd(
     if SPLIT:  # a chunk is whole tiles
         full = tl.maximum(tl.minimum(full, first + chunk), first)
         end = tl.minimum(end, first + chunk)
+    if PRECISION == "cut":
+        full = first
+    else:
+        acc, m, l, lost = fold_keys(
+            (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
+            start_q, first, full, seq_kv, diagonal, scale_log2, scale_sign,
+            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE,
+            PRECISION, DESCRIPTORS,
+        )  # fmt: skip
     acc, m, l, lost = fold_keys(
         (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
-        start_q, first, full, seq_kv, diagonal, scale_log2,
-        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE,
-        PRECISION, DESCRIPTORS,
-    )  # fmt: skip
-    acc, m, l, lost = fold_keys(
-        (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
-        start_q, full, end, seq_kv, diagonal, scale_log2,
+        start_q, full, end, seq_kv, diagonal, scale_log2, scale_sign,
         head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, POSITIVE_SCALE,
         PRECISION, DESCRIPTORS,
     )  # fmt: skip
-    dead = l == 0.0  # rows that see no key
-    l = tl.where(dead, 1.0, l)
-    acc = acc / l[:, None]
+    row = place * heads + head
+    if SPLIT:  # m and l apart: a logsumexp in fp32 would round what a part weighs
+        rows = tl.num_programs(0) // tl.cdiv(seq_q, BLOCK_Q)
+        store_rows(lse, row, seq_q, start_q, seq_q, m, BLOCK_Q)
+        store_rows(lse, row + rows, seq_q, start_q, seq_q, l, BLOCK_Q)
+    else:
+        acc, m = normalized(acc, m, l)
+        store_rows(lse, row, seq_q, start_q, seq_q, m, BLOCK_Q)
     store_tile(o, o_strides, place, head, start_q, seq_q, acc, head_dim, PADDED, BLOCK_Q, BLOCK_D)
-    lse_tile = tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
-    store_rows(lse, place * heads + head, seq_q, start_q, seq_q, lse_tile, BLOCK_Q)
 
 
 @triton.jit(do_not_specialize=["parts", "rows", *SIZES])
@@ -201,32 +219,31 @@ def flashattn_merge(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Put together what is dense, o_parts [parts, rows, head_dim] and lse_parts [parts, rows]."""
+    """Put together parts that are dense: o [parts, rows, head_dim] and lse [2, parts, rows]."""
     start = tl.program_id(0) * BLOCK
     row = start + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     for part in range(parts):
-        lse_row = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
-        m = tl.maximum(m, lse_row)
+        m_part = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
+        m = tl.maximum(m, m_part)
     finite = tl.where(m == float("-inf"), 0.0, m)  # a row that sees no key
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK], tl.float32)
     for part in range(parts):
-        lse_row = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
-        weight = tl.exp2((lse_row - finite) * LOG2E)
-        origin = (part * rows + row).to(tl.int64)[:, None] * head_dim
+        at = part * rows + row
+        m_part = tl.load(lse_parts + at, mask=row < rows, other=float("-inf"))
+        weight = tl.exp2(m_part - finite)
+        l += weight * tl.load(lse_parts + parts * rows + at, mask=row < rows, other=0.0)
+        origin = at.to(tl.int64)[:, None] * head_dim
         acc += weight[:, None] * tl.load(o_parts + origin + cols, mask=mask, other=0.0)
-        l += weight
-    dead = l == 0.0
-    l = tl.where(dead, 1.0, l)
+    acc, lse_rows = normalized(acc, m, l)
     stride_b, stride_h, stride_t = o_strides
     batch, head = (row // seq_q // heads).to(tl.int64), (row // seq_q % heads).to(tl.int64)
     origin = batch * stride_b + head * stride_h + (row % seq_q).to(tl.int64) * stride_t
-    tl.store(o + origin[:, None] + cols, (acc / l[:, None]).to(o.dtype.element_ty), mask=mask)
-    lse_row = tl.where(dead, float("-inf"), finite + tl.log2(l) * LN2)
-    tl.store(lse + row, lse_row, mask=row < rows)
+    tl.store(o + origin[:, None] + cols, acc.to(o.dtype.element_ty), mask=mask)
+    tl.store(lse + row, lse_rows, mask=row < rows)
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -374,9 +391,23 @@ class _Split:
     ) -> None:
         """Fill o and lse."""
         o_parts = torch.empty(self.parts, device=q.device, dtype=torch.float32)
-        lse_parts = torch.empty(self.parts[:3], device=q.device, dtype=torch.float32)
+        lse_parts = torch.empty((2, *self.parts[:3]), device=q.device, dtype=torch.float32)
         self.fold(q, k, v, o_parts, lse_parts)
         self.merge(o_parts, lse_parts, o, lse)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What is asked for inputs in fp32, and takes them cut."""
+
+    fill: Fill
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Fill o and lse."""
+        q, k, v = cut_all(q, k, v)
+        self.fill(q, k, v, o, lse)
 
 
 def _fill(
@@ -394,11 +425,18 @@ def _fill(
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     kernel: Kernel = "decode" if seq_q <= FEW_QUERIES else "fwd"
-    tile = tile or launch.pick_tile(kernel, q, k, v, causal=diagonal is not None)
+    tile = tile or launch.pick_tile(
+        kernel, q, k, v, causal=diagonal is not None, precision=precision
+    )
+    cut = launch.cuts(tile, q.dtype, precision)
+    operands = [cut_like(x) if cut else x for x in (q, k, v)]
     programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
     parts, chunk = launch.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value
+    # The product with a sign is exact: were scores rounded, those in a tile with a mask would be,
+    # and in others not, where the compiler joins the product with the difference from m.
+    size = max(abs(scale_log2), SMALLEST_SCALE)
     fold = Launch(
         flashattn_fwd,
         programs * parts,
@@ -410,7 +448,7 @@ def _fill(
             None,
         ],
         (
-            *(x.strides[:3] for x in (q, k, v)),
+            *(x.strides[:3] for x in operands),
             packed if parts > 1 else o_strides[:3],
             heads,
             heads // kv_heads,
@@ -419,19 +457,20 @@ def _fill(
             diagonal or 0,
             batch,
             chunk,
-            scale_log2,
+            size,
+            scale_log2 / size,
         ),
         {
             "head_dim": head_dim,
             "CAUSAL": diagonal is not None,
             "POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE,
-            "PRECISION": precision,
+            "PRECISION": "cut" if cut else precision,
             "SPLIT": parts > 1,
             **tile.options(head_dim),
         },
     )
     if parts == 1:
-        return fold
+        return _Cut(fold) if cut else fold
     rows, d = batch * heads * seq_q, block_d(head_dim)
     merge = Launch(
         flashattn_merge,
@@ -446,4 +485,5 @@ def _fill(
             "num_warps": MERGE_WARPS,
         },
     )
-    return _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
+    split = _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
+    return _Cut(split) if cut else split

@@ -20,16 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.kernels.tiles import Kernel, Tile, pick
 
-PRECISIONS = ("auto", "bf16x6", "tf32x3", "tf32", "ieee")
+CUTTING = "bf16x6"
+PRECISIONS = ("auto", CUTTING, "tf32x3", "tf32", "ieee")
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
 PLANS = 1024  # kept by each launcher: shapes that keep changing shall not fill the memory
 # Programs that a multiprocessor shall have, when few tiles of queries are to fill a GPU. On an H200
 # one head of 16 384 causal queries took 114 us with 4 and 187 with 2; decoding, which waits for
 # memory, 142 us with 2 and 161 with 4.
-PROGRAMS = {"fwd": 4, "decode": 2}
-# Tiles of keys that a part has at least: below, merging costs more than the split gains. Fewer in
+PROGRAMS = {"fwd": 4, "decode": 2, "bwd_dkdv": 4, "bwd_dq": 4}
+# Tiles that a part has at least: below, merging costs more than the split gains. Fewer in
 # the interpreter, so that small problems are split; and it pretends to one multiprocessor.
-SHORTEST = 2 if INTERPRETED.value else 4
+SHORTEST = {"fwd": 4, "decode": 4, "bwd_dkdv": 2, "bwd_dq": 2}
+SHORTEST |= dict.fromkeys(SHORTEST, 2) if INTERPRETED.value else {}
 PRETENDED = 1
 # Scores up to which tiles are loaded by pointers, counting at least 64 queries of a head: a host
 # takes some 3 us to make a descriptor, and so few scores keep a GPU busy no longer. On an H200 with
@@ -38,6 +40,9 @@ PRETENDED = 1
 # all that small.
 TINY = 0 if INTERPRETED.value else 1 << 16
 LEAST_QUERIES = 64
+# Scores from which on fp32 is cut beforehand, counted likewise: before that, four more launches
+# cost more than they save. In the interpreter some problems are on either side.
+CUT = 1 << (13 if INTERPRETED.value else 17)
 _NOTHING = nullcontext()
 
 
@@ -62,7 +67,7 @@ def input_precision(asked: str, dtype: torch.dtype) -> str:
         return "ieee"
     if asked != "auto":
         return asked
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else CUTTING
 
 
 Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
@@ -117,23 +122,38 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def tiny(q: Like, k: Like) -> bool:
-    """Return whether the host takes longer to make descriptors than they save the device."""
+def scores(q: Like, k: Like) -> int:
+    """Return how many scores there are, as ``TINY`` and ``CUT`` count them."""
     batch, heads, seq_q, _ = q.shape
-    return batch * heads * max(seq_q, LEAST_QUERIES) * k.shape[2] <= TINY
+    return batch * heads * max(seq_q, LEAST_QUERIES) * k.shape[2]
 
 
-def pick_tile(kernel: Kernel, *inputs: Like, causal: bool) -> Tile:
+def pick_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Tile:
     """Return the table's tile for q, k and others.
 
-    It has descriptors only if all inputs can have one, and there is enough to do.
+    It has descriptors only if all inputs can have one, and there is enough to do. fp32 is described
+    when it is ``cut``.
+
+    Args:
+        kernel: which.
+        inputs: q, k and others.
+        causal: whether scores are masked.
+        precision: as ``input_precision`` returns it.
     """
-    x = inputs[0]
+    x, enough = inputs[0], scores(*inputs[:2])
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
-    describable = all(x.describable for x in inputs) and not tiny(*inputs[:2])
+    if x.dtype == torch.float32:
+        describable = precision == CUTTING and enough > CUT
+    else:
+        describable = all(x.describable for x in inputs) and enough > TINY
     return pick(
         kernel, x.dtype.itemsize, x.shape[-1], capability, causal=causal, descriptors=describable
     )
+
+
+def cuts(tile: Tile, dtype: torch.dtype, precision: str) -> bool:
+    """Return whether a tile's operands are ``cut`` beforehand."""
+    return tile.descriptors and dtype == torch.float32 and precision == CUTTING
 
 
 class Described(Protocol):
@@ -275,25 +295,27 @@ def multiprocessors(device: torch.device) -> int:
 def split(
     kernel: Kernel,
     programs: int,
-    seq_kv: int,
-    block_kv: int,
+    rows: int,
+    block: int,
     device: torch.device,
     most: int | None = None,
 ) -> tuple[int, int]:
-    """Return (parts, keys of a part), so that few tiles of queries fill the GPU.
+    """Return (parts, rows of a part), so that few programs, which walk over rows, fill the GPU.
 
     It depends on sizes and on the GPU alone, so a repeated call gives the same bits.
 
     Args:
-        kernel: "fwd" or "decode".
+        kernel: which.
         programs: without a split.
-        seq_kv: S, at least 1.
-        block_kv: keys of a tile, of which a part has whole ones.
+        rows: that a program walks over, keys or queries; at least 1.
+        block: rows of a tile, of which a part has whole ones.
         device: of the launch.
         most: parts, instead of what fills the GPU.
     """
-    tiles = -(-seq_kv // block_kv)
+    tiles = -(-rows // block)
     if most is None:
-        most = min(PROGRAMS[kernel] * multiprocessors(device) // programs, tiles // SHORTEST)
-    chunk = -(-tiles // max(most, 1)) * block_kv
-    return -(-seq_kv // chunk), chunk
+        most = min(
+            PROGRAMS[kernel] * multiprocessors(device) // programs, tiles // SHORTEST[kernel]
+        )
+    chunk = -(-tiles // max(most, 1)) * block
+    return -(-rows // chunk), chunk

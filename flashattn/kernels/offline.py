@@ -10,7 +10,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import backward, forward, launch
+from flashattn.kernels import backward, cut, forward, launch
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
@@ -31,16 +31,29 @@ KERNELS = {
     "fwd": forward.flashattn_fwd,
     "decode": forward.flashattn_fwd,
     "merge": forward.flashattn_merge,
+    "cut": cut.flashattn_cut,
     "bwd_delta": backward.flashattn_bwd_delta,
+    "bwd_sum": backward.flashattn_bwd_sum,
     "bwd_dkdv": backward.flashattn_bwd_dkdv,
     "bwd_dq": backward.flashattn_bwd_dq,
 }
-Untiled = Literal["merge", "bwd_delta"]
+Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "merge": (forward.MERGE_BLOCK, forward.MERGE_WARPS),
+    "cut": (cut.BLOCK, cut.WARPS),
     "bwd_delta": (backward.DELTA_BLOCK, backward.DELTA_WARPS),
+    "bwd_sum": (backward.SUM_BLOCK, backward.SUM_WARPS),
 }
-ROWS = ("lse", "lse_parts", "o_parts", "grad_lse", "lse2", "delta")  # fp32, whatever the inputs
+ROWS = (
+    "lse",
+    "lse_parts",
+    "o_parts",
+    "terms",
+    "grad_lse",
+    "lse2",
+    "delta",
+)  # fp32, whatever the inputs
+SUMS = ("o", "dk", "dv", "dq")  # fp32, where rows are split
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
@@ -48,7 +61,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
 # Ways to compile a kernel. Few queries always find keys to split but where they are many heads.
-SPLIT = {"fwd": (False, True), "decode": (True,)}
+SPLIT = {"decode": (True,)}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
@@ -67,10 +80,10 @@ class Variant:
         kernel: which.
         size: bytes per element.
         head_dim: D.
-        tile: of the launch; None for merge and bwd_delta, which have one for all, and no mask.
+        tile: of the launch; None for kernels that have one for all, and no mask.
         causal: whether scores are masked.
         describable: whether it serves inputs that can have descriptors; the tile may do without.
-        split: whether a program has a part of the keys only.
+        split: whether a program has a part of the rows only that it would walk over.
     """
 
     arch: str
@@ -87,8 +100,15 @@ class Variant:
         name = f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim}"
         if self.tile is None:
             return name
-        loading = "descriptors" if self.describable else "pointers"
+        loading = "cut" if self.cut else "descriptors" if self.describable else "pointers"
         return f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}"
+
+    @property
+    def cut(self) -> bool:
+        """Whether its operands are cut beforehand."""
+        dtype = DTYPES[self.size]
+        precision = launch.input_precision("auto", dtype)
+        return self.tile is not None and launch.cuts(self.tile, dtype, precision)
 
     @property
     def launch(self) -> str:
@@ -122,7 +142,7 @@ class Variant:
             "CAUSAL": self.causal,
             "POSITIVE_SCALE": True,
             "SPLIT": self.split,
-            "PRECISION": launch.input_precision("auto", DTYPES[self.size]),
+            "PRECISION": "cut" if self.cut else launch.input_precision("auto", DTYPES[self.size]),
             **self.tile.options(self.head_dim),
         }
 
@@ -174,7 +194,7 @@ def _source(variant: Variant) -> ASTSource:
             signature[name] = "constexpr"
         elif name in described:
             block = f"[1, 1, {described[name]}, {constants['BLOCK_D']}]"
-            signature[name] = f"tensordesc<{element}{block}>"
+            signature[name] = f"tensordesc<{'bf16' if variant.cut else element}{block}>"
         elif name.endswith("strides"):
             signature[name] = ("i32",) * 3
             attributes |= {(i, j): aligned for j in range(3)}
@@ -185,8 +205,8 @@ def _source(variant: Variant) -> ASTSource:
         elif name in SIZES:
             signature[name] = "i32"
         else:
-            wide = name in ROWS or (name == "o" and variant.split)
-            signature[name] = "*fp32" if wide else f"*{element}"
+            wide = name in ROWS or (name in SUMS and variant.split)
+            signature[name] = "*bf16" if name == "cut_x" else "*fp32" if wide else f"*{element}"
             attributes[(i,)] = aligned
     return ASTSource(fn, signature, constants, attributes)
 
@@ -269,10 +289,16 @@ def variants() -> list[Variant | HopperVariant]:
         Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
         for arch in ARCHITECTURES
         for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
-        for split in SPLIT.get(kernel, (False,))
+        for split in SPLIT.get(kernel, (False, True))
+    ]
+    columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
+        replace(variant, head_dim=1)
+        for variant in tiled
+        if variant.head_dim == HEAD_DIMS[0] and not variant.describable
     ]
     fixed = [
         Variant(arch, kernel, size, head_dim, None, causal=False)
-        for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, HEAD_DIMS)
+        for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, (1, *HEAD_DIMS))
+        if kernel != "cut" or (DTYPES[size] == torch.float32 and head_dim > 1)
     ]
-    return [*tiled, *fixed, *hopper.variants()]
+    return [*tiled, *columns, *fixed, *hopper.variants()]

@@ -10,17 +10,69 @@ SIZES = ["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk", "p
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter multiplies the bit patterns of bf16, so there the operands are widened first.
+HIGH_BITS = tl.constexpr(-65536)  # of an fp32: those of a bf16
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
+def cut(x):
+    """Return three bf16 whose sum is x, of fp32: 8 bits each; what is not finite is the first."""
+    high = (x.to(tl.int32, bitcast=True) & HIGH_BITS).to(tl.float32, bitcast=True)
+    rest = x - high
+    rest = tl.where(rest == rest, rest, 0.0)  # inf - inf
+    middle = (rest.to(tl.int32, bitcast=True) & HIGH_BITS).to(tl.float32, bitcast=True)
+    low = rest - middle
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr):
     """Return acc + a @ b, in fp32; PRECISION says how fp32 operands are multiplied."""
     if INTERPRETED:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
-        product = tl.dot(a, b, acc, input_precision=PRECISION)
-    return product
+        result = tl.dot(a, b, acc, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def six_products(a, b):
+    """Return a @ b of what is cut, the least first: without what is below the last bit of fp32."""
+    s = multiply(a[1], b[1], None, "ieee")
+    s = multiply(a[0], b[2], s, "ieee")
+    s = multiply(a[2], b[0], s, "ieee")
+    s = multiply(a[0], b[1], s, "ieee")
+    s = multiply(a[1], b[0], s, "ieee")
+    s = tl.where(s == s, s, 0.0)  # inf * 0, of numbers whose product is inf
+    return multiply(a[0], b[0], s, "ieee")
+
+
+@triton.jit
+def dot_transposed(a, b, PRECISION: tl.constexpr):
+    """Return a @ b.T, in fp32, of two tiles; see ``dot``."""
+    if PRECISION == "cut":
+        result = six_products(a, (b[0].T, b[1].T, b[2].T))
+    elif a.shape[1] == 1:
+        result = a.to(tl.float32) * b.to(tl.float32).T
+    else:
+        result = multiply(a, b.T, None, PRECISION)
+    return result
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """Return acc + a @ b, in fp32, of fp32 numbers and a tile, to whose dtype they are rounded.
+
+    PRECISION says how fp32 is multiplied; "cut": tiles are three of bf16, whose sum they are. A
+    single column is no matrix, so tensor cores are not asked.
+    """
+    if PRECISION == "cut":
+        result = acc + six_products(cut(a), b)
+    elif b.shape[1] == 1:
+        result = acc + tl.sum(a * b.to(tl.float32).T, 1)[:, None]
+    else:
+        result = multiply(a.to(b.dtype), b, acc, PRECISION)
+    return result
 
 
 @triton.jit
@@ -79,7 +131,7 @@ def tile_mask(
 
 
 @triton.jit
-def load_tile(
+def load_one(
     x,
     strides,
     batch,
@@ -93,7 +145,7 @@ def load_tile(
     WHOLE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Load rows ``start ...`` of one head [BLOCK, BLOCK_D]; what lies outside is 0."""
+    """Load a tile that is no three, see ``load_tile``."""
     if DESCRIPTORS:
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
@@ -103,6 +155,41 @@ def load_tile(
             tile = tl.load(pointers)
         else:
             tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def load_tile(
+    x,
+    strides,
+    batch,
+    head,
+    start,
+    size,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Load rows ``start ...`` of one head [BLOCK, BLOCK_D]; what lies outside is 0.
+
+    What is cut has three heads in place of one, and no columns to pad: see ``dot``.
+    """
+    if PRECISION == "cut":
+        tile = (
+            load_one(x, strides, batch, head * 3, start, size, head_dim,
+                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+            load_one(x, strides, batch, head * 3 + 1, start, size, head_dim,
+                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+            load_one(x, strides, batch, head * 3 + 2, start, size, head_dim,
+                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+        )  # fmt: skip
+    else:
+        tile = load_one(x, strides, batch, head, start, size, head_dim,
+                        PADDED, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS)  # fmt: skip
     return tile
 
 

@@ -19,8 +19,8 @@ HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
 
 
 def block_d(head_dim: int) -> int:
-    """Return the head dimension a kernel computes in: the next power of two, 16 at least."""
-    return max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())
+    """Return the columns a kernel computes in: 1, or the next power of two, 16 at least."""
+    return 1 if head_dim == 1 else max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Tile:
         block_kv: keys per tile, likewise.
         warps: per program: 1, 2, 4, 8 or 16.
         stages: of the software pipeline that loads tiles ahead.
-        descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers.
+        descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers. fp32 that
+            is six products of bf16 then comes cut into its parts.
         registers: that a thread may have, so that more programs fit a multiprocessor; 0 leaves it
             to the compiler.
 
@@ -157,10 +158,9 @@ H200_POINTERS = _table(
         ("bwd_dq", 2, 256): (64, 32, 8, 2),
     }
 )
-# fp32 as six bf16 products, measured as above. By pointers whatever the input: with descriptors,
-# though forward gained 10% at D = 32 and 64 when fp32 was three TF32 products, every tile of the
-# backward spilled at D = 64 and every tile of all at D = 128. Triton 3.6 miscompiles some tiles of
-# fp32, such as 64 x 16 with 8 warps: the search met illegal accesses, and left them out.
+# fp32 as six bf16 products, measured as above. By pointers a kernel cuts what it loads. Triton 3.6
+# miscompiles some of those tiles, such as 64 x 16 with 8 warps: the search met illegal accesses,
+# and left them out.
 H200_FP32 = _table(
     {
         ("fwd", 4, 16): (128, 32, 4, 1),
@@ -184,6 +184,24 @@ H200_FP32 = _table(
         ("bwd_dq", 4, 128): (128, 32, 8, 1),
         ("bwd_dq", 4, 256): (16, 16, 4, 1),
     }
+)
+# The same, cut beforehand. N = 4096, 2026-11-22.
+H200_CUT = _table(
+    {
+        ("fwd", 4, 16): (64, 64, 4, 2),
+        ("fwd", 4, 32): (64, 64, 4, 2),
+        ("fwd", 4, 64): (128, 64, 8, 3),
+        ("fwd", 4, 128): (64, 64, 4, 1),
+        ("bwd_dkdv", 4, 16): ((64, 64, 4, 2), (32, 64, 4, 2)),
+        ("bwd_dkdv", 4, 32): (64, 64, 4, 2),
+        ("bwd_dkdv", 4, 64): (64, 128, 8, 2),
+        ("bwd_dkdv", 4, 128): ((32, 64, 4, 2), (64, 64, 4, 1)),
+        ("bwd_dq", 4, 16): (64, 64, 4, 2),
+        ("bwd_dq", 4, 32): (64, 64, 4, 2),
+        ("bwd_dq", 4, 64): (128, 64, 8, 2),
+        ("bwd_dq", 4, 128): (64, 32, 4, 2),
+    },
+    descriptors=True,
 )
 # Not measured, likewise; they fit the 99 KiB of consumer cards, so they serve all of 8.x and 12.x.
 SM_80 = _table(
@@ -234,6 +252,7 @@ SM_80 = _table(
 SM_100 = SM_80 | _table(
     {
         ("fwd", 2, 64): (64, 64, 4, 2),
+        ("fwd", 2, 256): (64, 32, 4, 2),
         ("fwd", 4, 16): (64, 32, 8, 1),
         ("fwd", 4, 32): (64, 32, 8, 1),
         ("fwd", 4, 64): (32, 32, 8, 1),
@@ -265,7 +284,9 @@ H200_LATER = _table(
 )
 H200_LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
 MEASURED_HERE = tuple(map(int, triton.__version__.split(".")[:2])) <= MEASURED_TRITON
-H200 = H200_DESCRIPTORS | H200_POINTERS | H200_FP32 | ({} if MEASURED_HERE else H200_LATER)
+H200 = (
+    H200_DESCRIPTORS | H200_POINTERS | H200_FP32 | H200_CUT | ({} if MEASURED_HERE else H200_LATER)
+)
 # Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
 INTERPRETER: Table = {
     (kernel, size, d, causal, descriptors): Tile(32, 64, 4, 1, descriptors)
@@ -304,6 +325,8 @@ def pick(
         descriptors: whether the inputs can have descriptors; the tile may still do without.
     """
     arch = "interpreter" if capability is None else ARCHITECTURES.get(capability[0], "sm_80")
-    table, d = TABLES[arch], block_d(head_dim)
+    table, d = TABLES[arch], max(block_d(head_dim), SMALLEST_BLOCK_D)
     by_pointers = table[kernel, size, d, causal, False]
-    return table.get((kernel, size, d, causal, True), by_pointers) if descriptors else by_pointers
+    if not descriptors or head_dim == 1:  # 16 bytes is the least that a descriptor loads of a row
+        return by_pointers
+    return table.get((kernel, size, d, causal, True), by_pointers)

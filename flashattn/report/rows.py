@@ -24,7 +24,7 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
     "addend": ("float32", "float16", "bfloat16"),
     "mode": ("eager", "compiled", "graph"),
     "causal": (False, "top_left", "bottom_right"),
-    "protocol": ("tokens", "one_head"),
+    "protocol": ("tokens", "one_head", "batch"),
 }
 
 

@@ -41,7 +41,8 @@ so on a CPU the scores are summed one by one as well, and o and lse may be as wr
 the two.
 
 A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
-run on further draws of a small problem, until there are ``POOL`` elements. And a mean is judged
+run on further draws of a small problem, until there are ``POOL`` elements; where all scores of a
+row are alike, so are the rows of o, and those of a head count as one. And a mean is judged
 only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
 4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 
@@ -60,11 +61,13 @@ from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.poison import guard
+from flashattn.testing.values import ALIKE
 
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Outputs = dict[str, torch.Tensor]
 
 POOL = 4096
+POOL_SCORES = 1 << 22  # that further draws may have, at the most
 MEAN_SAMPLE = 1024
 TF32_STEP = 8  # terms that a tensor core adds at once
 FLUSHED = torch.finfo(torch.float32).tiny
@@ -112,8 +115,12 @@ class Question:
     def enlarged(self) -> Question:
         """Return the same question with other draws of it beside, ``POOL`` elements in all."""
         p = self.problem
-        elements = p.batch * p.heads * min(p.seq_q, p.seq_kv) * p.head_dim
+        rows, scores = min(p.seq_q, p.seq_kv), p.batch * p.heads * p.seq_q * p.seq_kv
+        alike = self.values in ALIKE and rows > 0
+        elements = p.batch * (p.kv_heads if alike else p.heads * rows) * p.head_dim
         copies = -(-POOL // elements) if elements else 1
+        if alike and elements:
+            copies = max(1, min(copies, POOL_SCORES // scores))
         return replace(self, problem=replace(p, batch=p.batch * copies), seed=self.seed + 1)
 
 

@@ -88,3 +88,4 @@ VALUES: dict[str, Maker] = {
     "grid": _grid,  # quarters up to 4: the sum of two is exact in every dtype
     "one_hot": _one_hot,
 }
+ALIKE = ("zeros", "same_keys", "denormal")  # each of a row's scores is the same

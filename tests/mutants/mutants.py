@@ -59,6 +59,7 @@ LOADING = "tests/test_kernels.py::test_both_ways_of_loading_are_tested"
 OFFSETS = "tests/test_kernels.py::test_offsets_are_64_bit"
 SPLIT = "tests/test_kernels.py::test_split_keys"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
+PRECISION = "tests/test_kernels.py::test_fp32_precision"
 
 MUTANTS = [
     # The online softmax
@@ -94,7 +95,7 @@ MUTANTS = [
     Mutant(
         "forward_dead_rows_division",
         "kernels/forward.py",
-        "dead = l == 0.0  # rows that see no key\n    l = tl.where(dead, 1.0, l)\n",
+        "dead = l == 0.0\n    l = tl.where(dead, 1.0, l)\n",
         "dead = l == 0.0\n",
         "0 / 0 in rows that see no key",
     ),
@@ -118,10 +119,34 @@ MUTANTS = [
     Mutant(
         "split_merged_in_base_e",
         "kernels/forward.py",
-        "weight = tl.exp2((lse_row - finite) * LOG2E)",
-        "weight = tl.exp2(lse_row - finite)",
-        "parts are weighted by powers of two of a natural logarithm",
+        "weight = tl.exp2(m_part - finite)",
+        "weight = tl.exp(m_part - finite)",
+        "parts are weighted by powers of e of a logarithm in base 2",
         SPLIT,
+    ),
+    Mutant(
+        "split_sums_unweighted",
+        "kernels/forward.py",
+        "l += weight * tl.load(",
+        "l += tl.load(",
+        "sums of exponentials of parts are added as they are, whatever their largest scores",
+        SPLIT,
+    ),
+    Mutant(
+        "split_gradients_forget_a_part",
+        "kernels/backward.py",
+        "    for part in range(parts):\n        origin",
+        "    for part in range(1, parts):\n        origin",
+        "gradients lack what the first part of the queries, or keys, gives",
+        SPLIT,
+    ),
+    Mutant(
+        "cut_loses_the_last_bits",
+        "kernels/primitives.py",
+        "low = rest - middle",
+        "low = rest - rest",
+        "fp32 that is cut has 16 bits",
+        PRECISION,
     ),
     Mutant(
         "split_forgets_the_group",
@@ -252,9 +277,9 @@ MUTANTS = [
     Mutant(
         "forward_heads_interleaved",
         "kernels/forward.py",
-        "batch, head // group,\n        start_q, first, full",
-        "batch, head % (heads // group),\n        start_q, first, full",
-        "query heads read the keys of other groups, in whole tiles",
+        "batch, head // group,\n        start_q, full, end",
+        "batch, head % (heads // group),\n        start_q, full, end",
+        "query heads read the keys of other groups",
         LAYOUTS,
     ),
     Mutant(
@@ -307,14 +332,14 @@ MUTANTS = [
     Mutant(
         "head_dim_rounded_down",
         "kernels/tiles.py",
-        "return max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())",
-        "return max(SMALLEST_BLOCK_D, 1 << (head_dim.bit_length() - 1))",
+        "max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())",
+        "max(SMALLEST_BLOCK_D, 1 << (head_dim.bit_length() - 1))",
         "head dimensions that are no power of two lose their last columns",
     ),
     Mutant(
         "tf32_unasked",
         "kernels/launch.py",
-        'fp32_precision == "tf32" else "bf16x6"',
+        'fp32_precision == "tf32" else CUTTING',
         'fp32_precision == "tf32" else "tf32"',
         "fp32 is multiplied with 10 bits of mantissa though torch does not allow it",
         TF32,

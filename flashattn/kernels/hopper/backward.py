@@ -13,6 +13,7 @@ A tile of dq takes what programs add after the program of a head's first keys ha
 workspace need not be cleared. Deterministic: all add in the order of their keys. Whom a program
 waits for has a smaller number, so it runs, or did. All visit the last queries first: those are seen
 by all keys, so under a causal mask, too, nobody waits for long. A warp of its own does the waiting.
+Where a few heads have all programs, these take several workspaces in rotation, added up at the end.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
 """
@@ -51,7 +52,8 @@ from flashattn.kernels.backward import (
     row_terms,
 )
 from flashattn.kernels.backward import backward as portable
-from flashattn.kernels.hopper import backward_wide
+from flashattn.kernels.backward import plan as portable_plan
+from flashattn.kernels.hopper import backward_cut, backward_wide
 from flashattn.kernels.hopper.columns import fold, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.config import (
@@ -72,6 +74,7 @@ from flashattn.kernels.tiles import block_d
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 QUERIES = gl.constexpr(64)  # of a warpgroup's part of a tile of dq
+QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
 LINE = gl.constexpr(64)  # numbers in a row of the workspace
 MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
 
@@ -184,6 +187,12 @@ def send(dq, part, batch, head, row, first, LINES: gl.constexpr):
 
 
 @gluon.jit
+def slab(block, batch, tiles, blocks, kv_heads, slabs):
+    """Return where the workspace has a program's batch: every slab has all of them."""
+    return block % slabs * (tiles // (blocks * kv_heads)) + batch
+
+
+@gluon.jit
 def turn_of(turns, batch, head, kv_heads, group, end, i):
     """Return the counter of a tile of queries; a head has ``end``."""
     return turns + ((batch * kv_heads * group + head) * end + i)
@@ -191,7 +200,7 @@ def turn_of(turns, batch, head, kv_heads, group, end, i):
 
 @gluon.jit
 def follow(
-    turns, allowed, tiles, blocks, kv_heads, band, ordered, group, seq_q, seq_kv, diagonal,
+    turns, allowed, tiles, blocks, kv_heads, band, ordered, slabs, group, seq_q, seq_kv, diagonal,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that waits for turns: the one that stores has no time to."""
@@ -199,38 +208,40 @@ def follow(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        turn = gl.minimum(block, ordered)
+        turn = gl.minimum(block // slabs, ordered)
+        place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(end - 1, first - 1, -1):
-                await_turn(turn_of(turns, batch, head, kv_heads, group, end, i), turn)
+                await_turn(turn_of(turns, place_of, head, kv_heads, group, end, i), turn)
                 allowed.give(n, i)
                 n += 1
 
 
 @gluon.jit
 def store(
-    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, ordered, group, seq_q,
-    seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, ordered, slabs, group,
+    seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+        place_of, stores = slab(block, batch, tiles, blocks, kv_heads, slabs), block < slabs
         for head in range(kv_head * group, kv_head * group + group):
             for i in range(end - 1, first - 1, -1):
                 row = i * LINES
                 allowed.take(n)
                 order_after_turn()
                 mbarrier.wait(staged.index(0), n & 1)
-                send(dq, staging.index(0), batch, head, row, block == 0, LINE)
+                send(dq, staging.index(0), place_of, head, row, stores, LINE)
                 mbarrier.wait(staged.index(1), n & 1)
-                send(dq, staging.index(1), batch, head, row + LINE, block == 0, LINES - LINE)
+                send(dq, staging.index(1), place_of, head, row + LINE, stores, LINES - LINE)
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
-                if block < ordered:
-                    pass_on(turn_of(turns, batch, head, kv_heads, group, end, i))
+                if block // slabs < ordered:
+                    pass_on(turn_of(turns, place_of, head, kv_heads, group, end, i))
                 n += 1
     tma.store_wait(0)
 
@@ -417,6 +428,7 @@ def attend(
         "kv_heads",
         "band",
         "ordered",
+        "slabs",
         "group",
         "seq_q",
         "seq_kv",
@@ -424,14 +436,14 @@ def attend(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, ordered, group,
-    seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, ordered, slabs,
+    group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
     REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, and add dq / scale to a workspace.
+    """Compute dk and dv, and add dq / scale to a workspace, of which there are ``slabs``.
 
-    The first ``ordered`` programs of a head add in their order, and the others after these. All
-    tensors but turns are descriptors.
+    A head's programs take the slabs in rotation. The first ``ordered`` of a slab add in their
+    order, and the others after these. All tensors but turns are descriptors.
     """
     LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
     gl.static_assert(LINE < LINES)
@@ -461,39 +473,49 @@ def flashattn_hopper_bwd(
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
                     band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
             (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
-                     ordered, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES, CAUSAL)),
-            (follow, (turns, allowed, tiles, blocks, kv_heads, band, ordered, group, seq_q, seq_kv,
-                      diagonal, BLOCK_Q, CAUSAL)),
+                     ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES, CAUSAL)),
+            (follow, (turns, allowed, tiles, blocks, kv_heads, band, ordered, slabs, group, seq_q,
+                      seq_kv, diagonal, BLOCK_Q, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks", "heads", "seq_q", "diagonal"])
+@triton.jit(do_not_specialize=["blocks", "heads", "slabs", "seq_q", "diagonal"])
 def flashattn_hopper_bwd_dq(
-    total, dq, dq_strides, blocks, heads, seq_q, diagonal, scale, head_dim: tl.constexpr,
-    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+    total, dq, dq_strides, blocks, heads, slabs, seq_q, diagonal, scale, head_dim: tl.constexpr,
+    BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Write dq = scale * total in its order, and 0 to queries that see no key: some have no sum.
+    """Write dq = scale * the sum of slabs in its order, and 0 to queries that see no key.
 
-    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers.
+    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers. Those of a
+    tile of queries that a slab's first program did not visit are not there.
     """
     block = tl.program_id(0)
     row = (block // blocks).to(tl.int64)
     queries = block % blocks * 64 + tl.arange(0, 64)
+    there = slabs
+    if CAUSAL:
+        tile = block % blocks * 64 // BLOCK_Q
+        if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # the last is visited by all
+            there = tl.minimum(slabs, ((tile + 1) * BLOCK_Q - 1 + diagonal) // 128 + 1)
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
     numbers = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    pitch = tl.num_programs(0).to(tl.int64) * COLUMNS * 64
     for start in tl.static_range(0, COLUMNS, 32):
-        x = tl.load(total + (block.to(tl.int64) * COLUMNS + start) * 64 + numbers) * scale
-        x = tl.permute(tl.reshape(x, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+        at = total + (block.to(tl.int64) * COLUMNS + start) * 64
+        x = tl.load(at + numbers)
+        for i in tl.range(1, there):
+            x += tl.load(at + i * pitch + numbers)
+        x = tl.permute(tl.reshape(x * scale, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
         x = tl.reshape(x, [64, 32])
         if CAUSAL:
             x = tl.where(queries[:, None] + diagonal >= 0, x, 0.0)
         columns = start + tl.arange(0, 32)
         inside = (queries[:, None] < seq_q) & (columns[None, :] < head_dim)
-        at = queries[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
-        tl.store(base + at, x.to(dq.dtype.element_ty), mask=inside)
+        place_of = queries[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
+        tl.store(base + place_of, x.to(dq.dtype.element_ty), mask=inside)
 
 
 def block_q(head_dim: int) -> int:
@@ -516,6 +538,31 @@ def constants(config: BackwardConfig, head_dim: int, *, causal: bool) -> dict[st
         "SLOTS": config.slots,
         "CAUSAL": causal,
     }
+
+
+def rounding_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
+    """Return the values of flashattn_hopper_bwd_dq's constexpr arguments."""
+    wide = sum(columns(head_dim))
+    return {"head_dim": head_dim, "BLOCK_Q": block_q(head_dim), "COLUMNS": wide, "CAUSAL": causal}
+
+
+def slabs_for(heads: int, blocks: int, device: torch.device, *, causal: bool) -> int:
+    """Return how many workspaces shall be added up, so that a head's programs do not queue.
+
+    All begin with the last queries, so of those that run at once each waits for all before it, for
+    some 3 us each on an H200. That is nothing where many heads run at once, or where the first
+    programs, which never wait, have the most to do.
+
+    Args:
+        heads: that have keys of their own.
+        blocks: tiles of keys of a head.
+        device: of the launch.
+        causal: whether programs have less to do the later they come.
+    """
+    programs = launch.multiprocessors(device)
+    if causal and heads * blocks <= programs:
+        return 1
+    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // QUEUE))
 
 
 @dataclass(frozen=True)
@@ -552,9 +599,9 @@ def plan(
 ) -> Plan:
     """Return what launches flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
 
-    Wider heads are those of ``backward_wide``. What they cannot take is the portable kernels':
-    tensors that no descriptor can have, and scales that are not positive. It does for these
-    tensors, and for all that are ``Like`` them.
+    Wider heads are those of ``backward_wide``, fp32 those of ``backward_cut``. What they cannot
+    take is the portable kernels': tensors that no descriptor can have, and scales that are not
+    positive. It does for these tensors, and for all that are ``Like`` them.
 
     Args:
         grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
@@ -566,6 +613,9 @@ def plan(
         deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
         config: instead of the table's.
     """
+    if saved[0].dtype == torch.float32:
+        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
+        return portable_plan(grads, saved, **how, passes=backward_cut.prepare)
     launch.input_precision(precision, saved[0].dtype)
     return _plan(known(grads, saved), diagonal, scale, deterministic, config)
 
@@ -674,6 +724,9 @@ def _narrow(
     query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
     tiles = blocks * batch * kv_heads
     query_blocks = query_tiles * (rows // QUERIES.value)
+    slabs = 1
+    if deterministic:
+        slabs = slabs_for(batch * kv_heads, blocks, q.device, causal=causal)
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
     lines = Lines(box_lines(head_dim))
     fold = Launch(
@@ -686,6 +739,7 @@ def _narrow(
             kv_heads,
             config.band,
             blocks if deterministic else 1,
+            slabs,
             heads // kv_heads,
             seq_q,
             seq_kv,
@@ -701,8 +755,8 @@ def _narrow(
         flashattn_hopper_bwd_dq,
         batch * heads * query_blocks,
         [None, None],
-        (dq.strides[:3], query_blocks, heads, seq_q, diagonal or 0, scale),
-        {"head_dim": head_dim, "COLUMNS": wide, "CAUSAL": causal, "num_warps": WARPS},
+        (dq.strides[:3], query_blocks, heads, slabs, seq_q, diagonal or 0, scale),
+        rounding_constants(head_dim, causal=causal) | {"num_warps": WARPS},
     )
-    workspace = batch, heads, query_blocks * wide, LINE.value
-    return _Narrow(fold, rounding, workspace, batch * heads * query_tiles)
+    workspace = slabs * batch, heads, query_blocks * wide, LINE.value
+    return _Narrow(fold, rounding, workspace, slabs * batch * heads * query_tiles)

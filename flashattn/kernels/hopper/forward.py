@@ -369,8 +369,8 @@ def plan(
         precision: checked, as ``launch.input_precision`` does; of fp32 only.
         config: instead of the table's.
     """
-    launch.input_precision(precision, q.dtype)
-    return _plan(*facts(q, k, v), diagonal, scale, config)
+    precision = launch.input_precision(precision, q.dtype)
+    return _plan(*facts(q, k, v), diagonal, scale, precision, config)
 
 
 @dataclass(frozen=True)
@@ -401,16 +401,20 @@ def _plan(
     v_facts: Facts,
     diagonal: int | None,
     scale: float,
+    precision: str,
     config: Config | None,
 ) -> Plan:
     """Choose the kernel and its programs, and prepare the launch."""
     q, k, v = Like(*q_facts), Like(*k_facts), Like(*v_facts)
     if not (q.dense and k.dense and v.dense):
-        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "config": config}
+        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
+        how["config"] = config
         return lambda *inputs: forward(*map(dense, inputs), **how)
     config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
-    if config is None or not takes(q, k, v, scale=scale):
-        return lambda q, k, v: portable(q, k, v, diagonal=diagonal, scale=scale)
+    if config is None or q.dtype == torch.float32 or not takes(q, k, v, scale=scale):
+        return lambda q, k, v: portable(
+            q, k, v, diagonal=diagonal, scale=scale, precision=precision
+        )
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     causal = diagonal is not None

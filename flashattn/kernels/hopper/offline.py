@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashattn.kernels.hopper import backward, backward_wide, forward
+from flashattn.kernels.hopper import backward, backward_cut, backward_wide, forward
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -20,24 +20,25 @@ from flashattn.kernels.hopper.config import (
     BackwardConfig,
     Config,
     WideConfig,
-    columns,
 )
 from flashattn.kernels.tiles import block_d
 
+FP32 = 4  # bytes
 ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
 class HopperVariant:
-    """One of the kernels as one launch compiles it, in bf16.
+    """One of the kernels as one launch compiles it: in fp32 those of what is cut, others in bf16.
 
     Args:
-        kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_dq", "hopper_wide_dkdv" or
-            "hopper_wide_dq".
+        kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_dq", "hopper_wide_dkdv", "hopper_wide_dq",
+            "hopper_cut_dkdv" or "hopper_cut_dq".
         head_dim: D.
-        config: of the launch; None for hopper_bwd_dq, which has none.
+        config: of the launch; None for those that have none.
         causal: whether scores are masked.
-        mode: of the forward "drawn", where programs draw their tiles.
+        mode: of the forward "drawn", where programs draw their tiles; of what is cut "split", where
+            they have a part of the rows only.
     """
 
     kernel: str
@@ -54,12 +55,18 @@ class HopperVariant:
     @property
     def size(self) -> int:
         """Bytes of an element."""
-        return SIZE
+        return FP32 if self.cut else SIZE
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is in fp32."""
+        return "cut" in self.kernel
 
     def __str__(self) -> str:
         """Return what picks the config."""
         mask = "causal" if self.causal else "full"
-        words = [self.arch, self.kernel, "bf16", f"d{self.head_dim}", mask, self.launch, self.mode]
+        dtype = "fp32" if self.cut else "bf16"
+        words = [self.arch, self.kernel, dtype, f"d{self.head_dim}", mask, self.launch, self.mode]
         return " ".join(filter(None, words))
 
     @property
@@ -99,9 +106,17 @@ class HopperVariant:
             constants = backward_wide.constants(d, causal=self.causal)
             if self.kernel == "hopper_wide_dq":
                 function = backward_wide.flashattn_hopper_wide_dq
+        elif self.cut:
+            own, others = ("k", "v"), ("q", "grad_o")
+            function = backward_cut.flashattn_hopper_cut_dkdv
+            if self.kernel == "hopper_cut_dq":
+                function, own, others = backward_cut.flashattn_hopper_cut_dq, others, own
+            rows = dict.fromkeys(own, backward_cut.OWNED.value)
+            rows |= dict.fromkeys(others, backward_cut.WALKED.value)
+            constants = backward_cut.constants(causal=self.causal, split=self.mode == "split")
         else:
             function, rows = backward.flashattn_hopper_bwd_dq, {}
-            constants = {"head_dim": d, "COLUMNS": sum(columns(d)), "CAUSAL": self.causal}
+            constants = backward.rounding_constants(d, causal=self.causal)
         types = {
             name: _described("bf16", [1, 1, n, block_d(d)], forward.SWIZZLE)
             for name, n in rows.items()
@@ -111,7 +126,7 @@ class HopperVariant:
             types["dq"] = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
         if self.kernel == "hopper_wide_dkdv":
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, ROWS], 0))
-        return _source(function, types, constants | dict.fromkeys(absent))
+        return _source(function, types, constants | dict.fromkeys(absent), fp32=self.cut)
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -121,10 +136,13 @@ def _described(element: str, block: list[int], swizzle: int) -> str:
     return f"tensordesc<{element}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def _source(function: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
+def _source(
+    function: Any, types: dict[str, str], constants: dict[str, Any], *, fp32: bool
+) -> ASTSource:
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
     common = dict.fromkeys(("lse", "lse2", "delta", "total"), "*fp32")
-    common |= {"counter": "*i32", "turns": "*i32", "dq": "*bf16"}
+    common |= {"counter": "*i32", "turns": "*i32"}
+    common |= dict.fromkeys(("dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(function.arg_names):
@@ -163,6 +181,12 @@ def variants() -> list[HopperVariant]:
             HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(), causal)
             for d, causal in WIDE
             for kernel in ("dkdv", "dq")
+        ),
+        *(
+            HopperVariant(f"hopper_cut_{kernel}", 128, None, causal, mode)
+            for kernel in ("dkdv", "dq")
+            for causal in (False, True)
+            for mode in ("", "split")
         ),
     ]
     return list(dict.fromkeys(found))

@@ -85,8 +85,9 @@ def _legend(rows: list[Row]) -> str:
 def _sizes(rows: list[Row]) -> str:
     """Return what all problems share: one head, or how many tokens of which width."""
     rows = known(rows, "batch", "heads")
-    if all(row["batch"] == row["heads"] == 1 for row in rows):
-        return "one head"
+    batches = {row["batch"] for row in rows}
+    if len(batches) == 1 and all(row["heads"] == 1 for row in rows):
+        return "one head" if batches == {1} else f"one head, batch {batches.pop()}"
     tokens = {row["batch"] * row["seq_q"] for row in rows}
     hidden = {row["heads"] * row["head_dim"] for row in rows}
     if len(tokens) == len(hidden) == 1:

@@ -1,0 +1,385 @@
+"""flashattn_hopper_cut_dkdv, flashattn_hopper_cut_dq: gradients of heads of 65 to 128 in fp32.
+
+What the portable passes compute of inputs that come cut, shared by two warpgroups as in
+``backward_wide``: one computes P, the other takes it and computes dS; dv is summed by the first, dk
+and dq by the second. Each has one sum of 64 x 128 in registers, and one tile that stays, whose
+addresses it keeps; a single warpgroup with all of that must keep some in memory. And while one
+waits, the tensor cores have the other's products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flashattn.kernels import launch
+from flashattn.kernels.backward import Pass, numbers, walk
+from flashattn.kernels.backward import prepare as portable
+from flashattn.kernels.hopper.forward import WARPS, Tiles
+from flashattn.kernels.hopper.threes import cut, new_threes, product, transposed
+from flashattn.kernels.launch import Facts, Launch, Like
+from flashattn.kernels.tiles import Kernel
+
+HEAD_DIMS = range(65, 129)
+OWNED = gl.constexpr(64)  # rows of a program's own tile
+WALKED = gl.constexpr(32)  # and of those that come by
+COLUMNS = gl.constexpr(128)
+SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def keys_of(
+    seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Return (first key, batch, its place in dk and dv, head, first, end) of this program.
+
+    The last two are tiles of queries; under a mask those of the first keys, who see most, come
+    first.
+    """
+    blocks = gl.cdiv(seq_kv, OWNED)
+    block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    start_kv, place, kv_head = block * OWNED, row // kv_heads, row % kv_heads
+    batch, first, end = place, 0, gl.cdiv(seq_q, WALKED)
+    if CAUSAL:
+        first = gl.maximum(start_kv - diagonal, 0) // WALKED
+    if SPLIT:  # a chunk is whole tiles
+        batch = place % batches
+        begin = place // batches * (chunk // WALKED)
+        first = gl.maximum(first, begin)
+        end = gl.minimum(end, begin + chunk // WALKED)
+    return start_kv, batch, place, kv_head, first, end
+
+
+@gluon.jit
+def load_queries(
+    x, own, ring, owns, seq_q, seq_kv, diagonal, kv_heads, group, batches, chunk,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Be a warp that loads: k and the queries, or v and dO."""
+    start_kv, batch, _, kv_head, first, end = keys_of(
+        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT
+    )
+    owns.put(0, own, batch, kv_head, start_kv)
+    n = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        for i in range(first, end):
+            ring.put(n, x, batch, head, i * WALKED)
+            n += 1
+
+
+@gluon.jit
+def seen(p, start_q, start_kv, diagonal):
+    """Put 0 where a query does not see a key."""
+    layout: gl.constexpr = p.type.layout
+    queries = gl.arange(0, WALKED, layout=gl.SliceLayout(0, layout))
+    keys = gl.arange(0, OWNED, layout=gl.SliceLayout(1, layout)) + (start_kv - diagonal - start_q)
+    return gl.where(queries[None, :] >= keys[:, None], p, 0.0)
+
+
+@gluon.jit
+def put(x, total, strides, place, head, start, size, head_dim):
+    """Store a sum [64, 128] where a gradient has its rows ``start ...``, up to ``size``."""
+    layout: gl.constexpr = total.type.layout
+    rows = start + gl.arange(0, OWNED, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    stride_b, stride_h, stride_t = strides
+    base = x + place.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    at = rows.to(gl.int64)[:, None] * stride_t + columns[None, :]
+    gl.store(base + at, total, mask=(rows < size)[:, None] & (columns < head_dim)[None, :])
+
+
+@gluon.jit
+def sum_dv(
+    dv, lse2, keys, queries, grads, handed, there, strides, seq_q, seq_kv, pitch, diagonal,
+    kv_heads, group, batches, chunk, scale_log2, head_dim, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Be the warpgroup that computes P, and dv."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    start_kv, batch, place, kv_head, first, end = keys_of(
+        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT
+    )
+    rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DV)
+    k = keys.take(0)
+    n = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        at = lse2 + (batch * kv_heads * group + head).to(gl.int64) * pitch
+        for i in range(first, end):
+            lse2_rows = gl.load(at + i * WALKED + rows)
+            q = queries.take(n)
+            p = gl.exp2(product(k, transposed(q), S) * scale_log2 - lse2_rows[None, :])
+            if CAUSAL:
+                p = seen(p, i * WALKED, start_kv, diagonal)
+            # P of two tiles before has been read: the n-th queries lie where those did, which were
+            # in use until dk had them, and that was after.
+            handed.index(n % SLOTS).store(p)
+            mbarrier.arrive(there.index(n % SLOTS), count=1)
+            do = grads.take(n)
+            acc += product(cut(p, P), do, DV)
+            grads.free(n)
+            n += 1
+    put(dv, acc, strides, place, kv_head, start_kv, seq_kv, head_dim)
+
+
+@gluon.jit
+def sum_dk(
+    dk, delta, values, queries, grads, handed, there, strides, seq_q, seq_kv, pitch, diagonal,
+    kv_heads, group, batches, chunk, scale, head_dim, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Be the warpgroup that computes dS, and dk."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    start_kv, batch, place, kv_head, first, end = keys_of(
+        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT
+    )
+    rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DK)
+    v = values.take(0)
+    n = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        at = delta + (batch * kv_heads * group + head).to(gl.int64) * pitch
+        for i in range(first, end):
+            delta_rows = gl.load(at + i * WALKED + rows)
+            do = grads.take(n)
+            dp = product(v, transposed(do), S)
+            grads.free(n)
+            mbarrier.wait(there.index(n % SLOTS), (n // SLOTS) & 1)
+            p = handed.index(n % SLOTS).load(S)
+            ds = cut(p * (dp - delta_rows[None, :]), P)
+            q = queries.take(n)
+            acc += product(ds, q, DK)
+            queries.free(n)
+            n += 1
+    put(dk, acc * scale, strides, place, kv_head, start_kv, seq_kv, head_dim)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk"])
+def flashattn_hopper_cut_dkdv(
+    q, k, v, grad_o, lse2, delta, dk, dv, dk_strides, dv_strides, heads, group, seq_q, seq_kv,
+    pitch, diagonal, batches, chunk, scale, scale_log2, head_dim, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v and grad_o are descriptors of parts."""
+    kv_heads = heads // group
+    keys = new_threes(k, 1, 1)
+    values = new_threes(v, 1, 1)
+    queries = new_threes(q, SLOTS, 1)  # who has read q for dk has had P, whose scores
+    grads = new_threes(grad_o, SLOTS, 2)  # ... were computed from q before
+    handed = gl.allocate_shared_memory(
+        gl.float32, [SLOTS, OWNED, WALKED], gl.NVMMASharedLayout(128, 32, 2)
+    )
+    there = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(there.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (sum_dv, (dv, lse2, keys, queries, grads, handed, there, dv_strides, seq_q, seq_kv,
+                      pitch, diagonal, kv_heads, group, batches, chunk, scale_log2, head_dim,
+                      CAUSAL, SPLIT)),
+            (sum_dk, (dk, delta, values, queries, grads, handed, there, dk_strides, seq_q, seq_kv,
+                      pitch, diagonal, kv_heads, group, batches, chunk, scale, head_dim, CAUSAL,
+                      SPLIT)),
+            (load_queries, (q, k, queries, keys, seq_q, seq_kv, diagonal, kv_heads, group, batches,
+                            chunk, CAUSAL, SPLIT)),
+            (load_queries, (grad_o, v, grads, values, seq_q, seq_kv, diagonal, kv_heads, group,
+                            batches, chunk, CAUSAL, SPLIT)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def queries_of(
+    seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Return (first query, batch, its place in dq, head, first, end) of this program.
+
+    The last two are tiles of keys; under a mask those of the last queries, who see most, come
+    first.
+    """
+    blocks = gl.cdiv(seq_q, OWNED)
+    block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    if CAUSAL:
+        block = blocks - 1 - block
+    start_q, place, head = block * OWNED, row // heads, row % heads
+    batch, first, last = place, 0, seq_kv
+    if CAUSAL:
+        last = gl.minimum(last, gl.maximum(gl.minimum(start_q + OWNED, seq_q) + diagonal, 0))
+    end = gl.cdiv(last, WALKED)
+    if SPLIT:  # a chunk is whole tiles
+        batch, first = place % batches, place // batches * (chunk // WALKED)
+        end = gl.minimum(end, first + chunk // WALKED)
+    return start_q, batch, place, head, first, end
+
+
+@gluon.jit
+def load_keys(
+    x, own, ring, owns, seq_q, seq_kv, diagonal, heads, group, batches, chunk,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Be a warp that loads: q and the keys, or dO and the values."""
+    start_q, batch, _, head, first, end = queries_of(
+        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT
+    )
+    owns.put(0, own, batch, head, start_q)
+    n = 0
+    for i in range(first, end):
+        ring.put(n, x, batch, head // group, i * WALKED)
+        n += 1
+
+
+@gluon.jit
+def hide(p, start_q, start_kv, seq_kv, diagonal, CAUSAL: gl.constexpr):
+    """Put 0 where a key is not seen, or not there: P could be inf, and inf * 0 is NaN."""
+    layout: gl.constexpr = p.type.layout
+    queries = gl.arange(0, OWNED, layout=gl.SliceLayout(1, layout))
+    keys = start_kv + gl.arange(0, WALKED, layout=gl.SliceLayout(0, layout))
+    last = gl.full([OWNED], 0, gl.int32, layout=gl.SliceLayout(1, layout)) + seq_kv - 1
+    if CAUSAL:
+        last = gl.minimum(last, queries + (start_q + diagonal))
+    return gl.where(keys[None, :] <= last[:, None], p, 0.0)
+
+
+@gluon.jit
+def weigh(
+    lse2, queries, keys, handed, there, seq_q, seq_kv, pitch, diagonal, heads, batches, chunk,
+    scale_log2, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Be the warpgroup that computes P."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    start_q, batch, _, head, first, end = queries_of(
+        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT
+    )
+    rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
+    lse2_rows = gl.load(lse2 + (batch * heads + head).to(gl.int64) * pitch + rows)
+    q = queries.take(0)
+    n = 0
+    for i in range(first, end):
+        k = keys.take(n)
+        p = gl.exp2(product(q, transposed(k), S) * scale_log2 - lse2_rows[:, None])
+        p = hide(p, start_q, i * WALKED, seq_kv, diagonal, CAUSAL)
+        # As in ``sum_dv``, with keys in place of queries.
+        handed.index(n % SLOTS).store(p)
+        mbarrier.arrive(there.index(n % SLOTS), count=1)
+        n += 1
+
+
+@gluon.jit
+def sum_dq(
+    dq, delta, grads, keys, values, handed, there, strides, seq_q, seq_kv, pitch, diagonal, heads,
+    batches, chunk, scale, head_dim, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Be the warpgroup that computes dS, and dq."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    start_q, batch, place, head, first, end = queries_of(
+        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT
+    )
+    rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
+    delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * pitch + rows)
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DQ)
+    do = grads.take(0)
+    for n in range(end - first):
+        v = values.take(n)
+        dp = product(do, transposed(v), S)
+        values.free(n)
+        mbarrier.wait(there.index(n % SLOTS), (n // SLOTS) & 1)
+        p = handed.index(n % SLOTS).load(S)
+        ds = cut(p * (dp - delta_rows[:, None]), P)
+        k = keys.take(n)
+        acc += product(ds, k, DQ)
+        keys.free(n)
+    put(dq, acc * scale, strides, place, head, start_q, seq_q, head_dim)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk"])
+def flashattn_hopper_cut_dq(
+    q, k, v, grad_o, lse2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal,
+    batches, chunk, scale, scale_log2, head_dim, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Compute dq, as ``flashattn_bwd_dq``; q, k, v and grad_o are descriptors of parts."""
+    queries = new_threes(q, 1, 1)
+    grads = new_threes(grad_o, 1, 1)
+    keys = new_threes(k, SLOTS, 1)  # who has read k for dq has had P
+    values = new_threes(v, SLOTS, 1)
+    handed = gl.allocate_shared_memory(
+        gl.float32, [SLOTS, OWNED, WALKED], gl.NVMMASharedLayout(128, 32, 2)
+    )
+    there = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(there.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (weigh, (lse2, queries, keys, handed, there, seq_q, seq_kv, pitch, diagonal, heads,
+                     batches, chunk, scale_log2, CAUSAL, SPLIT)),
+            (sum_dq, (dq, delta, grads, keys, values, handed, there, dq_strides, seq_q, seq_kv,
+                      pitch, diagonal, heads, batches, chunk, scale, head_dim, CAUSAL, SPLIT)),
+            (load_keys, (k, q, keys, queries, seq_q, seq_kv, diagonal, heads, group, batches, chunk,
+                         CAUSAL, SPLIT)),
+            (load_keys, (v, grad_o, values, grads, seq_q, seq_kv, diagonal, heads, group, batches,
+                         chunk, CAUSAL, SPLIT)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+def prepare(
+    kernel: Kernel,
+    given: tuple[Facts, ...],
+    strides: tuple[tuple[int, ...], ...],
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+) -> Pass:
+    """Prepare the launch of flashattn_hopper_cut_dkdv or flashattn_hopper_cut_dq.
+
+    Or that of the portable kernel, where the inputs are not cut or have other head dims.
+
+    Args:
+        kernel: "bwd_dkdv" or "bwd_dq".
+        given: what is to be known of q, k, v and grad_o.
+        strides: of the gradients that it writes.
+        diagonal: as in ``forward.plan``.
+        scale: as in ``forward.plan``.
+        precision: as ``launch.input_precision`` returns it.
+    """
+    q, k = (Like(*x) for x in given[:2])
+    causal, head_dim = diagonal is not None, q.shape[3]
+    tile = launch.pick_tile(kernel, q, k, causal=causal, precision=precision)
+    if head_dim not in HEAD_DIMS or not launch.cuts(tile, q.dtype, precision):
+        return portable(kernel, given, strides, diagonal, scale, precision)
+    owned, walked = Tiles(OWNED.value), Tiles(WALKED.value)
+    if kernel == "bwd_dkdv":
+        function, operands = flashattn_hopper_cut_dkdv, [walked, owned, owned, walked]
+        blocks = walked.rows, owned.rows
+    else:
+        function, operands = flashattn_hopper_cut_dq, [owned, walked, walked, owned]
+        blocks = owned.rows, walked.rows
+    way = walk(kernel, q, k, blocks, strides)
+    fold = Launch(
+        function,
+        way.programs,
+        [*operands, *[None] * (2 + len(strides))],
+        (
+            *(x[:3] for x in way.strides),
+            *numbers(q, k, way, diagonal, scale),
+            head_dim,
+        ),
+        constants(causal=causal, split=way.parts > 1) | {"num_warps": WARPS},
+    )
+    return Pass(fold, cut=True, parts=way.parts, sums=way.sums)
+
+
+def constants(*, causal: bool, split: bool) -> dict[str, object]:
+    """Return the values of both kernels' constexpr arguments."""
+    return {"CAUSAL": causal, "SPLIT": split}

@@ -32,7 +32,8 @@ KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
 LONGEST = 150  # characters of an error that are told
 SEQ_Q, SEQ_KV = 40, 70
 DTYPES = ("bfloat16", "float16", "float32")
-FAR = 2**31 + 4096  # elements; one head begins here
+NEAR = 4096  # elements: one head begins there, or
+FAR = 2**31 + NEAR
 Trial = Callable[[Impl, torch.device], None]
 Verdict = dict[str, str | None]
 ASKED: Mapping[str, Any] = {}  # as usual
@@ -153,17 +154,22 @@ def _future(impl: Impl, device: torch.device) -> None:
 
 def _far(impl: Impl, device: torch.device) -> None:
     problem = replace(usual(impl, device), dtype="float16", head_dim=64)
-    near = make_inputs(problem, device=device)
+    inputs = make_inputs(problem, device=device)
     if impl.why_not(problem, device) is not None:
         raise NotImplementedError("it does not take fp16, in which this is tried")
-    tensors = []
-    for x in near:
+
+    def apart(x: torch.Tensor, elements: int) -> torch.Tensor:
+        """Return a copy in two heads of one buffer; what lies between them is never touched."""
         rows = problem.seq_q * problem.head_dim
-        # Two heads of one buffer, the second behind 4 GiB that are never touched.
-        buffer = torch.empty(FAR + rows, dtype=x.dtype, device=device)
-        view = buffer.as_strided(x.shape, (0, FAR, problem.head_dim, 1))
-        tensors.append(view.copy_(x))
-    _same(_outputs(impl, problem, (*tensors,)), _outputs(impl, problem, near), "wrong when far")
+        buffer = torch.empty(elements + rows, dtype=x.dtype, device=device)
+        return buffer.as_strided(x.shape, (0, elements, problem.head_dim, 1)).copy_(x)
+
+    # Strides of the same kind, as PyTorch chooses by these how it multiplies.
+    far, near = (
+        _outputs(impl, problem, tuple(apart(x, elements) for x in inputs))
+        for elements in (FAR, NEAR)
+    )
+    _same(far, near, "wrong when far")
 
 
 def _twice(impl: Impl, device: torch.device) -> None:

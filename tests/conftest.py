@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from flashattn.counts.patching import remember_builtins
+from flashattn.counts.patching import refuse_overflows, remember_builtins
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
 from flashattn.testing.upstream import products_mix_rows
@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 if os.environ.get("TRITON_INTERPRET") == "1":
     remember_builtins()  # almost half of the time that kernels take
+    refuse_overflows()
 WITHOUT_ONEDNN = products_mix_rows()
 if WITHOUT_ONEDNN:  # or laws about NaN fail that whoever is tested has kept
     torch.backends.mkldnn.enabled = False

@@ -15,9 +15,9 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 CODE = """
 from flashattn.kernels.offline import Variant, compile_variant
 from flashattn.kernels.tiles import Tile
-tiles = (64, Tile(64, 64, 4, 2)), (256, Tile(128, 64, 4, 1))
-for arch, (head_dim, tile) in itertools.product(ARCHITECTURES, tiles):
-    variant = Variant(arch, "fwd", 2, head_dim, tile, True)
+tiles = Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, registers=64)
+for arch, tile in itertools.product(ARCHITECTURES, tiles):
+    variant = Variant(arch, "fwd", 2, 64, tile, True)
     resources = compile_variant(variant)
     assert resources.registers > 16 and resources.shared > 0, resources
     assert resources.code > 1024 and resources.code % 128 == 0, resources
@@ -48,7 +48,7 @@ def run(code):
 
 
 def test_spills_are_seen(side_by_side):
-    """A tile that fits is without complaint; one that is much too large spills, and that shows."""
+    """A tile that fits is without complaint; with half of the registers it spills, which shows."""
     done, _ = side_by_side
     complaints = done.stdout.splitlines()
     assert len(complaints) == 2 * len(ARCHITECTURES), done.stderr

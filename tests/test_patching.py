@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -97,3 +99,46 @@ def test_tests_do_so():
     assert interpreter._patch_builtin is patching._patch
     assert interpreter._patch_lang is patching._patch_once
     assert interpreter._get_np_dtype is patching._np_dtype
+
+
+@triton.jit
+def combine(x, y, out, HOW: tl.constexpr):  # noqa: N803 - as in kernels
+    """Combine two numbers."""
+    a, b = tl.load(x), tl.load(y)
+    if HOW == "add":
+        c = a + b
+    elif HOW == "sub":
+        c = a - b
+    else:
+        c = a * b
+    tl.store(out, c)
+
+
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.skipif(not INTERPRETED.value, reason="a GPU's integers overflow without a word")
+@pytest.mark.parametrize(
+    ("how", "a", "b", "fits"),
+    [
+        ("add", LARGEST, 0, True),
+        ("add", LARGEST, 1, False),
+        ("sub", -LARGEST, 1, True),
+        ("sub", -LARGEST, 2, False),
+        ("mul", 2**16, 2**15 - 1, True),
+        ("mul", 2**16, 2**15, False),
+    ],
+)
+def test_what_does_not_fit_is_refused(how, a, b, fits):
+    """An integer that 32 bits do not hold is an error, where Triton goes on; in 64 bits it fits."""
+    x, y = (torch.tensor([number]) for number in (a, b))
+    wide, narrow = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.int32)
+    combine[(1,)](x, y, wide, how)
+    assert wide.item() == getattr(torch, how)(x, y).item()
+    if fits:
+        combine[(1,)](x.int(), y.int(), narrow, how)
+        assert narrow.item() == wide.item()
+    else:
+        with pytest.raises(Exception, match=f"{how}: int32 has no") as error:
+            combine[(1,)](x.int(), y.int(), narrow, how)
+        assert isinstance(error.value.__cause__ or error.value, OverflowError)

@@ -21,6 +21,7 @@ from flashattn.testing.sweep import grid
 
 CALLS, ROUNDS = 20, 20
 PASSES = ["forward", "forward+backward"]
+FLOOR = "floor"  # what PyTorch takes for an autograd function in Python: see ``Nothing``
 
 
 def calls(**axes):
@@ -29,15 +30,23 @@ def calls(**axes):
 
 
 SWEEPS = {
-    "smoke": calls(dtype=["float32"], mode=["eager"], impl=["sdpa", "naive", "triton"]),
-    "default": calls(
-        dtype=["bfloat16"], mode=["eager", "compiled", "graph"], impl=["sdpa", "naive", "triton"]
-    ),
-    "full": calls(
-        dtype=["bfloat16", "float32"],
-        mode=["eager", "compiled", "graph"],
-        impl=["sdpa", "naive", "triton"],
-    ),
+    "smoke": calls(dtype=["float32"], mode=["eager"], impl=["sdpa", "naive", "triton", FLOOR]),
+    "default": [
+        *calls(
+            dtype=["bfloat16"],
+            mode=["eager", "compiled", "graph"],
+            impl=["sdpa", "naive", "triton"],
+        ),
+        *calls(dtype=["bfloat16"], mode=["eager"], impl=[FLOOR]),
+    ],
+    "full": [
+        *calls(
+            dtype=["bfloat16", "float32"],
+            mode=["eager", "compiled", "graph"],
+            impl=["sdpa", "naive", "triton"],
+        ),
+        *calls(dtype=["bfloat16", "float32"], mode=["eager"], impl=[FLOOR]),
+    ],
 }
 
 
@@ -76,10 +85,11 @@ def call(case, facts, device, left_out, interpreted):
     """Return the call whose host time is asked for."""
     problem = Problem(batch=1, heads=2, seq_q=64, head_dim=64, causal=True, dtype=case.dtype)
     facts["problem"] = str(problem)
-    impl = get(case.impl)
-    left_out(impl.why_not(problem, device, grad=True))
-    if interpreted(impl):
-        left_out(f"{impl.name} is interpreted: not a speed")
+    if case.impl != FLOOR:
+        impl = get(case.impl)
+        left_out(impl.why_not(problem, device, grad=True))
+        if interpreted(impl):
+            left_out(f"{impl.name} is interpreted: not a speed")
     if case.mode == "graph" and device.type != "cuda":
         left_out("a CUDA graph needs CUDA")
     inputs = make_inputs(problem, device=device)
@@ -101,7 +111,28 @@ def _entry(name):
         return lambda q, k, v, causal: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal
         )
+    if name == FLOOR:
+        return lambda q, k, v, causal: Nothing.apply(q, k, v)[0]  # noqa: ARG005 - it does nothing
     return partial(attention, impl=name)
+
+
+class Nothing(torch.autograd.Function):
+    """Allocates what our kernels fill, forward and backward, and launches none of them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        """Return o and the logsumexp."""
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):  # noqa: ARG004 - autograd's
+        """Return the gradients of q, k and v, beside two numbers a row."""
+        q, k, v, _, lse = ctx.saved_tensors
+        _ = torch.empty_like(lse), torch.empty_like(lse)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _both(run, inputs, grad_o):

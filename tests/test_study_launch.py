@@ -41,6 +41,14 @@ def test_least_follows_the_times(sdpa, times, least):
     assert said == f"bf16, forward, eager: {wanted}"
 
 
+def test_the_floor_is_nobody():
+    """What launches nothing is told beside the others, and is not the least of them."""
+    rows = [row("triton", "eager", 3e-5), row("sdpa", "eager", 2e-5), row("floor", "eager", 1e-5)]
+    (said,) = launch.findings(run(*rows))
+    assert "1.50x the least (sdpa, 20 µs); " in said
+    assert said.endswith("only allocates, 10 µs.")
+
+
 def test_bars_are_microseconds():
     """Each mode has a bar for every implementation, in µs."""
     rows = [row("sdpa", "eager", 2e-5), row("triton", "eager", 3e-5), row("sdpa", "graph", 1e-6)]

@@ -55,14 +55,11 @@ STOCK_STORAGE = "file://./.benchmarks"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what is swept, which part of it, and going on after a stop."""
+    """Declare what is swept, and going on after a stop."""
     parser.addoption(
         "--sweep",
         choices=SWEEPS,
         help="how much to measure (default: smoke on a CPU, else default)",
-    )
-    parser.addoption(
-        "--part", metavar="I/N", help="the I-th of N parts of the sweep, as for an array of jobs"
     )
     parser.addoption(
         "--resume", action="store_true", help="go on with the last run that was not finished"
@@ -129,7 +126,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _part_suffix(config: pytest.Config) -> str:
     part = config.getoption("--part")
-    return f"-part{part.replace('/', 'of')}" if part else ""
+    return "-part{}of{}".format(*part) if part else ""
 
 
 def _journal(config: pytest.Config, folder: Path) -> Journal:
@@ -231,10 +228,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours.sort(key=lambda item: place[_group(item)])
     part = config.getoption("--part")
     if part:
-        kept, parts = _part_of(part)
-        others = [item for item in ours if place[_group(item)] % parts != kept]
-        config.hook.pytest_deselected(items=others)
-        ours = [item for item in ours if place[_group(item)] % parts == kept]
+        kept, parts = part
+        others = {item for item in ours if place[_group(item)] % parts != kept - 1}
+        config.hook.pytest_deselected(items=list(others))
+        ours = [item for item in ours if item not in others]
     items[:] = [item for item in items if item.path.parent != HERE] + ours
 
 
@@ -247,18 +244,6 @@ def _group(item: pytest.Item) -> tuple[str, ...]:
         f"{name}={value}" for name, value in facts if name not in ("impl", "step", "compiled")
     ]
     return (str(item.path), item.originalname, *(shared or [str(case)]))
-
-
-def _part_of(text: str) -> tuple[int, int]:
-    """Return the index from 0 and the number of parts in ``"I/N"``.
-
-    Raises:
-        pytest.UsageError: it is not that, or I is not one of 1 ... N.
-    """
-    index, slash, parts = text.partition("/")
-    if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
-        raise pytest.UsageError(f"--part: wanted I/N with I from 1 to N, as in 1/8, got {text!r}")
-    return int(index) - 1, int(parts)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What continuous integration makes of the gate's word."""
+"""What continuous integration makes of the gate's word, and of many GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-GATE = Path(__file__).parents[1] / ".ci" / "gate"
-BASH = ("bash", ".ci/gate", "--gate-rounds=40")
+SCRIPTS = Path(__file__).parents[1] / ".ci"
+GATE = ("bash", ".ci/gate", "--gate-rounds=40")
 
 
 @pytest.fixture
@@ -18,18 +18,19 @@ def checkout(tmp_path):
     folder, programs = tmp_path / "checkout", tmp_path / "programs"
     (folder / ".ci").mkdir(parents=True)
     programs.mkdir()
-    (folder / ".ci" / "gate").write_text(GATE.read_text())
+    for name in ("gate", "gpu"):
+        (folder / ".ci" / name).write_text((SCRIPTS / name).read_text())
     (programs / "pytest").write_text('#!/bin/sh\necho "pytest $*"\nexit "$STATUS"\n')
     (programs / "pytest").chmod(0o755)
     return folder
 
 
-def run(folder, status=0, **settings):
-    """Return how the script ends, and what it says."""
+def run(folder, status=0, command=GATE, **settings):
+    """Return how a script ends, and what it says."""
     path = f"{folder.parent / 'programs'}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "STATUS": str(status)} | settings
     done = subprocess.run(
-        BASH, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     return done.returncode, done.stdout
 
@@ -89,3 +90,49 @@ def test_without_a_parent_the_gate_tests_itself(checkout, tree):
     first, second = output.splitlines()
     assert first.startswith("No parent commit here")
     assert second == "pytest benchmarks --gate-selftest --gate-rounds=40"
+
+
+TESTED = """#!/bin/sh
+echo "$CUDA_VISIBLE_DEVICES: $*" >> called
+echo "===== 7 passed in 0.1s ====="
+case "$*" in *--part=$BROKEN) echo "FAILED tests/test_x.py::test_y - z"; exit 1;; esac
+"""
+
+
+@pytest.fixture
+def gpus(checkout):
+    """Return the folder, with two GPUs and a pytest that notes how it was called."""
+    programs = checkout.parent / "programs"
+    for name, text in {
+        "pytest": TESTED,
+        "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return checkout
+
+
+def test_every_part_runs_on_one_of_the_gpus(gpus):
+    """The gate's tests run first and alone; the parts of all others are dealt to the GPUs."""
+    ended, output = run(gpus, command=("bash", ".ci/gpu", "3", "logs"), CUDA_VISIBLE_DEVICES="")
+    assert ended == 0
+    first, *parts = (gpus / "called").read_text().splitlines()
+    assert first == ": tests/test_pair.py"
+    assert sorted(parts) == sorted(
+        f"{i % 2}: tests --ignore=tests/test_pair.py --part={i}/6" for i in range(1, 7)
+    )
+    assert len(output.splitlines()) == len(list((gpus / "logs").iterdir())) == 7
+
+
+def test_a_part_that_fails_is_told(gpus):
+    """One failure in one part is in the output, beside all summaries, and the end is red."""
+    ended, output = run(gpus, command=("bash", ".ci/gpu", "2", "logs"), BROKEN="3/4")
+    assert ended == 1
+    assert "logs/part-3.log:FAILED tests/test_x.py::test_y - z" in output.splitlines()
+    assert output.count("7 passed") == 5
+
+
+def test_parts_that_say_nothing_are_no_success(gpus):
+    """Where no part ends with a summary the end is red, whatever it was that ran."""
+    (gpus.parent / "programs" / "pytest").write_text("#!/bin/sh\n")
+    assert run(gpus, command=("bash", ".ci/gpu", "1", "logs"))[0] == 1

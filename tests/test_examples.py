@@ -13,7 +13,17 @@ from flashattn.testing.law import share
 # Times the profile's examples per property: on a CPU 600 by default, 6000 in the thorough profile;
 # on a GPU, whose profiles have five times the examples, 1000 and 10 000.
 PROMISED = {"cpu": 30, "cuda": 10}
-CHOOSE = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "impl", "lf", "stepwise")
+CHOOSE = (
+    "keyword",
+    "markexpr",
+    "deselect",
+    "ignore",
+    "ignore_glob",
+    "impl",
+    "lf",
+    "part",
+    "stepwise",
+)
 
 
 def test_count(monkeypatch):
@@ -60,6 +70,16 @@ def test_given(impl, again, number):
 def test_law(impl, question):
     pass
 """
+
+
+def test_a_part_of_all_tests(pytester, request):
+    """The last of three parts has every third test, of every file."""
+    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
+    many = "import pytest\n\n@pytest.mark.parametrize('i', range(6))\ndef test_x(i):\n    pass\n"
+    pytester.makepyfile(test_a=many, test_b=many)
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "--part", "3/3")
+    names = [line for line in result.outlines if "::" in line]
+    assert names == [f"test_{file}.py::test_x[{i}]" for file in "ab" for i in (2, 5)]
 
 
 def test_summary(pytester, request, device):

@@ -14,7 +14,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from flashattn import attention
-from flashattn.kernels import backward, forward, launch
+from flashattn.kernels import backward, forward, launch, splitting
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate
@@ -295,8 +295,8 @@ SPLITS = (
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
 def test_split_keys(device, problem, parts, monkeypatch):
     """However many parts the keys are split into, o and lse, and their gradients, are right."""
-    chosen = launch.split
-    monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:5], parts))
+    chosen = splitting.split
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
     forget()
     asked = Question(problem=problem, device=device)
     try:
@@ -318,12 +318,12 @@ def test_ties_weigh_the_same_in_every_tile(device, scale):
     assert torch.equal(o, torch.zeros_like(o))
 
 
-@pytest.mark.parametrize("kernel", launch.PROGRAMS)
+@pytest.mark.parametrize("kernel", splitting.PROGRAMS)
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
 def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_kv):
     """Every row is in one part, no part is empty, and many programs are not split."""
-    parts, chunk = launch.split(kernel, programs, seq_kv, 64, device)
+    parts, chunk = splitting.split(kernel, programs, seq_kv, 64, device)
     assert chunk % 64 == 0
     assert (parts - 1) * chunk < seq_kv <= parts * chunk
     if programs == 100_000:
@@ -398,8 +398,8 @@ def large(device):
 @pytest.fixture
 def unsplit(monkeypatch):
     """Split nothing: how many parts there are depends on how many heads."""
-    chosen = launch.split
-    monkeypatch.setattr(launch, "split", lambda *sizes: chosen(*sizes[:5], 1))
+    chosen = splitting.split
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], 1))
     forget()
     yield
     forget()

@@ -10,9 +10,10 @@ import torch
 
 from flashattn import tiled
 from flashattn.impls.naive import naive_attention
-from flashattn.kernels import launch
-from flashattn.kernels.backward import ROW_PADDING, backward
+from flashattn.kernels import launch, splitting
+from flashattn.kernels.backward import backward
 from flashattn.kernels.forward import forward
+from flashattn.kernels.passes import ROW_PADDING
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -62,8 +63,8 @@ def of_parts(problem, device):
         causal = problem.causal is not False
         tile = launch.pick_tile(kernel, *likes, causal=causal, precision="bf16x6")
         programs = -(-owned[0] // getattr(tile, owned[1])) * of
-        parts, _ = launch.split(kernel, programs, walked[0], getattr(tile, walked[1]), device)
-        assert parts == 1 or parts * programs <= launch.PROGRAMS[kernel] * (
+        parts, _ = splitting.split(kernel, programs, walked[0], getattr(tile, walked[1]), device)
+        assert parts == 1 or parts * programs <= splitting.PROGRAMS[kernel] * (
             launch.multiprocessors(device)
         )
         found.append((parts > 1) * parts * outputs * FP32 * problem.head_dim * owned[0] * of)
@@ -163,8 +164,8 @@ def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     likes = map(launch.Like.of, make_inputs(problem, device=device))
     tile = launch.pick_tile("fwd", *likes, causal=False, precision="bf16x6")
     programs = -(-64 // tile.block_q)
-    parts, _ = launch.split("fwd", programs, seq_kv, tile.block_kv, device)
-    assert 1 < parts * programs <= launch.PROGRAMS["fwd"] * launch.multiprocessors(device)
+    parts, _ = splitting.split("fwd", programs, seq_kv, tile.block_kv, device)
+    assert 1 < parts * programs <= splitting.PROGRAMS["fwd"] * launch.multiprocessors(device)
     o, lse, _, _ = sizes(problem)
     _, (after_forward, _) = kernels(problem, device, parts=None)
     queries, keys = rows_of(problem)

@@ -98,11 +98,7 @@ def emulated(
     with ExitStack() as stack:
         stack.enter_context(patch.object(GluonJITFunction, "__getitem__", chosen))
         stack.enter_context(patch.object(launch, "multiprocessors", lambda _: multiprocessors))
-        for module in (
-            forward,
-            backward,
-            portable,
-        ):  # plans are kept, and depend on how many there are
+        for module in (forward, backward, portable):  # plans depend on how many there are
             unkept = module._plan.__wrapped__  # noqa: SLF001
             stack.enter_context(patch.object(module, "_plan", unkept))
         yield launched

@@ -9,8 +9,7 @@ import torch
 
 from flashattn.emulate.memory import Registers, Shared, registers
 from flashattn.emulate.schedule import here
-
-HIGH_BITS = -65536
+from flashattn.kernels.primitives import HIGH_BITS
 
 
 class Product:
@@ -69,7 +68,7 @@ def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
 
 def high(x: Registers) -> Registers:
     """Return the first 8 bits of each number."""
-    return registers((x.contiguous().view(torch.int32) & HIGH_BITS).view(torch.float32))
+    return registers((x.contiguous().view(torch.int32) & HIGH_BITS.value).view(torch.float32))
 
 
 def packed(x: Registers, dtype: torch.dtype) -> Registers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,26 +19,25 @@ import triton.language as tl
 from flashattn.kernels import launch
 from flashattn.kernels.cut import cut_all, cut_like
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
+from flashattn.kernels.passes import Pass, numbers, pitch, walk
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
     dot,
     dot_transposed,
+    load_one,
     load_rows,
     load_tile,
     program_tile,
     seen_keys,
     store_rows,
     store_tile,
-    tile_mask,
     visited_keys,
 )
 from flashattn.kernels.tiles import Kernel, Tile, block_d
 
 DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
 DELTA_WARPS = 4
-SUM_BLOCK, SUM_WARPS = 16, 4  # likewise of flashattn_bwd_sum
-ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -65,36 +64,14 @@ def flashattn_bwd_delta(
     """
     block, batch, head = program_tile(pitch // BLOCK, heads, False)
     start, row = block * BLOCK, batch * heads + head
-    o_tile = load_tile(
-        o,
-        o_strides,
-        batch,
-        head,
-        start,
-        seq_q,
-        head_dim,
-        PADDED,
-        BLOCK,
-        BLOCK_D,
-        False,
-        False,
-        "ieee",
-    )
-    do_tile = load_tile(
-        grad_o,
-        grad_o_strides,
-        batch,
-        head,
-        start,
-        seq_q,
-        head_dim,
-        PADDED,
-        BLOCK,
-        BLOCK_D,
-        False,
-        False,
-        "ieee",
-    )
+    o_tile = load_one(
+        o, o_strides, batch, head, start, seq_q,
+        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
+    )  # fmt: skip
+    do_tile = load_one(
+        grad_o, grad_o_strides, batch, head, start, seq_q,
+        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
+    )  # fmt: skip
     delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     rows = start + tl.arange(0, BLOCK)
     offsets = row.to(tl.int64) * seq_q + rows
@@ -236,7 +213,9 @@ def flashattn_bwd_dkdv(
         end = tl.minimum(end, begin + chunk)
         first = tl.maximum(first, begin)
         full = tl.maximum(tl.minimum(full, end), first)
-    if CAUSAL and PRECISION == "cut":
+    # Of what comes cut, two loops would keep the addresses of twice as many operands.
+    ONE_LOOP: tl.constexpr = CAUSAL and PRECISION == "cut"
+    if ONE_LOOP:
         full = end
     for head in tl.range(kv_head * group, kv_head * group + group):
         row = batch * heads + head
@@ -246,7 +225,7 @@ def flashattn_bwd_dkdv(
                 batch, head, row, pitch, start_kv, first, full, seq_q, diagonal, scale_log2,
                 head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
             )  # fmt: skip
-        if not (CAUSAL and PRECISION == "cut"):
+        if not ONE_LOOP:
             dk_acc, dv_acc = fold_queries(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
                 batch, head, row, pitch, start_kv, full, end, seq_q, diagonal, scale_log2,
@@ -357,20 +336,9 @@ def flashattn_bwd_dq(
         batch, first = place, 0
     start_q, row = block * BLOCK_Q, batch * heads + head
     q_tile = load_tile(
-        q,
-        q_strides,
-        batch,
-        head,
-        start_q,
-        seq_q,
-        head_dim,
-        PADDED,
-        BLOCK_Q,
-        BLOCK_D,
-        False,
-        DESCRIPTORS,
-        PRECISION,
-    )
+        q, q_strides, batch, head, start_q, seq_q,
+        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    )  # fmt: skip
     do_tile = load_tile(
         grad_o, grad_o_strides, batch, head, start_q, seq_q,
         head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
@@ -400,55 +368,12 @@ def flashattn_bwd_dq(
     )
 
 
-@triton.jit(do_not_specialize=["parts", *SIZES])
-def flashattn_bwd_sum(
-    terms,
-    total,
-    total_strides,
-    parts,
-    rows,
-    heads,
-    seq_q,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Add up parts of a gradient, terms [parts, rows, head_dim], which are dense, in their order.
-
-    Args:
-        terms: fp32.
-        total: [batches, heads, seq_q, head_dim].
-        total_strides: of its batches, heads and rows.
-        parts: how many.
-        rows: batches * heads * seq_q.
-        heads: of total.
-        seq_q: its rows, be they queries or keys.
-        head_dim: D.
-        PADDED: whether it is less than BLOCK_D.
-        BLOCK: rows of a program.
-        BLOCK_D: columns of a program.
-    """
-    start = tl.program_id(0) * BLOCK
-    row = start + tl.arange(0, BLOCK)
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
-    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    for part in range(parts):
-        origin = (tl.cast(part, tl.int64) * rows + row)[:, None] * head_dim
-        acc += tl.load(terms + origin + cols, mask=mask, other=0.0)
-    stride_b, stride_h, stride_t = total_strides
-    batch, head = (row // seq_q // heads).to(tl.int64), (row // seq_q % heads).to(tl.int64)
-    origin = batch * stride_b + head * stride_h + (row % seq_q).to(tl.int64) * stride_t
-    tl.store(total + origin[:, None] + cols, acc.to(total.dtype.element_ty), mask=mask)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
     """What both passes find P and dS from.
 
     q, k, v and grad_o have dense rows; lse2 and delta are ``row_terms``; parts are those that a
-    pass is split into at most, None lets ``launch.split`` say.
+    pass is split into at most, None lets ``splitting.split`` say.
     """
 
     q: torch.Tensor
@@ -479,84 +404,6 @@ class Recomputation:
         )
         operands = cut_all(*inputs) if plan.cut else inputs
         plan((*operands, self.lse2, self.delta), grads)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A launch of flashattn_bwd_dkdv or flashattn_bwd_dq, and the sum of the parts it computes.
-
-    Args:
-        fold: the launch.
-        cut: whether it takes q, k, v and grad_o cut.
-        parts: that programs walk over, each for itself.
-        sums: for each gradient, if there are parts to add up.
-    """
-
-    fold: Launch
-    cut: bool
-    parts: int
-    sums: tuple[Launch, ...]
-
-    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Fill grads; given are q, k, v, grad_o, lse2 and delta."""
-        if not self.sums:
-            self.fold(*given, *grads)
-            return
-        terms = [
-            torch.empty((self.parts * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
-            for x in grads
-        ]
-        self.fold(*given, *terms)
-        for add, x, of in zip(self.sums, grads, terms, strict=True):
-            add(of, x)
-
-
-class Walk(NamedTuple):
-    """How a pass is launched.
-
-    Args:
-        programs: in all.
-        parts: of what a program would walk over.
-        chunk: rows of a part.
-        strides: of what it writes, gradients or their parts.
-        sums: what adds up the parts of each.
-    """
-
-    programs: int
-    parts: int
-    chunk: int
-    strides: Sequence[tuple[int, ...]]
-    sums: tuple[Launch, ...]
-
-
-def walk(
-    kernel: Kernel,
-    q: Like,
-    k: Like,
-    blocks: tuple[int, int],
-    strides: Sequence[tuple[int, ...]],
-    most: int | None = None,
-) -> Walk:
-    """Return how a pass is launched that owns tiles of keys, or of queries, and walks over others.
-
-    Args:
-        kernel: "bwd_dkdv" or "bwd_dq".
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        blocks: queries of a tile, and keys.
-        strides: of the gradients.
-        most: parts, instead of what fills the GPU.
-    """
-    owner, walked = (k, q) if kernel == "bwd_dkdv" else (q, k)
-    own, step = reversed(blocks) if kernel == "bwd_dkdv" else blocks
-    batch, heads, rows, _ = owner.shape
-    programs = triton.cdiv(rows, own) * batch * heads
-    parts, chunk = launch.split(kernel, programs, walked.shape[2], step, q.device, most)
-    if parts == 1:
-        return Walk(programs, parts, chunk, strides, ())
-    sums = tuple(_sum(parts, owner.shape, of) for of in strides)
-    dense = torch.empty(owner.shape, device="meta").stride()
-    return Walk(programs * parts, parts, chunk, (dense,) * len(sums), sums)
 
 
 @lru_cache(PLANS)
@@ -610,43 +457,10 @@ def prepare(
     return Pass(fold, cut, way.parts, way.sums)
 
 
-def numbers(q: Like, k: Like, way: Walk, diagonal: int | None, scale: float) -> tuple[object, ...]:
-    """Return what kernels of a pass take, from ``heads`` to ``scale_log2``."""
-    batch, heads, seq_q, _ = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    group, last = heads // kv_heads, diagonal or 0
-    sizes = heads, group, seq_q, seq_kv, _pitch(seq_q), last, batch, way.chunk
-    return *sizes, scale, scale * LOG2E.value
-
-
-def _sum(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
-    """Prepare the launch of flashattn_bwd_sum for a gradient."""
-    batch, heads, rows, head_dim = shape
-    d = block_d(head_dim)
-    return Launch(
-        flashattn_bwd_sum,
-        triton.cdiv(batch * heads * rows, SUM_BLOCK),
-        [None, None],
-        (strides[:3], parts, batch * heads * rows, heads, rows),
-        {
-            "head_dim": head_dim,
-            "PADDED": head_dim < d,
-            "BLOCK": SUM_BLOCK,
-            "BLOCK_D": d,
-            "num_warps": SUM_WARPS,
-        },
-    )
-
-
-def _pitch(seq_q: int) -> int:
-    """Return how many numbers of lse2 and delta a head has."""
-    return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-
-
 def row_shape(shape: torch.Size) -> tuple[int, int]:
     """Return the shape of lse2 and delta for that of o."""
     batch, heads, seq_q, _ = shape
-    return batch * heads, _pitch(seq_q)
+    return batch * heads, pitch(seq_q)
 
 
 def row_terms(
@@ -669,12 +483,12 @@ def _delta(given: tuple[Facts, ...]) -> Launch:
     """
     o, grad_o = Like(*given[0]), Like(*given[1])
     batch, heads, seq_q, head_dim = o.shape
-    pitch, d = _pitch(seq_q), block_d(head_dim)
+    padded, d = pitch(seq_q), block_d(head_dim)
     return Launch(
         flashattn_bwd_delta,
-        pitch // DELTA_BLOCK * batch * heads,
+        padded // DELTA_BLOCK * batch * heads,
         [None] * 6,
-        (o.strides[:3], grad_o.strides[:3], heads, seq_q, pitch),
+        (o.strides[:3], grad_o.strides[:3], heads, seq_q, padded),
         {
             "head_dim": head_dim,
             "PADDED": head_dim < d,

@@ -16,28 +16,26 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels import launch
+from flashattn.kernels import launch, splitting
 from flashattn.kernels.cut import cut_all, cut_like
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
-    LN2,
     LOG2E,
     SIZES,
     add_compensated,
     dot,
     dot_transposed,
     load_tile,
+    normalized,
     program_tile,
     seen_keys,
     store_rows,
     store_tile,
-    tile_mask,
     visited_keys,
 )
-from flashattn.kernels.tiles import Kernel, Tile, block_d
+from flashattn.kernels.tiles import Kernel, Tile
 
 FEW_QUERIES = 16  # from here down a tile has rows to spare: what counts is how fast keys come
-MERGE_BLOCK, MERGE_WARPS = 4, 1
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
 
@@ -101,15 +99,6 @@ def fold_keys(
         acc = dot(p, v_tile, acc * alpha[:, None], PRECISION)
         m = m_new
     return acc, m, l, lost
-
-
-@triton.jit
-def normalized(acc, m, l):
-    """Return o and the logsumexp; rows that see no key have l = 0."""
-    dead = l == 0.0
-    l = tl.where(dead, 1.0, l)
-    o = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
-    return o, tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -203,49 +192,6 @@ def flashattn_fwd(
     store_tile(o, o_strides, place, head, start_q, seq_q, acc, head_dim, PADDED, BLOCK_Q, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["parts", "rows", *SIZES])
-def flashattn_merge(
-    o_parts,
-    lse_parts,
-    o,
-    lse,
-    o_strides,
-    parts,
-    rows,
-    heads,
-    seq_q,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Put together parts that are dense: o [parts, rows, head_dim] and lse [2, parts, rows]."""
-    start = tl.program_id(0) * BLOCK
-    row = start + tl.arange(0, BLOCK)
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
-    m = tl.full([BLOCK], float("-inf"), tl.float32)
-    for part in range(parts):
-        m_part = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
-        m = tl.maximum(m, m_part)
-    finite = tl.where(m == float("-inf"), 0.0, m)  # a row that sees no key
-    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    l = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
-        at = part * rows + row
-        m_part = tl.load(lse_parts + at, mask=row < rows, other=float("-inf"))
-        weight = tl.exp2(m_part - finite)
-        l += weight * tl.load(lse_parts + parts * rows + at, mask=row < rows, other=0.0)
-        origin = at.to(tl.int64)[:, None] * head_dim
-        acc += weight[:, None] * tl.load(o_parts + origin + cols, mask=mask, other=0.0)
-    acc, lse_rows = normalized(acc, m, l)
-    stride_b, stride_h, stride_t = o_strides
-    batch, head = (row // seq_q // heads).to(tl.int64), (row // seq_q % heads).to(tl.int64)
-    origin = batch * stride_b + head * stride_h + (row % seq_q).to(tl.int64) * stride_t
-    tl.store(o + origin[:, None] + cols, acc.to(o.dtype.element_ty), mask=mask)
-    tl.store(lse + row, lse_rows, mask=row < rows)
-
-
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Plan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -283,7 +229,7 @@ def plan(
         scale: factor on the scores.
         precision: of fp32 products, see ``launch.input_precision``.
         tile: instead of the table's.
-        parts: to split the keys into, at most; None lets ``launch.split`` say.
+        parts: to split the keys into, at most; None lets ``splitting.split`` say.
     """
     precision = launch.input_precision(precision, q.dtype)
     return _plan(facts(q, k, v), diagonal, scale, precision, tile, parts)
@@ -431,7 +377,7 @@ def _fill(
     cut = launch.cuts(tile, q.dtype, precision)
     operands = [cut_like(x) if cut else x for x in (q, k, v)]
     programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
-    parts, chunk = launch.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
+    parts, chunk = splitting.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value
     # The product with a sign is exact: were scores rounded, those in a tile with a mask would be,
@@ -471,19 +417,6 @@ def _fill(
     )
     if parts == 1:
         return _Cut(fold) if cut else fold
-    rows, d = batch * heads * seq_q, block_d(head_dim)
-    merge = Launch(
-        flashattn_merge,
-        triton.cdiv(rows, MERGE_BLOCK),
-        [None] * 4,
-        (o_strides[:3], parts, rows, heads, seq_q),
-        {
-            "head_dim": head_dim,
-            "PADDED": head_dim < d,
-            "BLOCK": MERGE_BLOCK,
-            "BLOCK_D": d,
-            "num_warps": MERGE_WARPS,
-        },
-    )
+    merge = splitting.merging(parts, q.shape, o_strides)
     split = _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
     return _Cut(split) if cut else split

@@ -24,14 +24,6 @@ CUTTING = "bf16x6"
 PRECISIONS = ("auto", CUTTING, "tf32x3", "tf32", "ieee")
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
 PLANS = 1024  # kept by each launcher: shapes that keep changing shall not fill the memory
-# Programs that a multiprocessor shall have, when few tiles of queries are to fill a GPU. On an H200
-# one head of 16 384 causal queries took 114 us with 4 and 187 with 2; decoding, which waits for
-# memory, 142 us with 2 and 161 with 4.
-PROGRAMS = {"fwd": 4, "decode": 2, "bwd_dkdv": 4, "bwd_dq": 4}
-# Tiles that a part has at least: below, merging costs more than the split gains. Fewer in
-# the interpreter, so that small problems are split; and it pretends to one multiprocessor.
-SHORTEST = {"fwd": 4, "decode": 4, "bwd_dkdv": 2, "bwd_dq": 2}
-SHORTEST |= dict.fromkeys(SHORTEST, 2) if INTERPRETED.value else {}
 PRETENDED = 1
 # Scores up to which tiles are loaded by pointers, counting at least 64 queries of a head: a host
 # takes some 3 us to make a descriptor, and so few scores keep a GPU busy no longer. On an H200 with
@@ -290,32 +282,3 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return PRETENDED
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def split(
-    kernel: Kernel,
-    programs: int,
-    rows: int,
-    block: int,
-    device: torch.device,
-    most: int | None = None,
-) -> tuple[int, int]:
-    """Return (parts, rows of a part), so that few programs, which walk over rows, fill the GPU.
-
-    It depends on sizes and on the GPU alone, so a repeated call gives the same bits.
-
-    Args:
-        kernel: which.
-        programs: without a split.
-        rows: that a program walks over, keys or queries; at least 1.
-        block: rows of a tile, of which a part has whole ones.
-        device: of the launch.
-        most: parts, instead of what fills the GPU.
-    """
-    tiles = -(-rows // block)
-    if most is None:
-        most = min(
-            PROGRAMS[kernel] * multiprocessors(device) // programs, tiles // SHORTEST[kernel]
-        )
-    chunk = -(-tiles // max(most, 1)) * block
-    return -(-rows // chunk), chunk

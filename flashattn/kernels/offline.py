@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import backward, cut, forward, launch
+from flashattn.kernels import backward, cut, forward, launch, splitting
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
@@ -30,19 +30,19 @@ from flashattn.kernels.tiles import HEAD_DIMS, TABLES, Kernel, Tile, block_d
 KERNELS = {
     "fwd": forward.flashattn_fwd,
     "decode": forward.flashattn_fwd,
-    "merge": forward.flashattn_merge,
+    "merge": splitting.flashattn_merge,
     "cut": cut.flashattn_cut,
     "bwd_delta": backward.flashattn_bwd_delta,
-    "bwd_sum": backward.flashattn_bwd_sum,
+    "bwd_sum": splitting.flashattn_bwd_sum,
     "bwd_dkdv": backward.flashattn_bwd_dkdv,
     "bwd_dq": backward.flashattn_bwd_dq,
 }
 Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
-    "merge": (forward.MERGE_BLOCK, forward.MERGE_WARPS),
+    "merge": (splitting.MERGE_BLOCK, splitting.MERGE_WARPS),
     "cut": (cut.BLOCK, cut.WARPS),
     "bwd_delta": (backward.DELTA_BLOCK, backward.DELTA_WARPS),
-    "bwd_sum": (backward.SUM_BLOCK, backward.SUM_WARPS),
+    "bwd_sum": (splitting.SUM_BLOCK, splitting.SUM_WARPS),
 }
 ROWS = (
     "lse",

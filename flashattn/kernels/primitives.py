@@ -84,6 +84,15 @@ def add_compensated(total, lost, x):
 
 
 @triton.jit
+def normalized(acc, m, l):
+    """Return o and the logsumexp; rows that see no key have l = 0."""
+    dead = l == 0.0
+    l = tl.where(dead, 1.0, l)
+    o = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
+    return o, tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
+
+
+@triton.jit
 def program_tile(blocks, heads, LAST_FIRST: tl.constexpr):
     """Return (block, batch, head) of this program: neighbours share a head, its keys in L2."""
     block, row = tl.program_id(0) % blocks, tl.program_id(0) // blocks

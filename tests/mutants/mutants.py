@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     Mutant(
         "forward_dead_rows_division",
-        "kernels/forward.py",
+        "kernels/primitives.py",
         "dead = l == 0.0\n    l = tl.where(dead, 1.0, l)\n",
         "dead = l == 0.0\n",
         "0 / 0 in rows that see no key",
@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     Mutant(
         "split_merged_in_base_e",
-        "kernels/forward.py",
+        "kernels/splitting.py",
         "weight = tl.exp2(m_part - finite)",
         "weight = tl.exp(m_part - finite)",
         "parts are weighted by powers of e of a logarithm in base 2",
@@ -126,7 +126,7 @@ MUTANTS = [
     ),
     Mutant(
         "split_sums_unweighted",
-        "kernels/forward.py",
+        "kernels/splitting.py",
         "l += weight * tl.load(",
         "l += tl.load(",
         "sums of exponentials of parts are added as they are, whatever their largest scores",
@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "split_gradients_forget_a_part",
-        "kernels/backward.py",
+        "kernels/splitting.py",
         "    for part in range(parts):\n        origin",
         "    for part in range(1, parts):\n        origin",
         "gradients lack what the first part of the queries, or keys, gives",
@@ -174,7 +174,7 @@ MUTANTS = [
     ),
     Mutant(
         "forward_lse_in_base_2",
-        "kernels/forward.py",
+        "kernels/primitives.py",
         "(m + tl.log2(l)) * LN2)",
         "m + tl.log2(l))",
         "o is right, the logsumexp is 1.44 times too large",

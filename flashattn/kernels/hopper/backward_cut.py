@@ -14,14 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashattn.kernels import launch
-from flashattn.kernels.backward import Pass, numbers, walk
 from flashattn.kernels.backward import prepare as portable
 from flashattn.kernels.hopper.forward import WARPS, Tiles
 from flashattn.kernels.hopper.threes import cut, new_threes, product, transposed
 from flashattn.kernels.launch import Facts, Launch, Like
-from flashattn.kernels.tiles import Kernel
+from flashattn.kernels.passes import Pass, numbers, walk
+from flashattn.kernels.tiles import Kernel, block_d
 
-HEAD_DIMS = range(65, 129)
 OWNED = gl.constexpr(64)  # rows of a program's own tile
 WALKED = gl.constexpr(32)  # and of those that come by
 COLUMNS = gl.constexpr(128)
@@ -356,7 +355,7 @@ def prepare(
     q, k = (Like(*x) for x in given[:2])
     causal, head_dim = diagonal is not None, q.shape[3]
     tile = launch.pick_tile(kernel, q, k, causal=causal, precision=precision)
-    if head_dim not in HEAD_DIMS or not launch.cuts(tile, q.dtype, precision):
+    if block_d(head_dim) != COLUMNS.value or not launch.cuts(tile, q.dtype, precision):
         return portable(kernel, given, strides, diagonal, scale, precision)
     owned, walked = Tiles(OWNED.value), Tiles(WALKED.value)
     if kernel == "bwd_dkdv":

@@ -14,8 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels.hopper.compat import aggregate, load_tile
-
-HIGH_BITS = gl.constexpr(-65536)  # of an fp32: those of a bf16
+from flashattn.kernels.primitives import HIGH_BITS
 
 
 @aggregate

@@ -20,7 +20,7 @@ import triton.language as tl
 import flashattn
 from flashattn.counts import __main__ as command
 from flashattn.counts import compiled, interpreter
-from flashattn.counts.compiled import may_spill
+from flashattn.counts.compiled import may_spill, unsteady
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
 from flashattn.kernels.offline import FIXED, variants
@@ -248,7 +248,10 @@ def test_compiled_expectations(path):
         row = expected[str(variant)]
         multiplies = variant.kernel not in {*FIXED, "hopper_bwd_dq"} and variant.head_dim > 1
         assert bool(row["matrix"]) == multiplies
-        assert row["stack"] == 0 or may_spill(variant, row["stack"])
+        if unsteady(variant, path.stem.removeprefix("compiled-triton-")):
+            assert row.keys().isdisjoint({"code", "stack"})
+        else:
+            assert row["stack"] == 0 or may_spill(variant, row["stack"])
 
 
 def test_names_are_unique(rows):

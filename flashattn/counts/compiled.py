@@ -26,7 +26,8 @@ from flashattn.kernels.offline import (
 )
 
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.
-FILE = f"compiled-triton-{'.'.join(triton.__version__.split('.')[:2])}.json"
+MINOR = ".".join(triton.__version__.split(".")[:2])
+FILE = f"compiled-triton-{MINOR}.json"
 # fp32 at BLOCK_D 128 and 256: six bf16 products split operands that wide in registers, three parts
 # a number, and hardly a tile of the search has room for that; on sm_100 bwd_delta's two tiles of
 # 256, 128 a thread each, and merge's do not fit either. Where operands come cut, dk and dv have
@@ -44,6 +45,9 @@ KNOWN_TO_SPILL = {
     ("hopper_wide_dkdv", 2, 192),
     ("hopper_wide_dq", 2, 256),
 }
+# Of the same PTX, Triton 3.6's ptxas makes other code from one time to the next where operands come
+# cut and registers run out. Such a row has neither code nor stack.
+UNSTEADY = {"3.6": {("fwd", 128), ("bwd_dkdv", 64), ("bwd_dkdv", 128)}}
 SPLIT_MAY_SPILL = 72  # bytes a thread: 18 registers
 ASSEMBLERS = "ptxas"  # the row of their versions
 
@@ -65,6 +69,13 @@ def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
     if isinstance(variant, Variant) and variant.split and stack <= SPLIT_MAY_SPILL:
         return True
     return (variant.kernel, variant.size, variant.head_dim) in KNOWN_TO_SPILL
+
+
+def unsteady(variant: Variant | HopperVariant, minor: str = MINOR) -> bool:
+    """Return whether a version's assembler does not make the same of a variant each time."""
+    if not (isinstance(variant, Variant) and variant.cut):
+        return False
+    return (variant.kernel, variant.head_dim) in UNSTEADY.get(minor, ())
 
 
 def _complaint(variant: Variant | HopperVariant, resources: Resources) -> str | None:
@@ -101,7 +112,10 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
     complaints = filter(
         None, (_complaint(variant, resources), _stale(variant, compiled, resources))
     )
-    return {"tile": variant.launch, **asdict(resources)}, "; ".join(complaints) or None
+    row = {"tile": variant.launch, **asdict(resources)}
+    if unsteady(variant):
+        del row["code"], row["stack"]
+    return row, "; ".join(complaints) or None
 
 
 def names() -> list[str]:

@@ -4,7 +4,7 @@
 
 A candidate that spills, does not fit, or gives another result than the reference is never timed.
 The figure is the kernel's own TFLOP/s, products that it recomputes included, for full and causal
-attention.
+attention; fp32 that comes cut was cut before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import backward, forward
+from flashattn.kernels import backward, forward, launch
+from flashattn.kernels.cut import cut_all
 from flashattn.kernels.offline import Variant, compile_variant
 from flashattn.kernels.tiles import Kernel, Tile
 from flashattn.problem import Problem
@@ -34,11 +35,13 @@ PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each ker
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
-STAGES = {2: (1, 2, 3, 4), 4: (1, 2)}  # fp32 has no room for more
+# Bytes of an element where tiles are loaded: 6 are three parts of an fp32 that comes cut.
+STAGES = {2: (1, 2, 3, 4), 4: (1, 2), 6: (1, 2, 3)}  # fp32 has no room for more
 # A thread's part of the accumulators: with fewer it idles, with more it must spill. Six bf16
-# products split their operands in registers, which leaves less of them.
-REGISTERS = {2: range(24, 241), 4: range(4, 129)}
+# products split what is not cut in registers, which leaves less of them.
+REGISTERS = {2: range(24, 241), 4: range(4, 145), 6: range(4, 241)}
 SHARED = 227 << 10
+WIDE = 128  # head dimension
 SHOWN = ("block_q", "block_kv", "warps", "stages", "registers")
 
 Outputs = tuple[torch.Tensor, ...]
@@ -66,27 +69,35 @@ def candidates(
         limits: of registers.
     """
     owned, scores = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (1, 2)}[kernel]
-    found = []
-    for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES[size]):
+    found, loaded = [], 6 if descriptors and size == 4 else size  # noqa: PLR2004 - bytes
+    rows = 8 if head_dim <= WIDE else 4  # of its own that a warp has at least, in half precision
+    for block_q, block_kv, warps, stages in itertools.product(
+        BLOCKS, BLOCKS, WARPS, STAGES[loaded]
+    ):
         own, walked = (block_kv, block_q) if kernel == "bwd_dkdv" else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if kernel == "fwd" else 2)
-        shared = size * head_dim * (resident + 2 * stages * walked)
-        if (size == 4 or own >= 8 * warps) and registers in REGISTERS[size] and shared <= SHARED:  # noqa: PLR2004
+        shared = loaded * head_dim * (resident + 2 * stages * walked)
+        fits = registers in REGISTERS[loaded] and shared <= SHARED
+        if fits and (size == 4 or own >= rows * warps):  # noqa: PLR2004
             found += [Tile(block_q, block_kv, warps, stages, descriptors, n) for n in limits]
     return found
 
 
 @functools.lru_cache(2)
-def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], Outputs]:
-    """Return the kernel as a function of its tile, and what it must give for the first head."""
+def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], Outputs, Outputs]:
+    """Return the kernel as a function of its tile, its first head's result, and its inputs."""
     q, k, v = make_inputs(asked, device="cuda")
     grad_o, _ = make_grads(asked, device="cuda")
     options = {"diagonal": asked.diagonal, "scale": asked.head_dim**-0.5}
     one = [x[:1, :1].float().requires_grad_() for x in (q, k, v)]
     exact, exact_lse = reference_attention(*one, **options)
     if kernel == "fwd":
-        return lambda tile: forward.forward(q, k, v, tile=tile, **options)[:1], (exact.detach(),)
+        return (
+            lambda tile: forward.forward(q, k, v, tile=tile, **options)[:1],
+            (exact.detach(),),
+            (q, k, v),
+        )
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
     o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
@@ -95,8 +106,8 @@ def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], 
         q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **options
     )
     if kernel == "bwd_dkdv":
-        return lambda tile: backward.key_gradients(given, tile), (dk, dv)
-    return lambda tile: (backward.query_gradients(given, tile),), (dq,)
+        return lambda tile: backward.key_gradients(given, tile), (dk, dv), (q, k, v, grad_o)
+    return lambda tile: (backward.query_gradients(given, tile),), (dq,), (q, k, v, grad_o)
 
 
 def check(kernel: Kernel, asked: Problem, tile: Tile) -> None:
@@ -105,7 +116,7 @@ def check(kernel: Kernel, asked: Problem, tile: Tile) -> None:
     Raises:
         ValueError: its result is wrong.
     """
-    call, wanted = prepare(kernel, asked)
+    call, wanted, _ = prepare(kernel, asked)
     for got, exact in zip(call(tile), wanted, strict=True):
         error = ((got[:1, :1] - exact).norm() / exact.norm()).item()
         if not error < RELATIVE[asked.dtype]:
@@ -128,12 +139,16 @@ def fault(kernel: Kernel, asked: Problem, tile: Tile) -> str | None:
 
 
 def rate(kernel: Kernel, asked: Problem, tile: Tile) -> float:
-    """Return the kernel's flop/s on this problem, after checking its result."""
+    """Return the kernel's flop/s on this problem, after checking its result.
+
+    To cut what it takes cut is timed by itself, and taken off.
+    """
     check(kernel, asked, tile)
-    call, _ = prepare(kernel, asked)
-    seconds = (
-        triton.testing.do_bench(lambda: call(tile), warmup=15, rep=50, return_mode="median") / 1e3
-    )
+    call, _, inputs = prepare(kernel, asked)
+    bench = functools.partial(triton.testing.do_bench, warmup=15, rep=50, return_mode="median")
+    seconds = bench(lambda: call(tile)) / 1e3
+    if launch.cuts(tile, asked.torch_dtype, launch.input_precision("auto", asked.torch_dtype)):
+        seconds -= bench(lambda: cut_all(*inputs)) / 1e3
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 

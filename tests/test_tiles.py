@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +55,16 @@ def test_pick():
     column = pick("fwd", 2, 1, (9, 0), causal=True, descriptors=True)
     assert column is TABLES["sm_90"]["fwd", 2, 16, True, False]
     assert set(ARCHITECTURES.values()) | {"interpreter"} == set(TABLES)
+
+
+def test_what_was_measured_can_be_found_again():
+    """Every tile that the table for Hopper has is among the candidates of the search."""
+    search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune.py"))
+    for (kernel, size, head_dim, _, _), tile in TABLES["sm_90"].items():
+        if kernel in search["PRODUCTS"]:
+            limits, described = {0, tile.registers}, tile.descriptors
+            found = search["candidates"](
+                kernel, size, head_dim, descriptors=described, limits=tuple(limits)
+            )
+            assert tile in found
+            assert len(set(found)) == len(found)

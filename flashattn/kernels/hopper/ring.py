@@ -51,8 +51,13 @@ class Ring:
     @gluon.jit
     def take(self, n):
         """Wait for the n-th tile and return it, [rows, columns]."""
-        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
+        self.come(n)
         return self.tile(n)
+
+    @gluon.jit
+    def come(self, n):
+        """Wait for the n-th tile."""
+        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
 
     @gluon.jit
     def tile(self, n):
@@ -67,10 +72,10 @@ class Ring:
 
 
 @gluon.jit
-def new_ring(descriptor, SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Return a ring of a descriptor's tiles; one is free when READERS warpgroups say so."""
+def new_ring(descriptor, SLOTS: gl.constexpr, READERS: gl.constexpr, TILES: gl.constexpr = 1):
+    """Return a ring of a descriptor's tiles; what a slot has is free when all READERS say so."""
     tiles = gl.allocate_shared_memory(
-        descriptor.dtype, [SLOTS] + descriptor.block_shape, descriptor.layout
+        descriptor.dtype, [TILES * SLOTS] + descriptor.block_shape, descriptor.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -14,70 +14,54 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels.hopper.compat import aggregate, load_tile
+from flashattn.kernels.hopper.ring import Ring, new_ring
 from flashattn.kernels.primitives import HIGH_BITS
 
 
 @aggregate
 class Threes:
-    """A ring whose slots hold three tiles [1, 1, rows, columns], which come and go together.
+    """A ring whose slots hold three tiles each, which come and go together."""
 
-    Slots and phases are a ``Ring``'s.
-    """
-
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    slots: gl.constexpr
+    ring: Ring
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, slots):
-        """Hold on to them."""
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.slots = gl.constexpr(slots)
+    def __init__(self, ring):
+        """Hold on to it."""
+        self.ring = ring
 
     @gluon.jit
     def put(self, n, descriptor, batch, head, row):
         """Let the n-th tile of a head, which has three, come as soon as its slot is empty."""
-        slot = n % self.slots
-        mbarrier.wait(self.empty.index(slot), ((n // self.slots) & 1) ^ 1)
-        full = self.full.index(slot)
+        self.ring.wait(n)
+        slot = n % self.ring.slots
+        full = self.ring.full.index(slot)
         mbarrier.expect(full, 3 * descriptor.block_type.nbytes)
         for i in gl.static_range(3):
             at = [batch, head * 3 + i, row, 0]
-            load_tile(descriptor, at, full, self.tiles.index(slot * 3 + i))
+            load_tile(descriptor, at, full, self.ring.tiles.index(slot * 3 + i))
 
     @gluon.jit
     def part(self, n, i):
         """Return a part of the n-th tile, [rows, columns]."""
-        tile = self.tiles.index(n % self.slots * 3 + i)
+        tile = self.ring.tiles.index(n % self.ring.slots * 3 + i)
         return tile.reshape([tile.shape[2], tile.shape[3]])
 
     @gluon.jit
     def take(self, n):
         """Wait for the n-th tile and return its parts."""
-        mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)
+        self.ring.come(n)
         return self.part(n, 0), self.part(n, 1), self.part(n, 2)
 
     @gluon.jit
     def free(self, n):
         """Say that this warpgroup has read the n-th tile."""
-        mbarrier.arrive(self.empty.index(n % self.slots), count=1)
+        self.ring.free(n)
 
 
 @gluon.jit
 def new_threes(descriptor, SLOTS: gl.constexpr, READERS: gl.constexpr):
     """Return a ring of a descriptor's tiles; three are free when READERS warpgroups say so."""
-    tiles = gl.allocate_shared_memory(
-        descriptor.dtype, [3 * SLOTS] + descriptor.block_shape, descriptor.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
-    return Threes(tiles, full, empty, SLOTS)
+    return Threes(new_ring(descriptor, SLOTS, READERS, 3))
 
 
 @gluon.jit

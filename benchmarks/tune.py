@@ -80,7 +80,8 @@ def candidates(
         shared = loaded * head_dim * (resident + 2 * stages * walked)
         fits = registers in REGISTERS[loaded] and shared <= SHARED
         if fits and (size == 4 or own >= rows * warps):  # noqa: PLR2004
-            found += [Tile(block_q, block_kv, warps, stages, descriptors, n) for n in limits]
+            tile = Tile(block_q, block_kv, warps, stages, descriptors, cut=loaded != size)
+            found += [replace(tile, registers=n) for n in limits]
     return found
 
 

@@ -254,6 +254,18 @@ def test_compiled_expectations(path):
             assert row["stack"] == 0 or may_spill(variant, row["stack"])
 
 
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
+def test_cut_beforehand_wide_fp32_spills_less(path):
+    """On GPUs other than Hopper it comes cut for that: to D = 128 nothing spills, then less."""
+    expected = read(path)
+    rows = {name: row for name, row in expected.items() if "sm_90" not in name and " cut" in name}
+    wide = {name: row for name, row in rows.items() if row["tile"].endswith("by pointers")}
+    assert wide
+    for name, row in wide.items():
+        loaded = expected[name.replace(" cut", " pointers")]
+        assert row["stack"] == 0 or (" d256 " in name and row["stack"] < loaded["stack"])
+
+
 def test_names_are_unique(rows):
     """No two cases share a name, or one of them would go uncounted; all can be asked for."""
     assert sorted(interpreter.names()) == sorted(rows)

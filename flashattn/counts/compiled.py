@@ -45,8 +45,8 @@ KNOWN_TO_SPILL = {
     ("hopper_wide_dkdv", 2, 192),
     ("hopper_wide_dq", 2, 256),
 }
-# Of the same PTX, Triton 3.6's ptxas makes other code from one time to the next where operands come
-# cut and registers run out. Such a row has neither code nor stack.
+# Of the same PTX, Triton 3.6's ptxas makes other code for sm_90 from one time to the next where
+# operands come cut and registers run out. Such a row has neither code nor stack.
 UNSTEADY = {"3.6": {("fwd", 128), ("bwd_dkdv", 64), ("bwd_dkdv", 128)}}
 SPLIT_MAY_SPILL = 72  # bytes a thread: 18 registers
 ASSEMBLERS = "ptxas"  # the row of their versions
@@ -73,7 +73,7 @@ def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
 
 def unsteady(variant: Variant | HopperVariant, minor: str = MINOR) -> bool:
     """Return whether a version's assembler does not make the same of a variant each time."""
-    if not (isinstance(variant, Variant) and variant.cut):
+    if not (isinstance(variant, Variant) and variant.cut and variant.arch == "sm_90"):
         return False
     return (variant.kernel, variant.head_dim) in UNSTEADY.get(minor, ())
 

@@ -123,8 +123,8 @@ def scores(q: Like, k: Like) -> int:
 def pick_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Tile:
     """Return the table's tile for q, k and others.
 
-    It has descriptors only if all inputs can have one, and there is enough to do. fp32 is described
-    when it is ``cut``.
+    It has descriptors only if all inputs can have one, and there is enough to do; fp32, if it comes
+    cut.
 
     Args:
         kernel: which.
@@ -145,7 +145,7 @@ def pick_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Ti
 
 def cuts(tile: Tile, dtype: torch.dtype, precision: str) -> bool:
     """Return whether a tile's operands are ``cut`` beforehand."""
-    return tile.descriptors and dtype == torch.float32 and precision == CUTTING
+    return tile.cut and dtype == torch.float32 and precision == CUTTING
 
 
 class Described(Protocol):

@@ -53,6 +53,7 @@ ROWS = (
     "lse2",
     "delta",
 )  # fp32, whatever the inputs
+INPUTS = ("q", "k", "v", "grad_o")
 SUMS = ("o", "dk", "dv", "dq")  # fp32, where rows are split
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -204,6 +205,8 @@ def _source(variant: Variant) -> ASTSource:
             signature[name], attributes[(i,)] = "i32", aligned
         elif name in SIZES:
             signature[name] = "i32"
+        elif name in INPUTS and variant.cut:
+            signature[name], attributes[(i,)] = "*bf16", aligned
         else:
             wide = name in ROWS or (name in SUMS and variant.split)
             signature[name] = "*bf16" if name == "cut_x" else "*fp32" if wide else f"*{element}"

@@ -32,10 +32,10 @@ class Tile:
         block_kv: keys per tile, likewise.
         warps: per program: 1, 2, 4, 8 or 16.
         stages: of the software pipeline that loads tiles ahead.
-        descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers. fp32 that
-            is six products of bf16 then comes cut into its parts.
+        descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers.
         registers: that a thread may have, so that more programs fit a multiprocessor; 0 leaves it
             to the compiler.
+        cut: whether fp32 that is six products of bf16 comes cut into its parts.
 
     Raises:
         ValueError: a number is not one of those.
@@ -47,6 +47,7 @@ class Tile:
     stages: int
     descriptors: bool = False
     registers: int = 0
+    cut: bool = False
 
     def __post_init__(self) -> None:
         """Check."""
@@ -83,7 +84,8 @@ class Tile:
         return options | {"maxnreg": self.registers} if self.registers else options
 
 
-# What picks a tile: kernel, bytes per element, BLOCK_D, causal, descriptors.
+# What picks a tile: kernel, bytes per element, BLOCK_D, causal, and whether inputs can have
+# descriptors, or are fp32 and worth cutting.
 Key = tuple[Kernel, int, int, bool, bool]
 Table = dict[Key, Tile]
 # block_q, block_kv, warps, stages; and registers, where they are limited.
@@ -94,6 +96,7 @@ def _table(
     rows: dict[tuple[Kernel, int, int], Numbers | tuple[Numbers, Numbers]],
     *,
     descriptors: bool = False,
+    cut: bool = False,
 ) -> Table:
     """Spell out rows (kernel, bytes, BLOCK_D): one tile, or one for full and one for causal."""
     table: Table = {}
@@ -101,7 +104,8 @@ def _table(
         full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
         for mask, tile in ((False, full), (True, causal)):
             limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
-            table[kernel, size, d, mask, descriptors] = Tile(*tile[:4], descriptors, limit)
+            key = kernel, size, d, mask, descriptors or cut
+            table[key] = Tile(*tile[:4], descriptors, limit, cut)
     return table
 
 
@@ -202,9 +206,21 @@ H200_CUT = _table(
         ("bwd_dq", 4, 128): (64, 32, 4, 2),
     },
     descriptors=True,
+    cut=True,
 )
 # Not measured, likewise; they fit the 99 KiB of consumer cards, so they serve all of 8.x and 12.x.
-SM_80 = _table(
+# Wide fp32 comes cut, or it spills up to 500 bytes; for dK and dV of 256 columns there is no room.
+SM_80_CUT = _table(
+    {
+        ("fwd", 4, 128): (32, 32, 8, 2),
+        ("fwd", 4, 256): (16, 32, 8, 1),
+        ("bwd_dkdv", 4, 128): (16, 32, 8, 1),
+        ("bwd_dq", 4, 128): (32, 32, 8, 1),
+        ("bwd_dq", 4, 256): (16, 16, 8, 1),
+    },
+    cut=True,
+)
+SM_80 = SM_80_CUT | _table(
     {
         ("fwd", 2, 16): (128, 64, 8, 2),
         ("fwd", 2, 32): (128, 64, 8, 2),
@@ -266,6 +282,15 @@ SM_100 = SM_80 | _table(
         ("bwd_dq", 2, 128): (64, 64, 4, 2),
     }
 )
+# With 64 x 32 of the second Triton 3.6 makes an empty kernel.
+SM_100 |= _table(
+    {
+        ("bwd_dkdv", 4, 128): (32, 32, 8, 1),
+        ("bwd_dq", 4, 128): (32, 32, 4, 1),
+        ("bwd_dkdv", 4, 256): (16, 16, 8, 1),
+    },
+    cut=True,
+)
 # With later compilers than the measured one some of those spill. Not measured there; with 3.6 the
 # first of these makes 483 of 569 TFLOP/s, the second 153 of 247.
 H200_LATER = _table(
@@ -289,8 +314,8 @@ H200 = (
 )
 # Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
 INTERPRETER: Table = {
-    (kernel, size, d, causal, descriptors): Tile(32, 64, 4, 1, descriptors)
-    for kernel, size, d, causal, descriptors in itertools.product(
+    (kernel, size, d, causal, large): Tile(32, 64, 4, 1, large, cut=large and size == 4)  # noqa: PLR2004
+    for kernel, size, d, causal, large in itertools.product(
         get_args(Kernel), (2, 4), HEAD_DIMS, (False, True), (False, True)
     )
 }
@@ -322,7 +347,8 @@ def pick(
         capability: of the GPU; None for the interpreter. One that is not known is taken for an
             sm_80.
         causal: whether scores are masked.
-        descriptors: whether the inputs can have descriptors; the tile may still do without.
+        descriptors: whether the inputs can have descriptors, or are fp32 and worth cutting; the
+            tile may still do without.
     """
     arch = "interpreter" if capability is None else ARCHITECTURES.get(capability[0], "sm_80")
     table, d = TABLES[arch], max(block_d(head_dim), SMALLEST_BLOCK_D)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flashattn.testing.accuracy import (
     Truth,
     assert_accurate,
     largest,
+    last_place,
     one_by_one,
     run,
     run_reference,
@@ -164,6 +166,31 @@ def test_what_is_infinite_is_no_error():
     error = Error.of(torch.tensor([-torch.inf, -2.0, 1.5]), exact)
     assert (error.max, error.mean, error.bias) == (0.5, 0.25, 0.25)
     assert Error.of(exact[:1].float(), exact[:1]) == Error()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_last_place_of_a_number(dtype):
+    """It is the distance to the next number, which is the same below the smallest normal one."""
+    info = torch.finfo(dtype)
+    for x in (1.0, 4.0, info.tiny, info.tiny / 4, info.tiny * info.eps):
+        bits = {2: torch.int16, 4: torch.int32}[info.bits // 8]
+        following = (torch.tensor(x, dtype=dtype).view(bits) + 1).view(dtype)
+        assert last_place(dtype, x) == following.item() - x
+    assert last_place(dtype, 0.0) == 0
+
+
+def test_rounding_denormals_twice_is_within():
+    """What is rounded once more below the smallest normal number is right; off by two it is not."""
+    asked = Question(problem=Problem(seq_q=260, seq_kv=65, head_dim=16), values="denormal")
+    place = last_place(torch.float32, torch.finfo(torch.float32).tiny)
+
+    def attend(q, k, v, places):
+        o, lse = naive(q, k, v, scale=0.25, last=None)
+        return o + places * place, lse
+
+    assert_accurate(partial(attend, places=1), asked)
+    with pytest.raises(AssertionError, match="o: "):
+        assert_accurate(partial(attend, places=4), asked)
 
 
 def test_rows_that_are_alike_count_as_one():

@@ -7,17 +7,18 @@ dk, dv::
     max e(got)  <=  2.0 * max e(naive)  + eps * max |exact|  + max stored
     mean e(got) <=  1.1 * mean e(naive) + eps * mean |exact| + mean stored
 
-``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result. ``stored`` is
-what recomputation costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and
-dS = P * (dP - delta), delta = rowsum(dO * O) - dlse, from the O and lse that forward stored.
-A rounding moves a number by eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and
-independent ones add up as the root of their squares' sum. Four separate S from lse, which counts
-where they nearly cancel: m + log l, that sum made natural, made base 2 again, and S * scale; so a
-row of P changes by the factor 1 + a, a = 2 * eps32 * |lse|. Rounding O, and adding up dP and delta
-in fp32, changes a row's dP - delta by b = (eps + root(D + 2) * eps32) * |(dO * O, dlse)|: in each
-of the two sums every product is rounded once, and so is the running sum at each of D steps, where
-its square is D / 2 terms' on average. Both a and b are one number a row, so they are carried
-exactly along a row, and as independent between rows::
+``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result, which below the
+smallest normal number takes as much as there (``last_place``). ``stored`` is what recomputation
+costs a gradient. A fused backward has no P: it finds P = exp(S - lse) and dS = P * (dP - delta),
+delta = rowsum(dO * O) - dlse, from the O and lse that forward stored. A rounding moves a number by
+eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and independent ones add up as the
+root of their squares' sum. Four separate S from lse, which counts where they nearly cancel: m + log
+l, that sum made natural, made base 2 again, and S * scale; so a row of P changes by the factor 1 +
+a, a = 2 * eps32 * |lse|. Rounding O, and adding up dP and delta in fp32, changes a row's dP - delta
+by b = (eps + root(D + 2) * eps32) * |(dO * O, dlse)|: in each of the two sums every product is
+rounded once, and so is the running sum at each of D steps, where its square is D / 2 terms' on
+average. Both a and b are one number a row, so they are carried exactly along a row, and as
+independent between rows::
 
     stored(dq) = a * |dq| + scale * b * |P @ K|
     stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
@@ -268,6 +269,12 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     return {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
 
 
+def last_place(dtype: torch.dtype, size: float) -> float:
+    """Return how far apart numbers of a size are; denormal ones as the smallest that is not."""
+    info = torch.finfo(dtype)
+    return info.eps * max(size, info.tiny) if size else 0.0
+
+
 def largest(outputs: Outputs) -> dict[str, float]:
     """Return the largest finite magnitude of each output."""
     finite = {name: x.where(x.isfinite(), 0.0).abs() for name, x in outputs.items()}
@@ -319,14 +326,15 @@ class Truth:
     def budgets(self, name: str, x: torch.Tensor) -> dict[str, float]:
         """Return how large the largest and, of a sample, the mean error of output x may be."""
         exact, naive = self.exact[name], self.naive[name]
-        eps, stored = torch.finfo(x.dtype).eps, self.stored.get(name, exact.new_zeros(1))
+        stored = self.stored.get(name, exact.new_zeros(1))
         flushed = FLUSHED if x.is_cuda else 0.0
-        budgets = {"max": 2.0 * naive.max + eps * self.sizes[name] + flushed}
+        budgets = {"max": 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + flushed}
         if stored.numel():
             budgets["max"] += stored.max().item()
         if x.numel() >= MEAN_SAMPLE:
             typical = exact[exact.isfinite()].abs().mean().item()
-            budgets["mean"] = 1.1 * naive.mean + eps * typical + stored.mean().item() + flushed
+            rounding = last_place(x.dtype, typical)
+            budgets["mean"] = 1.1 * naive.mean + rounding + stored.mean().item() + flushed
         return budgets
 
 

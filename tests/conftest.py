@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 import torch
 
-from flashattn.counts.patching import refuse_overflows, remember_builtins
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
+from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.upstream import products_mix_rows
 
 # Tests multiply small matrices. Threads that wait for one another, on cores that others use as
@@ -20,8 +20,7 @@ from flashattn.testing.upstream import products_mix_rows
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 if os.environ.get("TRITON_INTERPRET") == "1":
-    remember_builtins()  # almost half of the time that kernels take
-    refuse_overflows()
+    patch_interpreter()
 WITHOUT_ONEDNN = products_mix_rows()
 if WITHOUT_ONEDNN:  # or laws about NaN fail that whoever is tested has kept
     torch.backends.mkldnn.enabled = False

@@ -67,7 +67,14 @@ def judge(impl, device, problem, **how):
         if problem not in CASES[:COMPILED]:
             pytest.skip(f"{impl.name} compiles for seconds at every new shape: a few will do")
         torch.compiler.reset()  # or it gives up compiling after some shapes
-    question = Question(problem=problem, device=device, lse=impl.lse, grad=impl.grad, **how)
+    question = Question(
+        problem=problem,
+        device=device,
+        lse=impl.lse,
+        grad=impl.grad,
+        denormals=impl.denormals,
+        **how,
+    )
     scale = check_scale(question.scale, problem.head_dim)
     call = partial(impl, causal=problem.causal, scale=scale)
     try:

@@ -14,7 +14,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from flashattn import attention
-from flashattn.kernels import backward, forward, launch, splitting
+from flashattn.kernels import backward, cut, forward, launch, splitting
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate
@@ -331,6 +331,26 @@ def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_
         assert parts == 1
     if (programs, seq_kv) == (1, 2**20):
         assert parts > 1
+
+
+def test_what_is_cut_is_whole(device):
+    """Three parts are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
+    exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)[:, None]
+    mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
+    wanted = (2**exponents * mantissas).float()
+    wanted[:, ::2] *= -1
+    (parts,) = cut.cut_all(wanted[None, None].to(device))
+    errors = (parts.double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
+    whole = exponents[:, 0] >= -110
+    assert errors[whole].count_nonzero() == 0
+    assert 0 < errors[~whole].max() <= 2.0**-134
+
+
+def test_denormal_numbers_count_where_nothing_is_cut(device):
+    """fp32 that is loaded as it is keeps denormal numbers (a GPU need not), gradients too."""
+    problem = Problem(seq_q=20, seq_kv=30, head_dim=16)
+    question = Question(problem=problem, device=device, values="denormal")
+    assert_accurate(triton(False), question)
 
 
 @pytest.mark.parametrize("precision", ["bf16x6", "tf32x3", "ieee"])

@@ -49,7 +49,7 @@ ALLOWED = {
     "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }
 ONLY_IN = {
-    "triton": {"kernels", "measure", "counts", "emulate", "sanitize"},
+    "triton": {"kernels", "measure", "counts", "emulate", "sanitize", "testing"},
     "hypothesis": {"testing"},
     "matplotlib": {"report"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import permutations
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from flashattn.counts import patching
 from flashattn.kernels.primitives import INTERPRETED
+from flashattn.testing import patching
 
 BUILDER = interpreter.interpreter_builder
 
@@ -99,6 +100,7 @@ def test_tests_do_so():
     assert interpreter._patch_builtin is patching._patch
     assert interpreter._patch_lang is patching._patch_once
     assert interpreter._get_np_dtype is patching._np_dtype
+    assert interpreter.InterpreterBuilder.cast_impl is patching._cast_exactly
 
 
 @triton.jit
@@ -142,3 +144,21 @@ def test_what_does_not_fit_is_refused(how, a, b, fits):
         with pytest.raises(Exception, match=f"{how}: int32 has no") as error:
             combine[(1,)](x.int(), y.int(), narrow, how)
         assert isinstance(error.value.__cause__ or error.value, OverflowError)
+
+
+@triton.jit
+def convert(x, out, SIZE: tl.constexpr):  # noqa: N803 - as in kernels
+    """Convert numbers to the dtype of the output."""
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtypes", list(permutations([torch.float32, torch.bfloat16])), ids=str)
+def test_conversions_are_pytorchs(device, dtypes):
+    """Every bf16, and as many fp32 near and between them, become what PyTorch makes of them."""
+    high = torch.arange(2**16, dtype=torch.int32, device=device) << 16
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        x = (high + low).view(torch.float32).to(dtypes[0])
+        out = torch.empty_like(x, dtype=dtypes[1])
+        convert[(1,)](x, out, 2**16)
+        assert torch.allclose(out, x.to(dtypes[1]), rtol=0, atol=0, equal_nan=True)

@@ -18,10 +18,10 @@ import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flashattn.counts.expect import Rows
-from flashattn.counts.patching import refuse_overflows, remember_builtins
 from flashattn.kernels import backward, forward
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.patching import patch_interpreter
 
 FILE = "interpreter.json"
 KERNELS = ("fwd", "fwd_split", "bwd_delta", "bwd_dkdv", "bwd_dq")
@@ -176,8 +176,7 @@ def collect(only: str = "") -> tuple[Rows, list[str]]:
     Returns:
         The rows, and what is wrong whatever is expected: nothing.
     """
-    remember_builtins()
-    refuse_overflows()
+    patch_interpreter()
     rows: Rows = {}
     for problem, loading in CASES:
         named = _names(problem, loading)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
-@register("triton", why_not=ops.why_not, prepares=True, lse=True)
+@register("triton", why_not=ops.why_not, prepares=True, lse=True, denormals=False)
 def triton(
     q: torch.Tensor,
     k: torch.Tensor,

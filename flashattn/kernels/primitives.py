@@ -18,8 +18,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def cut(x):
     """Return three bf16 whose sum is x, of fp32: 8 bits each; what is not finite is the first.
 
-    They are as far apart as 2^-133 at least, so of x near that size, which is denormal, less is
-    left, and nothing of what is smaller.
+    They are as far apart as 2^-133 at least, so x is exact from 2^-110 on, and off by up to 2^-134
+    where it is smaller.
     """
     high = (x.to(tl.int32, bitcast=True) & HIGH_BITS).to(tl.float32, bitcast=True)
     rest = x - high

@@ -34,7 +34,8 @@ the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 time
 precision eps is larger than all of this.
 
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
-there, and nothing on a CPU.
+there, and on a CPU to whoever does not claim ``denormals``: fp32 that is cut into parts of bf16,
+which are 2^-133 apart at the least, is off by half of that below 2^-110.
 
 In fp32 the order counts in which a score is summed: where its terms have one sign, one by one is
 up to four times as wrong as in the eight or sixteen lanes of a CPU's library. Any order is naive's,
@@ -87,6 +88,7 @@ class Question:
         scale: factor on the scores; None is D ** -0.5.
         grad: whether the gradients are asked for, too.
         lse: whether the logsumexp (and, with ``grad``, its gradient) is.
+        denormals: whether they must not be flushed; a GPU may.
     """
 
     problem: Problem
@@ -97,6 +99,7 @@ class Question:
     scale: float | None = None
     grad: bool = True
     lse: bool = True
+    denormals: bool = True
 
     def draw(self) -> Case:
         """Make the inputs and gradients."""
@@ -111,6 +114,7 @@ class Question:
             grad_o=grad_o if self.grad else None,
             grad_lse=grad_lse if self.grad and self.lse else None,
             lse=self.lse,
+            denormals=self.denormals,
         )
 
     def enlarged(self) -> Question:
@@ -135,6 +139,7 @@ class Case:
     grad_o: torch.Tensor | None = None
     grad_lse: torch.Tensor | None = None
     lse: bool = True
+    denormals: bool = True
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
@@ -283,12 +288,13 @@ def largest(outputs: Outputs) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Truth:
-    """What an answer is held against: exact outputs, naive's errors, sizes and stored terms."""
+    """What an answer is held against: exact outputs, naive's errors, sizes, further terms."""
 
     exact: Outputs
     naive: dict[str, Error]
     sizes: dict[str, float]
     stored: Outputs
+    flushed: float
 
     @classmethod
     def of(cls, case: Case, enlarged: Case | None = None) -> Truth:
@@ -300,7 +306,8 @@ class Truth:
             others, larger = naive_errors(enlarged, more), largest(more)
             naive = {name: error.joined(others[name]) for name, error in naive.items()}
             sizes = {name: max(size, larger[name]) for name, size in sizes.items()}
-        return cls(exact, naive, sizes, stored_terms(case, exact))
+        flushed = FLUSHED if case.inputs[0].is_cuda or not case.denormals else 0.0
+        return cls(exact, naive, sizes, stored_terms(case, exact), flushed)
 
     def complaints(self, got: Outputs) -> list[str]:
         """Return a sentence for each budget that ``got`` breaks."""
@@ -327,14 +334,13 @@ class Truth:
         """Return how large the largest and, of a sample, the mean error of output x may be."""
         exact, naive = self.exact[name], self.naive[name]
         stored = self.stored.get(name, exact.new_zeros(1))
-        flushed = FLUSHED if x.is_cuda else 0.0
-        budgets = {"max": 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + flushed}
+        budgets = {"max": 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + self.flushed}
         if stored.numel():
             budgets["max"] += stored.max().item()
         if x.numel() >= MEAN_SAMPLE:
             typical = exact[exact.isfinite()].abs().mean().item()
             rounding = last_place(x.dtype, typical)
-            budgets["mean"] = 1.1 * naive.mean + rounding + stored.mean().item() + flushed
+            budgets["mean"] = 1.1 * naive.mean + rounding + stored.mean().item() + self.flushed
         return budgets
 
 

@@ -80,6 +80,7 @@ def law(
                 solves,
                 asked=problems(**limits | LIMITS[device.type] | (asked or {})),
                 strict=impl.strict,
+                denormals=impl.denormals,
                 **fixed | {"grad": grad, "lse": impl.lse and bool(fixed.get("lse", True))},
             )
             held = hypothesis.given(question=question, **drawn or {})(Count.of(check))

@@ -6,6 +6,7 @@ Tests that fail print such a line, for the smallest problem found on which the i
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import sys
@@ -93,10 +94,17 @@ def main(arguments: list[str] | None = None) -> int:
         names, problem = choose(option), Problem.parse(asked_for.pop("problem"))
     except ValueError as error:
         parser.error(str(error))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("flashattn.testing.patching").patch_interpreter()
     wrong = False
     for impl in map(registry.get, names):
         question = Question(
-            problem=problem, device=device, grad=impl.grad, lse=impl.lse, **asked_for
+            problem=problem,
+            device=device,
+            grad=impl.grad,
+            lse=impl.lse,
+            denormals=impl.denormals,
+            **asked_for,
         )
         reason = impl.why_not(problem, device)
         complaint = ask(impl, question) if reason is None else None

@@ -12,6 +12,7 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 Members = list[tuple[str, Any]]
 
@@ -19,13 +20,22 @@ Members = list[tuple[str, Any]]
 _look_and_patch = interpreter._patch_builtin  # noqa: SLF001
 _patch_language = interpreter._patch_lang  # noqa: SLF001
 _look_up = interpreter._get_np_dtype  # noqa: SLF001
+_cast = InterpreterBuilder.cast_impl
 _builtins: dict[Any, Members] = {}
 _languages: dict[Any, list[Any]] = {}
 _np_dtypes: dict[str, np.dtype[Any]] = {}
 # Of each module, and of the tensors that both have, something that is not replaced yet.
 _PLAIN = {tl: tl.range, tl.core: tl.core.range}
 _PLAIN_T = tl.tensor.__dict__["T"]
+BF16_BITS = 16  # fewer than fp32 has
 _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def patch_interpreter() -> None:
+    """Let kernels be interpreted as they are tested: fast, exactly, without overflows."""
+    remember_builtins()
+    refuse_overflows()
+    round_to_nearest()
 
 
 def _builtins_of(owner: Any) -> Members:
@@ -57,6 +67,30 @@ def refuse_overflows() -> None:
     and then says nothing, unless it debugs.
     """
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
+
+
+def round_to_nearest() -> None:
+    """Let fp32 become bf16, and bf16 fp32, as on a GPU.
+
+    Triton (3.6 and 3.9) cuts off what bf16 does not hold, where a GPU rounds to nearest, and makes
+    denormal numbers others, up to twice the smallest normal one.
+    """
+    InterpreterBuilder.cast_impl = _cast_exactly
+
+
+def _cast_exactly(builder: Any, x: Any, wanted: Any) -> Any:
+    """Return a tensor in another dtype, a scalar one or that of blocks."""
+    kinds = x.dtype.scalar, wanted.scalar
+    if kinds == (tl.bfloat16, tl.float32):
+        return TensorHandle((x.data.astype(np.uint32) << BF16_BITS).view(np.float32), wanted.scalar)
+    if kinds == (tl.float32, tl.bfloat16):
+        bits = np.ascontiguousarray(x.data).view(np.uint32)
+        even = bits >> BF16_BITS & 1
+        nearest = bits + (even + ((1 << BF16_BITS - 1) - 1)).astype(np.uint32)
+        quiet = bits | np.uint32(1 << 22)
+        bits = np.where(np.isnan(x.data), quiet, nearest)
+        return TensorHandle((bits >> BF16_BITS).astype(np.uint16), wanted.scalar)
+    return _cast(builder, x, wanted)
 
 
 def _refuse_overflow(semantic: Any, left: Any, right: Any, operation: Any) -> None:

@@ -31,7 +31,7 @@ from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
-PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each kernel
+PRODUCTS = {"fwd": 2, "bwd": 7, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each kernel
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
@@ -47,10 +47,10 @@ SHOWN = ("block_q", "block_kv", "warps", "stages", "registers")
 Outputs = tuple[torch.Tensor, ...]
 
 
-def problem(head_dim: int, dtype: str, *, causal: bool) -> Problem:
-    """Return what a tile is judged by."""
-    heads = max(WIDTH // head_dim, 1)
-    batch = TOKENS // LENGTH
+def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
+    """Return what a tile is judged by: a single head for "bwd", which is for few programs."""
+    heads = 1 if kernel == "bwd" else max(WIDTH // head_dim, 1)
+    batch = 1 if kernel == "bwd" else TOKENS // LENGTH
     return Problem(
         batch=batch, heads=heads, seq_q=LENGTH, head_dim=head_dim, dtype=dtype, causal=causal
     )
@@ -68,13 +68,14 @@ def candidates(
         descriptors: whether tiles are loaded by them.
         limits: of registers.
     """
-    owned, scores = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (1, 2)}[kernel]
+    owned, scores = {"fwd": (1, 1), "bwd_dq": (1, 2)}.get(kernel, (2, 2))
     found, loaded = [], 6 if descriptors and size == 4 else size  # noqa: PLR2004 - bytes
     rows = 8 if head_dim <= WIDE else 4  # of its own that a warp has at least, in half precision
     for block_q, block_kv, warps, stages in itertools.product(
         BLOCKS, BLOCKS, WARPS, STAGES[loaded]
     ):
-        own, walked = (block_kv, block_q) if kernel == "bwd_dkdv" else (block_q, block_kv)
+        of_keys = kernel in ("bwd", "bwd_dkdv")
+        own, walked = (block_kv, block_q) if of_keys else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if kernel == "fwd" else 2)
         shared = loaded * head_dim * (resident + 2 * stages * walked)
@@ -106,9 +107,8 @@ def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], 
     given = backward.Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **options
     )
-    if kernel == "bwd_dkdv":
-        return lambda tile: backward.key_gradients(given, tile), (dk, dv), (q, k, v, grad_o)
-    return lambda tile: (backward.query_gradients(given, tile),), (dq,), (q, k, v, grad_o)
+    wanted = {"bwd": (dk, dv, dq), "bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}[kernel]
+    return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
 
 
 def check(kernel: Kernel, asked: Problem, tile: Tile) -> None:
@@ -176,7 +176,7 @@ def tune(
     kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool, limits: Sequence[int]
 ) -> list[dict[str, object]]:
     """Return every candidate's row, the fastest first."""
-    full, causal = (problem(head_dim, dtype, causal=mask) for mask in (False, True))
+    full, causal = (problem(kernel, head_dim, dtype, causal=mask) for mask in (False, True))
     size = full.torch_dtype.itemsize
     tiles = candidates(kernel, size, head_dim, descriptors=descriptors, limits=limits)
     found = faults([(kernel, asked, tile) for tile in tiles for asked in (full, causal)])

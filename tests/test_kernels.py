@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ attention_module = import_module("flashattn.attention")  # the package's name is
 def forget():
     """Plan anew whatever is launched next."""
     attention_module._PLANS.clear()
-    for planned in (forward._plan, backward._plan, backward.prepare, backward._delta):
+    for planned in (forward._plan, backward._plan, backward._alone, backward._delta):
         planned.cache_clear()
 
 
@@ -92,8 +93,10 @@ def test_loading_changes_no_bit(device, layout, dtype):
         given = backward.Recomputation(
             q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **how
         )
-        dq = backward.query_gradients(given, tile)
-        results.append([o, lse, dq, *backward.key_gradients(given, tile)])
+        passes = [given.gradients(kernel, tile) for kernel in backward.KERNELS]
+        apart = [*passes[1], *passes[2]]
+        assert all(torch.equal(a, b) for a, b in zip(passes[0], apart, strict=True))
+        results.append([o, lse, *itertools.chain(*passes)])
     for by_descriptor, by_pointer in zip(*results, strict=True):
         assert torch.equal(by_descriptor, by_pointer)
 
@@ -306,6 +309,35 @@ def test_split_keys(device, problem, parts, monkeypatch):
         forget()
 
 
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_backward_is_few_launches(device, dtype, parts, few, monkeypatch):
+    """One for all inputs that are cut, one or two for the passes, one for all sums of parts."""
+    problem = Problem(seq_q=384, head_dim=16, dtype=dtype)
+    inputs = make_inputs(problem, device=device)
+    likes = [launch.Like.of(x) for x in inputs]
+    precision = launch.input_precision("auto", problem.torch_dtype)
+    both = launch.find_tile("bwd", *likes, causal=False, precision=precision)
+    chosen, launched, start = splitting.split, [], launch.Launch.__call__
+
+    def note(self, *tensors):
+        launched.append(self._kernel.fn.__name__.removeprefix("flashattn_"))
+        start(self, *tensors)
+
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
+    monkeypatch.setattr(backward, "FEW_PROGRAMS", 1000 if few else 0)
+    forget()
+    q, k, v = (x.requires_grad_() for x in inputs)
+    o, _ = triton(False)(q, k, v)
+    monkeypatch.setattr(launch.Launch, "__call__", note)
+    torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
+    forget()
+    passes = ["bwd"] if few and both else ["bwd_dkdv", "bwd_dq"]
+    cuts, sums = ["cut"] * (dtype == "float32"), ["bwd_sum"] * (parts > 1)
+    assert launched == ["bwd_delta", *cuts, *passes, *sums]
+
+
 @pytest.mark.parametrize("scale", [0.2, -0.2])
 def test_ties_weigh_the_same_in_every_tile(device, scale):
     """Two keys of one score share a query evenly, though one lies in a tile that has a mask."""
@@ -319,7 +351,7 @@ def test_ties_weigh_the_same_in_every_tile(device, scale):
     assert torch.equal(o, torch.zeros_like(o))
 
 
-@pytest.mark.parametrize("kernel", splitting.PROGRAMS)
+@pytest.mark.parametrize("kernel", splitting.FILL)
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
 def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_kv):
@@ -339,8 +371,9 @@ def test_what_is_cut_is_whole(device):
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
-    (parts,) = cut.cut_all(wanted[None, None].to(device))
-    errors = (parts.double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
+    parts = cut.cut_all(*[wanted[None, None].to(device)] * 4)
+    assert all(torch.equal(x, parts[0]) for x in parts)
+    errors = (parts[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110
     assert errors[whole].count_nonzero() == 0
     assert 0 < errors[~whole].max() <= 2.0**-134

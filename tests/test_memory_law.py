@@ -11,7 +11,7 @@ import torch
 from flashattn import tiled
 from flashattn.impls.naive import naive_attention
 from flashattn.kernels import launch, splitting
-from flashattn.kernels.backward import backward
+from flashattn.kernels.backward import FEW_PROGRAMS, backward
 from flashattn.kernels.forward import forward
 from flashattn.kernels.passes import ROW_PADDING
 from flashattn.problem import Problem
@@ -52,23 +52,32 @@ def rows_of(problem):
 
 
 def of_parts(problem, device):
-    """Return the bytes of parts of gradients, of k and v or of q: the more of both."""
+    """Return the bytes of parts of gradients: of dk and dv, and of dq."""
     likes = [launch.Like.of(x) for x in make_inputs(problem, device=device)]
-    heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
-    found = []
-    for kernel, owned, walked, outputs, of in (
-        ("bwd_dkdv", (problem.seq_kv, "block_kv"), (problem.seq_q, "block_q"), 2, kv_heads),
-        ("bwd_dq", (problem.seq_q, "block_q"), (problem.seq_kv, "block_kv"), 1, heads),
-    ):
-        causal = problem.causal is not False
-        tile = launch.pick_tile(kernel, *likes, causal=causal, precision="bf16x6")
-        programs = -(-owned[0] // getattr(tile, owned[1])) * of
-        parts, _ = splitting.split(kernel, programs, walked[0], getattr(tile, walked[1]), device)
-        assert parts == 1 or parts * programs <= splitting.PROGRAMS[kernel] * (
-            launch.multiprocessors(device)
-        )
-        found.append((parts > 1) * parts * outputs * FP32 * problem.head_dim * owned[0] * of)
-    return max(found)
+    how = {"causal": problem.causal is not False, "precision": "bf16x6"}
+    queries, keys = rows_of(problem)
+    passes = {
+        "bwd_dkdv": (keys, problem.seq_kv, "block_kv", problem.seq_q, "block_q", 2),
+        "bwd_dq": (queries, problem.seq_q, "block_q", problem.seq_kv, "block_kv", 1),
+    }
+
+    def programs(kernel, tile):
+        rows, size, own, *_ = passes[kernel]
+        return rows // size * -(-size // getattr(tile, own))
+
+    multiprocessors, scratch = launch.multiprocessors(device), 0
+    both = launch.find_tile("bwd", *likes, **how)
+    together = sum(programs(kernel, both) for kernel in passes) if both else 0
+    if together > FEW_PROGRAMS * multiprocessors:
+        both = None
+    for kernel, (rows, _, _, walked, step, outputs) in passes.items():
+        tile = both or launch.pick_tile(kernel, *likes, **how)
+        which, beside = ("bwd", together) if both else (kernel, programs(kernel, tile))
+        parts, _ = splitting.split(which, beside, walked, getattr(tile, step), device)
+        most = max(n for n, _ in splitting.FILL[which])
+        assert parts == 1 or parts * beside <= most * multiprocessors
+        scratch += (parts > 1) * parts * outputs * FP32 * problem.head_dim * rows
+    return scratch
 
 
 def kernels(problem, device, parts=1):
@@ -146,7 +155,7 @@ def test_kernels_allocate_what_they_return(device, length, seq_kv, is_cut):
 
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(128, 60), (64, 256)])
 def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
-    """Each part has gradients in fp32, of k and v or then of q."""
+    """Each part of what is split has gradients in fp32."""
     problem = problem_of(seq_q, heads=1, seq_kv=seq_kv, causal=False)
     o, lse, grads, rows = sizes(problem)
     scratch = of_parts(problem, device)
@@ -165,7 +174,7 @@ def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     tile = launch.pick_tile("fwd", *likes, causal=False, precision="bf16x6")
     programs = -(-64 // tile.block_q)
     parts, _ = splitting.split("fwd", programs, seq_kv, tile.block_kv, device)
-    assert 1 < parts * programs <= splitting.PROGRAMS["fwd"] * launch.multiprocessors(device)
+    assert 1 < parts * programs <= splitting.FILL["fwd"][0][0] * launch.multiprocessors(device)
     o, lse, _, _ = sizes(problem)
     _, (after_forward, _) = kernels(problem, device, parts=None)
     queries, keys = rows_of(problem)

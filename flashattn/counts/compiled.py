@@ -37,7 +37,7 @@ KNOWN_TO_SPILL = {
     *product(("fwd", "bwd_dkdv", "bwd_dq"), (4,), (128, 256)),
     *product(("decode", "bwd_delta"), (4,), (256,)),
     ("merge", 2, 256),
-    ("bwd_dkdv", 4, 64),
+    *product(("bwd", "bwd_dkdv"), (4,), (64,)),
     ("hopper_cut_dkdv", 4, 128),
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 400 bytes.

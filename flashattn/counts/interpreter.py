@@ -24,7 +24,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
 
 FILE = "interpreter.json"
-KERNELS = ("fwd", "fwd_split", "bwd_delta", "bwd_dkdv", "bwd_dq")
+KERNELS = ("fwd", "fwd_split", "bwd_delta", *backward.KERNELS)
 # What would touch memory or multiply past the three that count. A method that this version of
 # Triton lacks cannot be called.
 NOT_COUNTED = ("create_atomic_cas", "create_atomic_rmw", "create_dot_scaled")
@@ -150,10 +150,9 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     given = backward.Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", parts=1, **options
     )
-    with counting() as counts["bwd_dkdv"]:
-        backward.key_gradients(given)
-    with counting() as counts["bwd_dq"]:
-        backward.query_gradients(given)
+    for kernel in backward.KERNELS:
+        with counting() as counts[kernel]:
+            given.gradients(kernel)
     return counts
 
 

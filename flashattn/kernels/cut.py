@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts, row_options
 from flashattn.kernels.primitives import SIZES, cut, load_one, program_tile, store_tile
 from flashattn.kernels.tiles import block_d
 
@@ -21,12 +21,12 @@ BLOCK, WARPS = 32, 4
 THREE = tl.constexpr(3)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def flashattn_cut(
+@triton.jit
+def cut_rows(
+    program,
     x,
     cut_x,
     strides,
-    cut_strides,
     heads,
     rows,
     head_dim,
@@ -34,17 +34,65 @@ def flashattn_cut(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Cut x [B, H, rows, D] into three heads of cut_x [B, 3 H, rows, BLOCK_D] for each of its."""
-    block, batch, head = program_tile(tl.cdiv(rows, BLOCK), heads, False)
+    """Cut BLOCK rows of x [B, H, rows, D] into cut_x [B, 3 H, rows, BLOCK_D], which is dense."""
+    block, batch, head = program_tile(program, tl.cdiv(rows, BLOCK), heads, False)
     start = block * BLOCK
     tile = load_one(
         x, strides, batch, head, start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False, False
     )
+    pitch = tl.cast(rows, tl.int64) * BLOCK_D
     three = cut(tile)
     for i in tl.static_range(THREE):
         store_tile(
-            cut_x, cut_strides, batch, head * THREE + i, start, rows, three[i],
-            head_dim, False, BLOCK, BLOCK_D,
+            cut_x, (pitch * heads * THREE, pitch, BLOCK_D), batch, head * THREE + i, start, rows,
+            three[i], head_dim, False, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_cut(
+    q,
+    k,
+    v,
+    grad_o,
+    cut_q,
+    cut_k,
+    cut_v,
+    cut_grad_o,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    batches,
+    heads,
+    kv_heads,
+    seq_q,
+    seq_kv,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Cut k, v, q, and grad_o unless it is None: some programs each, in this order."""
+    program = tl.program_id(0)
+    of_keys = tl.cdiv(seq_kv, BLOCK) * batches * kv_heads
+    of_queries = tl.cdiv(seq_q, BLOCK) * batches * heads
+    if program < of_keys:
+        cut_rows(program, k, cut_k, k_strides, kv_heads, seq_kv, head_dim, PADDED, BLOCK, BLOCK_D)
+    elif program < 2 * of_keys:
+        cut_rows(
+            program - of_keys, v, cut_v, v_strides, kv_heads, seq_kv, head_dim,
+            PADDED, BLOCK, BLOCK_D,
+        )  # fmt: skip
+    elif program < 2 * of_keys + of_queries:
+        cut_rows(
+            program - 2 * of_keys, q, cut_q, q_strides, heads, seq_q, head_dim,
+            PADDED, BLOCK, BLOCK_D,
+        )  # fmt: skip
+    elif grad_o is not None:
+        cut_rows(
+            program - 2 * of_keys - of_queries, grad_o, cut_grad_o, grad_o_strides, heads, seq_q,
+            head_dim, PADDED, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -56,40 +104,35 @@ def cut_like(x: Like) -> Like:
     return Like(shape, strides, torch.bfloat16, x.device, 0)
 
 
-def cut_all(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Launch flashattn_cut for each of the tensors; the current device is theirs.
+def cut_all(*inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Launch flashattn_cut; the current device is theirs.
 
     Args:
-        tensors: [B, H, N, D], fp32, with dense rows, not empty.
+        inputs: q [B, H, T, D], k and v [B, G, S, D], and grad_o like q or nothing, in fp32, with
+            dense rows, not empty.
 
     Returns:
         What ``cut_like`` says of each.
     """
-    found = []
-    for x, given in zip(tensors, facts(*tensors), strict=True):
-        shape, launch = _plan(given)
-        found.append(torch.empty(shape, dtype=torch.bfloat16, device=x.device))
-        launch(x, found[-1])
-    return found
+    shapes, launch = _plan(facts(*inputs))
+    device = inputs[0].device
+    parts = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    absent = [None] * (4 - len(inputs))
+    launch(*inputs, *absent, *parts, *absent)
+    return parts
 
 
 @lru_cache(PLANS)
-def _plan(given: Facts) -> tuple[torch.Size, Launch]:
+def _plan(given: tuple[Facts, ...]) -> tuple[list[torch.Size], Launch]:
     """Prepare a launch."""
-    x = Like(*given)
-    parts = cut_like(x)
-    batch, heads, rows, head_dim = x.shape
+    likes = [Like(*x) for x in given]
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = (x.shape for x in likes[:2])
+    strides = [x.strides[:3] for x in likes] + [(0, 0, 0)] * (4 - len(likes))
     launch = Launch(
         flashattn_cut,
-        triton.cdiv(rows, BLOCK) * batch * heads,
-        [None, None],
-        (x.strides[:3], parts.strides[:3], heads, rows),
-        {
-            "head_dim": head_dim,
-            "PADDED": head_dim < parts.shape[3],
-            "BLOCK": BLOCK,
-            "BLOCK_D": parts.shape[3],
-            "num_warps": WARPS,
-        },
+        sum(triton.cdiv(x.shape[2], BLOCK) * batch * x.shape[1] for x in likes),
+        [None] * 8,
+        (*strides, batch, heads, kv_heads, seq_q, seq_kv),
+        row_options(head_dim, BLOCK, WARPS),
     )
-    return parts.shape, launch
+    return [cut_like(x).shape for x in likes], launch

@@ -137,7 +137,7 @@ def flashattn_fwd(
     With SPLIT only those of its part, of ``chunk`` keys; o has a batch for each part, of sums that
     nothing has divided, and lse holds m of each part, and then l of each.
     """
-    block, place, head = program_tile(tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    block, place, head = program_tile(tl.program_id(0), tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
     start_q = block * BLOCK_Q
     if SPLIT:
         batch, first = place % batches, place // batches * chunk

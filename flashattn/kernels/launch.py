@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn.kernels.primitives import INTERPRETED
-from flashattn.kernels.tiles import Kernel, Tile, pick
+from flashattn.kernels.tiles import Kernel, Tile, block_d, pick
 
 CUTTING = "bf16x6"
 PRECISIONS = ("auto", CUTTING, "tf32x3", "tf32", "ieee")
@@ -121,7 +121,15 @@ def scores(q: Like, k: Like) -> int:
 
 
 def pick_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Tile:
-    """Return the table's tile for q, k and others.
+    """Return the table's tile, which there is; see ``find_tile``."""
+    tile = find_tile(kernel, *inputs, causal=causal, precision=precision)
+    if tile is None:
+        raise KeyError(kernel)
+    return tile
+
+
+def find_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Tile | None:
+    """Return the table's tile for q, k and others, or None.
 
     It has descriptors only if all inputs can have one, and there is enough to do; fp32, if it comes
     cut.
@@ -146,6 +154,18 @@ def pick_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Ti
 def cuts(tile: Tile, dtype: torch.dtype, precision: str) -> bool:
     """Return whether a tile's operands are ``cut`` beforehand."""
     return tile.cut and dtype == torch.float32 and precision == CUTTING
+
+
+def row_options(head_dim: int, block: int, warps: int) -> dict[str, Any]:
+    """Return the keyword arguments of a kernel that takes rows ``block`` by ``block``, whole."""
+    d = block_d(head_dim)
+    return {
+        "head_dim": head_dim,
+        "PADDED": head_dim < d,
+        "BLOCK": block,
+        "BLOCK_D": d,
+        "num_warps": warps,
+    }
 
 
 class Described(Protocol):

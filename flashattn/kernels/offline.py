@@ -21,23 +21,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import backward, cut, forward, launch, splitting
+from flashattn.kernels import backward, cut, forward, gradients, launch, splitting
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, Kernel, Tile, block_d
 
-KERNELS = {
+Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
+KERNELS: dict[str, Any] = {
     "fwd": forward.flashattn_fwd,
     "decode": forward.flashattn_fwd,
     "merge": splitting.flashattn_merge,
     "cut": cut.flashattn_cut,
-    "bwd_delta": backward.flashattn_bwd_delta,
+    "bwd_delta": gradients.flashattn_bwd_delta,
     "bwd_sum": splitting.flashattn_bwd_sum,
-    "bwd_dkdv": backward.flashattn_bwd_dkdv,
-    "bwd_dq": backward.flashattn_bwd_dq,
+    **{str(kernel): fn for kernel, fn in backward.KERNELS.items()},
 }
-Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "merge": (splitting.MERGE_BLOCK, splitting.MERGE_WARPS),
     "cut": (cut.BLOCK, cut.WARPS),
@@ -48,7 +47,9 @@ ROWS = (
     "lse",
     "lse_parts",
     "o_parts",
-    "terms",
+    "dk_terms",
+    "dv_terms",
+    "dq_terms",
     "grad_lse",
     "lse2",
     "delta",
@@ -143,6 +144,7 @@ class Variant:
             "CAUSAL": self.causal,
             "POSITIVE_SCALE": True,
             "SPLIT": self.split,
+            "SPLIT_KV": self.split,
             "PRECISION": "cut" if self.cut else launch.input_precision("auto", DTYPES[self.size]),
             **self.tile.options(self.head_dim),
         }
@@ -209,7 +211,9 @@ def _source(variant: Variant) -> ASTSource:
             signature[name], attributes[(i,)] = "*bf16", aligned
         else:
             wide = name in ROWS or (name in SUMS and variant.split)
-            signature[name] = "*bf16" if name == "cut_x" else "*fp32" if wide else f"*{element}"
+            signature[name] = (
+                "*bf16" if name.startswith("cut_") else "*fp32" if wide else f"*{element}"
+            )
             attributes[(i,)] = aligned
     return ASTSource(fn, signature, constants, attributes)
 

@@ -1,17 +1,18 @@
-"""Pass: how a backward kernel that owns tiles and walks over others is launched, split or not."""
+"""Passes: how backward kernels that own tiles and walk over others are launched, split or not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 
 from flashattn.kernels import splitting
+from flashattn.kernels.cut import cut_all
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.splitting import Written
 from flashattn.kernels.tiles import Kernel
 
 ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
@@ -24,50 +25,95 @@ def pitch(seq_q: int) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """A launch of flashattn_bwd_dkdv or flashattn_bwd_dq, and the sum of the parts it computes.
+    """A launch that fills gradients, or parts of them.
 
     Args:
-        fold: the launch.
-        cut: whether it takes q, k, v and grad_o cut.
-        parts: that programs walk over, each for itself.
-        sums: for each gradient, if there are parts to add up.
+        fold: of q, k, v, grad_o, lse2, delta and what it fills.
+        cut: whether it takes the first four cut.
+        written: what it fills, of dk, dv and dq, in this order.
     """
 
     fold: Launch
     cut: bool
-    parts: int
-    sums: tuple[Launch, ...]
+    written: tuple[Written, ...]
 
-    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Fill grads; given are q, k, v, grad_o, lse2 and delta."""
-        if not self.sums:
-            self.fold(*given, *grads)
-            return
-        terms = [
-            torch.empty((self.parts * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
-            for x in grads
+
+class Passes:
+    """Passes one after the other, and at last the sum of the parts that they computed.
+
+    Args:
+        steps: the passes.
+    """
+
+    def __init__(self, *steps: Pass) -> None:
+        """Prepare the sum, if there are parts to add up."""
+        self.cut = any(step.cut for step in steps)
+        self._steps: list[tuple[Launch, bool, slice]] = []
+        written: list[Written] = []
+        for step in steps:
+            filled = slice(len(written), len(written) + len(step.written))
+            self._steps.append((step.fold, step.cut, filled))
+            written += step.written
+        self._parts = [x.parts for x in written]
+        self._sum = splitting.adding(written) if max(self._parts) > 1 else None
+
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+    ) -> None:
+        """Fill grads.
+
+        Args:
+            inputs: q, k, v, and grad_o.
+            rows: lse2 and delta.
+            grads: what the passes fill, in their order.
+        """
+        parts = cut_all(*inputs) if self.cut else inputs
+        filled = grads if self._sum is None else self._terms(grads)
+        for fold, cut, which in self._steps:
+            fold(*(parts if cut else inputs), *rows, *filled[which])
+        if self._sum is not None:
+            self._sum(filled, grads)
+
+    def _terms(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return room for the parts of each gradient, itself where there is one part."""
+        return [
+            x
+            if n == 1
+            else torch.empty((n * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
+            for x, n in zip(grads, self._parts, strict=True)
         ]
-        self.fold(*given, *terms)
-        for add, x, of in zip(self.sums, grads, terms, strict=True):
-            add(of, x)
 
 
-class Walk(NamedTuple):
-    """How a pass is launched.
+@dataclass(frozen=True)
+class Walk:
+    """How programs own tiles of keys, or of queries, and walk over the others.
 
     Args:
         programs: in all.
-        parts: of what a program would walk over.
-        chunk: rows of a part.
-        strides: of what it writes, gradients or their parts.
-        sums: what adds up the parts of each.
+        chunk: rows of a part of what a program would walk over.
+        written: the gradients they fill, or parts of them.
+        strides: of these.
     """
 
     programs: int
-    parts: int
     chunk: int
-    strides: Sequence[tuple[int, ...]]
-    sums: tuple[Launch, ...]
+    written: tuple[Written, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether a program has only a part of what it would walk over."""
+        return self.written[0].parts > 1
+
+
+def owners(kernel: Kernel, q: Like, k: Like, blocks: tuple[int, int]) -> int:
+    """Return how many programs own a tile each; arguments as in ``walk``."""
+    owner, own = (k, blocks[1]) if kernel == "bwd_dkdv" else (q, blocks[0])
+    batch, heads, rows, _ = owner.shape
+    return triton.cdiv(rows, own) * batch * heads
 
 
 def walk(
@@ -77,33 +123,36 @@ def walk(
     blocks: tuple[int, int],
     strides: Sequence[tuple[int, ...]],
     most: int | None = None,
+    together: int | None = None,
 ) -> Walk:
-    """Return how a pass is launched that owns tiles of keys, or of queries, and walks over others.
+    """Return how programs own tiles and walk over others.
 
     Args:
-        kernel: "bwd_dkdv" or "bwd_dq".
+        kernel: "bwd_dkdv", whose programs own keys, or "bwd_dq".
         q: [B, H, T, D].
         k: [B, G, S, D].
         blocks: queries of a tile, and keys.
         strides: of the gradients.
         most: parts, instead of what fills the GPU.
+        together: programs of both passes, where they are launched side by side.
     """
     owner, walked = (k, q) if kernel == "bwd_dkdv" else (q, k)
-    own, step = reversed(blocks) if kernel == "bwd_dkdv" else blocks
-    batch, heads, rows, _ = owner.shape
-    programs = triton.cdiv(rows, own) * batch * heads
-    parts, chunk = splitting.split(kernel, programs, walked.shape[2], step, q.device, most)
-    if parts == 1:
-        return Walk(programs, parts, chunk, strides, ())
-    sums = tuple(splitting.adding(parts, owner.shape, of) for of in strides)
-    dense = torch.empty(owner.shape, device="meta").stride()
-    return Walk(programs * parts, parts, chunk, (dense,) * len(sums), sums)
+    step = blocks[0] if kernel == "bwd_dkdv" else blocks[1]
+    programs = owners(kernel, q, k, blocks)
+    which, beside = (kernel, programs) if together is None else ("bwd", together)
+    parts, chunk = splitting.split(which, beside, walked.shape[2], step, q.device, most)
+    written = tuple(Written(parts, owner.shape, of) for of in strides)
+    if parts > 1:
+        strides = [torch.empty(owner.shape, device="meta").stride()] * len(written)
+    return Walk(programs * parts, chunk, written, tuple(strides))
 
 
-def numbers(q: Like, k: Like, way: Walk, diagonal: int | None, scale: float) -> tuple[object, ...]:
+def numbers(
+    q: Like, k: Like, chunks: Sequence[int], diagonal: int | None, scale: float
+) -> tuple[object, ...]:
     """Return what kernels of a pass take, from ``heads`` to ``scale_log2``."""
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     group, last = heads // kv_heads, diagonal or 0
-    sizes = heads, group, seq_q, seq_kv, pitch(seq_q), last, batch, way.chunk
+    sizes = heads, group, seq_q, seq_kv, pitch(seq_q), last, batch, *chunks
     return *sizes, scale, scale * LOG2E.value

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 # Sizes that change from call to call: one compiled kernel serves them all.
-SIZES = ["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk", "parts", "rows"]
+SIZES = ["heads", "kv_heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "rows"]
+SIZES += ["chunk", "chunk_kv", "parts", "parts_kv", "owners"]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter multiplies the bit patterns of bf16, so there the operands are widened first.
@@ -97,9 +98,9 @@ def normalized(acc, m, l):
 
 
 @triton.jit
-def program_tile(blocks, heads, LAST_FIRST: tl.constexpr):
-    """Return (block, batch, head) of this program: neighbours share a head, its keys in L2."""
-    block, row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+def program_tile(program, blocks, heads, LAST_FIRST: tl.constexpr):
+    """Return (block, batch, head) of a program: neighbours share a head, its keys in L2."""
+    block, row = program % blocks, program // blocks
     if LAST_FIRST:
         block = (
             blocks - 1 - block

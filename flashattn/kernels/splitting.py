@@ -6,7 +6,8 @@ a gradient; always in the same order.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,16 +16,22 @@ import triton.language as tl
 from flashattn.kernels import launch
 from flashattn.kernels.launch import Launch
 from flashattn.kernels.primitives import INTERPRETED, SIZES, normalized, tile_mask
-from flashattn.kernels.tiles import Kernel, block_d
+from flashattn.kernels.tiles import Kernel
 
-# Programs that a multiprocessor shall have, when few tiles of queries are to fill a GPU. On an H200
-# one head of 16 384 causal queries took 114 us with 4 and 187 with 2; decoding, which waits for
-# memory, 142 us with 2 and 161 with 4.
-PROGRAMS = {"fwd": 4, "decode": 2, "bwd_dkdv": 4, "bwd_dq": 4}
-# Tiles that a part has at least: below, merging costs more than the split gains. Fewer in
-# the interpreter, so that small problems are split; and it pretends to one multiprocessor.
-SHORTEST = {"fwd": 4, "decode": 4, "bwd_dkdv": 2, "bwd_dq": 2}
-SHORTEST |= dict.fromkeys(SHORTEST, 2) if INTERPRETED.value else {}
+# Programs that a multiprocessor shall have, when few tiles of queries are to fill a GPU, and tiles
+# that a part has at least, or merging costs more than the split gains; the finest split counts. On
+# an H200 one head of 16 384 causal queries took 114 us with 4 programs and 187 with 2; decoding,
+# which waits for memory, 142 us with 2 and 161 with 4.
+FILL: dict[Kernel, tuple[tuple[int, int], ...]] = {
+    "fwd": ((4, 4),),
+    "decode": ((2, 4),),
+    "bwd": ((2, 2), (4, 16)),
+    "bwd_dkdv": ((4, 2),),
+    "bwd_dq": ((4, 2),),
+}
+if INTERPRETED.value:  # that small problems are split; and it pretends to one multiprocessor
+    FILL = {kernel: tuple((n, 2) for n, _ in pairs) for kernel, pairs in FILL.items()}
+    FILL["bwd"] = ((16, 2),)  # twice as many own a tile, of keys or of queries
 MERGE_BLOCK, MERGE_WARPS = 4, 1  # rows of o that a program of flashattn_merge puts together
 SUM_BLOCK, SUM_WARPS = 16, 4  # likewise of flashattn_bwd_sum
 
@@ -51,9 +58,8 @@ def split(
     """
     tiles = -(-rows // block)
     if most is None:
-        most = min(
-            PROGRAMS[kernel] * launch.multiprocessors(device) // programs, tiles // SHORTEST[kernel]
-        )
+        sms = launch.multiprocessors(device)
+        most = max(min(n * sms // programs, tiles // least) for n, least in FILL[kernel])
     chunk = -(-tiles // max(most, 1)) * block
     return -(-rows // chunk), chunk
 
@@ -107,36 +113,24 @@ def flashattn_merge(
     tl.store(lse + row, lse_rows, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def flashattn_bwd_sum(
+@triton.jit
+def add_parts(
+    program,
     terms,
     total,
-    total_strides,
+    strides,
     parts,
-    rows,
+    batches,
     heads,
-    seq_q,
+    size,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up parts of a gradient, terms [parts, rows, head_dim], which are dense, in their order.
-
-    Args:
-        terms: fp32.
-        total: [batches, heads, seq_q, head_dim].
-        total_strides: of its batches, heads and rows.
-        parts: how many.
-        rows: batches * heads * seq_q.
-        heads: of total.
-        seq_q: its rows, be they queries or keys.
-        head_dim: D.
-        PADDED: whether it is less than BLOCK_D.
-        BLOCK: rows of a program.
-        BLOCK_D: columns of a program.
-    """
-    start = tl.program_id(0) * BLOCK
+    """Add up BLOCK rows of a gradient, terms [parts, rows, head_dim], dense, in their order."""
+    rows = batches * heads * size
+    start = program * BLOCK
     row = start + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
@@ -144,41 +138,133 @@ def flashattn_bwd_sum(
     for part in range(parts):
         origin = (tl.cast(part, tl.int64) * rows + row)[:, None] * head_dim
         acc += tl.load(terms + origin + cols, mask=mask, other=0.0)
-    store_dense(total, total_strides, row, heads, seq_q, cols, acc, mask)
+    store_dense(total, strides, row, heads, size, cols, acc, mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_sum(
+    dk_terms,
+    dv_terms,
+    dq_terms,
+    dk,
+    dv,
+    dq,
+    dk_strides,
+    dv_strides,
+    dq_strides,
+    parts,
+    parts_kv,
+    batches,
+    heads,
+    kv_heads,
+    seq_q,
+    seq_kv,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up the parts of gradients, of dk and dv, of dq, or of all; None are those without.
+
+    Args:
+        dk_terms: fp32, of ``parts`` parts of the queries.
+        dv_terms: likewise.
+        dq_terms: fp32, of ``parts_kv`` parts of the keys.
+        dk: [batches, kv_heads, seq_kv, head_dim].
+        dv: likewise.
+        dq: [batches, heads, seq_q, head_dim].
+        dk_strides: of its batches, heads and rows.
+        dv_strides: likewise.
+        dq_strides: likewise.
+        parts: of the queries.
+        parts_kv: of the keys.
+        batches: of all.
+        heads: of dq.
+        kv_heads: of dk and dv.
+        seq_q: rows of dq.
+        seq_kv: of dk and dv.
+        head_dim: D.
+        PADDED: whether it is less than BLOCK_D.
+        BLOCK: rows of a program.
+        BLOCK_D: columns of a program.
+    """
+    program = tl.program_id(0)
+    if dk is not None:
+        programs = tl.cdiv(batches * kv_heads * seq_kv, BLOCK)
+        if program < programs:
+            add_parts(
+                program, dk_terms, dk, dk_strides, parts, batches, kv_heads, seq_kv, head_dim,
+                PADDED, BLOCK, BLOCK_D,
+            )  # fmt: skip
+        elif program < 2 * programs:
+            add_parts(
+                program - programs, dv_terms, dv, dv_strides, parts, batches, kv_heads, seq_kv,
+                head_dim, PADDED, BLOCK, BLOCK_D,
+            )  # fmt: skip
+        program -= 2 * programs
+    if dq is not None:
+        if program >= 0:
+            add_parts(
+                program, dq_terms, dq, dq_strides, parts_kv, batches, heads, seq_q, head_dim,
+                PADDED, BLOCK, BLOCK_D,
+            )  # fmt: skip
+
+
+class Written(NamedTuple):
+    """A gradient that programs write.
+
+    Args:
+        parts: in which they do so; 1: it is whole.
+        shape: its own.
+        strides: likewise.
+    """
+
+    parts: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+Tensors = Sequence[torch.Tensor]
 
 
 def merging(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
     """Prepare the launch of flashattn_merge for o of this shape and strides."""
-    return _prepare(flashattn_merge, 4, (MERGE_BLOCK, MERGE_WARPS), parts, shape, strides)
-
-
-def adding(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
-    """Prepare the launch of flashattn_bwd_sum for a gradient likewise."""
-    return _prepare(flashattn_bwd_sum, 2, (SUM_BLOCK, SUM_WARPS), parts, shape, strides)
-
-
-def _prepare(
-    kernel: Any,
-    tensors: int,
-    fixed: tuple[int, int],
-    parts: int,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-) -> Launch:
-    """Prepare a launch of programs of so many rows and warps each."""
-    batch, heads, rows, head_dim = shape
-    block, warps = fixed
-    d = block_d(head_dim)
+    batch, heads, seq_q, head_dim = shape
+    rows = batch * heads * seq_q
     return Launch(
-        kernel,
-        triton.cdiv(batch * heads * rows, block),
-        [None] * tensors,
-        (strides[:3], parts, batch * heads * rows, heads, rows),
-        {
-            "head_dim": head_dim,
-            "PADDED": head_dim < d,
-            "BLOCK": block,
-            "BLOCK_D": d,
-            "num_warps": warps,
-        },
+        flashattn_merge,
+        triton.cdiv(rows, MERGE_BLOCK),
+        [None] * 4,
+        (strides[:3], parts, rows, heads, seq_q),
+        launch.row_options(head_dim, MERGE_BLOCK, MERGE_WARPS),
     )
+
+
+def adding(written: Sequence[Written]) -> Callable[[Tensors, Tensors], None]:
+    """Prepare the launch of flashattn_bwd_sum.
+
+    Args:
+        written: dk and dv, dq, or all three; at least one of them in parts.
+
+    Returns:
+        What fills such gradients, the second argument, from their parts, the first.
+    """
+    first = 2 if len(written) == 1 else 0  # of the kernel's dk, dv and dq
+    added = {first + i: x for i, x in enumerate(written) if x.parts > 1}
+    dk, dv, dq = (added.get(i, Written(1, torch.Size((0, 1, 1)), (0, 0, 0))) for i in range(3))
+    add = Launch(
+        flashattn_bwd_sum,
+        sum(triton.cdiv(x.shape[:3].numel(), SUM_BLOCK) for x in added.values()),
+        [None] * 6,
+        (
+            *(x.strides[:3] for x in (dk, dv, dq)),
+            *(dk.parts, dq.parts, written[0].shape[0]),
+            *(dq.shape[1], dk.shape[1], dq.shape[2], dk.shape[2]),
+        ),
+        launch.row_options(written[0].shape[3], SUM_BLOCK, SUM_WARPS),
+    )
+
+    def fill(terms: Tensors, grads: Tensors) -> None:
+        add(*(x[i - first] if i in added else None for x in (terms, grads) for i in range(3)))
+
+    return fill

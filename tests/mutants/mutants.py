@@ -181,14 +181,14 @@ MUTANTS = [
     ),
     Mutant(
         "dq_scale_in_base_2",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "acc * scale, head_dim, PADDED",
         "acc * scale_log2, head_dim, PADDED",
         "dq is 1.44 times too large",
     ),
     Mutant(
         "dk_not_scaled",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "dk_acc * scale,",
         "dk_acc,",
         "dk lacks the factor on the scores",
@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "mask_hides_the_diagonal",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "[:, None] <= rows + diagonal, p, 0.0)",
         "[:, None] < rows + diagonal, p, 0.0)",
         "dk and dv lack what the last key of each query gives",
@@ -253,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "dkdv_tile_skipped",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
         "first = tl.cdiv(tl.maximum(start_kv - diagonal, 0) + 1, BLOCK_Q) * BLOCK_Q",
         "dk and dv lack the first tile of queries that see them",
@@ -284,14 +284,14 @@ MUTANTS = [
     ),
     Mutant(
         "dkdv_heads_interleaved",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "for head in tl.range(kv_head * group, kv_head * group + group):",
         "for head in tl.range(kv_head, heads, kv_heads):",
         "dk and dv are summed over the query heads of other groups",
     ),
     Mutant(
         "dkdv_one_head_of_a_group",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "for head in tl.range(kv_head * group, kv_head * group + group):",
         "for head in tl.range(kv_head * group, kv_head * group + 1):",
         "dk and dv are those of the first query head of each group",
@@ -347,35 +347,35 @@ MUTANTS = [
     # The backward pass
     Mutant(
         "delta_forgotten",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)",
         "delta_rows = tl.zeros([BLOCK], tl.float32)",
         "dq and dk miss the term by which rows of dS sum to zero",
     ),
     Mutant(
         "delta_outside_of_p",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "ds = p * (dp - delta_rows[None, :])",
         "ds = p * dp - delta_rows[None, :]",
         "dk takes delta whole from every key",
     ),
     Mutant(
         "grad_lse_added",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "delta_rows -= tl.load(grad_lse + offsets",
         "delta_rows += tl.load(grad_lse + offsets",
         "the logsumexp's gradient has the wrong sign",
     ),
     Mutant(
         "backward_dead_rows",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         'tl.where(dead, float("inf"), lse_rows * LOG2E)',
         "lse_rows * LOG2E",
         "P is inf in rows that see no key or only pad: NaN in dk and dv",
     ),
     Mutant(
         "upstream_nan_below_88",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "if MASKED:  # keys that do not exist, too",
         "if CAUSAL:  # keys that do not exist, too",
         "NaN in dq where the logsumexp is below -88.7 and the last tile of keys is ragged: exp(0 -"
@@ -384,7 +384,7 @@ MUTANTS = [
     ),
     Mutant(
         "upstream_dq_of_large_logits",
-        "kernels/backward.py",
+        "kernels/gradients.py",
         "p = tl.exp2(s * scale_log2 - lse2_rows[:, None])",
         "p = tl.exp2(tl.minimum(s * scale_log2, 100.0) - lse2_rows[:, None])",
         "dq is right on normal inputs and several times too small where logits are large: forward"

@@ -615,7 +615,7 @@ def plan(
     """
     if saved[0].dtype == torch.float32:
         how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
-        return portable_plan(grads, saved, **how, passes=backward_cut.prepare)
+        return portable_plan(grads, saved, **how, passes=backward_cut.passes)
     launch.input_precision(precision, saved[0].dtype)
     return _plan(known(grads, saved), diagonal, scale, deterministic, config)
 

@@ -9,17 +9,19 @@ waits, the tensor cores have the other's products.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashattn.kernels import launch
-from flashattn.kernels.backward import prepare as portable
+from flashattn.kernels.backward import passes as portable
 from flashattn.kernels.hopper.forward import WARPS, Tiles
 from flashattn.kernels.hopper.threes import cut, new_threes, product, transposed
 from flashattn.kernels.launch import Facts, Launch, Like
-from flashattn.kernels.passes import Pass, numbers, walk
-from flashattn.kernels.tiles import Kernel, block_d
+from flashattn.kernels.passes import Pass, Passes, Walk, numbers, walk
+from flashattn.kernels.tiles import block_d
 
 OWNED = gl.constexpr(64)  # rows of a program's own tile
 WALKED = gl.constexpr(32)  # and of those that come by
@@ -332,51 +334,63 @@ def flashattn_hopper_cut_dq(
     )  # fmt: skip
 
 
-def prepare(
-    kernel: Kernel,
+def passes(
     given: tuple[Facts, ...],
     strides: tuple[tuple[int, ...], ...],
     diagonal: int | None,
     scale: float,
     precision: str,
-) -> Pass:
-    """Prepare the launch of flashattn_hopper_cut_dkdv or flashattn_hopper_cut_dq.
+) -> Passes:
+    """Prepare the launches of flashattn_hopper_cut_dkdv and flashattn_hopper_cut_dq.
 
-    Or that of the portable kernel, where the inputs are not cut or have other head dims.
+    Or those of the portable kernels, where the inputs are not cut or have other head dims.
 
     Args:
-        kernel: "bwd_dkdv" or "bwd_dq".
         given: what is to be known of q, k, v and grad_o.
-        strides: of the gradients that it writes.
+        strides: of dk, dv and dq.
         diagonal: as in ``forward.plan``.
         scale: as in ``forward.plan``.
         precision: as ``launch.input_precision`` returns it.
     """
     q, k = (Like(*x) for x in given[:2])
-    causal, head_dim = diagonal is not None, q.shape[3]
-    tile = launch.pick_tile(kernel, q, k, causal=causal, precision=precision)
-    if block_d(head_dim) != COLUMNS.value or not launch.cuts(tile, q.dtype, precision):
-        return portable(kernel, given, strides, diagonal, scale, precision)
-    owned, walked = Tiles(OWNED.value), Tiles(WALKED.value)
-    if kernel == "bwd_dkdv":
-        function, operands = flashattn_hopper_cut_dkdv, [walked, owned, owned, walked]
-        blocks = walked.rows, owned.rows
-    else:
-        function, operands = flashattn_hopper_cut_dq, [owned, walked, walked, owned]
-        blocks = owned.rows, walked.rows
-    way = walk(kernel, q, k, blocks, strides)
+    tile = launch.pick_tile("bwd_dkdv", q, k, causal=diagonal is not None, precision=precision)
+    if block_d(q.shape[3]) != COLUMNS.value or not launch.cuts(tile, q.dtype, precision):
+        return portable(given, strides, diagonal, scale, precision)
+    owned, walked = OWNED.value, WALKED.value
+    keys = walk("bwd_dkdv", q, k, (walked, owned), strides[:2])
+    queries = walk("bwd_dq", q, k, (owned, walked), strides[2:])
+    return Passes(
+        _pass(
+            flashattn_hopper_cut_dkdv, keys, (walked, owned, owned, walked), q, k, diagonal, scale
+        ),
+        _pass(
+            flashattn_hopper_cut_dq, queries, (owned, walked, walked, owned), q, k, diagonal, scale
+        ),
+    )
+
+
+def _pass(
+    function: Any,
+    way: Walk,
+    rows: tuple[int, ...],
+    q: Like,
+    k: Like,
+    diagonal: int | None,
+    scale: float,
+) -> Pass:
+    """Prepare a launch of one of them, with so many rows in tiles of q, k, v and grad_o."""
     fold = Launch(
         function,
         way.programs,
-        [*operands, *[None] * (2 + len(strides))],
+        [*map(Tiles, rows), *[None] * (2 + len(way.written))],
         (
             *(x[:3] for x in way.strides),
-            *numbers(q, k, way, diagonal, scale),
-            head_dim,
+            *numbers(q, k, [way.chunk], diagonal, scale),
+            q.shape[3],
         ),
-        constants(causal=causal, split=way.parts > 1) | {"num_warps": WARPS},
+        constants(causal=diagonal is not None, split=way.split) | {"num_warps": WARPS},
     )
-    return Pass(fold, cut=True, parts=way.parts, sums=way.sums)
+    return Pass(fold, cut=True, written=way.written)
 
 
 def constants(*, causal: bool, split: bool) -> dict[str, object]:

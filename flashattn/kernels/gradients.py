@@ -1,0 +1,513 @@
+"""The gradients on the device, in two deterministic passes: algorithm 2 of FlashAttention-2, split.
+
+``flashattn_bwd_delta`` prepares two numbers a row; ``flashattn_bwd_dkdv`` owns a tile of keys and
+walks over queries; ``flashattn_bwd_dq`` owns a tile of queries and walks over keys; where both
+together are few programs, ``flashattn_bwd`` is all of them, side by side. Each output element is
+written by one program, in one order: no atomics. The algorithm is of Dao, 2023.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn.kernels.primitives import (
+    LOG2E,
+    SIZES,
+    dot,
+    dot_transposed,
+    load_one,
+    load_rows,
+    load_tile,
+    program_tile,
+    seen_keys,
+    store_rows,
+    store_tile,
+    visited_keys,
+)
+
+WIDE = tl.constexpr(128)  # columns from which two loops for each pass leave too few registers
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_delta(
+    o,
+    grad_o,
+    lse,
+    grad_lse,
+    lse2,
+    delta,
+    o_strides,
+    grad_o_strides,
+    heads,
+    seq_q,
+    pitch,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write lse2 = lse * log2(e) and delta = rowsum(dO * O) - dlse; a program takes BLOCK rows.
+
+    Rows that see no key, and those that only pad, get lse2 = +inf and delta = 0: their P is then 0.
+    """
+    block, batch, head = program_tile(tl.program_id(0), pitch // BLOCK, heads, False)
+    start, row = block * BLOCK, batch * heads + head
+    o_tile = load_one(
+        o, o_strides, batch, head, start, seq_q,
+        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
+    )  # fmt: skip
+    do_tile = load_one(
+        grad_o, grad_o_strides, batch, head, start, seq_q,
+        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
+    )  # fmt: skip
+    delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    rows = start + tl.arange(0, BLOCK)
+    offsets = row.to(tl.int64) * seq_q + rows
+    lse_rows = tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
+    if grad_lse is not None:
+        delta_rows -= tl.load(grad_lse + offsets, mask=rows < seq_q, other=0.0)
+    dead = lse_rows == float("-inf")
+    store_rows(
+        lse2, row, pitch, start, pitch, tl.where(dead, float("inf"), lse_rows * LOG2E), BLOCK
+    )
+    store_rows(delta, row, pitch, start, pitch, tl.where(dead, 0.0, delta_rows), BLOCK)
+
+
+@triton.jit
+def fold_queries(
+    state,
+    k_tile,
+    v_tile,
+    q,
+    grad_o,
+    lse2,
+    delta,
+    q_strides,
+    grad_o_strides,
+    batch,
+    head,
+    row,
+    pitch,
+    start_kv,
+    first,
+    end,
+    seq_q,
+    diagonal,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
+
+    The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one
+    product in the layout in which the next one takes them.
+    """
+    dk, dv = state
+    for start_q in tl.range(first, end, BLOCK_Q):
+        q_tile = load_tile(
+            q, q_strides, batch, head, start_q, seq_q,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
+        )  # fmt: skip
+        lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
+        s = dot_transposed(k_tile, q_tile, PRECISION)
+        p = tl.exp2(s * scale_log2 - lse2_rows[None, :])
+        if MASKED:
+            rows = start_q + tl.arange(0, BLOCK_Q)[None, :]
+            p = tl.where(start_kv + tl.arange(0, BLOCK_KV)[:, None] <= rows + diagonal, p, 0.0)
+        do_tile = load_tile(
+            grad_o, grad_o_strides, batch, head, start_q, seq_q,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
+        )  # fmt: skip
+        dv = dot(p, do_tile, dv, PRECISION)
+        dp = dot_transposed(v_tile, do_tile, PRECISION)
+        delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
+        ds = p * (dp - delta_rows[None, :])
+        dk = dot(ds, q_tile, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def own_keys(
+    program,
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dk,
+    dv,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dk_strides,
+    dv_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    batches,
+    chunk,
+    scale,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+):
+    """Compute dk and dv of a tile of keys of one head, summed over its query heads.
+
+    With SPLIT only those of its part, of ``chunk`` queries; dk and dv have a batch for each part.
+    With ONE_LOOP tiles are masked that need no mask, too: a loop for these would keep addresses of
+    operands that the other keeps.
+    """
+    kv_heads = heads // group
+    # Under a causal mask the first keys are seen by most queries, so they come first.
+    block, place, kv_head = program_tile(program, tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
+    start_kv = block * BLOCK_KV
+    if SPLIT:
+        batch = place % batches
+    else:
+        batch = place
+    k_tile = load_tile(
+        k, k_strides, batch, kv_head, start_kv, seq_kv,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    )  # fmt: skip
+    v_tile = load_tile(
+        v, v_strides, batch, kv_head, start_kv, seq_kv,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    )  # fmt: skip
+    dk_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    first, full = 0, 0  # queries from ``full`` on see all of the tile, those before ``first`` none
+    if CAUSAL:
+        first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q
+        full = tl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0)
+        full = tl.minimum(tl.cdiv(full, BLOCK_Q) * BLOCK_Q, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
+    end = seq_q
+    if SPLIT:  # a chunk is whole tiles
+        begin = place // batches * chunk
+        end = tl.minimum(end, begin + chunk)
+        first = tl.maximum(first, begin)
+        full = tl.maximum(tl.minimum(full, end), first)
+    if ONE_LOOP:
+        full = end
+    for head in tl.range(kv_head * group, kv_head * group + group):
+        row = batch * heads + head
+        if CAUSAL:
+            dk_acc, dv_acc = fold_queries(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
+                batch, head, row, pitch, start_kv, first, full, seq_q, diagonal, scale_log2,
+                head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
+            )  # fmt: skip
+        if not ONE_LOOP:
+            dk_acc, dv_acc = fold_queries(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
+                batch, head, row, pitch, start_kv, full, end, seq_q, diagonal, scale_log2,
+                head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
+            )  # fmt: skip
+    store_tile(
+        dk, dk_strides, place, kv_head, start_kv, seq_kv, dk_acc * scale,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D,
+    )  # fmt: skip
+    store_tile(
+        dv, dv_strides, place, kv_head, start_kv, seq_kv, dv_acc,
+        head_dim, PADDED, BLOCK_KV, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def fold_keys_dq(
+    dq,
+    q_tile,
+    do_tile,
+    lse2_rows,
+    delta_rows,
+    k,
+    v,
+    k_strides,
+    v_strides,
+    batch,
+    kv_head,
+    start_q,
+    first,
+    end,
+    seq_kv,
+    diagonal,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Add what keys ``first ... end`` give to dq of a tile of queries."""
+    for start_kv in tl.range(first, end, BLOCK_KV):
+        k_tile = load_tile(
+            k, k_strides, batch, kv_head, start_kv, seq_kv,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
+        )  # fmt: skip
+        s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
+        if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
+            seen = seen_keys(start_q, start_kv, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
+            p = tl.where(seen, p, 0.0)
+        v_tile = load_tile(
+            v, v_strides, batch, kv_head, start_kv, seq_kv,
+            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
+        )  # fmt: skip
+        dp = dot_transposed(do_tile, v_tile, PRECISION)
+        ds = p * (dp - delta_rows[:, None])
+        dq = dot(ds, k_tile, dq, PRECISION)
+    return dq
+
+
+@triton.jit
+def own_queries(
+    program,
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dq,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dq_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    batches,
+    chunk,
+    scale,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+):
+    """Compute dq of a tile of queries of one head.
+
+    With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
+    ONE_LOOP is that of ``own_keys``.
+    """
+    block, place, head = program_tile(program, tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    if SPLIT:
+        batch, first = place % batches, place // batches * chunk
+    else:
+        batch, first = place, 0
+    start_q, row = block * BLOCK_Q, batch * heads + head
+    q_tile = load_tile(
+        q, q_strides, batch, head, start_q, seq_q,
+        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    )  # fmt: skip
+    do_tile = load_tile(
+        grad_o, grad_o_strides, batch, head, start_q, seq_q,
+        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    )  # fmt: skip
+    lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
+    delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
+    if SPLIT:  # a chunk is whole tiles
+        full = tl.maximum(tl.minimum(full, first + chunk), first)
+        end = tl.minimum(end, first + chunk)
+    if ONE_LOOP:
+        full = first
+    else:
+        acc = fold_keys_dq(
+            acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
+            group, start_q, first, full, seq_kv, diagonal, scale_log2,
+            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
+        )  # fmt: skip
+    acc = fold_keys_dq(
+        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
+        group, start_q, full, end, seq_kv, diagonal, scale_log2,
+        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    store_tile(
+        dq, dq_strides, place, head, start_q, seq_q, acc * scale, head_dim, PADDED, BLOCK_Q, BLOCK_D
+    )
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dkdv(
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dk,
+    dv,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dk_strides,
+    dv_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    batches,
+    chunk,
+    scale,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Compute dk and dv; a program owns a tile of keys."""
+    own_keys(
+        tl.program_id(0), q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides,
+        grad_o_strides, dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal,
+        batches, chunk, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL,
+        PRECISION, DESCRIPTORS, SPLIT, CAUSAL and PRECISION == "cut",
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dq(
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dq,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dq_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    batches,
+    chunk,
+    scale,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Compute dq; a program owns a tile of queries."""
+    own_queries(
+        tl.program_id(0), q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides,
+        grad_o_strides, dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk,
+        scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
+        DESCRIPTORS, SPLIT, PRECISION == "cut",
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd(
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    dk,
+    dv,
+    dq,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    dk_strides,
+    dv_strides,
+    dq_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    pitch,
+    diagonal,
+    batches,
+    chunk,
+    chunk_kv,
+    owners,
+    scale,
+    scale_log2,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLIT_KV: tl.constexpr,
+):
+    """Compute dk, dv and dq: the first ``owners`` programs own keys, the others queries.
+
+    With SPLIT of part of the queries each, ``chunk`` of them, with SPLIT_KV of ``chunk_kv`` keys.
+    """
+    ONE_LOOP: tl.constexpr = PRECISION == "cut" or (CAUSAL and BLOCK_D >= WIDE)
+    program = tl.program_id(0)
+    if program < owners:
+        own_keys(
+            program, q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides,
+            grad_o_strides, dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal,
+            batches, chunk, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL,
+            PRECISION, DESCRIPTORS, SPLIT, CAUSAL and ONE_LOOP,
+        )  # fmt: skip
+    else:
+        own_queries(
+            program - owners, q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides,
+            grad_o_strides, dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches,
+            chunk_kv, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL,
+            PRECISION, DESCRIPTORS, SPLIT_KV, ONE_LOOP,
+        )  # fmt: skip

@@ -46,8 +46,15 @@ KNOWN_TO_SPILL = {
     ("hopper_wide_dq", 2, 256),
 }
 # Of the same PTX, Triton 3.6's ptxas makes other code for sm_90 from one time to the next where
-# operands come cut and registers run out. Such a row has neither code nor stack.
-UNSTEADY = {"3.6": {("fwd", 128), ("bwd_dkdv", 64), ("bwd_dkdv", 128)}}
+# tiles have descriptors and registers run out. Such a row has no code, stack and registers.
+UNSTEADY = {
+    "3.6": {
+        *product(("bwd", "bwd_dkdv"), (4,), (64,)),
+        *product(("fwd", "bwd_dkdv"), (4,), (128,)),
+        ("bwd_dkdv", 2, 256),
+    }
+}
+VARYING = ("code", "stack", "registers")
 SPLIT_MAY_SPILL = 72  # bytes a thread: 18 registers
 ASSEMBLERS = "ptxas"  # the row of their versions
 
@@ -73,9 +80,9 @@ def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
 
 def unsteady(variant: Variant | HopperVariant, minor: str = MINOR) -> bool:
     """Return whether a version's assembler does not make the same of a variant each time."""
-    if not (isinstance(variant, Variant) and variant.cut and variant.arch == "sm_90"):
+    if not (isinstance(variant, Variant) and variant.describable and variant.arch == "sm_90"):
         return False
-    return (variant.kernel, variant.head_dim) in UNSTEADY.get(minor, ())
+    return (variant.kernel, variant.size, variant.head_dim) in UNSTEADY.get(minor, ())
 
 
 def _complaint(variant: Variant | HopperVariant, resources: Resources) -> str | None:
@@ -114,7 +121,7 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
     )
     row = {"tile": variant.launch, **asdict(resources)}
     if unsteady(variant):
-        del row["code"], row["stack"]
+        row = {name: value for name, value in row.items() if name not in VARYING}
     return row, "; ".join(complaints) or None
 
 

@@ -301,7 +301,7 @@ def variants() -> list[Variant | HopperVariant]:
     columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
         replace(variant, head_dim=1)
         for variant in tiled
-        if variant.head_dim == HEAD_DIMS[0] and not variant.describable
+        if variant.head_dim == HEAD_DIMS[0] and not variant.describable and variant.kernel != "bwd"
     ]
     fixed = [
         Variant(arch, kernel, size, head_dim, None, causal=False)

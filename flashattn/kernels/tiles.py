@@ -368,6 +368,8 @@ def pick(
 ) -> Tile | None:
     """Return the table's tile, or None: there is none for "bwd" where nothing is known of it.
 
+    Nor for a single column, whose products are made in registers: those of both passes spill.
+
     Args:
         kernel: which.
         size: bytes per element.
@@ -380,6 +382,8 @@ def pick(
     """
     arch = "interpreter" if capability is None else ARCHITECTURES.get(capability[0], "sm_80")
     table, d = TABLES[arch], max(block_d(head_dim), SMALLEST_BLOCK_D)
+    if kernel == "bwd" and head_dim == 1:
+        return None
     by_pointers = table.get((kernel, size, d, causal, False))
     if not descriptors or head_dim == 1:  # 16 bytes is the least that a descriptor loads of a row
         return by_pointers

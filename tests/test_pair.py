@@ -103,7 +103,7 @@ def unknown(result):
     """Return whether the gate says that it could not tell, and its null arm shows why."""
     _, (low, high) = intervals(result)
     wide = low < -100 * gate.MARGIN or high > 100 * gate.MARGIN
-    said = any(word in line for line in result.outlines for word in (" AMBIGUOUS |", " UNPROVEN |"))
+    said = any(re.search(r" (AMBIGUOUS|UNPROVEN)\b.* \|", line) for line in result.outlines)
     return said and wide
 
 
@@ -207,6 +207,10 @@ def test_a_dead_worker_tells_why(repository):
 def test_the_selftest_sees_what_is_there(repository):
     """Work that is added to a case is seen, by the processes of each collection."""
     result = run(repository, "--gate-selftest")
+    if unknown(result):  # three times, in new processes; on so busy a host it may say no more
+        result.assert_outcomes(skipped=1)
+        assert result.ret == gate.EXIT_UNPROVEN
+        return
     result.assert_outcomes(passed=1)
     assert result.ret == 0
     result.stdout.fnmatch_lines([f"| quick +100% *| *{SELFTEST} + {2 * SELFTEST}*| *SEEN*|"])

@@ -36,7 +36,8 @@ OLDEST_GPU = (8, 0)
 HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
 HOPPER_TILE = 128  # queries
-HOPPER_FEWEST = 64  # tiles
+HOPPER_FEWEST = 64  # tiles of rows that are long: from so many keys on
+HOPPER_LONG = 8192
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
 HOPPER_CUT = range(65, 129)  # head dimensions in fp32
 
@@ -84,30 +85,33 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     """Return the options with which the Hopper kernels are the fastest, or None; as on an H200.
 
     Where a head has not even a tile of 128 queries, as in decoding, most of one would be empty, and
-    heads that share keys would each read them. Fewer than 64 tiles leave more than half of the GPU
-    idle; so do, under a mask, fewer than there are multiprocessors, while the longest is computed,
-    and the portable backward splits what it walks over (one head of 16 384 at D = 64: 318 and 352
-    us). The forward wants a tile for each multiprocessor, and several of narrow heads: where there
-    are fewer the portable one is faster, which splits the keys.
+    heads that share keys would each read them. The backward wants a tile for each multiprocessor:
+    with fewer, under a mask, many idle while the longest is computed, and the portable one runs
+    both passes at once and splits what they walk over (one head of 16 384 at D = 64: 289 and 388
+    us; eight of 2048 without a mask 73 and 92). Long rows without a mask are an exception. So does
+    the forward, and several of narrow heads: where there are fewer the portable one splits the
+    keys. Wide heads without a mask, where all tiles take as long, content themselves with less.
     """
     if problem.dtype == "float32":
         return {"split_keys": True}  # its backward knows what it is faster at
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    fewest = HOPPER_FEWEST if problem.causal is False else multiprocessors
-    if problem.seq_q < HOPPER_TILE or tiles < fewest:
+    if problem.seq_q < HOPPER_TILE:
         return None
-    each = 4 if problem.head_dim <= HOPPER_NARROW else 1
-    enough = each * multiprocessors
-    return {"split_keys": True} if tiles < enough else {}
+    full, narrow = problem.causal is False, problem.head_dim <= HOPPER_NARROW
+    fewest = HOPPER_FEWEST if full and problem.seq_kv >= HOPPER_LONG else multiprocessors
+    enough = (4 if narrow else 0.75 if full else 1) * multiprocessors
+    if tiles >= enough:
+        return {} if tiles >= fewest else {"joint_passes": True}
+    return {"split_keys": True} if tiles >= fewest else None
 
 
 @cache
 def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
     """Return the modules of forward and backward; they import Triton.
 
-    "triton" has the portable ones, "hopper" Hopper's, and "split" the portable forward, which
-    splits keys, and Hopper's backward.
+    "triton" has the portable ones, "hopper" Hopper's, "split" the portable forward, which splits
+    keys, and "joint" the portable backward, which joins its passes.
     """
     from flashattn.kernels import backward, forward  # noqa: PLC0415
 
@@ -116,7 +120,10 @@ def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
     from flashattn.kernels.hopper import backward as hopper_backward  # noqa: PLC0415
     from flashattn.kernels.hopper import forward as hopper_forward  # noqa: PLC0415
 
-    return forward if kernels == "split" else hopper_forward, hopper_backward
+    return (
+        forward if kernels == "split" else hopper_forward,
+        backward if kernels == "joint" else hopper_backward,
+    )
 
 
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
@@ -386,7 +393,8 @@ def prepare(
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
-        kernels: "triton", the portable ones, "hopper", or "split": Hopper's but for the forward.
+        kernels: "triton", the portable ones, "hopper", or Hopper's but for the forward, "split", or
+            the backward, "joint".
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """

@@ -17,18 +17,24 @@ from itertools import product
 import pytest
 import torch
 
+from flashattn.kernels import backward, forward, launch
+from flashattn.kernels.primitives import INTERPRETED as INTERPRETED_HERE
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.accuracy import Question, assert_accurate, run, run_reference
 from flashattn.testing.ahead import Ahead, workers_for
+from flashattn.testing.layouts import LAYOUTS as LAYOUTS_OF
 
-LONG = {"batch": 2, "heads": 4, "kv_heads": 2}
+MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # so many that each pass has its own launch
+FEW = {"heads": 2, "kv_heads": 1}
 SHAPES = {
-    "ragged": LONG | {"seq_q": 700, "seq_kv": 900},  # no tile is a divisor of either
-    "tall": LONG | {"seq_q": 900, "seq_kv": 700},  # bottom-right: 200 queries see no key
-    "whole": LONG | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
-    "short": {"heads": 2, "kv_heads": 1, "seq_q": 300, "seq_kv": 400},  # too short to be cut
+    "ragged": MANY | {"seq_q": 300, "seq_kv": 500},  # no tile is a divisor of either
+    "tall": MANY | {"seq_q": 500, "seq_kv": 300},  # bottom-right: 200 queries see no key
+    "whole": MANY | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
+    "few": FEW | {"seq_q": 700, "seq_kv": 900},  # both passes at once
+    "short": FEW | {"seq_q": 150, "seq_kv": 400},  # too short to be cut
+    "decode": {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 9, "seq_kv": 900},
     "small": {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100},  # for the interpreter
 }
 BETWEEN = (8, 24, 40, 80, 192)  # computed in 16, 32, 64, 128 and 256
@@ -60,6 +66,12 @@ class Case:
             **SHAPES[self.shape], head_dim=self.head_dim, dtype=self.dtype, causal=self.causal
         )
 
+    @property
+    def kernels(self):
+        """The kernels of the table that are launched, where it has one for both passes."""
+        passes = ["bwd"] if self.shape in ("few", "decode") else ["bwd_dkdv", "bwd_dq"]
+        return ["decode" if self.shape == "decode" else "fwd", *passes]
+
     def tile(self, kernel, capability):
         """Return the tile that a GPU's table has for the case."""
         size, causal = DTYPES[self.dtype], self.causal is not False
@@ -74,11 +86,17 @@ def cases(dtypes, head_dims, layouts, masks, shapes):
 
 # fp32 is cut, or loaded by pointers, whatever the input's layout: its length decides.
 ORDINARY = [
-    *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged",)),
-    *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged", "short")),
+    *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged", "few", "decode")),
+    *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged", "few", "short", "decode")),
 ]
 EVERY = [
-    *cases(HALF + FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("ragged", "tall", "whole")),
+    *cases(
+        HALF + FULL,
+        HEAD_DIMS + BETWEEN,
+        LAYOUTS,
+        MASKS,
+        ("ragged", "tall", "whole", "few", "decode"),
+    ),
     *cases(FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("short",)),
 ]
 INTERPRETED = cases(
@@ -130,8 +148,46 @@ def test_the_ordinary_run_meets_every_tile(arch, capability):
                     case.tile(kernel, capability)
                     for case in own
                     if (case.head_dim, case.causal is not False) == (d, causal)
+                    and kernel in case.kernels
                 ]
                 assert tile in picked, (dtype, kernel, d, causal)
+
+
+@pytest.mark.skipif(INTERPRETED_HERE.value, reason="the interpreter has one tile for all")
+def test_cases_launch_what_they_say(device):
+    """What is launched for a case are the kernels that it is for, with the tiles of the table."""
+    capability = torch.cuda.get_device_capability(device)
+    most = backward.FEW_PROGRAMS * launch.multiprocessors(device)
+    for case in ORDINARY:
+        p = case.problem
+        rows = [(p.heads, p.seq_q)] + [(p.kv_heads, p.seq_kv)] * 2
+        inputs = [torch.empty(p.batch, *x, p.head_dim, device=device) for x in rows]
+        likes = [launch.Like.of(LAYOUTS_OF[case.layout](x.to(p.torch_dtype))) for x in inputs]
+        how = {"precision": launch.input_precision("auto", p.torch_dtype)}
+        how["causal"] = p.causal is not False
+        both = launch.find_tile("bwd", *likes, **how)
+        if both is not None:
+            few = backward._owners(likes[0], likes[1], both) <= most
+            assert few is (case.shape in ("few", "decode")), case
+        for kernel in case.kernels:
+            assert launch.find_tile(kernel, *likes, **how) == case.tile(kernel, capability), case
+        assert (p.seq_q <= forward.FEW_QUERIES) is ("decode" in case.kernels)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_every_tile_for_tf32(device, head_dim, causal):
+    """Each tile for TF32 is right to what four products in a row lose, 2^-10 a factor."""
+    if device.type == "cpu":
+        pytest.skip("the interpreter multiplies in full fp32, whatever is asked")
+    problem = Problem(**SHAPES["ragged"], head_dim=head_dim, causal=causal)
+    case = Question(problem=problem, device=device).draw()
+    attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
+    exact = run_reference(case, torch.float64)
+    for name, x in run(attend, case).items():
+        live = exact[name].isfinite()
+        error = (x.double() - exact[name])[live].norm() / exact[name][live].norm()
+        assert 2**-20 < error < 4 * 2 * 2**-10, name
 
 
 def test_every_case_is_more_than_the_ordinary_ones():

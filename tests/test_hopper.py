@@ -14,6 +14,7 @@ import torch
 
 from flashattn import ops
 from flashattn.attention import FASTEST_FIRST
+from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
 from flashattn.kernels.hopper import backward, backward_cut, forward
 from flashattn.kernels.hopper.config import (
@@ -244,12 +245,16 @@ def test_who_takes_what(device):
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, {}),
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, {}),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128}, {}),
-        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, {"split_keys": True}),
+        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, {}),
+        ({"heads": 1, "seq_q": 128 * 98, "head_dim": 128}, {"split_keys": True}),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 128}, {"joint_passes": True}),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 64}, None),
         ({"heads": 4, "seq_q": 128 * 132, "head_dim": 64}, {}),
         ({"heads": 4, "seq_q": 128 * 131, "head_dim": 64}, {"split_keys": True}),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, {}),
         ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "causal": True}, None),
         ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, None),
+        ({"heads": 1, "seq_q": 64, "seq_kv": 2**20, "head_dim": 128}, None),
         ({"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128}, None),  # decoding
     ],
 )
@@ -267,23 +272,29 @@ def test_fp32_is_its_where_it_has_kernels(device):
 
 
 def test_kernels_by_name():
-    """What splits keys is the portable forward, with Hopper's backward."""
+    """What splits keys is the portable forward, what joins passes the portable backward."""
     assert ops._launchers("hopper") == (forward, backward)
     assert ops._launchers("split") == (portable_forward, backward)
+    assert ops._launchers("joint") == (forward, portable_backward)
 
 
-def test_split_keys(on_hopper, monkeypatch):
-    """With ``split_keys`` the forward is the portable one, and the backward is Hopper's."""
+@pytest.mark.parametrize(
+    ("option", "own"), [("split_keys", "backward"), ("joint_passes", "forward")]
+)
+def test_one_of_both_is_portable(on_hopper, monkeypatch, option, own):
+    """With ``split_keys`` the forward is the portable one, with ``joint_passes`` the backward."""
     problem = Problem(heads=2, seq_q=300, head_dim=64, causal=True, dtype="bfloat16")
     called = []
     for module in (forward, backward):
-        name, own = module.__name__.split(".")[-1], module.plan
+        name, plan = module.__name__.split(".")[-1], module.plan
         monkeypatch.setattr(
-            module, "plan", lambda *a, own=own, name=name, **k: called.append(name) or own(*a, **k)
+            module,
+            "plan",
+            lambda *a, plan=plan, name=name, **k: called.append(name) or plan(*a, **k),
         )
-    attends = partial(get("hopper"), causal=True, scale=0.1, split_keys=True)
+    attends = partial(get("hopper"), causal=True, scale=0.1, **{option: True})
     assert_accurate(attends, Question(problem=problem, device=on_hopper, scale=0.1))
-    assert called == ["backward"]
+    assert called == [own]
 
 
 def test_configs_fit():

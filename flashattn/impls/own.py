@@ -45,6 +45,7 @@ def _hopper(
     precision: str = "auto",
     deterministic: bool = True,
     split_keys: bool = False,
+    joint_passes: bool = False,
 ) -> ops.Attend:
     """FlashAttention for Hopper in Gluon; of fp32 the gradients at D = 65 to 128.
 
@@ -53,8 +54,8 @@ def _hopper(
     head, and other bits every time.
     What the bulk copy engine cannot reach (an address or a stride that is no multiple of 16 bytes,
     a stride of 0) and a scale that is not positive are the portable kernels'; so are fp32 with few
-    scores or not of six bf16 products, its forward, and every forward with ``split_keys``, which is
-    faster where there are few queries.
+    scores or not of six bf16 products, its forward, and where there are few queries, which they are
+    faster at, every forward with ``split_keys`` and every backward with ``joint_passes``.
     """
     return ops.prepare(
         q,
@@ -63,7 +64,7 @@ def _hopper(
         causal=causal,
         scale=scale,
         precision=precision,
-        kernels="split" if split_keys else "hopper",
+        kernels="split" if split_keys else "joint" if joint_passes else "hopper",
         deterministic=deterministic,
     )
 

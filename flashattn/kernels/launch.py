@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn.kernels.primitives import INTERPRETED
-from flashattn.kernels.tiles import Kernel, Tile, block_d, pick
+from flashattn.kernels.tiles import Kernel, Tile, block_d, pick, pick_tf32
 
 CUTTING = "bf16x6"
 PRECISIONS = ("auto", CUTTING, "tf32x3", "tf32", "ieee")
@@ -32,9 +32,10 @@ PRETENDED = 1
 # all that small.
 TINY = 0 if INTERPRETED.value else 1 << 16
 LEAST_QUERIES = 64
-# Scores from which on fp32 is cut beforehand, counted likewise: before that, four more launches
-# cost more than they save. In the interpreter some problems are on either side.
-CUT = 1 << (13 if INTERPRETED.value else 17)
+# Scores from which on fp32 is cut beforehand, counted likewise: before that one more launch costs
+# more than it saves, 7 of 23 us in a forward of one head of 1024, D = 64. In the interpreter some
+# problems are on either side.
+CUT, CUT_FORWARD = (1 << n for n in ((13, 13) if INTERPRETED.value else (17, 20)))
 _NOTHING = nullcontext()
 
 
@@ -142,8 +143,14 @@ def find_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Ti
     """
     x, enough = inputs[0], scores(*inputs[:2])
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
+    if precision == "tf32":
+        described = all(x.describable for x in inputs)
+        tile = pick_tf32(kernel, x.shape[-1], capability, descriptors=described)
+        if tile is not None:
+            return tile
     if x.dtype == torch.float32:
-        describable = precision == CUTTING and enough > CUT
+        worth = CUT_FORWARD if kernel in ("fwd", "decode") else CUT
+        describable = precision == CUTTING and enough > worth
     else:
         describable = all(x.describable for x in inputs) and enough > TINY
     return pick(

@@ -25,7 +25,7 @@ from flashattn.kernels import backward, cut, forward, gradients, launch, splitti
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
-from flashattn.kernels.tiles import HEAD_DIMS, TABLES, Kernel, Tile, block_d
+from flashattn.kernels.tiles import HEAD_DIMS, TABLES, TF32, Kernel, Tile, block_d
 
 Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
@@ -86,6 +86,7 @@ class Variant:
         causal: whether scores are masked.
         describable: whether it serves inputs that can have descriptors; the tile may do without.
         split: whether a program has a part of the rows only that it would walk over.
+        precision: as ``launch.input_precision`` takes it.
     """
 
     arch: str
@@ -96,6 +97,7 @@ class Variant:
     causal: bool
     describable: bool = False
     split: bool = False
+    precision: str = "auto"
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -103,13 +105,16 @@ class Variant:
         if self.tile is None:
             return name
         loading = "cut" if self.cut else "descriptors" if self.describable else "pointers"
-        return f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}"
+        asked = f" {self.precision}" if self.precision != "auto" else ""
+        return (
+            f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}{asked}"
+        )
 
     @property
     def cut(self) -> bool:
         """Whether its operands are cut beforehand."""
         dtype = DTYPES[self.size]
-        precision = launch.input_precision("auto", dtype)
+        precision = launch.input_precision(self.precision, dtype)
         return self.tile is not None and launch.cuts(self.tile, dtype, precision)
 
     @property
@@ -145,7 +150,9 @@ class Variant:
             "POSITIVE_SCALE": True,
             "SPLIT": self.split,
             "SPLIT_KV": self.split,
-            "PRECISION": "cut" if self.cut else launch.input_precision("auto", DTYPES[self.size]),
+            "PRECISION": (
+                "cut" if self.cut else launch.input_precision(self.precision, DTYPES[self.size])
+            ),
             **self.tile.options(self.head_dim),
         }
 
@@ -297,6 +304,12 @@ def variants() -> list[Variant | HopperVariant]:
         for arch in ARCHITECTURES
         for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
         for split in SPLIT.get(kernel, (False, True))
+    ]
+    tiled += [
+        Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
+        for arch, table in TF32.items()
+        for (kernel, head_dim), tile in table.items()
+        for causal, split in product((False, True), (False, True))
     ]
     columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
         replace(variant, head_dim=1)

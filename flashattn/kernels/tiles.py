@@ -115,7 +115,7 @@ MEASURED_TRITON = (3, 6)
 H200_DESCRIPTORS = _table(
     {
         ("fwd", 2, 16): (64, 64, 4, 3),
-        ("fwd", 2, 32): (64, 128, 4, 3),
+        ("fwd", 2, 32): ((64, 128, 4, 3), (64, 64, 4, 3)),
         ("fwd", 2, 64): (64, 128, 4, 2),
         ("fwd", 2, 128): ((64, 128, 4, 1), (64, 64, 4, 3)),
         ("fwd", 2, 256): (128, 64, 8, 2),
@@ -331,6 +331,15 @@ H200_BOTH = (
         cut=True,
     )
 )
+# One product of TF32, which needs no registers for parts: larger tiles fit. N = 4096, causal,
+# 2026-11-22; where there is none the tile of six products serves.
+H200_TF32: dict[tuple[Kernel, int], Tile] = {
+    ("fwd", 32): Tile(128, 32, 4, 3, descriptors=True),
+    ("fwd", 64): Tile(128, 64, 4, 2, descriptors=True),
+    ("fwd", 128): Tile(128, 64, 8, 2),
+    ("bwd_dkdv", 128): Tile(32, 128, 8, 2, descriptors=True),
+    ("bwd_dq", 128): Tile(128, 64, 8, 1),
+}
 MEASURED_HERE = tuple(map(int, triton.__version__.split(".")[:2])) <= MEASURED_TRITON
 H200 = (
     H200_DESCRIPTORS
@@ -353,7 +362,29 @@ TABLES: dict[str, Table] = {
     "sm_100": SM_100,
     "interpreter": INTERPRETER,
 }
+TF32 = {"sm_90": H200_TF32}
 ARCHITECTURES = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}  # by compute capability
+
+
+def _architecture(capability: tuple[int, int] | None) -> str:
+    """Return whose table a GPU takes; None is the interpreter."""
+    return "interpreter" if capability is None else ARCHITECTURES.get(capability[0], "sm_80")
+
+
+@cache
+def pick_tf32(
+    kernel: Kernel, head_dim: int, capability: tuple[int, int] | None, *, descriptors: bool
+) -> Tile | None:
+    """Return the tile for one product of TF32, or None: that of six serves.
+
+    Args:
+        kernel: which.
+        head_dim: D.
+        capability: as in ``pick``.
+        descriptors: whether the inputs can have descriptors.
+    """
+    tile = TF32.get(_architecture(capability), {}).get((kernel, block_d(head_dim)))
+    return None if tile is None or (tile.descriptors and not descriptors) else tile
 
 
 @cache
@@ -380,8 +411,7 @@ def pick(
         descriptors: whether the inputs can have descriptors, or are fp32 and worth cutting; the
             tile may still do without.
     """
-    arch = "interpreter" if capability is None else ARCHITECTURES.get(capability[0], "sm_80")
-    table, d = TABLES[arch], max(block_d(head_dim), SMALLEST_BLOCK_D)
+    table, d = TABLES[_architecture(capability)], max(block_d(head_dim), SMALLEST_BLOCK_D)
     if kernel == "bwd" and head_dim == 1:
         return None
     by_pointers = table.get((kernel, size, d, causal, False))

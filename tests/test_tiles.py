@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn.kernels.tiles import ARCHITECTURES, TABLES, Tile, block_d, pick
+from flashattn.kernels.tiles import ARCHITECTURES, TABLES, TF32, Tile, block_d, pick, pick_tf32
 
 KERNELS, SIZES, HEAD_DIMS = ("fwd", "decode", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256)
 
@@ -55,6 +55,39 @@ def test_pick():
     column = pick("fwd", 2, 1, (9, 0), causal=True, descriptors=True)
     assert column is TABLES["sm_90"]["fwd", 2, 16, True, False]
     assert set(ARCHITECTURES.values()) | {"interpreter"} == set(TABLES)
+
+
+def test_both_passes_have_a_tile_where_they_were_measured():
+    """On Hopper, to D = 128; not for a single column, nor for fp32 that is not cut."""
+
+    def picked(size, head_dim, capability=(9, 0), **how):
+        return pick(
+            "bwd", size, head_dim, capability, **{"causal": True, "descriptors": True} | how
+        )
+
+    for head_dim in HEAD_DIMS:
+        assert (picked(2, head_dim) is not None) == (head_dim <= 128)
+        assert (picked(4, head_dim) is not None) == (head_dim <= 64)
+        assert picked(4, head_dim, descriptors=False) is None
+        assert picked(2, head_dim, (8, 0)) is None
+    assert picked(2, 1) is None
+    assert picked(2, 32) == picked(2, 32, descriptors=False)  # by pointers, whatever there is
+    assert picked(2, 64).descriptors
+    assert not picked(2, 64, descriptors=False).descriptors
+
+
+def test_tf32_has_tiles_of_its_own():
+    """On Hopper, where one was faster than that of six products and can be loaded."""
+    assert pick_tf32("fwd", 60, (9, 0), descriptors=True) is TF32["sm_90"]["fwd", 64]
+    assert pick_tf32("fwd", 60, (9, 0), descriptors=False) is None
+    assert pick_tf32("bwd_dq", 128, (9, 0), descriptors=False) is TF32["sm_90"]["bwd_dq", 128]
+    for kernel, head_dim, capability in (
+        ("fwd", 16, (9, 0)),
+        ("fwd", 64, (8, 0)),
+        ("fwd", 64, None),
+    ):
+        assert pick_tf32(kernel, head_dim, capability, descriptors=True) is None
+    assert all(tile.cut is False for table in TF32.values() for tile in table.values())
 
 
 def test_what_was_measured_can_be_found_again():

@@ -117,6 +117,8 @@ def prepare(
     if kernel == "bwd":
         chunks.append(ways[0].programs)
         constants["SPLIT_KV"] = ways[1].split
+    else:
+        constants["program"] = None
     written = [x for way in ways for x in way.strides]
     fold = Launch(
         KERNELS[kernel],

@@ -26,7 +26,9 @@ from flashattn.kernels.primitives import (
     visited_keys,
 )
 
-WIDE = tl.constexpr(128)  # columns from which two loops for each pass leave too few registers
+WIDE = tl.constexpr(
+    128
+)  # columns from which both passes with two loops each leave too few registers
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -133,9 +135,8 @@ def fold_queries(
     return dk, dv
 
 
-@triton.jit
-def own_keys(
-    program,
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dkdv(
     q,
     k,
     v,
@@ -169,14 +170,20 @@ def own_keys(
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPLIT: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    program=None,
 ):
-    """Compute dk and dv of a tile of keys of one head, summed over its query heads.
+    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads.
 
     With SPLIT only those of its part, of ``chunk`` queries; dk and dv have a batch for each part.
-    With ONE_LOOP tiles are masked that need no mask, too: a loop for these would keep addresses of
-    operands that the other keeps.
+    ``flashattn_bwd`` says which program of this pass it is.
     """
+    # Tiles that need no mask are masked, too, where a loop of their own would keep too many
+    # addresses beside those of the other.
+    ONE_LOOP: tl.constexpr = CAUSAL and (
+        PRECISION == "cut" or (program is not None and BLOCK_D >= WIDE)
+    )
+    if program is None:
+        program = tl.program_id(0)
     kv_heads = heads // group
     # Under a causal mask the first keys are seen by most queries, so they come first.
     block, place, kv_head = program_tile(program, tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
@@ -282,9 +289,8 @@ def fold_keys_dq(
     return dq
 
 
-@triton.jit
-def own_queries(
-    program,
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dq(
     q,
     k,
     v,
@@ -316,13 +322,18 @@ def own_queries(
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPLIT: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    program=None,
 ):
-    """Compute dq of a tile of queries of one head.
+    """Compute dq; a program owns a tile of queries of one head.
 
     With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
-    ONE_LOOP is that of ``own_keys``.
+    ``program`` is as in ``flashattn_bwd_dkdv``.
     """
+    ONE_LOOP: tl.constexpr = PRECISION == "cut" or (
+        CAUSAL and program is not None and BLOCK_D >= WIDE
+    )
+    if program is None:
+        program = tl.program_id(0)
     block, place, head = program_tile(program, tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
     if SPLIT:
         batch, first = place % batches, place // batches * chunk
@@ -360,94 +371,6 @@ def own_queries(
     store_tile(
         dq, dq_strides, place, head, start_q, seq_q, acc * scale, head_dim, PADDED, BLOCK_Q, BLOCK_D
     )
-
-
-@triton.jit(do_not_specialize=SIZES)
-def flashattn_bwd_dkdv(
-    q,
-    k,
-    v,
-    grad_o,
-    lse2,
-    delta,
-    dk,
-    dv,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_o_strides,
-    dk_strides,
-    dv_strides,
-    heads,
-    group,
-    seq_q,
-    seq_kv,
-    pitch,
-    diagonal,
-    batches,
-    chunk,
-    scale,
-    scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Compute dk and dv; a program owns a tile of keys."""
-    own_keys(
-        tl.program_id(0), q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides,
-        grad_o_strides, dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal,
-        batches, chunk, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL,
-        PRECISION, DESCRIPTORS, SPLIT, CAUSAL and PRECISION == "cut",
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=SIZES)
-def flashattn_bwd_dq(
-    q,
-    k,
-    v,
-    grad_o,
-    lse2,
-    delta,
-    dq,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_o_strides,
-    dq_strides,
-    heads,
-    group,
-    seq_q,
-    seq_kv,
-    pitch,
-    diagonal,
-    batches,
-    chunk,
-    scale,
-    scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Compute dq; a program owns a tile of queries."""
-    own_queries(
-        tl.program_id(0), q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides,
-        grad_o_strides, dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk,
-        scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
-        DESCRIPTORS, SPLIT, PRECISION == "cut",
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -495,19 +418,18 @@ def flashattn_bwd(
 
     With SPLIT of part of the queries each, ``chunk`` of them, with SPLIT_KV of ``chunk_kv`` keys.
     """
-    ONE_LOOP: tl.constexpr = PRECISION == "cut" or (CAUSAL and BLOCK_D >= WIDE)
     program = tl.program_id(0)
     if program < owners:
-        own_keys(
-            program, q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides,
-            grad_o_strides, dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal,
-            batches, chunk, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL,
-            PRECISION, DESCRIPTORS, SPLIT, CAUSAL and ONE_LOOP,
+        flashattn_bwd_dkdv(
+            q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides, grad_o_strides,
+            dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk,
+            scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
+            DESCRIPTORS, SPLIT, program,
         )  # fmt: skip
     else:
-        own_queries(
-            program - owners, q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides,
-            grad_o_strides, dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches,
-            chunk_kv, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL,
-            PRECISION, DESCRIPTORS, SPLIT_KV, ONE_LOOP,
+        flashattn_bwd_dq(
+            q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides, grad_o_strides,
+            dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk_kv, scale,
+            scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
+            DESCRIPTORS, SPLIT_KV, program - owners,
         )  # fmt: skip

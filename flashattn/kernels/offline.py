@@ -150,6 +150,7 @@ class Variant:
             "POSITIVE_SCALE": True,
             "SPLIT": self.split,
             "SPLIT_KV": self.split,
+            "program": None,
             "PRECISION": (
                 "cut" if self.cut else launch.input_precision(self.precision, DTYPES[self.size])
             ),

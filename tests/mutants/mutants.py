@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant(
         "both_passes_overlap",
         "kernels/gradients.py",
-        "program - owners, q, k",
-        "program, q, k",
+        "SPLIT_KV, program - owners",
+        "SPLIT_KV, program",
         "the programs that own queries begin behind the last of them: rows of dq are not written",
     ),
     Mutant(

@@ -26,9 +26,8 @@ from flashattn.kernels.primitives import (
     visited_keys,
 )
 
-WIDE = tl.constexpr(
-    128
-)  # columns from which both passes with two loops each leave too few registers
+# Columns from which both passes, with two loops each, would leave too few registers.
+WIDE = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -310,8 +310,8 @@ H200_LATER = _table(
 )
 H200_LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
 # Both passes at once, of one head of 512 to 32 768 keys and of batches as small. Measured likewise,
-# 2026-11-22. Narrow heads are loaded by pointers, which was the faster by up to a fifth; of fp32
-# that is not cut there are so few scores that nothing was gained.
+# 2026-11-22, but for D = 128 by pointers, which was chosen by compiling. Narrow heads are loaded by
+# pointers, which was the faster by up to a fifth. fp32 that is not cut has none: those tried spill.
 H200_BOTH = (
     _table(
         {

@@ -4,7 +4,7 @@
 
 A candidate that spills, does not fit, or gives another result than the reference is never timed.
 The figure is the kernel's own TFLOP/s, products that it recomputes included, for full and causal
-attention; fp32 that comes cut was cut before.
+attention; fp32 that comes cut was cut before. ``--precision tf32`` is for where torch allows TF32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -33,18 +33,50 @@ from flashattn.testing.inputs import make_grads, make_inputs
 
 PRODUCTS = {"fwd": 2, "bwd": 7, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each kernel
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
-RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}  # gross errors; tests hold budgets
+# Gross errors; tests hold budgets.
+RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
-# Bytes of an element where tiles are loaded: 6 are three parts of an fp32 that comes cut.
-STAGES = {2: (1, 2, 3, 4), 4: (1, 2), 6: (1, 2, 3)}  # fp32 has no room for more
-# A thread's part of the accumulators: with fewer it idles, with more it must spill. Six bf16
-# products split what is not cut in registers, which leaves less of them.
-REGISTERS = {2: range(24, 241), 4: range(4, 145), 6: range(4, 241)}
 SHARED = 227 << 10
 WIDE = 128  # head dimension
 SHOWN = ("block_q", "block_kv", "warps", "stages", "registers")
 
 Outputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How operands come to a kernel.
+
+    Args:
+        size: bytes of an element as it is stored.
+        loaded: as it is loaded, of all parts where it comes cut.
+        stages: that there may be room for.
+        registers: a thread's part of the accumulators: with fewer it idles, with more it must
+            spill. Six bf16 products split what is not cut in registers, which leaves less of them.
+        cut: whether it comes cut.
+    """
+
+    size: int
+    loaded: int
+    stages: tuple[int, ...]
+    registers: range
+    cut: bool = False
+
+
+HALF = Way(2, 2, (1, 2, 3, 4), range(24, 241))
+WHOLE = {"auto": Way(4, 4, (1, 2), range(4, 145)), "tf32": Way(4, 4, (1, 2, 3), range(24, 241))}
+CUT = {
+    "auto": Way(4, 6, (1, 2, 3), range(4, 241), cut=True),
+    "tf32": Way(4, 4, (1, 2, 3), range(4, 241), cut=True),
+}
+LOADS = ("descriptors", "pointers", "cut")
+
+
+def way(dtype: str, precision: str, load: str) -> Way:
+    """Return how operands of a dtype come."""
+    if dtype != "float32":
+        return HALF
+    return (CUT if load == "cut" else WHOLE)[precision]
 
 
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
@@ -57,37 +89,37 @@ def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Probl
 
 
 def candidates(
-    kernel: Kernel, size: int, head_dim: int, *, descriptors: bool, limits: Sequence[int] = (0,)
+    kernel: Kernel, head_dim: int, given: Way, *, descriptors: bool, limits: Sequence[int] = (0,)
 ) -> list[Tile]:
     """Return the tiles whose accumulators fit the registers and whose loads the shared memory.
 
     Args:
         kernel: which.
-        size: bytes per element.
         head_dim: D.
+        given: how operands come.
         descriptors: whether tiles are loaded by them.
         limits: of registers.
     """
     owned, scores = {"fwd": (1, 1), "bwd_dq": (1, 2)}.get(kernel, (2, 2))
-    found, loaded = [], 6 if descriptors and size == 4 else size  # noqa: PLR2004 - bytes
+    found = []
     rows = 8 if head_dim <= WIDE else 4  # of its own that a warp has at least, in half precision
-    for block_q, block_kv, warps, stages in itertools.product(
-        BLOCKS, BLOCKS, WARPS, STAGES[loaded]
-    ):
+    for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, given.stages):
         of_keys = kernel in ("bwd", "bwd_dkdv")
         own, walked = (block_kv, block_q) if of_keys else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if kernel == "fwd" else 2)
-        shared = loaded * head_dim * (resident + 2 * stages * walked)
-        fits = registers in REGISTERS[loaded] and shared <= SHARED
-        if fits and (size == 4 or own >= rows * warps):  # noqa: PLR2004
-            tile = Tile(block_q, block_kv, warps, stages, descriptors, cut=loaded != size)
+        shared = given.loaded * head_dim * (resident + 2 * stages * walked)
+        fits = registers in given.registers and shared <= SHARED
+        if fits and (given is not HALF or own >= rows * warps):
+            tile = Tile(block_q, block_kv, warps, stages, descriptors, cut=given.cut)
             found += [replace(tile, registers=n) for n in limits]
     return found
 
 
 @functools.lru_cache(2)
-def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], Outputs, Outputs]:
+def prepare(
+    kernel: Kernel, asked: Problem, precision: str
+) -> tuple[Callable[[Tile], Outputs], Outputs, Outputs]:
     """Return the kernel as a function of its tile, its first head's result, and its inputs."""
     q, k, v = make_inputs(asked, device="cuda")
     grad_o, _ = make_grads(asked, device="cuda")
@@ -96,7 +128,7 @@ def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], 
     exact, exact_lse = reference_attention(*one, **options)
     if kernel == "fwd":
         return (
-            lambda tile: forward.forward(q, k, v, tile=tile, **options)[:1],
+            lambda tile: forward.forward(q, k, v, tile=tile, precision=precision, **options)[:1],
             (exact.detach(),),
             (q, k, v),
         )
@@ -105,55 +137,61 @@ def prepare(kernel: Kernel, asked: Problem) -> tuple[Callable[[Tile], Outputs], 
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
     lse2, delta = backward.row_terms(grad_o, None, o, lse)
     given = backward.Recomputation(
-        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **options
+        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision=precision, **options
     )
     wanted = {"bwd": (dk, dv, dq), "bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}[kernel]
     return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
 
 
-def check(kernel: Kernel, asked: Problem, tile: Tile) -> None:
+def check(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> None:
     """Run the kernel once.
 
     Raises:
         ValueError: its result is wrong.
     """
-    call, wanted, _ = prepare(kernel, asked)
+    call, wanted, _ = prepare(kernel, asked, precision)
+    most = RELATIVE[precision if precision in RELATIVE else asked.dtype]
     for got, exact in zip(call(tile), wanted, strict=True):
         error = ((got[:1, :1] - exact).norm() / exact.norm()).item()
-        if not error < RELATIVE[asked.dtype]:
+        if not error < most:
             msg = f"relative error {error:.1e}"
             raise ValueError(msg)
 
 
-def fault(kernel: Kernel, asked: Problem, tile: Tile) -> str | None:
+def fault(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> str | None:
     """Return what keeps a tile out of the race, or None; compiles it into Triton's cache."""
     arch = f"sm_{torch.cuda.get_device_capability()[0]}0"
     size = asked.torch_dtype.itemsize
     try:
-        variant = Variant(arch, kernel, size, asked.head_dim, tile, bool(asked.causal))
+        variant = Variant(
+            arch, kernel, size, asked.head_dim, tile, bool(asked.causal), precision=precision
+        )
         complaint = compile_variant(variant).complaint(arch)
         if complaint is None:
-            check(kernel, replace(asked, batch=1), tile)
+            check(kernel, replace(asked, batch=1), tile, precision)
     except Exception as error:  # noqa: BLE001 - one that the compiler refuses is out, as well
         return f"{type(error).__name__}: {str(error)[:100]}"
     return complaint
 
 
-def rate(kernel: Kernel, asked: Problem, tile: Tile) -> float:
+def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
     """Return the kernel's flop/s on this problem, after checking its result.
 
     To cut what it takes cut is timed by itself, and taken off.
     """
-    check(kernel, asked, tile)
-    call, _, inputs = prepare(kernel, asked)
+    check(kernel, asked, tile, precision)
+    call, _, inputs = prepare(kernel, asked, precision)
     bench = functools.partial(triton.testing.do_bench, warmup=15, rep=50, return_mode="median")
     seconds = bench(lambda: call(tile)) / 1e3
-    if launch.cuts(tile, asked.torch_dtype, launch.input_precision("auto", asked.torch_dtype)):
-        seconds -= bench(lambda: cut_all(*inputs)) / 1e3
+    parts = launch.cuts(
+        tile, asked.torch_dtype, launch.input_precision(precision, asked.torch_dtype)
+    )
+    if parts:
+        seconds -= bench(lambda: cut_all(*inputs, parts=parts)) / 1e3
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 
-def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
+def faults(jobs: list[tuple[Kernel, Problem, Tile, str]]) -> list[str | None]:
     """Return every job's fault, found side by side.
 
     A kernel that reads where it must not breaks its whole process: what else failed there in that
@@ -173,18 +211,17 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile]]) -> list[str | None]:
 
 
 def tune(
-    kernel: Kernel, dtype: str, head_dim: int, *, descriptors: bool, limits: Sequence[int]
+    kernel: Kernel, dtype: str, head_dim: int, tiles: Sequence[Tile], precision: str = "auto"
 ) -> list[dict[str, object]]:
-    """Return every candidate's row, the fastest first."""
+    """Return every tile's row, the fastest first."""
     full, causal = (problem(kernel, head_dim, dtype, causal=mask) for mask in (False, True))
-    size = full.torch_dtype.itemsize
-    tiles = candidates(kernel, size, head_dim, descriptors=descriptors, limits=limits)
-    found = faults([(kernel, asked, tile) for tile in tiles for asked in (full, causal)])
+    found = faults([(kernel, asked, tile, precision) for tile in tiles for asked in (full, causal)])
     rows = []
     for tile, *reasons in zip(tiles, found[::2], found[1::2], strict=True):
         reason = next((x for x in reasons if x), None)
-        rates = [] if reason else [rate(kernel, asked, tile) for asked in (full, causal)]
-        row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, **asdict(tile)}
+        rates = [] if reason else [rate(kernel, asked, tile, precision) for asked in (full, causal)]
+        row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "precision": precision}
+        row |= asdict(tile)
         score = math.sqrt(math.prod(rates)) if rates else 0.0
         rows.append(row | {"rates": rates, "score": score, "fault": reason})
     return sorted(rows, key=lambda row: row["score"], reverse=True)
@@ -198,7 +235,8 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(RELATIVE))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--pointers", action="store_true", help="load by pointers, not descriptors")
+    parser.add_argument("--precision", default="auto", choices=("auto", "tf32"), help="of fp32")
+    parser.add_argument("--load", choices=LOADS, help="(default: cut in fp32, else descriptors)")
     parser.add_argument("--registers", nargs="+", type=int, default=[0], help="limits; 0 is none")
     parser.add_argument("--show", type=int, default=4, help="rows printed for each search")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")
@@ -207,9 +245,12 @@ def main() -> None:
     for dtype, head_dim, kernel in itertools.product(
         options.dtype, options.head_dim, options.kernel
     ):
-        rows = tune(
-            kernel, dtype, head_dim, descriptors=not options.pointers, limits=options.registers
+        load = options.load or ("cut" if dtype == "float32" else "descriptors")
+        given = way(dtype, options.precision, load)
+        tiles = candidates(
+            kernel, head_dim, given, descriptors=load != "pointers", limits=options.registers
         )
+        rows = tune(kernel, dtype, head_dim, tiles, options.precision)
         everything += rows
         for row in rows[: options.show]:
             rates = " ".join(f"{x * 1e-12:.0f}" for x in row["rates"]) or row["fault"]

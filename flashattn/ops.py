@@ -39,7 +39,7 @@ HOPPER_TILE = 128  # queries
 HOPPER_FEWEST = 64  # tiles of rows that are long: from so many keys on
 HOPPER_LONG = 8192
 HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
-HOPPER_CUT = range(65, 129)  # head dimensions in fp32
+HOPPER_CUT = range(33, 129)  # head dimensions in fp32
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
@@ -75,7 +75,7 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     if problem.dtype == "float64":
         return "hopper takes fp16, bf16 and fp32; tiled and reference take fp64"
     if problem.dtype == "float32" and problem.head_dim not in HOPPER_CUT:
-        return "hopper takes fp32 with head dimensions 65 to 128; triton takes others, too"
+        return "hopper takes fp32 with head dimensions 33 to 128; triton takes others, too"
     if not least <= problem.head_dim <= most:
         return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
     return None
@@ -90,15 +90,17 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     both passes at once and splits what they walk over (one head of 16 384 at D = 64: 289 and 388
     us; eight of 2048 without a mask 73 and 92). Long rows without a mask are an exception. So does
     the forward, and several of narrow heads: where there are fewer the portable one splits the
-    keys. Wide heads without a mask, where all tiles take as long, content themselves with less.
+    keys. Wide heads without a mask, where all tiles take as long, content themselves with less, and
+    so does fp32, whose backward knows itself what it is faster at.
     """
-    if problem.dtype == "float32":
-        return {"split_keys": True}  # its backward knows what it is faster at
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    full, narrow = problem.causal is False, problem.head_dim <= HOPPER_NARROW
+    if problem.dtype == "float32":
+        filled = tiles >= (0.75 if full else 1) * multiprocessors
+        return {} if filled and problem.seq_q >= HOPPER_TILE else {"split_keys": True}
     if problem.seq_q < HOPPER_TILE:
         return None
-    full, narrow = problem.causal is False, problem.head_dim <= HOPPER_NARROW
     fewest = HOPPER_FEWEST if full and problem.seq_kv >= HOPPER_LONG else multiprocessors
     enough = (4 if narrow else 0.75 if full else 1) * multiprocessors
     if tiles >= enough:

@@ -36,7 +36,7 @@ from flashattn.kernels.launch import Like
 from flashattn.kernels.tiles import block_d
 from flashattn.problem import Problem, check_scale, diagonal
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate, run
+from flashattn.testing.accuracy import Question, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs
 
 PATIENCE = 300  # seconds; a barrier that nobody reaches would hang for ever
@@ -140,9 +140,9 @@ CUTS = {
 @pytest.mark.parametrize("values", ["normal", "extreme", "huge_v", "ties"])
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", CUTS)
-@pytest.mark.parametrize("head_dim", [65, 96, 128])
+@pytest.mark.parametrize("head_dim", [33, 64, 65, 96, 128])
 def test_cut(on_hopper, head_dim, shape, causal, values):
-    """In fp32 the gradients of what comes cut are within the budgets of fp32, and the same bits."""
+    """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
     question = Question(problem=problem, device=on_hopper, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
@@ -150,6 +150,18 @@ def test_cut(on_hopper, head_dim, shape, causal, values):
     case = question.draw()
     runs = [run(attend, case) for _ in range(10)]
     assert all(torch.equal(again[name], x) for again in runs for name, x in runs[0].items())
+
+
+@pytest.mark.parametrize("causal", MASKS)
+@pytest.mark.parametrize("shape", CUTS)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_cut_in_two(on_hopper, head_dim, shape, causal):
+    """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
+    problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
+    case = Question(problem=problem, device=on_hopper).draw()
+    how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
+    for name, error in relative_errors(partial(get("hopper"), **how), case).items():
+        assert 2**-20 < error < 4 * 2 * 2**-16, name
 
 
 def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
@@ -163,7 +175,8 @@ def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
         (128, 1024, "bf16x6", True),
         (64, 1024, "bf16x6", False),
         (128, 64, "bf16x6", False),
-        (128, 1024, "tf32", False),
+        (128, 1024, "tf32", True),
+        (128, 1024, "ieee", False),
     ):
         asked.clear()
         problem = Problem(seq_q=length, head_dim=head_dim)
@@ -232,7 +245,7 @@ def test_who_takes_what(device):
     if get("hopper").why_not(half, device) is None:
         for dtype, head_dim, words in (
             ("float64", 64, "reference take fp64"),
-            ("float32", 64, "65 to 128; triton takes others"),
+            ("float32", 32, "33 to 128; triton takes others"),
             ("bfloat16", 32, "triton takes smaller ones"),
         ):
             problem = replace(half, dtype=dtype, head_dim=head_dim)
@@ -265,10 +278,22 @@ def test_where_it_is_the_fastest(monkeypatch, device, shape, options):
     assert ops.hopper_fastest(Problem(**shape, dtype="bfloat16"), device) == options
 
 
-def test_fp32_is_its_where_it_has_kernels(device):
-    """In fp32 the portable forward is with its backward, which knows what it is faster at."""
-    problem = Problem(seq_q=64, head_dim=100)
-    assert ops.hopper_fastest(problem, device) == {"split_keys": True}
+@pytest.mark.parametrize(
+    ("shape", "own"),
+    [
+        ({"seq_q": 128 * 132, "causal": True}, True),
+        ({"seq_q": 128 * 131, "causal": True}, False),
+        ({"heads": 99, "seq_q": 128}, True),
+        ({"heads": 98, "seq_q": 128}, False),
+        ({"batch": 64, "heads": 32, "seq_q": 1, "seq_kv": 4096}, False),  # decoding
+    ],
+)
+def test_where_its_forward_is_the_fastest_in_fp32(monkeypatch, device, shape, own):
+    """Where there are fewer tiles than multiprocessors, the portable forward splits keys."""
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    options = {} if own else {"split_keys": True}
+    assert ops.hopper_fastest(Problem(**shape, head_dim=100), device) == options
 
 
 def test_kernels_by_name():

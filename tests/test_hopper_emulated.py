@@ -16,9 +16,15 @@ from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.kernels.hopper import backward, forward
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
+from flashattn.kernels.hopper.tiles import Tiles
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.problem import Problem, check_scale
-from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
+from flashattn.testing.accuracy import (
+    InaccurateError,
+    Question,
+    assert_accurate,
+    relative_errors,
+)
 from flashattn.testing.inputs import make_grads, make_inputs
 
 pytestmark = pytest.mark.skipif(
@@ -29,9 +35,10 @@ Mutant = runpy.run_path(str(MUTANTS))["Mutant"]
 SMALL = Config(block_kv=64)
 
 
-def attend(problem, config, how=None):
+def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     options = {"diagonal": problem.diagonal, "scale": check_scale(None, problem.head_dim)}
+    options["precision"] = precision
 
     class Attend(torch.autograd.Function):
         @staticmethod
@@ -174,20 +181,40 @@ CUT_CASES = [
     {"heads": 2, "seq_q": 100, "seq_kv": 130, "head_dim": 72, "causal": "top_left"},
     {"heads": 1, "seq_q": 200, "seq_kv": 60, "causal": True},  # dk and dv in parts
     {"heads": 1, "seq_q": 60, "seq_kv": 200},  # dq in parts
+    {"heads": 2, "seq_q": 130, "seq_kv": 150, "head_dim": 40, "causal": "bottom_right"},
 ]
+
+
+def cut_kernels(problem):
+    """Return the kernels that are asked for what comes cut."""
+    backward = ("dkdv", "dq") if problem.head_dim > 64 else ()
+    return {f"flashattn_hopper_cut_{kernel}" for kernel in ("fwd", *backward)}
 
 
 @pytest.mark.parametrize("values", ["normal", "extreme"])
 @pytest.mark.parametrize("shape", CUT_CASES, ids=str)
 def test_cut(shape, values):
-    """Gradients in fp32 of what comes cut are within the budgets of fp32."""
+    """In fp32 what comes cut in three is within the budgets of fp32."""
     problem = Problem(**{"head_dim": 128} | shape)
     with emulated(multiprocessors=2) as launched:
         assert_accurate(attend(problem, None, {}), Question(problem=problem, values=values))
-    assert {"flashattn_hopper_cut_dkdv", "flashattn_hopper_cut_dq"} <= set(launched)
+    assert set(launched) == cut_kernels(problem)
+
+
+@pytest.mark.parametrize("shape", CUT_CASES, ids=str)
+def test_cut_in_two(shape):
+    """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
+    problem = Problem(**{"head_dim": 128} | shape)
+    case = Question(problem=problem).draw()
+    with emulated(multiprocessors=2) as launched:
+        errors = relative_errors(attend(problem, None, {}, "tf32"), case)
+    assert set(launched) == cut_kernels(problem)
+    for name, error in errors.items():
+        assert 2**-20 < error < 4 * 2 * 2**-16, name
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
+VISITS, CUT_FORWARD = "kernels/hopper/visits.py", "kernels/hopper/forward_cut.py"
 WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
 CUT = "kernels/hopper/backward_cut.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
@@ -246,10 +273,43 @@ PLANTED = [
         WRONG,
     ),
     (
+        "cut causal",
+        Mutant(
+            "last_keys_not_visited",
+            CUT_FORWARD,
+            "gl.cdiv(last, WALKED)",
+            "last // WALKED",
+            "keys of a last tile that is not whole count for nothing",
+        ),
+        WRONG,
+    ),
+    (
+        "cut",
+        Mutant(
+            "parts_freed_too_early",
+            CUT_FORWARD,
+            "        s = product(q, transposed(k, PARTS), S, PARTS)\n        keys.free(n)\n",
+            "        keys.free(n)\n        s = product(q, transposed(k, PARTS), S, PARTS)\n",
+            "the next keys come while these are multiplied",
+        ),
+        WRONG,
+    ),
+    (
+        "cut",
+        Mutant(
+            "sums_not_weighed",
+            CUT_FORWARD,
+            "by_row(acc, alpha) + product(",
+            "acc + product(",
+            "what was summed before a greater score came weighs too much",
+        ),
+        WRONG,
+    ),
+    (
         "cut",
         Mutant(
             "a_product_less",
-            "kernels/hopper/threes.py",
+            "kernels/hopper/parts.py",
             "    acc = warpgroup_mma(a[0], b[1], acc, is_async=True)\n",
             "",
             "fp32 is multiplied with 8 bits of one of the factors",
@@ -304,7 +364,7 @@ PLANTED = [
         "full",
         Mutant(
             "keys_not_hidden",
-            FORWARD,
+            VISITS,
             "last = gl.full([ROWS], seq_kv - 1 - start_kv,",
             "last = gl.full([ROWS], BLOCK_KV,",
             "keys that only pad a tile are in the sum",
@@ -698,7 +758,7 @@ def test_loads_come_late(start, rows):
     tile, bar = Shared.allocate([1, 1, 4, 64], x.dtype), barrier(1)
 
     def role():
-        described = Descriptor(forward.Tiles(4).describe(x))
+        described = Descriptor(Tiles(4).describe(x))
         barriers.expect(bar, described.block_type.nbytes)
         tile.outer.zero_()
         copies.load_tile(described, [0, 0, start, 0], bar, tile)
@@ -718,7 +778,7 @@ def test_stores_leave_late(waits):
     seen = set()
 
     def role():
-        described = Descriptor(forward.Tiles(2).describe(x))
+        described = Descriptor(Tiles(2).describe(x))
         for n in (1, 2):
             tile.store(torch.full_like(tile.own, n))
             copies.fence_async_shared()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from flashattn import attention
 from flashattn.kernels import backward, cut, forward, launch, splitting
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
 
 attention_module = import_module("flashattn.attention")  # the package's name is the function's
@@ -371,7 +372,7 @@ def test_what_is_cut_is_whole(device):
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
-    parts = cut.cut_all(*[wanted[None, None].to(device)] * 4)
+    parts = cut.cut_all(*[wanted[None, None].to(device)] * 4, parts=3)
     assert all(torch.equal(x, parts[0]) for x in parts)
     errors = (parts[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110
@@ -404,8 +405,19 @@ def test_fp32_budgets_see_tf32(device, seq_kv):
         assert_accurate(triton(False, precision="tf32"), Question(problem=problem, device=device))
 
 
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_tf32_in_two_parts(device, causal):
+    """Where TF32 will do, what comes cut in two is right to 16 bits, twice what is lost of each."""
+    problem = Problem(heads=8, seq_q=400, seq_kv=500, head_dim=64, causal=causal)
+    if device.type == "cpu":
+        problem = replace(problem, heads=2, kv_heads=2, seq_q=70, seq_kv=100)
+    case = Question(problem=problem, device=device).draw()
+    for name, error in relative_errors(triton(causal, precision="tf32"), case).items():
+        assert 2**-20 < error < 4 * 2 * 2**-16, name
+
+
 def test_torch_decides_on_tf32():
-    """Precision auto is six bf16 products, and one of TF32 where torch's setting allows TF32."""
+    """Precision auto is six bf16 products, and TF32 where torch's setting allows it."""
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     try:
         for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):

@@ -78,26 +78,38 @@ def test_both_passes_have_a_tile_where_they_were_measured():
 
 def test_tf32_has_tiles_of_its_own():
     """On Hopper, where one was faster than that of six products and can be loaded."""
-    assert pick_tf32("fwd", 60, (9, 0), descriptors=True) is TF32["sm_90"]["fwd", 64]
-    assert pick_tf32("fwd", 60, (9, 0), descriptors=False) is None
-    assert pick_tf32("bwd_dq", 128, (9, 0), descriptors=False) is TF32["sm_90"]["bwd_dq", 128]
+    whole, cut = TF32["sm_90"][False], TF32["sm_90"][True]
+    few, many = {"descriptors": True, "large": False}, {"descriptors": False, "large": True}
+    assert pick_tf32("fwd", 60, (9, 0), **few) is whole["fwd", 64]
+    assert pick_tf32("fwd", 60, (9, 0), **few | {"descriptors": False}) is None
+    assert pick_tf32("fwd", 60, (9, 0), **many) is cut["fwd", 64]  # parts always have descriptors
+    assert pick_tf32("bwd_dq", 128, (9, 0), **few) is whole["bwd_dq", 128]
     for kernel, head_dim, capability in (
-        ("fwd", 16, (9, 0)),
+        ("bwd_dq", 16, (9, 0)),
         ("fwd", 64, (8, 0)),
         ("fwd", 64, None),
     ):
-        assert pick_tf32(kernel, head_dim, capability, descriptors=True) is None
-    assert all(tile.cut is False for table in TF32.values() for tile in table.values())
+        assert pick_tf32(kernel, head_dim, capability, **few) is None
+    for tables in TF32.values():
+        assert all(tile.cut is cut for cut, table in tables.items() for tile in table.values())
 
 
 def test_what_was_measured_can_be_found_again():
     """Every tile that the table for Hopper has is among the candidates of the search."""
     search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune.py"))
-    for (kernel, size, head_dim, _, _), tile in TABLES["sm_90"].items():
+    rows = [(*key[:3], "auto", tile) for key, tile in TABLES["sm_90"].items()]
+    rows += [
+        (kernel, 4, head_dim, "tf32", tile)
+        for table in TF32["sm_90"].values()
+        for (kernel, head_dim), tile in table.items()
+    ]
+    for kernel, size, head_dim, precision, tile in rows:
         if kernel in search["PRODUCTS"]:
-            limits, described = {0, tile.registers}, tile.descriptors
+            dtype = {2: "bfloat16", 4: "float32"}[size]
+            way = search["way"](dtype, precision, "cut" if tile.cut else "descriptors")
+            limits = tuple({0, tile.registers})
             found = search["candidates"](
-                kernel, size, head_dim, descriptors=described, limits=tuple(limits)
+                kernel, head_dim, way, descriptors=tile.descriptors, limits=limits
             )
             assert tile in found
             assert len(set(found)) == len(found)

@@ -17,6 +17,7 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 int32, int64 = torch.int32, torch.int64
 static_range = range
 exp2, log2, permute, reshape = torch.exp2, torch.log2, torch.permute, torch.reshape
+div_rn, zeros_like = torch.div, torch.zeros_like
 
 
 class Number(int):
@@ -147,10 +148,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> Registers:
     return registers(torch.zeros(shape, dtype=dtype))
 
 
-def full(shape: Sequence[int], x: int, dtype: torch.dtype, layout: object) -> Registers:
+def full(shape: Sequence[int], x: float, dtype: torch.dtype, layout: object) -> Registers:
     """Return one number everywhere."""
     del layout
-    return registers(torch.full(shape, int(x), dtype=dtype))
+    return registers(torch.full(shape, x if type(x) is float else int(x), dtype=dtype))
 
 
 def arange(start: int, end: int, layout: object) -> Registers:

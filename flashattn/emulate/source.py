@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
 from flashattn.emulate import barriers, copies, language, products
-from flashattn.kernels.hopper import backward, backward_wide, compat, threes, words
+from flashattn.kernels.hopper import backward, compat, parts, ring, words
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
@@ -27,8 +27,8 @@ STAND_INS: dict[int, Any] = {
     id(compat.load_tile): copies.load_tile,
     id(compat.store_tile): copies.store_tile,
     id(compat.add_tile): copies.add_tile,
-    id(backward_wide.anew): language.to_tensor,
-    id(threes.high): products.high,
+    id(ring.anew): language.to_tensor,
+    id(parts.high): products.high,
     id(words.packed): products.packed,
     id(words.operand): products.operand,
     id(words.settle): products.settle,

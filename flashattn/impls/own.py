@@ -47,15 +47,16 @@ def _hopper(
     split_keys: bool = False,
     joint_passes: bool = False,
 ) -> ops.Attend:
-    """FlashAttention for Hopper in Gluon; of fp32 the gradients at D = 65 to 128.
+    """FlashAttention for Hopper in Gluon; in fp32 o at D = 33 to 128, gradients from 65 on.
 
     With ``deterministic=False`` the gradient of q is summed in any order for D <= 128, unless
     ``torch.use_deterministic_algorithms`` insists: faster by 0 to 6% on an H200, more for one long
     head, and other bits every time.
     What the bulk copy engine cannot reach (an address or a stride that is no multiple of 16 bytes,
     a stride of 0) and a scale that is not positive are the portable kernels'; so are fp32 with few
-    scores or not of six bf16 products, its forward, and where there are few queries, which they are
-    faster at, every forward with ``split_keys`` and every backward with ``joint_passes``.
+    scores or multiplied as ``precision="ieee"`` or ``"tf32x3"`` say, and, where there are few
+    queries, which they are faster at, every forward with ``split_keys`` and every backward with
+    ``joint_passes``.
     """
     return ops.prepare(
         q,

@@ -109,7 +109,7 @@ def prepare(
         kernel, *inputs, causal=diagonal is not None, precision=precision
     )
     cut = launch.cuts(tile, q.dtype, precision)
-    operands = [cut_like(x) if cut else x for x in inputs]
+    operands = [cut_like(x, cut) if cut else x for x in inputs]
     rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
     ways = _walks(kernel, q, k, tile, strides, parts)
     chunks = [way.chunk for way in ways]
@@ -131,7 +131,7 @@ def prepare(
         {
             "head_dim": q.shape[3],
             "CAUSAL": diagonal is not None,
-            "PRECISION": "cut" if cut else precision,
+            "PRECISION": f"cut{cut}" if cut else precision,
             **constants,
             **tile.options(q.shape[3]),
         },

@@ -1,4 +1,4 @@
-"""flashattn_cut: fp32 as three numbers of bf16, for kernels that multiply in six products.
+"""flashattn_cut: fp32 as three numbers of bf16, or two, for kernels that add up their products.
 
 A kernel can cut what it has loaded, each tile as often as it comes by. Cut beforehand a tile is in
 shared memory as the tensor cores take it, which leaves registers and a third more speed: see
@@ -18,7 +18,6 @@ from flashattn.kernels.primitives import SIZES, cut, load_one, program_tile, sto
 from flashattn.kernels.tiles import block_d
 
 BLOCK, WARPS = 32, 4
-THREE = tl.constexpr(3)
 
 
 @triton.jit
@@ -33,19 +32,20 @@ def cut_rows(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Cut BLOCK rows of x [B, H, rows, D] into cut_x [B, 3 H, rows, BLOCK_D], which is dense."""
+    """Cut BLOCK rows of x [B, H, rows, D] into cut_x [B, PARTS H, rows, BLOCK_D], dense."""
     block, batch, head = program_tile(program, tl.cdiv(rows, BLOCK), heads, False)
     start = block * BLOCK
     tile = load_one(
         x, strides, batch, head, start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False, False
     )
     pitch = tl.cast(rows, tl.int64) * BLOCK_D
-    three = cut(tile)
-    for i in tl.static_range(THREE):
+    parts = cut(tile, PARTS)
+    for i in tl.static_range(PARTS):
         store_tile(
-            cut_x, (pitch * heads * THREE, pitch, BLOCK_D), batch, head * THREE + i, start, rows,
-            three[i], head_dim, False, BLOCK, BLOCK_D,
+            cut_x, (pitch * heads * PARTS, pitch, BLOCK_D), batch, head * PARTS + i, start, rows,
+            parts[i], head_dim, False, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -72,58 +72,62 @@ def flashattn_cut(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Cut k, v, q, and grad_o unless it is None: some programs each, in this order."""
     program = tl.program_id(0)
     of_keys = tl.cdiv(seq_kv, BLOCK) * batches * kv_heads
     of_queries = tl.cdiv(seq_q, BLOCK) * batches * heads
     if program < of_keys:
-        cut_rows(program, k, cut_k, k_strides, kv_heads, seq_kv, head_dim, PADDED, BLOCK, BLOCK_D)
+        cut_rows(
+            program, k, cut_k, k_strides, kv_heads, seq_kv, head_dim, PADDED, BLOCK, BLOCK_D, PARTS
+        )
     elif program < 2 * of_keys:
         cut_rows(
             program - of_keys, v, cut_v, v_strides, kv_heads, seq_kv, head_dim,
-            PADDED, BLOCK, BLOCK_D,
+            PADDED, BLOCK, BLOCK_D, PARTS,
         )  # fmt: skip
     elif program < 2 * of_keys + of_queries:
         cut_rows(
             program - 2 * of_keys, q, cut_q, q_strides, heads, seq_q, head_dim,
-            PADDED, BLOCK, BLOCK_D,
+            PADDED, BLOCK, BLOCK_D, PARTS,
         )  # fmt: skip
     elif grad_o is not None:
         cut_rows(
             program - 2 * of_keys - of_queries, grad_o, cut_grad_o, grad_o_strides, heads, seq_q,
-            head_dim, PADDED, BLOCK, BLOCK_D,
+            head_dim, PADDED, BLOCK, BLOCK_D, PARTS,
         )  # fmt: skip
 
 
-def cut_like(x: Like) -> Like:
-    """Return what x [B, H, N, D] is like when it is cut: [B, 3 H, N, D padded], in bf16."""
+def cut_like(x: Like, parts: int) -> Like:
+    """Return what x [B, H, N, D] is like when it is cut: [B, parts H, N, D padded], in bf16."""
     batch, heads, rows, head_dim = x.shape
-    shape = torch.Size((batch, heads * THREE.value, rows, block_d(head_dim)))
+    shape = torch.Size((batch, heads * parts, rows, block_d(head_dim)))
     strides = torch.empty(shape, device="meta").stride()
     return Like(shape, strides, torch.bfloat16, x.device, 0)
 
 
-def cut_all(*inputs: torch.Tensor) -> list[torch.Tensor]:
+def cut_all(*inputs: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """Launch flashattn_cut; the current device is theirs.
 
     Args:
         inputs: q [B, H, T, D], k and v [B, G, S, D], and grad_o like q or nothing, in fp32, with
             dense rows, not empty.
+        parts: of each number, two or three.
 
     Returns:
         What ``cut_like`` says of each.
     """
-    shapes, launch = _plan(facts(*inputs))
+    shapes, launch = _plan(facts(*inputs), parts)
     device = inputs[0].device
-    parts = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    filled = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
     absent = [None] * (4 - len(inputs))
-    launch(*inputs, *absent, *parts, *absent)
-    return parts
+    launch(*inputs, *absent, *filled, *absent)
+    return filled
 
 
 @lru_cache(PLANS)
-def _plan(given: tuple[Facts, ...]) -> tuple[list[torch.Size], Launch]:
+def _plan(given: tuple[Facts, ...], parts: int) -> tuple[list[torch.Size], Launch]:
     """Prepare a launch."""
     likes = [Like(*x) for x in given]
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = (x.shape for x in likes[:2])
@@ -133,6 +137,6 @@ def _plan(given: tuple[Facts, ...]) -> tuple[list[torch.Size], Launch]:
         sum(triton.cdiv(x.shape[2], BLOCK) * batch * x.shape[1] for x in likes),
         [None] * 8,
         (*strides, batch, heads, kv_heads, seq_q, seq_kv),
-        row_options(head_dim, BLOCK, WARPS),
+        row_options(head_dim, BLOCK, WARPS) | {"PARTS": parts},
     )
-    return [cut_like(x).shape for x in likes], launch
+    return [cut_like(x, parts).shape for x in likes], launch

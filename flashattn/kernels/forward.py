@@ -23,6 +23,7 @@ from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
     add_compensated,
+    cut_parts,
     dot,
     dot_transposed,
     load_tile,
@@ -72,7 +73,7 @@ def fold_keys(
     In fp32 ``lost`` is what rounding has added to ``l``, a sum of as many terms as there are tiles.
     """
     acc, m, l, lost = state
-    COMPENSATED: tl.constexpr = PRECISION == "cut" or q_tile.dtype == tl.float32
+    COMPENSATED: tl.constexpr = cut_parts(PRECISION) > 0 or q_tile.dtype == tl.float32
     for start_kv in tl.range(first, end, BLOCK_KV):
         k_tile = load_tile(
             k, k_strides, batch, kv_head, start_kv, seq_kv,
@@ -166,7 +167,7 @@ def flashattn_fwd(
     if SPLIT:  # a chunk is whole tiles
         full = tl.maximum(tl.minimum(full, first + chunk), first)
         end = tl.minimum(end, first + chunk)
-    if PRECISION == "cut":
+    if cut_parts(PRECISION) > 0:
         full = first
     else:
         acc, m, l, lost = fold_keys(
@@ -344,15 +345,16 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What is asked for inputs in fp32, and takes them cut."""
+    """What is asked for inputs in fp32, and takes them cut into so many parts."""
 
     fill: Fill
+    parts: int
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> None:
         """Fill o and lse."""
-        q, k, v = cut_all(q, k, v)
+        q, k, v = cut_all(q, k, v, parts=self.parts)
         self.fill(q, k, v, o, lse)
 
 
@@ -375,7 +377,7 @@ def _fill(
         kernel, q, k, v, causal=diagonal is not None, precision=precision
     )
     cut = launch.cuts(tile, q.dtype, precision)
-    operands = [cut_like(x) if cut else x for x in (q, k, v)]
+    operands = [cut_like(x, cut) if cut else x for x in (q, k, v)]
     programs = triton.cdiv(seq_q, tile.block_q) * batch * heads
     parts, chunk = splitting.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
@@ -410,13 +412,13 @@ def _fill(
             "head_dim": head_dim,
             "CAUSAL": diagonal is not None,
             "POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE,
-            "PRECISION": "cut" if cut else precision,
+            "PRECISION": f"cut{cut}" if cut else precision,
             "SPLIT": parts > 1,
             **tile.options(head_dim),
         },
     )
     if parts == 1:
-        return _Cut(fold) if cut else fold
+        return _Cut(fold, cut) if cut else fold
     merge = splitting.merging(parts, q.shape, o_strides)
     split = _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
-    return _Cut(split) if cut else split
+    return _Cut(split, cut) if cut else split

@@ -14,6 +14,7 @@ import triton.language as tl
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
+    cut_parts,
     dot,
     dot_transposed,
     load_one,
@@ -179,7 +180,7 @@ def flashattn_bwd_dkdv(
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     ONE_LOOP: tl.constexpr = CAUSAL and (
-        PRECISION == "cut" or (program is not None and BLOCK_D >= WIDE)
+        cut_parts(PRECISION) > 0 or (program is not None and BLOCK_D >= WIDE)
     )
     if program is None:
         program = tl.program_id(0)
@@ -328,7 +329,7 @@ def flashattn_bwd_dq(
     With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
     ``program`` is as in ``flashattn_bwd_dkdv``.
     """
-    ONE_LOOP: tl.constexpr = PRECISION == "cut" or (
+    ONE_LOOP: tl.constexpr = cut_parts(PRECISION) > 0 or (
         CAUSAL and program is not None and BLOCK_D >= WIDE
     )
     if program is None:

@@ -21,6 +21,7 @@ from flashattn.kernels.primitives import INTERPRETED
 from flashattn.kernels.tiles import Kernel, Tile, block_d, pick, pick_tf32
 
 CUTTING = "bf16x6"
+PARTS = {CUTTING: 3, "tf32": 2}  # of fp32 that comes cut
 PRECISIONS = ("auto", CUTTING, "tf32x3", "tf32", "ieee")
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of addresses and of strides
 PLANS = 1024  # kept by each launcher: shapes that keep changing shall not fill the memory
@@ -143,24 +144,26 @@ def find_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Ti
     """
     x, enough = inputs[0], scores(*inputs[:2])
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
-    if precision == "tf32":
-        described = all(x.describable for x in inputs)
-        tile = pick_tf32(kernel, x.shape[-1], capability, descriptors=described)
-        if tile is not None:
-            return tile
+    describable = all(x.describable for x in inputs) and enough > TINY
     if x.dtype == torch.float32:
-        worth = CUT_FORWARD if kernel in ("fwd", "decode") else CUT
-        describable = precision == CUTTING and enough > worth
-    else:
-        describable = all(x.describable for x in inputs) and enough > TINY
+        large = enough > (CUT_FORWARD if kernel in ("fwd", "decode") else CUT)
+        if precision == "tf32":
+            how = {"descriptors": describable, "large": large}
+            tile = pick_tf32(kernel, x.shape[-1], capability, **how)
+            if tile is not None:
+                return tile
+        describable = precision == CUTTING and large
     return pick(
         kernel, x.dtype.itemsize, x.shape[-1], capability, causal=causal, descriptors=describable
     )
 
 
-def cuts(tile: Tile, dtype: torch.dtype, precision: str) -> bool:
-    """Return whether a tile's operands are ``cut`` beforehand."""
-    return tile.cut and dtype == torch.float32 and precision == CUTTING
+def cuts(tile: Tile, dtype: torch.dtype, precision: str) -> int:
+    """Return into how many parts a tile's operands are ``cut`` beforehand; 0: they come whole.
+
+    Three hold fp32; two, of 16 bits, more than TF32, whose 11 they stand in for.
+    """
+    return PARTS.get(precision, 0) if tile.cut and dtype == torch.float32 else 0
 
 
 def row_options(head_dim: int, block: int, warps: int) -> dict[str, Any]:

@@ -102,20 +102,20 @@ class Variant:
     def __str__(self) -> str:
         """Return what picks the tile."""
         name = f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim}"
-        if self.tile is None:
-            return name
-        loading = "cut" if self.cut else "descriptors" if self.describable else "pointers"
         asked = f" {self.precision}" if self.precision != "auto" else ""
+        if self.tile is None:
+            return name + asked
+        loading = "cut" if self.cut else "descriptors" if self.describable else "pointers"
         return (
             f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}{asked}"
         )
 
     @property
-    def cut(self) -> bool:
-        """Whether its operands are cut beforehand."""
+    def cut(self) -> int:
+        """Into how many parts its operands are cut beforehand; 0: they are whole."""
         dtype = DTYPES[self.size]
         precision = launch.input_precision(self.precision, dtype)
-        return self.tile is not None and launch.cuts(self.tile, dtype, precision)
+        return 0 if self.tile is None else launch.cuts(self.tile, dtype, precision)
 
     @property
     def launch(self) -> str:
@@ -144,7 +144,9 @@ class Variant:
         if self.tile is None:
             d = block_d(self.head_dim)
             block = self._fixed[0]
-            return {"PADDED": self.head_dim < d, "BLOCK": block, "BLOCK_D": d}
+            precision = launch.input_precision(self.precision, DTYPES[self.size])
+            parts = launch.PARTS.get(precision, 0)
+            return {"PADDED": self.head_dim < d, "BLOCK": block, "BLOCK_D": d, "PARTS": parts}
         return {
             "CAUSAL": self.causal,
             "POSITIVE_SCALE": True,
@@ -152,7 +154,9 @@ class Variant:
             "SPLIT_KV": self.split,
             "program": None,
             "PRECISION": (
-                "cut" if self.cut else launch.input_precision(self.precision, DTYPES[self.size])
+                f"cut{self.cut}"
+                if self.cut
+                else launch.input_precision(self.precision, DTYPES[self.size])
             ),
             **self.tile.options(self.head_dim),
         }
@@ -308,7 +312,8 @@ def variants() -> list[Variant | HopperVariant]:
     ]
     tiled += [
         Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
-        for arch, table in TF32.items()
+        for arch in TF32.keys() & set(ARCHITECTURES)
+        for table in TF32[arch].values()
         for (kernel, head_dim), tile in table.items()
         for causal, split in product((False, True), (False, True))
     ]
@@ -321,5 +326,10 @@ def variants() -> list[Variant | HopperVariant]:
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, (1, *HEAD_DIMS))
         if kernel != "cut" or (DTYPES[size] == torch.float32 and head_dim > 1)
+    ]
+    fixed += [
+        replace(variant, precision="tf32")
+        for variant in fixed
+        if (variant.kernel, variant.arch) == ("cut", "sm_90")
     ]
     return [*tiled, *columns, *fixed, *hopper.variants()]

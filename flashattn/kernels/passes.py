@@ -29,12 +29,12 @@ class Pass:
 
     Args:
         fold: of q, k, v, grad_o, lse2, delta and what it fills.
-        cut: whether it takes the first four cut.
+        cut: into how many parts the first four are cut; 0: they are whole.
         written: what it fills, of dk, dv and dq, in this order.
     """
 
     fold: Launch
-    cut: bool
+    cut: int
     written: tuple[Written, ...]
 
 
@@ -47,8 +47,8 @@ class Passes:
 
     def __init__(self, *steps: Pass) -> None:
         """Prepare the sum, if there are parts to add up."""
-        self.cut = any(step.cut for step in steps)
-        self._steps: list[tuple[Launch, bool, slice]] = []
+        self.cut = max(step.cut for step in steps)
+        self._steps: list[tuple[Launch, int, slice]] = []
         written: list[Written] = []
         for step in steps:
             filled = slice(len(written), len(written) + len(step.written))
@@ -70,7 +70,7 @@ class Passes:
             rows: lse2 and delta.
             grads: what the passes fill, in their order.
         """
-        parts = cut_all(*inputs) if self.cut else inputs
+        parts = cut_all(*inputs, parts=self.cut) if self.cut else inputs
         filled = grads if self._sum is None else self._terms(grads)
         for fold, cut, which in self._steps:
             fold(*(parts if cut else inputs), *rows, *filled[which])

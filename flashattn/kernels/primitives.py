@@ -15,19 +15,35 @@ HIGH_BITS = tl.constexpr(-65536)  # of an fp32: those of a bf16
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def cut(x):
-    """Return three bf16 whose sum is x, of fp32: 8 bits each; what is not finite is the first.
+@triton.constexpr_function
+def cut_parts(precision):
+    """Return of how many parts of bf16 operands are, "cut3" or "cut2"; 0: they come whole."""
+    return int(precision[-1]) if precision.startswith("cut") else 0
 
-    They are as far apart as 2^-133 at least, so x is exact from 2^-110 on, and off by up to 2^-134
-    where it is smaller.
+
+@triton.jit
+def high_part(x):
+    """Return the first 8 bits of fp32, as fp32."""
+    return (x.to(tl.int32, bitcast=True) & HIGH_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cut(x, PARTS: tl.constexpr):
+    """Return three bf16 whose sum is x, of fp32, or two; what is not finite is the first.
+
+    Three hold all 24 bits. They are as far apart as 2^-133 at least, so x is exact from 2^-110 on,
+    and off by up to 2^-134 where it is smaller. Two hold 16 bits and a rounded one.
     """
-    high = (x.to(tl.int32, bitcast=True) & HIGH_BITS).to(tl.float32, bitcast=True)
+    high = high_part(x)
     rest = x - high
     rest = tl.where(rest == rest, rest, 0.0)  # inf - inf
-    middle = (rest.to(tl.int32, bitcast=True) & HIGH_BITS).to(tl.float32, bitcast=True)
-    low = rest - middle
-    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
+    if PARTS == 2:  # noqa: PLR2004 - of a constexpr
+        parts = high.to(tl.bfloat16), rest.to(tl.bfloat16)
+    else:
+        middle = high_part(rest)
+        low = rest - middle
+        parts = high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)  # type: ignore[assignment]
+    return parts
 
 
 @triton.jit
@@ -41,12 +57,18 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def six_products(a, b):
-    """Return a @ b of what is cut, the least first: without what is below the last bit of fp32."""
-    s = multiply(a[1], b[1], None, "ieee")
-    s = multiply(a[0], b[2], s, "ieee")
-    s = multiply(a[2], b[0], s, "ieee")
-    s = multiply(a[0], b[1], s, "ieee")
+def cut_products(a, b, PARTS: tl.constexpr):
+    """Return a @ b of what is cut, the least first: six products, or three.
+
+    They leave out what is below the last bit of fp32, or of two parts.
+    """
+    if PARTS == 2:  # noqa: PLR2004
+        s = multiply(a[0], b[1], None, "ieee")
+    else:
+        s = multiply(a[1], b[1], None, "ieee")
+        s = multiply(a[0], b[2], s, "ieee")
+        s = multiply(a[2], b[0], s, "ieee")
+        s = multiply(a[0], b[1], s, "ieee")
     s = multiply(a[1], b[0], s, "ieee")
     s = tl.where(s == s, s, 0.0)  # inf * 0, of numbers whose product is inf
     return multiply(a[0], b[0], s, "ieee")
@@ -55,8 +77,11 @@ def six_products(a, b):
 @triton.jit
 def dot_transposed(a, b, PRECISION: tl.constexpr):
     """Return a @ b.T, in fp32, of two tiles; see ``dot``."""
-    if PRECISION == "cut":
-        result = six_products(a, (b[0].T, b[1].T, b[2].T))
+    PARTS: tl.constexpr = cut_parts(PRECISION)
+    if PARTS == 3:  # noqa: PLR2004
+        result = cut_products(a, (b[0].T, b[1].T, b[2].T), PARTS)
+    elif PARTS == 2:  # noqa: PLR2004
+        result = cut_products(a, (b[0].T, b[1].T), PARTS)
     elif a.shape[1] == 1:
         result = a.to(tl.float32) * b.to(tl.float32).T
     else:
@@ -68,11 +93,12 @@ def dot_transposed(a, b, PRECISION: tl.constexpr):
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """Return acc + a @ b, in fp32, of fp32 numbers and a tile, to whose dtype they are rounded.
 
-    PRECISION says how fp32 is multiplied; "cut": tiles are three of bf16, whose sum they are. A
-    single column is no matrix, so tensor cores are not asked.
+    PRECISION says how fp32 is multiplied; "cut3": tiles are three of bf16, whose sum they are;
+    "cut2": two. A single column is no matrix, so tensor cores are not asked.
     """
-    if PRECISION == "cut":
-        result = acc + six_products(cut(a), b)
+    PARTS: tl.constexpr = cut_parts(PRECISION)
+    if PARTS > 0:
+        result = acc + cut_products(cut(a, PARTS), b, PARTS)
     elif b.shape[1] == 1:
         result = acc + tl.sum(a * b.to(tl.float32).T, 1)[:, None]
     else:
@@ -159,7 +185,7 @@ def load_one(
     WHOLE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Load a tile that is no three, see ``load_tile``."""
+    """Load a tile that is not cut, or one part of it, see ``load_tile``."""
     if DESCRIPTORS:
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
@@ -190,10 +216,18 @@ def load_tile(
 ):
     """Load rows ``start ...`` of one head [BLOCK, BLOCK_D]; what lies outside is 0.
 
-    What is cut has three heads in place of one, and no columns to pad: see ``dot``.
+    What is cut has a head for each part, and no columns to pad: see ``dot``.
     """
-    if PRECISION == "cut":
+    PARTS: tl.constexpr = cut_parts(PRECISION)
+    if PARTS == 2:  # noqa: PLR2004
         tile = (
+            load_one(x, strides, batch, head * 2, start, size, head_dim,
+                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+            load_one(x, strides, batch, head * 2 + 1, start, size, head_dim,
+                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+        )  # fmt: skip
+    elif PARTS == 3:  # noqa: PLR2004
+        tile = (  # type: ignore[assignment]
             load_one(x, strides, batch, head * 3, start, size, head_dim,
                      False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
             load_one(x, strides, batch, head * 3 + 1, start, size, head_dim,

@@ -59,6 +59,7 @@ LOADING = "tests/test_kernels.py::test_both_ways_of_loading_are_tested"
 OFFSETS = "tests/test_kernels.py::test_offsets_are_64_bit"
 SPLIT = "tests/test_kernels.py::test_split_keys"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
+HALVES = "tests/test_kernels.py::test_tf32_in_two_parts"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
 
 MUTANTS = [
@@ -373,6 +374,22 @@ MUTANTS = [
         'fp32_precision == "tf32" else "tf32"',
         "fp32 is multiplied with 10 bits of mantissa though torch does not allow it",
         TF32,
+    ),
+    Mutant(
+        "second_part_of_two_lost",
+        "kernels/primitives.py",
+        "parts = high.to(tl.bfloat16), rest.to(tl.bfloat16)",
+        "parts = high.to(tl.bfloat16), (rest * 0.0).to(tl.bfloat16)",
+        "where TF32 will do fp32 is multiplied with 8 bits of one of the factors",
+        HALVES,
+    ),
+    Mutant(
+        "product_of_two_parts_less",
+        "kernels/primitives.py",
+        's = multiply(a[0], b[1], None, "ieee")',
+        's = multiply(a[1], b[1], None, "ieee")',
+        "where TF32 will do fp32 is multiplied with 8 bits of one of the factors",
+        HALVES,
     ),
     # The backward pass
     Mutant(

@@ -20,7 +20,7 @@ ASKED, attend = EMULATED["ASKED"], EMULATED["attend"]
 FILES = {"forward": ("full", "staged", "drawn"), "ring": ("full", "staged", "drawn", "in turns")}
 FILES |= dict.fromkeys(("pairs", "backward"), ("gradients", "in turns"))
 FILES |= dict.fromkeys(("numbered", "backward_wide"), ("wide",))
-FILES |= dict.fromkeys(("threes", "backward_cut"), ("cut", "cut causal"))
+FILES |= dict.fromkeys(("parts", "forward_cut", "backward_cut"), ("cut", "cut causal"))
 pytestmark = pytest.mark.skipif(
     not INTERPRETED.value, reason="kernels are compiled in this process: TRITON_INTERPRET=1"
 )
@@ -36,6 +36,7 @@ UNSEEN = {
     "backward store order_after_turn()": "what is written is in its order, where there is one CPU",
     "backward_wide flashattn_hopper_wide_dkdv fence_async_shared()": "as in the others",
     "backward_wide flashattn_hopper_wide_dq fence_async_shared()": "as in the others",
+    "forward_cut flashattn_hopper_cut_fwd fence_async_shared()": "as in the others",
     "backward_cut flashattn_hopper_cut_dkdv fence_async_shared()": "as in the others",
     "backward_cut flashattn_hopper_cut_dq fence_async_shared()": "as in the others",
     "backward store tma.store_wait(0)": "the last tile's parts were waited for",

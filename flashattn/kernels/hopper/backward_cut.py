@@ -17,27 +17,34 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashattn.kernels import launch
 from flashattn.kernels.backward import passes as portable
-from flashattn.kernels.hopper.forward import WARPS, Tiles
-from flashattn.kernels.hopper.threes import cut, new_threes, product, transposed
+from flashattn.kernels.hopper.parts import cut, new_parts, product, store, transposed
+from flashattn.kernels.hopper.tiles import WARPS, Tiles
 from flashattn.kernels.launch import Facts, Launch, Like
 from flashattn.kernels.passes import Pass, Passes, Walk, numbers, walk
 from flashattn.kernels.tiles import block_d
 
-OWNED = gl.constexpr(64)  # rows of a program's own tile
-WALKED = gl.constexpr(32)  # and of those that come by
 COLUMNS = gl.constexpr(128)
+OWNED = gl.constexpr(64)  # rows of a program's own tile
 SLOTS = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def walked(parts):
+    """Return rows of a tile that comes by: as many as leave room for a second one."""
+    return 64 if parts == 2 else 32
 
 
 @gluon.jit
 def keys_of(
     seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Return (first key, batch, its place in dk and dv, head, first, end) of this program.
 
     The last two are tiles of queries; under a mask those of the first keys, who see most, come
     first.
     """
+    WALKED: gl.constexpr = walked(PARTS)
     blocks = gl.cdiv(seq_kv, OWNED)
     block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
     start_kv, place, kv_head = block * OWNED, row // kv_heads, row % kv_heads
@@ -55,11 +62,12 @@ def keys_of(
 @gluon.jit
 def load_queries(
     x, own, ring, owns, seq_q, seq_kv, diagonal, kv_heads, group, batches, chunk,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Be a warp that loads: k and the queries, or v and dO."""
+    WALKED: gl.constexpr = walked(PARTS)
     start_kv, batch, _, kv_head, first, end = keys_of(
-        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT
+        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT, PARTS
     )
     owns.put(0, own, batch, kv_head, start_kv)
     n = 0
@@ -72,6 +80,7 @@ def load_queries(
 @gluon.jit
 def seen(p, start_q, start_kv, diagonal):
     """Put 0 where a query does not see a key."""
+    WALKED: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     queries = gl.arange(0, WALKED, layout=gl.SliceLayout(0, layout))
     keys = gl.arange(0, OWNED, layout=gl.SliceLayout(1, layout)) + (start_kv - diagonal - start_q)
@@ -79,29 +88,18 @@ def seen(p, start_q, start_kv, diagonal):
 
 
 @gluon.jit
-def put(x, total, strides, place, head, start, size, head_dim):
-    """Store a sum [64, 128] where a gradient has its rows ``start ...``, up to ``size``."""
-    layout: gl.constexpr = total.type.layout
-    rows = start + gl.arange(0, OWNED, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    stride_b, stride_h, stride_t = strides
-    base = x + place.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
-    at = rows.to(gl.int64)[:, None] * stride_t + columns[None, :]
-    gl.store(base + at, total, mask=(rows < size)[:, None] & (columns < head_dim)[None, :])
-
-
-@gluon.jit
 def sum_dv(
     dv, lse2, keys, queries, grads, handed, there, strides, seq_q, seq_kv, pitch, diagonal,
     kv_heads, group, batches, chunk, scale_log2, head_dim, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes P, and dv."""
+    WALKED: gl.constexpr = walked(PARTS)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     start_kv, batch, place, kv_head, first, end = keys_of(
-        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT
+        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT, PARTS
     )
     rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
     acc = gl.zeros([OWNED, COLUMNS], gl.float32, DV)
@@ -112,7 +110,8 @@ def sum_dv(
         for i in range(first, end):
             lse2_rows = gl.load(at + i * WALKED + rows)
             q = queries.take(n)
-            p = gl.exp2(product(k, transposed(q), S) * scale_log2 - lse2_rows[None, :])
+            s = product(k, transposed(q, PARTS), S, PARTS)
+            p = gl.exp2(s * scale_log2 - lse2_rows[None, :])
             if CAUSAL:
                 p = seen(p, i * WALKED, start_kv, diagonal)
             # P of two tiles before has been read: the n-th queries lie where those did, which were
@@ -120,23 +119,25 @@ def sum_dv(
             handed.index(n % SLOTS).store(p)
             mbarrier.arrive(there.index(n % SLOTS), count=1)
             do = grads.take(n)
-            acc += product(cut(p, P), do, DV)
+            acc += product(cut(p, P, PARTS), do, DV, PARTS)
             grads.free(n)
             n += 1
-    put(dv, acc, strides, place, kv_head, start_kv, seq_kv, head_dim)
+    store(dv, acc, strides, place, kv_head, start_kv, seq_kv, head_dim)
 
 
 @gluon.jit
 def sum_dk(
     dk, delta, values, queries, grads, handed, there, strides, seq_q, seq_kv, pitch, diagonal,
     kv_heads, group, batches, chunk, scale, head_dim, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes dS, and dk."""
+    WALKED: gl.constexpr = walked(PARTS)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     start_kv, batch, place, kv_head, first, end = keys_of(
-        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT
+        seq_q, seq_kv, diagonal, kv_heads, batches, chunk, CAUSAL, SPLIT, PARTS
     )
     rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
     acc = gl.zeros([OWNED, COLUMNS], gl.float32, DK)
@@ -147,30 +148,31 @@ def sum_dk(
         for i in range(first, end):
             delta_rows = gl.load(at + i * WALKED + rows)
             do = grads.take(n)
-            dp = product(v, transposed(do), S)
+            dp = product(v, transposed(do, PARTS), S, PARTS)
             grads.free(n)
             mbarrier.wait(there.index(n % SLOTS), (n // SLOTS) & 1)
             p = handed.index(n % SLOTS).load(S)
-            ds = cut(p * (dp - delta_rows[None, :]), P)
+            ds = cut(p * (dp - delta_rows[None, :]), P, PARTS)
             q = queries.take(n)
-            acc += product(ds, q, DK)
+            acc += product(ds, q, DK, PARTS)
             queries.free(n)
             n += 1
-    put(dk, acc * scale, strides, place, kv_head, start_kv, seq_kv, head_dim)
+    store(dk, acc * scale, strides, place, kv_head, start_kv, seq_kv, head_dim)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk"])
 def flashattn_hopper_cut_dkdv(
     q, k, v, grad_o, lse2, delta, dk, dv, dk_strides, dv_strides, heads, group, seq_q, seq_kv,
     pitch, diagonal, batches, chunk, scale, scale_log2, head_dim, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v and grad_o are descriptors of parts."""
+    WALKED: gl.constexpr = walked(PARTS)
     kv_heads = heads // group
-    keys = new_threes(k, 1, 1)
-    values = new_threes(v, 1, 1)
-    queries = new_threes(q, SLOTS, 1)  # who has read q for dk has had P, whose scores
-    grads = new_threes(grad_o, SLOTS, 2)  # ... were computed from q before
+    keys = new_parts(k, 1, 1, PARTS)
+    values = new_parts(v, 1, 1, PARTS)
+    queries = new_parts(q, SLOTS, 1, PARTS)  # who has read q for dk has had P, whose scores
+    grads = new_parts(grad_o, SLOTS, 2, PARTS)  # ... were computed from q before
     handed = gl.allocate_shared_memory(
         gl.float32, [SLOTS, OWNED, WALKED], gl.NVMMASharedLayout(128, 32, 2)
     )
@@ -182,14 +184,14 @@ def flashattn_hopper_cut_dkdv(
         [
             (sum_dv, (dv, lse2, keys, queries, grads, handed, there, dv_strides, seq_q, seq_kv,
                       pitch, diagonal, kv_heads, group, batches, chunk, scale_log2, head_dim,
-                      CAUSAL, SPLIT)),
+                      CAUSAL, SPLIT, PARTS)),
             (sum_dk, (dk, delta, values, queries, grads, handed, there, dk_strides, seq_q, seq_kv,
                       pitch, diagonal, kv_heads, group, batches, chunk, scale, head_dim, CAUSAL,
-                      SPLIT)),
+                      SPLIT, PARTS)),
             (load_queries, (q, k, queries, keys, seq_q, seq_kv, diagonal, kv_heads, group, batches,
-                            chunk, CAUSAL, SPLIT)),
+                            chunk, CAUSAL, SPLIT, PARTS)),
             (load_queries, (grad_o, v, grads, values, seq_q, seq_kv, diagonal, kv_heads, group,
-                            batches, chunk, CAUSAL, SPLIT)),
+                            batches, chunk, CAUSAL, SPLIT, PARTS)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -199,12 +201,14 @@ def flashattn_hopper_cut_dkdv(
 @gluon.jit
 def queries_of(
     seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Return (first query, batch, its place in dq, head, first, end) of this program.
 
     The last two are tiles of keys; under a mask those of the last queries, who see most, come
     first.
     """
+    WALKED: gl.constexpr = walked(PARTS)
     blocks = gl.cdiv(seq_q, OWNED)
     block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
     if CAUSAL:
@@ -223,11 +227,12 @@ def queries_of(
 @gluon.jit
 def load_keys(
     x, own, ring, owns, seq_q, seq_kv, diagonal, heads, group, batches, chunk,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Be a warp that loads: q and the keys, or dO and the values."""
+    WALKED: gl.constexpr = walked(PARTS)
     start_q, batch, _, head, first, end = queries_of(
-        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT
+        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT, PARTS
     )
     owns.put(0, own, batch, head, start_q)
     n = 0
@@ -239,6 +244,7 @@ def load_keys(
 @gluon.jit
 def hide(p, start_q, start_kv, seq_kv, diagonal, CAUSAL: gl.constexpr):
     """Put 0 where a key is not seen, or not there: P could be inf, and inf * 0 is NaN."""
+    WALKED: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     queries = gl.arange(0, OWNED, layout=gl.SliceLayout(1, layout))
     keys = start_kv + gl.arange(0, WALKED, layout=gl.SliceLayout(0, layout))
@@ -251,12 +257,13 @@ def hide(p, start_q, start_kv, seq_kv, diagonal, CAUSAL: gl.constexpr):
 @gluon.jit
 def weigh(
     lse2, queries, keys, handed, there, seq_q, seq_kv, pitch, diagonal, heads, batches, chunk,
-    scale_log2, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    scale_log2, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes P."""
+    WALKED: gl.constexpr = walked(PARTS)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
     start_q, batch, _, head, first, end = queries_of(
-        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT
+        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT, PARTS
     )
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
     lse2_rows = gl.load(lse2 + (batch * heads + head).to(gl.int64) * pitch + rows)
@@ -264,7 +271,8 @@ def weigh(
     n = 0
     for i in range(first, end):
         k = keys.take(n)
-        p = gl.exp2(product(q, transposed(k), S) * scale_log2 - lse2_rows[:, None])
+        s = product(q, transposed(k, PARTS), S, PARTS)
+        p = gl.exp2(s * scale_log2 - lse2_rows[:, None])
         p = hide(p, start_q, i * WALKED, seq_kv, diagonal, CAUSAL)
         # As in ``sum_dv``, with keys in place of queries.
         handed.index(n % SLOTS).store(p)
@@ -276,13 +284,15 @@ def weigh(
 def sum_dq(
     dq, delta, grads, keys, values, handed, there, strides, seq_q, seq_kv, pitch, diagonal, heads,
     batches, chunk, scale, head_dim, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes dS, and dq."""
+    WALKED: gl.constexpr = walked(PARTS)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     start_q, batch, place, head, first, end = queries_of(
-        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT
+        seq_q, seq_kv, diagonal, heads, batches, chunk, CAUSAL, SPLIT, PARTS
     )
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
     delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * pitch + rows)
@@ -290,27 +300,29 @@ def sum_dq(
     do = grads.take(0)
     for n in range(end - first):
         v = values.take(n)
-        dp = product(do, transposed(v), S)
+        dp = product(do, transposed(v, PARTS), S, PARTS)
         values.free(n)
         mbarrier.wait(there.index(n % SLOTS), (n // SLOTS) & 1)
         p = handed.index(n % SLOTS).load(S)
-        ds = cut(p * (dp - delta_rows[:, None]), P)
+        ds = cut(p * (dp - delta_rows[:, None]), P, PARTS)
         k = keys.take(n)
-        acc += product(ds, k, DQ)
+        acc += product(ds, k, DQ, PARTS)
         keys.free(n)
-    put(dq, acc * scale, strides, place, head, start_q, seq_q, head_dim)
+    store(dq, acc * scale, strides, place, head, start_q, seq_q, head_dim)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal", "batches", "chunk"])
 def flashattn_hopper_cut_dq(
     q, k, v, grad_o, lse2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal,
     batches, chunk, scale, scale_log2, head_dim, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, as ``flashattn_bwd_dq``; q, k, v and grad_o are descriptors of parts."""
-    queries = new_threes(q, 1, 1)
-    grads = new_threes(grad_o, 1, 1)
-    keys = new_threes(k, SLOTS, 1)  # who has read k for dq has had P
-    values = new_threes(v, SLOTS, 1)
+    WALKED: gl.constexpr = walked(PARTS)
+    queries = new_parts(q, 1, 1, PARTS)
+    grads = new_parts(grad_o, 1, 1, PARTS)
+    keys = new_parts(k, SLOTS, 1, PARTS)  # who has read k for dq has had P
+    values = new_parts(v, SLOTS, 1, PARTS)
     handed = gl.allocate_shared_memory(
         gl.float32, [SLOTS, OWNED, WALKED], gl.NVMMASharedLayout(128, 32, 2)
     )
@@ -321,13 +333,14 @@ def flashattn_hopper_cut_dq(
     gl.warp_specialize(
         [
             (weigh, (lse2, queries, keys, handed, there, seq_q, seq_kv, pitch, diagonal, heads,
-                     batches, chunk, scale_log2, CAUSAL, SPLIT)),
+                     batches, chunk, scale_log2, CAUSAL, SPLIT, PARTS)),
             (sum_dq, (dq, delta, grads, keys, values, handed, there, dq_strides, seq_q, seq_kv,
-                      pitch, diagonal, heads, batches, chunk, scale, head_dim, CAUSAL, SPLIT)),
+                      pitch, diagonal, heads, batches, chunk, scale, head_dim, CAUSAL, SPLIT,
+                      PARTS)),
             (load_keys, (k, q, keys, queries, seq_q, seq_kv, diagonal, heads, group, batches, chunk,
-                         CAUSAL, SPLIT)),
+                         CAUSAL, SPLIT, PARTS)),
             (load_keys, (v, grad_o, values, grads, seq_q, seq_kv, diagonal, heads, group, batches,
-                         chunk, CAUSAL, SPLIT)),
+                         chunk, CAUSAL, SPLIT, PARTS)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -353,19 +366,17 @@ def passes(
         precision: as ``launch.input_precision`` returns it.
     """
     q, k = (Like(*x) for x in given[:2])
-    tile = launch.pick_tile("bwd_dkdv", q, k, causal=diagonal is not None, precision=precision)
-    if block_d(q.shape[3]) != COLUMNS.value or not launch.cuts(tile, q.dtype, precision):
+    tile = launch.pick_tile("bwd_dq", q, k, causal=diagonal is not None, precision=precision)
+    parts = launch.cuts(tile, q.dtype, precision)
+    if block_d(q.shape[3]) != COLUMNS.value or not parts:
         return portable(given, strides, diagonal, scale, precision)
-    owned, walked = OWNED.value, WALKED.value
-    keys = walk("bwd_dkdv", q, k, (walked, owned), strides[:2])
-    queries = walk("bwd_dq", q, k, (owned, walked), strides[2:])
+    own, other = OWNED.value, walked(parts)
+    keys = walk("bwd_dkdv", q, k, (other, own), strides[:2])
+    queries = walk("bwd_dq", q, k, (own, other), strides[2:])
+    options = q, k, diagonal, scale, parts
     return Passes(
-        _pass(
-            flashattn_hopper_cut_dkdv, keys, (walked, owned, owned, walked), q, k, diagonal, scale
-        ),
-        _pass(
-            flashattn_hopper_cut_dq, queries, (owned, walked, walked, owned), q, k, diagonal, scale
-        ),
+        _pass(flashattn_hopper_cut_dkdv, keys, (other, own, own, other), *options),
+        _pass(flashattn_hopper_cut_dq, queries, (own, other, other, own), *options),
     )
 
 
@@ -377,6 +388,7 @@ def _pass(
     k: Like,
     diagonal: int | None,
     scale: float,
+    parts: int,
 ) -> Pass:
     """Prepare a launch of one of them, with so many rows in tiles of q, k, v and grad_o."""
     fold = Launch(
@@ -388,11 +400,11 @@ def _pass(
             *numbers(q, k, [way.chunk], diagonal, scale),
             q.shape[3],
         ),
-        constants(causal=diagonal is not None, split=way.split) | {"num_warps": WARPS},
+        constants(causal=diagonal is not None, split=way.split, parts=parts) | {"num_warps": WARPS},
     )
-    return Pass(fold, cut=True, written=way.written)
+    return Pass(fold, parts, way.written)
 
 
-def constants(*, causal: bool, split: bool) -> dict[str, object]:
+def constants(*, causal: bool, split: bool, parts: int) -> dict[str, object]:
     """Return the values of both kernels' constexpr arguments."""
-    return {"CAUSAL": causal, "SPLIT": split}
+    return {"CAUSAL": causal, "SPLIT": split, "PARTS": parts}

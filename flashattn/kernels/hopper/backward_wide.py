@@ -43,9 +43,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig, columns
-from flashattn.kernels.hopper.forward import WARPS, Tiles, hide, place, visited
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
-from flashattn.kernels.hopper.ring import new_ring
+from flashattn.kernels.hopper.ring import anew, new_ring
+from flashattn.kernels.hopper.tiles import WARPS, Tiles
+from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LOG2E
@@ -56,7 +57,6 @@ PAIR = gl.constexpr(128)  # queries of both warpgroups
 SLOTS = gl.constexpr(2)
 LIFT = gl.constexpr(14.0)  # P is handed over times 2^14: small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
-ANEW = gl.constexpr("mov.b32 $0, $1;")
 
 
 @gluon.jit
@@ -309,18 +309,12 @@ def load_keys(
 
 
 @gluon.jit
-def anew(x):
-    """Return x, of which the compiler does not know that it is x."""
-    return gl.inline_asm_elementwise(ANEW, "=r,r", [x], gl.int32, False, 1)
-
-
-@gluon.jit
 def slot(ring, SLOT: gl.constexpr):
     """Return the tile that lies in a slot, by an address that looks new.
 
     Addresses of all 32 operands of a step's first two products would be kept in registers instead.
     """
-    return ring.tiles.index(anew(gl.to_tensor(SLOT))).reshape([BLOCK, BLOCK_D])
+    return ring.tiles.index(anew(SLOT)).reshape([BLOCK, BLOCK_D])
 
 
 @gluon.jit

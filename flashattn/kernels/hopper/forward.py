@@ -22,56 +22,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
 from flashattn.kernels.forward import forward as portable
-from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, scaled, zeros
+from flashattn.kernels.hopper import forward_cut
+from flashattn.kernels.hopper.columns import ROWS, fold, folded, inner, put, ready, scaled, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
 from flashattn.kernels.hopper.ring import new_queue, new_ring
+from flashattn.kernels.hopper.tiles import WARPS, Tiles
+from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import LN2, LOG2E
-from flashattn.kernels.tiles import block_d
 
 KEPT = 24 << 20  # bytes of keys and values of a band of heads: half of the L2 cache
-WARPS = 4
-SWIZZLE = 128  # bytes, of tiles in shared memory
-ROWS = gl.constexpr(64)  # queries of a warpgroup
-
-
-@gluon.jit
-def place(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
-    """Return (block, batch, head) of a tile of queries.
-
-    Under a causal mask the longest rows of ``band`` heads come first, whose keys and values stay in
-    the L2 cache; then those of the next.
-    """
-    if CAUSAL:
-        start = tile // (band * blocks) * band
-        width = gl.minimum(band, tiles // blocks - start)
-        within = tile - start * blocks
-        block, row = blocks - 1 - within // width, start + within % width
-    else:
-        block, row = tile % blocks, tile // blocks
-    return block, row // heads, row % heads
-
-
-@gluon.jit
-def visited(
-    start_q, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Return (full, end): tiles of keys 0 ... full are seen whole, up to end in part; end >= 1."""
-    full, end = seq_kv // BLOCK_KV, gl.cdiv(seq_kv, BLOCK_KV)
-    if CAUSAL:
-        first = gl.maximum(start_q + diagonal + 1, 0)
-        last = gl.maximum(gl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0)
-        full = gl.minimum(full, first // BLOCK_KV)
-        end = gl.minimum(end, gl.cdiv(last, BLOCK_KV))
-    return full, gl.maximum(end, 1)
 
 
 @gluon.jit
@@ -109,18 +75,6 @@ def load(
         values.load(n, v, batch, kv_head, 0)
         n += 1
         turn += 1
-
-
-@gluon.jit
-def hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV: gl.constexpr, CAUSAL: gl.constexpr):
-    """Put -inf where a query does not see a key, or there is none."""
-    layout: gl.constexpr = s.type.layout
-    keys = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, layout))
-    last = gl.full([ROWS], seq_kv - 1 - start_kv, gl.int32, layout=gl.SliceLayout(1, layout))
-    if CAUSAL:
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        last = gl.minimum(last, rows + (start_q + diagonal - start_kv))
-    return gl.where(keys[None, :] <= last[:, None], s, float("-inf"))
 
 
 @gluon.jit
@@ -302,19 +256,6 @@ def flashattn_hopper_fwd(
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """What is loaded and stored in tiles of [rows, BLOCK_D]; what lies outside is 0."""
-
-    rows: int
-
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x [B, H, N, D]."""
-        layout = gl.NVMMASharedLayout(SWIZZLE, 8 * x.element_size(), x.ndim)
-        block = [1, 1, self.rows, block_d(x.shape[-1])]
-        return TensorDescriptor(x, list(x.shape), launch.described_strides(x), block, layout)
-
-
 def constants(config: Config, head_dim: int, *, causal: bool, drawn: bool) -> dict[str, Any]:
     """Return the values of the kernel's constexpr arguments."""
     first, rest = columns(head_dim)
@@ -410,8 +351,10 @@ def _plan(
         how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
         how["config"] = config
         return lambda *inputs: forward(*map(dense, inputs), **how)
+    if q.dtype == torch.float32:
+        return forward_cut.plan(q, k, v, diagonal, scale, precision)
     config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
-    if config is None or q.dtype == torch.float32 or not takes(q, k, v, scale=scale):
+    if config is None or not takes(q, k, v, scale=scale):
         return lambda q, k, v: portable(
             q, k, v, diagonal=diagonal, scale=scale, precision=precision
         )

@@ -9,7 +9,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashattn.kernels.hopper import backward, backward_cut, backward_wide, forward
+from flashattn.kernels import launch
+from flashattn.kernels.hopper import backward, backward_cut, backward_wide, forward, forward_cut
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -21,6 +22,7 @@ from flashattn.kernels.hopper.config import (
     Config,
     WideConfig,
 )
+from flashattn.kernels.hopper.tiles import SWIZZLE, WARPS
 from flashattn.kernels.tiles import block_d
 
 FP32 = 4  # bytes
@@ -33,12 +35,12 @@ class HopperVariant:
 
     Args:
         kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_dq", "hopper_wide_dkdv", "hopper_wide_dq",
-            "hopper_cut_dkdv" or "hopper_cut_dq".
+            "hopper_cut_fwd", "hopper_cut_dkdv" or "hopper_cut_dq".
         head_dim: D.
         config: of the launch; None for those that have none.
         causal: whether scores are masked.
         mode: of the forward "drawn", where programs draw their tiles; of what is cut "split", where
-            they have a part of the rows only.
+            they have a part of the rows only, and "tf32", where it is cut in two.
     """
 
     kernel: str
@@ -62,6 +64,11 @@ class HopperVariant:
         """Whether it is in fp32."""
         return "cut" in self.kernel
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts its operands are cut, if it takes them so."""
+        return launch.PARTS["tf32" if "tf32" in self.mode else launch.CUTTING]
+
     def __str__(self) -> str:
         """Return what picks the config."""
         mask = "causal" if self.causal else "full"
@@ -82,7 +89,7 @@ class HopperVariant:
     @property
     def options(self) -> dict[str, int]:
         """The compiler's options."""
-        return {"num_warps": forward.WARPS}
+        return {"num_warps": WARPS}
 
     @property
     def source(self) -> ASTSource:
@@ -106,20 +113,23 @@ class HopperVariant:
             constants = backward_wide.constants(d, causal=self.causal)
             if self.kernel == "hopper_wide_dq":
                 function = backward_wide.flashattn_hopper_wide_dq
+        elif self.kernel == "hopper_cut_fwd":
+            function, rows = forward_cut.flashattn_hopper_cut_fwd, dict.fromkeys("qkv", ROWS)
+            constants = forward_cut.constants(d, causal=self.causal, parts=self.parts)
         elif self.cut:
             own, others = ("k", "v"), ("q", "grad_o")
             function = backward_cut.flashattn_hopper_cut_dkdv
             if self.kernel == "hopper_cut_dq":
                 function, own, others = backward_cut.flashattn_hopper_cut_dq, others, own
             rows = dict.fromkeys(own, backward_cut.OWNED.value)
-            rows |= dict.fromkeys(others, backward_cut.WALKED.value)
-            constants = backward_cut.constants(causal=self.causal, split=self.mode == "split")
+            rows |= dict.fromkeys(others, backward_cut.walked(self.parts))
+            split = "split" in self.mode
+            constants = backward_cut.constants(causal=self.causal, split=split, parts=self.parts)
         else:
             function, rows = backward.flashattn_hopper_bwd_dq, {}
             constants = backward.rounding_constants(d, causal=self.causal)
         types = {
-            name: _described("bf16", [1, 1, n, block_d(d)], forward.SWIZZLE)
-            for name, n in rows.items()
+            name: _described("bf16", [1, 1, n, block_d(d)], SWIZZLE) for name, n in rows.items()
         }
         if isinstance(self.config, BackwardConfig):
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))
@@ -142,7 +152,7 @@ def _source(
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
     common = dict.fromkeys(("lse", "lse2", "delta", "total"), "*fp32")
     common |= {"counter": "*i32", "turns": "*i32"}
-    common |= dict.fromkeys(("dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
+    common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(function.arg_names):
@@ -183,10 +193,16 @@ def variants() -> list[HopperVariant]:
             for kernel in ("dkdv", "dq")
         ),
         *(
+            HopperVariant("hopper_cut_fwd", d, None, causal, mode)
+            for d in forward_cut.COLUMNS
+            for causal in (False, True)
+            for mode in ("", "tf32")
+        ),
+        *(
             HopperVariant(f"hopper_cut_{kernel}", 128, None, causal, mode)
             for kernel in ("dkdv", "dq")
             for causal in (False, True)
-            for mode in ("", "split")
+            for mode in ("", "split", "tf32", "split tf32")
         ),
     ]
     return list(dict.fromkeys(found))

@@ -1,0 +1,204 @@
+"""flashattn_hopper_cut_fwd: o of heads of 33 to 128 in fp32, which comes cut.
+
+What the portable kernel computes of parts, by two warpgroups of 64 queries each and a warp that
+loads: one's softmax runs under the other's products, which are most of the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flashattn.kernels import launch
+from flashattn.kernels.cut import cut_all
+from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
+from flashattn.kernels.forward import forward as portable
+from flashattn.kernels.hopper.columns import ROWS, by_row
+from flashattn.kernels.hopper.parts import cut, new_parts, product, store, transposed
+from flashattn.kernels.hopper.tiles import WARPS, Tiles
+from flashattn.kernels.hopper.visits import hide
+from flashattn.kernels.launch import Launch, Like
+from flashattn.kernels.primitives import LN2, LOG2E
+from flashattn.kernels.tiles import block_d
+
+COLUMNS = (64, 128)  # that heads are padded to
+GROUPS = gl.constexpr(2)
+OWNED = gl.constexpr(128)  # queries of a program
+WALKED = gl.constexpr(64)  # keys of a tile
+ROOM = 160 << 10  # bytes of shared memory for keys and values
+
+
+@gluon.constexpr_function
+def slots(columns, parts):
+    """Return how many tiles of keys there is room for, and of values."""
+    return min(ROOM // (2 * 2 * WALKED.value * columns * parts), 3)
+
+
+@gluon.jit
+def rows_of(seq_q, seq_kv, diagonal, heads, CAUSAL: gl.constexpr):
+    """Return (first query, batch, head, tiles of keys) of this program.
+
+    Under a mask the last queries, who see most, come first.
+    """
+    blocks = gl.cdiv(seq_q, OWNED)
+    block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    last = seq_kv
+    if CAUSAL:
+        block = blocks - 1 - block
+        seen = gl.minimum(block * OWNED + OWNED, seq_q) + diagonal
+        last = gl.minimum(last, gl.maximum(seen, 0))
+    return block * OWNED, row // heads, row % heads, gl.cdiv(last, WALKED)
+
+
+@gluon.jit
+def load(
+    q, k, v, queries, keys, values, seq_q, seq_kv, diagonal, heads, group, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Be the warp that loads."""
+    start_q, batch, head, end = rows_of(seq_q, seq_kv, diagonal, heads, CAUSAL)
+    for w in gl.static_range(GROUPS):
+        queries.put(w, q, batch, head, start_q + w * WALKED)
+    for n in range(end):
+        keys.put(n, k, batch, head // group, n * WALKED)
+        values.put(n, v, batch, head // group, n * WALKED)
+
+
+@gluon.jit
+def attend(
+    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, o_strides, seq_q, seq_kv, diagonal,
+    heads, scale_log2, head_dim, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Be a warpgroup: fold the keys into the online softmax of 64 queries, and write o and lse."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    start_q, batch, head, end = rows_of(seq_q, seq_kv, diagonal, heads, CAUSAL)
+    start_q += WARPGROUP * ROWS
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, O)
+    m = gl.full([ROWS], float("-inf"), gl.float32, R)
+    l = gl.zeros([ROWS], gl.float32, R)
+    lost = gl.zeros([ROWS], gl.float32, R)
+    queries.take(WARPGROUP)
+    for n in range(end):
+        q, k = queries.parts(WARPGROUP), keys.take(n)
+        s = product(q, transposed(k, PARTS), S, PARTS)
+        keys.free(n)
+        s = hide(s, start_q, n * WALKED, seq_kv, diagonal, WALKED, CAUSAL)
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        p = gl.exp2(s * scale_log2 - finite[:, None])
+        alpha = gl.exp2(m - finite)
+        term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as in primitives
+        longer = l * alpha + term
+        lost = (longer - l * alpha) - term
+        l = longer
+        m = m_new
+        operands = cut(p, P, PARTS)
+        v = values.take(n)
+        acc = by_row(acc, alpha) + product(operands, v, O, PARTS)
+        values.free(n)
+    rows = start_q + gl.arange(0, ROWS, layout=R)
+    dead = l == 0.0
+    value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
+    at = lse + (batch * heads + head).to(gl.int64) * seq_q
+    gl.store(at + rows, value, mask=rows < seq_q)
+    total = gl.convert_layout(gl.where(dead, 1.0, l), gl.SliceLayout(1, O), assert_trivial=True)
+    o_rows = gl.div_rn(acc, gl.zeros_like(acc) + total[:, None])
+    store(o, o_rows, o_strides, batch, head, start_q, seq_q, head_dim)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal"])
+def flashattn_hopper_cut_fwd(
+    q, k, v, o, lse, o_strides, heads, group, seq_q, seq_kv, diagonal, scale_log2, head_dim,
+    COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of parts."""
+    SLOTS: gl.constexpr = slots(COLUMNS, PARTS)
+    queries = new_parts(q, GROUPS, 1, PARTS)
+    keys = new_parts(k, SLOTS, GROUPS, PARTS)
+    values = new_parts(v, SLOTS, GROUPS, PARTS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (0, o, lse, queries, keys, values, o_strides, seq_q, seq_kv, diagonal, heads,
+                      scale_log2, head_dim, COLUMNS, CAUSAL, PARTS)),
+            (attend, (1, o, lse, queries, keys, values, o_strides, seq_q, seq_kv, diagonal, heads,
+                      scale_log2, head_dim, COLUMNS, CAUSAL, PARTS)),
+            (load, (q, k, v, queries, keys, values, seq_q, seq_kv, diagonal, heads, group, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Allocates o and lse, cuts the inputs, and launches what fills them.
+
+    Args:
+        kernel: flashattn_hopper_cut_fwd.
+        parts: that it takes of each number.
+    """
+
+    kernel: Launch
+    parts: int
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        """Return o and lse."""
+        o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+        with launch.on_device(q):
+            self.kernel(*cut_all(q, k, v, parts=self.parts), o, lse)
+        return o, lse
+
+
+def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precision: str) -> Plan:
+    """Return what launches flashattn_hopper_cut_fwd.
+
+    Or the portable kernel, where the inputs are not cut or have other head dims, or a scale is not
+    positive.
+
+    Args:
+        q: what [B, H, T, D] is like, in fp32, with dense rows.
+        k: what [B, G, S, D] is like.
+        v: likewise.
+        diagonal: as in ``forward.plan``.
+        scale: as in ``forward.plan``.
+        precision: as ``launch.input_precision`` returns it.
+    """
+    causal = diagonal is not None
+    tile = launch.pick_tile("fwd", q, k, v, causal=causal, precision=precision)
+    parts = launch.cuts(tile, q.dtype, precision)
+    fits = block_d(q.shape[3]) in COLUMNS and scale >= SMALLEST_SCALE
+    if not (parts and fits) or 0 in (*q.shape, *k.shape):
+        return lambda q, k, v: portable(
+            q, k, v, diagonal=diagonal, scale=scale, precision=precision
+        )
+    batch, heads, seq_q, head_dim = q.shape
+    kernel = Launch(
+        flashattn_hopper_cut_fwd,
+        triton.cdiv(seq_q, OWNED.value) * batch * heads,
+        [Tiles(ROWS.value), Tiles(WALKED.value), Tiles(WALKED.value), None, None],
+        (
+            torch.empty_like(q.meta).stride()[:3],
+            heads,
+            heads // k.shape[1],
+            seq_q,
+            k.shape[2],
+            diagonal or 0,
+            scale * LOG2E.value,
+            head_dim,
+        ),
+        constants(head_dim, causal=causal, parts=parts) | {"num_warps": WARPS},
+    )
+    return _Forward(kernel, parts)
+
+
+def constants(head_dim: int, *, causal: bool, parts: int) -> dict[str, object]:
+    """Return the values of the kernel's constexpr arguments."""
+    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "PARTS": parts}

@@ -1,0 +1,28 @@
+"""Tiles: what Hopper's copy engine loads and stores, as a launch describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashattn.kernels import launch
+from flashattn.kernels.tiles import block_d
+
+WARPS = 4  # of a warpgroup
+SWIZZLE = 128  # bytes, of tiles in shared memory
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What is loaded and stored in tiles of [rows, BLOCK_D]; what lies outside is 0."""
+
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x [B, H, N, D]."""
+        layout = gl.NVMMASharedLayout(SWIZZLE, 8 * x.element_size(), x.ndim)
+        block = [1, 1, self.rows, block_d(x.shape[-1])]
+        return TensorDescriptor(x, list(x.shape), launch.described_strides(x), block, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,19 @@ def test_a_part_that_fails_is_told(gpus):
     assert ended == 1
     assert "logs/part-3.log:FAILED tests/test_x.py::test_y - z" in output.splitlines()
     assert output.count("7 passed") == 5
+
+
+def test_a_part_that_hangs_is_aborted(gpus):
+    """A part that does not end is told with the line where it was; the others run to their end."""
+    hung = f'case "$*" in *--part=2/2) exec {sys.executable} -X faulthandler -c \'import time\n'
+    hung += "time.sleep(60)';; esac\n"
+    programs = gpus.parent / "programs"
+    (programs / "pytest").write_text(TESTED + hung)
+    ended, output = run(gpus, command=("bash", ".ci/gpu", "1", "logs", "3"))
+    assert ended == 1
+    assert "logs/part-2.log:exit status 124" in output.splitlines()
+    assert 'File "<string>", line 2 in <module>' in (gpus / "logs" / "part-2.log").read_text()
+    assert output.count("7 passed") == 3
 
 
 def test_parts_that_say_nothing_are_no_success(gpus):

@@ -17,7 +17,6 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 int32, int64 = torch.int32, torch.int64
 static_range = range
 exp2, log2, permute, reshape = torch.exp2, torch.log2, torch.permute, torch.reshape
-div_rn, zeros_like = torch.div, torch.zeros_like
 
 
 class Number(int):

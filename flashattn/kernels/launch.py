@@ -47,9 +47,10 @@ def input_precision(asked: str, dtype: torch.dtype) -> str:
     products of them that count. ``tf32x3`` cuts into two TF32 numbers, which takes the tensor cores
     as long; but sums of its products, of 22 bits each, lose more when a tensor core cuts them off:
     measured on an H200, o's mean error is 1.1 to 2.3 times as large, and the logsumexp of rows far
-    below zero is off by up to 9 times its budget. ``tf32`` keeps 10 bits of mantissa; ``ieee`` does
-    without tensor cores. ``auto`` is ``bf16x6`` unless torch's own setting
-    (``torch.backends.cuda.matmul``) allows ``tf32``. It means nothing for half precision.
+    below zero is off by up to 9 times its budget. ``tf32`` keeps 10 bits of mantissa, or 16 where
+    three products of two parts of bf16 are the faster; ``ieee`` does without tensor cores. ``auto``
+    is ``bf16x6`` unless torch's own setting (``torch.backends.cuda.matmul``) allows ``tf32``. It
+    means nothing for half precision.
 
     Raises:
         ValueError: ``asked`` is none of these.

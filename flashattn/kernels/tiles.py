@@ -349,6 +349,9 @@ H200_TF32_CUT: dict[tuple[Kernel, int], Tile] = {
     ("bwd_dkdv", 64): Tile(64, 64, 4, 2, descriptors=True, cut=True),
     ("bwd_dq", 64): Tile(64, 64, 4, 2, descriptors=True, cut=True),
     ("bwd_dq", 128): Tile(128, 32, 8, 3, descriptors=True, cut=True),
+    ("bwd", 16): Tile(64, 64, 4, 2, descriptors=True, cut=True),
+    ("bwd", 32): Tile(64, 64, 4, 2, descriptors=True, cut=True),
+    ("bwd", 64): Tile(64, 64, 4, 2, descriptors=True, cut=True),
 }
 MEASURED_HERE = tuple(map(int, triton.__version__.split(".")[:2])) <= MEASURED_TRITON
 H200 = (

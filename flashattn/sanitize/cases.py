@@ -31,8 +31,9 @@ PROBLEMS = {
     Problem(seq_q=300, seq_kv=401, head_dim=64, causal="bottom_right", **HALF): POINTERS,
     Problem(seq_q=401, seq_kv=300, head_dim=128, causal=True, **BF16): "contiguous",
     Problem(heads=8, seq_q=129, seq_kv=65, head_dim=256, causal=True, **HALF): "contiguous",
-    # fp32 that is cut, in parts; the first is hopper's, too.
+    # fp32 that is cut, in parts; the first two are hopper's, too, its forward with enough heads.
     Problem(seq_q=300, seq_kv=501, head_dim=100, causal="bottom_right"): "contiguous",
+    Problem(heads=8, kv_heads=4, seq_q=300, seq_kv=501, head_dim=60, causal=True): "contiguous",
     Problem(seq_q=501, seq_kv=300, head_dim=40): POINTERS,
     # Queries that see no key.
     Problem(heads=2, seq_q=129, seq_kv=65, head_dim=64, causal="bottom_right"): "contiguous",

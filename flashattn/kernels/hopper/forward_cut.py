@@ -108,9 +108,10 @@ def attend(
     value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
     at = lse + (batch * heads + head).to(gl.int64) * seq_q
     gl.store(at + rows, value, mask=rows < seq_q)
-    total = gl.convert_layout(gl.where(dead, 1.0, l), gl.SliceLayout(1, O), assert_trivial=True)
-    o_rows = gl.div_rn(acc, gl.zeros_like(acc) + total[:, None])
-    store(o, o_rows, o_strides, batch, head, start_q, seq_q, head_dim)
+    total = gl.where(dead, 1.0, l)
+    inverse = 1.0 / total
+    inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 in its last place
+    store(o, by_row(acc, inverse), o_strides, batch, head, start_q, seq_q, head_dim)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal"])

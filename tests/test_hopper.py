@@ -134,6 +134,7 @@ CUTS = {
     "tall": {"heads": 2, "seq_q": 900, "seq_kv": 700},
     "parts of dk": {"heads": 1, "seq_q": 1500, "seq_kv": 600},
     "full": {"batch": 4, "heads": 16, "seq_q": 1024},
+    "a band and more": {"heads": 35, "kv_heads": 35, "seq_q": 300, "seq_kv": 400},
 }
 
 

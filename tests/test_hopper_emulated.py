@@ -182,6 +182,7 @@ CUT_CASES = [
     {"heads": 1, "seq_q": 200, "seq_kv": 60, "causal": True},  # dk and dv in parts
     {"heads": 1, "seq_q": 60, "seq_kv": 200},  # dq in parts
     {"heads": 2, "seq_q": 130, "seq_kv": 150, "head_dim": 40, "causal": "bottom_right"},
+    {"heads": 34, "kv_heads": 34, "seq_q": 130, "seq_kv": 70, "causal": True},  # a band, and more
 ]
 
 
@@ -266,8 +267,8 @@ PLANTED = [
         Mutant(
             "first_queries_not_visited",
             CUT,
-            "first = gl.maximum(start_kv - diagonal, 0) // WALKED",
-            "first = gl.maximum(start_kv - diagonal, 0) // WALKED + 1",
+            "first = gl.maximum(block * OWNED - diagonal, 0) // WALKED",
+            "first = gl.maximum(block * OWNED - diagonal, 0) // WALKED + 1",
             "keys lack what the first queries give that see them",
         ),
         WRONG,

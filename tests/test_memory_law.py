@@ -37,12 +37,12 @@ def sizes(problem):
 
 
 def cut(problem, device, *rows):
-    """Return the bytes of tensors of so many rows, cut, if they are: three of bf16 for each."""
+    """Return the bytes of tensors of so many rows, cut, if they are: so many of bf16 for each."""
     likes = map(launch.Like.of, make_inputs(problem, device=device))
     causal = problem.causal is not False
     tile = launch.pick_tile("fwd", *likes, causal=causal, precision="bf16x6")
-    cut = launch.cuts(tile, problem.torch_dtype, "bf16x6")
-    return cut * 3 * HALF * problem.head_dim * sum(rows)
+    parts = launch.cuts(tile, problem.torch_dtype, "bf16x6")
+    return parts * HALF * problem.head_dim * sum(rows)
 
 
 def rows_of(problem):

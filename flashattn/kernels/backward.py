@@ -118,7 +118,7 @@ def prepare(
         chunks.append(ways[0].programs)
         constants["SPLIT_KV"] = ways[1].split
     else:
-        constants["program"] = None
+        constants |= dict.fromkeys(("program", "programs"))
     written = [x for way in ways for x in way.strides]
     fold = Launch(
         KERNELS[kernel],

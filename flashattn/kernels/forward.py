@@ -23,6 +23,7 @@ from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
     add_compensated,
+    banded_tile,
     cut_parts,
     dot,
     dot_transposed,
@@ -138,7 +139,13 @@ def flashattn_fwd(
     With SPLIT only those of its part, of ``chunk`` keys; o has a batch for each part, of sums that
     nothing has divided, and lse holds m of each part, and then l of each.
     """
-    block, place, head = program_tile(tl.program_id(0), tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+    blocks = tl.cdiv(seq_q, BLOCK_Q)
+    if CAUSAL and cut_parts(PRECISION) > 0:
+        block, place, head = banded_tile(
+            tl.program_id(0), tl.num_programs(0), blocks, heads, CAUSAL
+        )
+    else:
+        block, place, head = program_tile(tl.program_id(0), blocks, heads, CAUSAL)
     start_q = block * BLOCK_Q
     if SPLIT:
         batch, first = place % batches, place // batches * chunk

@@ -14,6 +14,7 @@ import triton.language as tl
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
+    banded_tile,
     cut_parts,
     dot,
     dot_transposed,
@@ -171,11 +172,12 @@ def flashattn_bwd_dkdv(
     DESCRIPTORS: tl.constexpr,
     SPLIT: tl.constexpr,
     program=None,
+    programs=None,
 ):
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads.
 
     With SPLIT only those of its part, of ``chunk`` queries; dk and dv have a batch for each part.
-    ``flashattn_bwd`` says which program of this pass it is.
+    ``flashattn_bwd`` says which program of this pass it is, and of how many.
     """
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
@@ -183,10 +185,13 @@ def flashattn_bwd_dkdv(
         cut_parts(PRECISION) > 0 or (program is not None and BLOCK_D >= WIDE)
     )
     if program is None:
-        program = tl.program_id(0)
-    kv_heads = heads // group
+        program, programs = tl.program_id(0), tl.num_programs(0)
+    kv_heads, blocks = heads // group, tl.cdiv(seq_kv, BLOCK_KV)
     # Under a causal mask the first keys are seen by most queries, so they come first.
-    block, place, kv_head = program_tile(program, tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False)
+    if CAUSAL and cut_parts(PRECISION) > 0:
+        block, place, kv_head = banded_tile(program, programs, blocks, kv_heads, False)
+    else:
+        block, place, kv_head = program_tile(program, blocks, kv_heads, False)
     start_kv = block * BLOCK_KV
     if SPLIT:
         batch = place % batches
@@ -323,18 +328,23 @@ def flashattn_bwd_dq(
     DESCRIPTORS: tl.constexpr,
     SPLIT: tl.constexpr,
     program=None,
+    programs=None,
 ):
     """Compute dq; a program owns a tile of queries of one head.
 
     With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
-    ``program`` is as in ``flashattn_bwd_dkdv``.
+    ``program`` and ``programs`` are as in ``flashattn_bwd_dkdv``.
     """
     ONE_LOOP: tl.constexpr = cut_parts(PRECISION) > 0 or (
         CAUSAL and program is not None and BLOCK_D >= WIDE
     )
     if program is None:
-        program = tl.program_id(0)
-    block, place, head = program_tile(program, tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL)
+        program, programs = tl.program_id(0), tl.num_programs(0)
+    blocks = tl.cdiv(seq_q, BLOCK_Q)
+    if CAUSAL and cut_parts(PRECISION) > 0:
+        block, place, head = banded_tile(program, programs, blocks, heads, CAUSAL)
+    else:
+        block, place, head = program_tile(program, blocks, heads, CAUSAL)
     if SPLIT:
         batch, first = place % batches, place // batches * chunk
     else:
@@ -424,12 +434,12 @@ def flashattn_bwd(
             q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides, grad_o_strides,
             dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk,
             scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
-            DESCRIPTORS, SPLIT, program,
+            DESCRIPTORS, SPLIT, program, owners,
         )  # fmt: skip
     else:
         flashattn_bwd_dq(
             q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides, grad_o_strides,
             dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk_kv, scale,
             scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
-            DESCRIPTORS, SPLIT_KV, program - owners,
+            DESCRIPTORS, SPLIT_KV, program - owners, tl.num_programs(0) - owners,
         )  # fmt: skip

@@ -152,7 +152,7 @@ class Variant:
             "POSITIVE_SCALE": True,
             "SPLIT": self.split,
             "SPLIT_KV": self.split,
-            "program": None,
+            **dict.fromkeys(("program", "programs")),
             "PRECISION": (
                 f"cut{self.cut}"
                 if self.cut

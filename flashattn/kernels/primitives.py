@@ -13,6 +13,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter multiplies the bit patterns of bf16, so there the operands are widened first.
 HIGH_BITS = tl.constexpr(-65536)  # of an fp32: those of a bf16
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+BAND = tl.constexpr(32)  # heads
 
 
 @triton.constexpr_function
@@ -131,6 +132,22 @@ def program_tile(program, blocks, heads, LAST_FIRST: tl.constexpr):
         block = (
             blocks - 1 - block
         )  # under a causal mask the longest first, so that none is left over
+    return block, row // heads, row % heads
+
+
+@triton.jit
+def banded_tile(program, programs, blocks, heads, LAST_FIRST: tl.constexpr):
+    """Return likewise (block, batch, head) of one of ``programs``, the longest of BAND heads first.
+
+    So none is left over where heads are few and a multiprocessor has room for one program or two;
+    and several programs at a time share each head's keys still.
+    """
+    first = program // (BAND * blocks) * BAND
+    width = tl.minimum(BAND, programs // blocks - first)
+    within = program - first * blocks
+    block, row = within // width, first + within % width
+    if LAST_FIRST:
+        block = blocks - 1 - block
     return block, row // heads, row % heads
 
 

@@ -376,6 +376,14 @@ MUTANTS = [
         TF32,
     ),
     Mutant(
+        "last_band_as_wide_as_others",
+        "kernels/primitives.py",
+        "width = tl.minimum(BAND, programs // blocks - first)",
+        "width = BAND",
+        "of 35 heads some tiles are not computed, and memory that is none of o's is written",
+        "tests/test_kernels.py::test_heads_beyond_a_band",
+    ),
+    Mutant(
         "second_part_of_two_lost",
         "kernels/primitives.py",
         "parts = high.to(tl.bfloat16), rest.to(tl.bfloat16)",

@@ -19,6 +19,7 @@ from flashattn.kernels import launch
 from flashattn.kernels.backward import passes as portable
 from flashattn.kernels.hopper.parts import cut, new_parts, product, store, transposed
 from flashattn.kernels.hopper.tiles import WARPS, Tiles
+from flashattn.kernels.hopper.visits import own_place
 from flashattn.kernels.launch import Facts, Launch, Like
 from flashattn.kernels.passes import Pass, Passes, Walk, numbers, walk
 from flashattn.kernels.tiles import block_d
@@ -46,11 +47,12 @@ def keys_of(
     """
     WALKED: gl.constexpr = walked(PARTS)
     blocks = gl.cdiv(seq_kv, OWNED)
-    block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
-    start_kv, place, kv_head = block * OWNED, row // kv_heads, row % kv_heads
-    batch, first, end = place, 0, gl.cdiv(seq_q, WALKED)
+    block, place, kv_head = own_place(blocks, kv_heads, CAUSAL)
+    first, end = 0, gl.cdiv(seq_q, WALKED)
     if CAUSAL:
-        first = gl.maximum(start_kv - diagonal, 0) // WALKED
+        block = blocks - 1 - block
+        first = gl.maximum(block * OWNED - diagonal, 0) // WALKED
+    start_kv, batch = block * OWNED, place
     if SPLIT:  # a chunk is whole tiles
         batch = place % batches
         begin = place // batches * (chunk // WALKED)
@@ -209,12 +211,8 @@ def queries_of(
     first.
     """
     WALKED: gl.constexpr = walked(PARTS)
-    blocks = gl.cdiv(seq_q, OWNED)
-    block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
-    if CAUSAL:
-        block = blocks - 1 - block
-    start_q, place, head = block * OWNED, row // heads, row % heads
-    batch, first, last = place, 0, seq_kv
+    block, place, head = own_place(gl.cdiv(seq_q, OWNED), heads, CAUSAL)
+    start_q, batch, first, last = block * OWNED, place, 0, seq_kv
     if CAUSAL:
         last = gl.minimum(last, gl.maximum(gl.minimum(start_q + OWNED, seq_q) + diagonal, 0))
     end = gl.cdiv(last, WALKED)

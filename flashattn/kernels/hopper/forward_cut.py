@@ -21,7 +21,7 @@ from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.columns import ROWS, by_row
 from flashattn.kernels.hopper.parts import cut, new_parts, product, store, transposed
 from flashattn.kernels.hopper.tiles import WARPS, Tiles
-from flashattn.kernels.hopper.visits import hide
+from flashattn.kernels.hopper.visits import hide, own_place
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d
@@ -45,14 +45,12 @@ def rows_of(seq_q, seq_kv, diagonal, heads, CAUSAL: gl.constexpr):
 
     Under a mask the last queries, who see most, come first.
     """
-    blocks = gl.cdiv(seq_q, OWNED)
-    block, row = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    block, batch, head = own_place(gl.cdiv(seq_q, OWNED), heads, CAUSAL)
     last = seq_kv
     if CAUSAL:
-        block = blocks - 1 - block
         seen = gl.minimum(block * OWNED + OWNED, seq_q) + diagonal
         last = gl.minimum(last, gl.maximum(seen, 0))
-    return block * OWNED, row // heads, row % heads, gl.cdiv(last, WALKED)
+    return block * OWNED, batch, head, gl.cdiv(last, WALKED)
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn.kernels.hopper.columns import ROWS
+from flashattn.kernels.primitives import BAND
 
 
 @gluon.jit
@@ -21,6 +22,12 @@ def place(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
     else:
         block, row = tile % blocks, tile // blocks
     return block, row // heads, row % heads
+
+
+@gluon.jit
+def own_place(blocks, heads, CAUSAL: gl.constexpr):
+    """Return ``place`` of this program where each has one tile, in bands as ``banded_tile`` has."""
+    return place(gl.program_id(0), gl.num_programs(0), blocks, heads, BAND, CAUSAL)
 
 
 @gluon.jit

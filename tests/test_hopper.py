@@ -16,6 +16,7 @@ from flashattn import ops
 from flashattn.attention import FASTEST_FIRST
 from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
+from flashattn.kernels import launch
 from flashattn.kernels.hopper import backward, backward_cut, forward
 from flashattn.kernels.hopper.config import (
     BACKWARD,
@@ -161,8 +162,10 @@ def test_cut_in_two(on_hopper, head_dim, shape, causal):
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
     case = Question(problem=problem, device=on_hopper).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
+    # With few scores the forward is one product of TF32, and the gradients follow from its o.
+    kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > launch.CUT_FORWARD else 10
     for name, error in relative_errors(partial(get("hopper"), **how), case).items():
-        assert 2**-20 < error < 4 * 2 * 2**-16, name
+        assert 2**-20 < error < 4 * 2 * 2**-kept, name
 
 
 def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
@@ -295,6 +298,23 @@ def test_where_its_forward_is_the_fastest_in_fp32(monkeypatch, device, shape, ow
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     options = {} if own else {"split_keys": True}
     assert ops.hopper_fastest(Problem(**shape, head_dim=100), device) == options
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head_dim", "causal", "slabs"),
+    [
+        ((1, 256), 64, True, 8),  # one head of 32 768 keys
+        ((1, 256), 128, True, 4),
+        ((1, 256), 128, False, 8),
+        ((1, 132), 128, True, 1),  # all run at once, and the first have the most to do
+        ((4, 132), 128, False, 2),
+        ((200, 256), 64, True, 1),  # many heads run at once
+    ],
+)
+def test_slabs(monkeypatch, device, sizes, head_dim, causal, slabs):
+    """As measured: a head's programs share so many workspaces that they hardly queue."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    assert backward.slabs_for(*sizes, device, head_dim=head_dim, causal=causal) == slabs
 
 
 def test_kernels_by_name():

@@ -474,10 +474,12 @@ def large(device):
 
 
 @pytest.fixture
-def unsplit(monkeypatch):
-    """Split nothing: how many parts there are depends on how many heads."""
+def alike(monkeypatch):
+    """Launch for few what is launched for many, to the bit: the same tiles, and nothing split."""
     chosen = splitting.split
     monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], 1))
+    monkeypatch.setattr(launch, "TINY", 0)
+    monkeypatch.setattr(backward, "FEW_PROGRAMS", 0)
     forget()
     yield
     forget()
@@ -495,7 +497,7 @@ def gradients(grad_o, *inputs):
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)]
 
 
-@pytest.mark.usefixtures("unsplit")
+@pytest.mark.usefixtures("alike")
 def test_more_than_2_31_elements_in_heads(device):
     """Heads on both sides of element 2^31, and the last, answer as they do alone."""
     elements, head_dim = large(device)
@@ -508,7 +510,7 @@ def test_more_than_2_31_elements_in_heads(device):
     assert all(torch.equal(a[:, part], b) for a, b in zip(whole, alone, strict=True))
 
 
-@pytest.mark.usefixtures("unsplit")
+@pytest.mark.usefixtures("alike")
 def test_more_than_2_31_elements_in_queries(device):
     """Queries behind element 2^31 of one head answer as they do alone."""
     elements, head_dim = large(device)
@@ -522,6 +524,7 @@ def test_more_than_2_31_elements_in_queries(device):
     assert torch.equal(dq[:, :, part], dq_alone)
 
 
+@pytest.mark.usefixtures("alike")
 def test_more_than_2_31_elements_in_keys(device):
     """A key behind element 2^31 of one head is found, and the last ones have their gradients."""
     elements, head_dim = large(device)

@@ -76,6 +76,8 @@ KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 QUERIES = gl.constexpr(64)  # of a warpgroup's part of a tile of dq
 QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
+QUEUE_WIDE = 33  # likewise under a mask, where the workspaces of wider heads cost more to add up
+NARROW = 64  # head dimension, up to which they are narrow
 LINE = gl.constexpr(64)  # numbers in a row of the workspace
 MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
 
@@ -547,7 +549,7 @@ def rounding_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
     return {"head_dim": head_dim, "BLOCK_Q": block_q(head_dim), "COLUMNS": wide, "CAUSAL": causal}
 
 
-def slabs_for(heads: int, blocks: int, device: torch.device, *, causal: bool) -> int:
+def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int, causal: bool) -> int:
     """Return how many workspaces shall be added up, so that a head's programs do not queue.
 
     All begin with the last queries, so of those that run at once each waits for all before it, for
@@ -558,12 +560,14 @@ def slabs_for(heads: int, blocks: int, device: torch.device, *, causal: bool) ->
         heads: that have keys of their own.
         blocks: tiles of keys of a head.
         device: of the launch.
+        head_dim: D.
         causal: whether programs have less to do the later they come.
     """
     programs = launch.multiprocessors(device)
     if causal and heads * blocks <= programs:
         return 1
-    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // QUEUE))
+    queue = QUEUE_WIDE if causal and head_dim > NARROW else QUEUE
+    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // queue))
 
 
 @dataclass(frozen=True)
@@ -727,7 +731,7 @@ def _narrow(
     query_blocks = query_tiles * (rows // QUERIES.value)
     slabs = 1
     if deterministic:
-        slabs = slabs_for(batch * kv_heads, blocks, q.device, causal=causal)
+        slabs = slabs_for(batch * kv_heads, blocks, q.device, head_dim=head_dim, causal=causal)
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
     lines = Lines(box_lines(head_dim))
     fold = Launch(

@@ -26,7 +26,7 @@ from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d
 
-COLUMNS = (64, 128)  # that heads are padded to
+WIDTHS = (64, 128)  # that heads are padded to
 GROUPS = gl.constexpr(2)
 OWNED = gl.constexpr(128)  # queries of a program
 WALKED = gl.constexpr(64)  # keys of a tile
@@ -60,7 +60,7 @@ def load(
     """Be the warp that loads."""
     start_q, batch, head, end = rows_of(seq_q, seq_kv, diagonal, heads, CAUSAL)
     for w in gl.static_range(GROUPS):
-        queries.put(w, q, batch, head, start_q + w * WALKED)
+        queries.put(w, q, batch, head, start_q + w * ROWS)
     for n in range(end):
         keys.put(n, k, batch, head // group, n * WALKED)
         values.put(n, v, batch, head // group, n * WALKED)
@@ -173,7 +173,7 @@ def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precisio
     causal = diagonal is not None
     tile = launch.pick_tile("fwd", q, k, v, causal=causal, precision=precision)
     parts = launch.cuts(tile, q.dtype, precision)
-    fits = block_d(q.shape[3]) in COLUMNS and scale >= SMALLEST_SCALE
+    fits = block_d(q.shape[3]) in WIDTHS and scale >= SMALLEST_SCALE
     if not (parts and fits) or 0 in (*q.shape, *k.shape):
         return lambda q, k, v: portable(
             q, k, v, diagonal=diagonal, scale=scale, precision=precision

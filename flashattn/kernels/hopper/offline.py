@@ -194,7 +194,7 @@ def variants() -> list[HopperVariant]:
         ),
         *(
             HopperVariant("hopper_cut_fwd", d, None, causal, mode)
-            for d in forward_cut.COLUMNS
+            for d in forward_cut.WIDTHS
             for causal in (False, True)
             for mode in ("", "tf32")
         ),

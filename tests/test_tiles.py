@@ -80,10 +80,10 @@ def test_tf32_has_tiles_of_its_own():
     """On Hopper, where one was faster than that of six products and can be loaded."""
     whole, cut = TF32["sm_90"][False], TF32["sm_90"][True]
     few, many = {"descriptors": True, "large": False}, {"descriptors": False, "large": True}
-    assert pick_tf32("fwd", 60, (9, 0), **few) is whole["fwd", 64]
-    assert pick_tf32("fwd", 60, (9, 0), **few | {"descriptors": False}) is None
+    assert pick_tf32("fwd", 30, (9, 0), **few) is whole["fwd", 32]
+    assert pick_tf32("fwd", 30, (9, 0), **few | {"descriptors": False}) is None
     assert pick_tf32("fwd", 60, (9, 0), **many) is cut["fwd", 64]  # parts always have descriptors
-    assert pick_tf32("bwd_dq", 128, (9, 0), **few) is whole["bwd_dq", 128]
+    assert pick_tf32("fwd", 60, (9, 0), **few) is None
     for kernel, head_dim, capability in (
         ("bwd_dq", 16, (9, 0)),
         ("fwd", 64, (8, 0)),

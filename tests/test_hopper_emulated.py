@@ -16,7 +16,7 @@ from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.kernels.hopper import backward, forward
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
-from flashattn.kernels.hopper.tiles import Tiles
+from flashattn.kernels.hopper.copies import Tiles
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import (

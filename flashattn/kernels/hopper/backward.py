@@ -63,11 +63,11 @@ from flashattn.kernels.hopper.config import (
     pick_backward,
     pick_wide,
 )
+from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.forward import takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.hopper.tiles import WARPS, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d

@@ -43,9 +43,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig, columns
+from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
 from flashattn.kernels.hopper.ring import anew, new_ring
-from flashattn.kernels.hopper.tiles import WARPS, Tiles
 from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed
 from flashattn.kernels.launch import Launch, Like

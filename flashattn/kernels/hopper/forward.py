@@ -30,8 +30,8 @@ from flashattn.kernels.hopper import forward_cut
 from flashattn.kernels.hopper.columns import ROWS, fold, folded, inner, put, ready, scaled, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
+from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.hopper.tiles import WARPS, Tiles
 from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts

@@ -19,8 +19,8 @@ from flashattn.kernels.cut import cut_all
 from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
 from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.columns import ROWS, by_row
+from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.parts import cut, new_parts, product, store, transposed
-from flashattn.kernels.hopper.tiles import WARPS, Tiles
 from flashattn.kernels.hopper.visits import hide, own_place
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E

@@ -22,7 +22,7 @@ from flashattn.kernels.hopper.config import (
     Config,
     WideConfig,
 )
-from flashattn.kernels.hopper.tiles import SWIZZLE, WARPS
+from flashattn.kernels.hopper.copies import SWIZZLE, WARPS
 from flashattn.kernels.tiles import block_d
 
 FP32 = 4  # bytes

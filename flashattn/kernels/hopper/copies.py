@@ -1,4 +1,4 @@
-"""Tiles: what Hopper's copy engine loads and stores, as a launch describes it."""
+"""Copies: what Hopper's copy engine loads and stores, as a launch describes it."""
 
 from __future__ import annotations
 

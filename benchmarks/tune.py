@@ -48,26 +48,24 @@ class Way:
     """How operands come to a kernel.
 
     Args:
-        size: bytes of an element as it is stored.
-        loaded: as it is loaded, of all parts where it comes cut.
+        loaded: bytes of an element, of all its parts where it comes cut.
         stages: that there may be room for.
         registers: a thread's part of the accumulators: with fewer it idles, with more it must
             spill. Six bf16 products split what is not cut in registers, which leaves less of them.
         cut: whether it comes cut.
     """
 
-    size: int
     loaded: int
     stages: tuple[int, ...]
     registers: range
     cut: bool = False
 
 
-HALF = Way(2, 2, (1, 2, 3, 4), range(24, 241))
-WHOLE = {"auto": Way(4, 4, (1, 2), range(4, 145)), "tf32": Way(4, 4, (1, 2, 3), range(24, 241))}
+HALF = Way(2, (1, 2, 3, 4), range(24, 241))
+WHOLE = {"auto": Way(4, (1, 2), range(4, 145)), "tf32": Way(4, (1, 2, 3), range(24, 241))}
 CUT = {
-    "auto": Way(4, 6, (1, 2, 3), range(4, 241), cut=True),
-    "tf32": Way(4, 4, (1, 2, 3), range(4, 241), cut=True),
+    "auto": Way(6, (1, 2, 3), range(4, 241), cut=True),
+    "tf32": Way(4, (1, 2, 3), range(4, 241), cut=True),
 }
 LOADS = ("descriptors", "pointers", "cut")
 

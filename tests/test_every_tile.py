@@ -180,7 +180,7 @@ def test_cases_launch_what_they_say(device):
 def test_every_tile_for_tf32(device, shape, head_dim, causal):
     """Each tile for TF32 is right to what four products in a row lose, 2^-10 a factor."""
     if device.type == "cpu":
-        pytest.skip("the interpreter multiplies in full fp32, whatever is asked")
+        pytest.skip("the interpreter makes one product of TF32 in full fp32")
     problem = Problem(**SHAPES[shape], head_dim=head_dim, causal=causal)
     case = Question(problem=problem, device=device).draw()
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")

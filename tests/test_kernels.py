@@ -399,7 +399,7 @@ def test_fp32_precision(device, precision):
 def test_fp32_budgets_see_tf32(device, seq_kv):
     """One TF32 product in place of six of bf16 breaks the budgets, where dS cancels, too."""
     if device.type != "cuda":
-        pytest.skip("the interpreter multiplies in full fp32, whatever is asked")
+        pytest.skip("the interpreter makes one product of TF32 in full fp32")
     problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
     with pytest.raises(AssertionError, match="budget"):
         assert_accurate(triton(False, precision="tf32"), Question(problem=problem, device=device))

@@ -29,7 +29,6 @@ from flashattn.kernels.primitives import (
     dot_transposed,
     load_tile,
     normalized,
-    program_tile,
     seen_keys,
     store_rows,
     store_tile,
@@ -139,13 +138,10 @@ def flashattn_fwd(
     With SPLIT only those of its part, of ``chunk`` keys; o has a batch for each part, of sums that
     nothing has divided, and lse holds m of each part, and then l of each.
     """
-    blocks = tl.cdiv(seq_q, BLOCK_Q)
-    if CAUSAL and cut_parts(PRECISION) > 0:
-        block, place, head = banded_tile(
-            tl.program_id(0), tl.num_programs(0), blocks, heads, CAUSAL
-        )
-    else:
-        block, place, head = program_tile(tl.program_id(0), blocks, heads, CAUSAL)
+    CUT: tl.constexpr = cut_parts(PRECISION) > 0
+    block, place, head = banded_tile(
+        tl.program_id(0), tl.num_programs(0), tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL, CAUSAL and CUT
+    )
     start_q = block * BLOCK_Q
     if SPLIT:
         batch, first = place % batches, place // batches * chunk
@@ -174,7 +170,7 @@ def flashattn_fwd(
     if SPLIT:  # a chunk is whole tiles
         full = tl.maximum(tl.minimum(full, first + chunk), first)
         end = tl.minimum(end, first + chunk)
-    if cut_parts(PRECISION) > 0:
+    if CUT:
         full = first
     else:
         acc, m, l, lost = fold_keys(
@@ -268,7 +264,7 @@ def _plan(
         return copied
     o = torch.empty_like(q.meta)
     if seq_q > 1 or heads == kv_heads:
-        return _Forward(q, _fill(q, k, v, o.stride(), diagonal, *options))
+        return Forward(q, _fill(q, k, v, o.stride(), diagonal, *options))
     # One query: the heads that share keys are rows of one tile, and read them once. It sees all
     # keys up to one, without a mask.
     seen = seq_kv if diagonal is None else min(seq_kv, diagonal + 1)
@@ -287,7 +283,7 @@ def _plan(
     ) -> None:
         fill(*views(q, k, v, o), lse.view(q_rows.shape[:3]))
 
-    return _Forward(q, viewed)
+    return Forward(q, viewed)
 
 
 def _sees_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
@@ -305,7 +301,7 @@ def _one_query(
     return q, k[:, :, :seen], v[:, :, :seen], o
 
 
-class _Forward:
+class Forward:
     """Allocates o and lse, and fills them.
 
     Args:
@@ -351,7 +347,7 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """What is asked for inputs in fp32, and takes them cut into so many parts."""
 
     fill: Fill
@@ -425,7 +421,7 @@ def _fill(
         },
     )
     if parts == 1:
-        return _Cut(fold, cut) if cut else fold
+        return Cut(fold, cut) if cut else fold
     merge = splitting.merging(parts, q.shape, o_strides)
     split = _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
-    return _Cut(split, cut) if cut else split
+    return Cut(split, cut) if cut else split

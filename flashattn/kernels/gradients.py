@@ -181,17 +181,15 @@ def flashattn_bwd_dkdv(
     """
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
-    ONE_LOOP: tl.constexpr = CAUSAL and (
-        cut_parts(PRECISION) > 0 or (program is not None and BLOCK_D >= WIDE)
-    )
+    CUT: tl.constexpr = cut_parts(PRECISION) > 0
+    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or (program is not None and BLOCK_D >= WIDE))
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
-    kv_heads, blocks = heads // group, tl.cdiv(seq_kv, BLOCK_KV)
+    kv_heads = heads // group
     # Under a causal mask the first keys are seen by most queries, so they come first.
-    if CAUSAL and cut_parts(PRECISION) > 0:
-        block, place, kv_head = banded_tile(program, programs, blocks, kv_heads, False)
-    else:
-        block, place, kv_head = program_tile(program, blocks, kv_heads, False)
+    block, place, kv_head = banded_tile(
+        program, programs, tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False, CAUSAL and CUT
+    )
     start_kv = block * BLOCK_KV
     if SPLIT:
         batch = place % batches
@@ -335,16 +333,13 @@ def flashattn_bwd_dq(
     With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
     ``program`` and ``programs`` are as in ``flashattn_bwd_dkdv``.
     """
-    ONE_LOOP: tl.constexpr = cut_parts(PRECISION) > 0 or (
-        CAUSAL and program is not None and BLOCK_D >= WIDE
-    )
+    CUT: tl.constexpr = cut_parts(PRECISION) > 0
+    ONE_LOOP: tl.constexpr = CUT or (CAUSAL and program is not None and BLOCK_D >= WIDE)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
-    blocks = tl.cdiv(seq_q, BLOCK_Q)
-    if CAUSAL and cut_parts(PRECISION) > 0:
-        block, place, head = banded_tile(program, programs, blocks, heads, CAUSAL)
-    else:
-        block, place, head = program_tile(program, blocks, heads, CAUSAL)
+    block, place, head = banded_tile(
+        program, programs, tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL, CAUSAL and CUT
+    )
     if SPLIT:
         batch, first = place % batches, place // batches * chunk
     else:

@@ -136,19 +136,24 @@ def program_tile(program, blocks, heads, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def banded_tile(program, programs, blocks, heads, LAST_FIRST: tl.constexpr):
-    """Return likewise (block, batch, head) of one of ``programs``, the longest of BAND heads first.
+def banded_tile(program, programs, blocks, heads, LAST_FIRST: tl.constexpr, BANDED: tl.constexpr):
+    """Return likewise (block, batch, head) of one of ``programs``; BANDED: the longest first.
 
-    So none is left over where heads are few and a multiprocessor has room for one program or two;
-    and several programs at a time share each head's keys still.
+    Those of BAND heads, then of the next: so none is left over where heads are few and a
+    multiprocessor has room for one program or two; and several programs at a time share each
+    head's keys still.
     """
-    first = program // (BAND * blocks) * BAND
-    width = tl.minimum(BAND, programs // blocks - first)
-    within = program - first * blocks
-    block, row = within // width, first + within % width
-    if LAST_FIRST:
-        block = blocks - 1 - block
-    return block, row // heads, row % heads
+    if BANDED:
+        first = program // (BAND * blocks) * BAND
+        width = tl.minimum(BAND, programs // blocks - first)
+        within = program - first * blocks
+        block, row = within // width, first + within % width
+        if LAST_FIRST:
+            block = blocks - 1 - block
+        batch, head = row // heads, row % heads
+    else:
+        block, batch, head = program_tile(program, blocks, heads, LAST_FIRST)
+    return block, batch, head
 
 
 @triton.jit

@@ -6,8 +6,6 @@ loads: one's softmax runs under the other's products, which are most of the work
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -15,8 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels import launch
-from flashattn.kernels.cut import cut_all
-from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
+from flashattn.kernels.forward import SMALLEST_SCALE, Cut, Forward, Plan
 from flashattn.kernels.forward import forward as portable
 from flashattn.kernels.hopper.columns import ROWS, by_row
 from flashattn.kernels.hopper.copies import WARPS, Tiles
@@ -136,26 +133,6 @@ def flashattn_hopper_cut_fwd(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """Allocates o and lse, cuts the inputs, and launches what fills them.
-
-    Args:
-        kernel: flashattn_hopper_cut_fwd.
-        parts: that it takes of each number.
-    """
-
-    kernel: Launch
-    parts: int
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        """Return o and lse."""
-        o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-        with launch.on_device(q):
-            self.kernel(*cut_all(q, k, v, parts=self.parts), o, lse)
-        return o, lse
-
-
 def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precision: str) -> Plan:
     """Return what launches flashattn_hopper_cut_fwd.
 
@@ -195,7 +172,7 @@ def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precisio
         ),
         constants(head_dim, causal=causal, parts=parts) | {"num_warps": WARPS},
     )
-    return _Forward(kernel, parts)
+    return Forward(q, Cut(kernel, parts))
 
 
 def constants(head_dim: int, *, causal: bool, parts: int) -> dict[str, object]:

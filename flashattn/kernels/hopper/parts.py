@@ -135,7 +135,7 @@ def transposed(x, PARTS: gl.constexpr):
 
 @gluon.jit
 def store(x, total, strides, place, head, start, size, head_dim):
-    """Store a sum [64, 128] where x has rows ``start ...`` of a head, up to ``size``."""
+    """Store a sum [64, columns] where x has rows ``start ...`` of a head, up to ``size``."""
     layout: gl.constexpr = total.type.layout
     rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))

@@ -50,7 +50,8 @@ DEFAULT = [
 ]
 FULL = [
     *community(seq=[512, 1024, 2048, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF),
-    *community(seq=[1024, 4096, 16384], head_dim=[16, 32, 96, 192], dtype=HALF),
+    *community(seq=[1024, 2048, 4096, 8192, 16384], head_dim=[16, 32], dtype=HALF),
+    *community(seq=[1024, 4096, 16384], head_dim=[96, 192], dtype=HALF),
     *community(seq=[512, 4096, 16384], head_dim=[256], dtype=HALF),
     *community(seq=[4096], head_dim=[64, 128, 256], dtype=["float16"]),
     *community(seq=[4096], head_dim=[64, 128], dtype=["float32"]),

@@ -7,12 +7,14 @@ and launches.
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
+import triton
 
 from flashattn import attention
+from flashattn.kernels.launch import Launch
 from flashattn.measure.timing import warm_up
 from flashattn.problem import Problem
 from flashattn.registry import get
@@ -21,7 +23,9 @@ from flashattn.testing.sweep import grid
 
 CALLS, ROUNDS = 20, 20
 PASSES = ["forward", "forward+backward"]
-FLOOR = "floor"  # what PyTorch takes for an autograd function in Python: see ``Nothing``
+# What PyTorch takes for an autograd function in Python, see ``Nothing``, and with it Triton for a
+# kernel each way.
+FLOOR, LAUNCHING = FLOORS = ("floor", "floor, launching")
 
 
 def calls(**axes):
@@ -37,7 +41,7 @@ SWEEPS = {
             mode=["eager", "compiled", "graph"],
             impl=["sdpa", "naive", "triton"],
         ),
-        *calls(dtype=["bfloat16"], mode=["eager"], impl=[FLOOR]),
+        *calls(dtype=["bfloat16"], mode=["eager"], impl=FLOORS),
     ],
     "full": [
         *calls(
@@ -45,7 +49,7 @@ SWEEPS = {
             mode=["eager", "compiled", "graph"],
             impl=["sdpa", "naive", "triton"],
         ),
-        *calls(dtype=["bfloat16", "float32"], mode=["eager"], impl=[FLOOR]),
+        *calls(dtype=["bfloat16", "float32"], mode=["eager"], impl=FLOORS),
     ],
 }
 
@@ -85,7 +89,9 @@ def call(case, facts, device, left_out, interpreted):
     """Return the call whose host time is asked for."""
     problem = Problem(batch=1, heads=2, seq_q=64, head_dim=64, causal=True, dtype=case.dtype)
     facts["problem"] = str(problem)
-    if case.impl != FLOOR:
+    if case.impl == LAUNCHING and device.type != "cuda":
+        left_out("a kernel needs CUDA")
+    if case.impl not in FLOORS:
         impl = get(case.impl)
         left_out(impl.why_not(problem, device, grad=True))
         if interpreted(impl):
@@ -111,8 +117,9 @@ def _entry(name):
         return lambda q, k, v, causal: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal
         )
-    if name == FLOOR:
-        return lambda q, k, v, causal: Nothing.apply(q, k, v)[0]  # noqa: ARG005 - it does nothing
+    if name in FLOORS:
+        function = Nothing if name == FLOOR else Launching
+        return lambda q, k, v, causal: function.apply(q, k, v)[0]  # noqa: ARG005 - it does nothing
     return partial(attention, impl=name)
 
 
@@ -133,6 +140,35 @@ class Nothing(torch.autograd.Function):
         q, k, v, _, lse = ctx.saved_tensors
         _ = torch.empty_like(lse), torch.empty_like(lse)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@triton.jit
+def flashattn_nothing(x):
+    """Do nothing."""
+
+
+@cache
+def _nothing():
+    """Return the launch of an empty kernel."""
+    return Launch(flashattn_nothing, 1, [None], (), {"num_warps": 4})
+
+
+class Launching(Nothing):
+    """Launches an empty kernel besides, forward and backward: no kernel of Triton takes less."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        """Return o and the logsumexp."""
+        o, lse = Nothing.forward(ctx, q, k, v)
+        _nothing()(o)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        """Return the gradients of q, k and v."""
+        grads = Nothing.backward(ctx, grad_o, grad_lse)
+        _nothing()(grads[0])
+        return grads
 
 
 def _both(run, inputs, grad_o):

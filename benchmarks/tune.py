@@ -26,13 +26,15 @@ import triton
 from flashattn.kernels import backward, forward, launch
 from flashattn.kernels.cut import cut_all
 from flashattn.kernels.offline import Variant, compile_variant
-from flashattn.kernels.tiles import Kernel, Tile
+from flashattn.kernels.tiles import JOINT, Kernel, Tile
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
-PRODUCTS = {"fwd": 2, "bwd": 7, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of each kernel
+# Matrix products of each kernel.
+PRODUCTS = {"fwd": 2, "bwd": 7, "bwd_whole": 7, "bwd_dkdv": 4, "bwd_dq": 3}
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
+TINY = 256  # the most tokens of a head that "bwd_whole" is for
 # Gross errors; tests hold budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
@@ -78,11 +80,15 @@ def way(dtype: str, precision: str, load: str) -> Way:
 
 
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
-    """Return what a tile is judged by: a single head for "bwd", which is for few programs."""
-    heads = 1 if kernel == "bwd" else max(WIDTH // head_dim, 1)
-    batch = 1 if kernel == "bwd" else TOKENS // LENGTH
+    """Return what a tile is judged by: a single head for kernels that are for few programs."""
+    sizes = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
+    seq = TINY if kernel == "bwd_whole" else LENGTH
     return Problem(
-        batch=batch, heads=heads, seq_q=LENGTH, head_dim=head_dim, dtype=dtype, causal=causal
+        **({} if kernel in JOINT else sizes),
+        seq_q=seq,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
     )
 
 
@@ -102,7 +108,7 @@ def candidates(
     found = []
     rows = 8 if head_dim <= WIDE else 4  # of its own that a warp has at least, in half precision
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, given.stages):
-        of_keys = kernel in ("bwd", "bwd_dkdv")
+        of_keys = kernel in {"bwd_dkdv", *JOINT}
         own, walked = (block_kv, block_q) if of_keys else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if kernel == "fwd" else 2)
@@ -133,11 +139,11 @@ def prepare(
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
     o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
-    lse2, delta = backward.row_terms(grad_o, None, o, lse)
     given = backward.Recomputation(
-        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision=precision, **options
-    )
-    wanted = {"bwd": (dk, dv, dq), "bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}[kernel]
+        q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, precision=precision,
+        parts=1 if kernel == "bwd_whole" else None, **options,
+    )  # fmt: skip
+    wanted = {"bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}.get(kernel, (dk, dv, dq))
     return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
 
 

@@ -33,6 +33,7 @@ SHAPES = {
     "tall": MANY | {"seq_q": 500, "seq_kv": 300},  # bottom-right: 200 queries see no key
     "whole": MANY | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
     "few": FEW | {"seq_q": 700, "seq_kv": 900},  # both passes at once
+    "tiny": FEW | {"batch": 2, "seq_q": 90, "seq_kv": 150},  # the backward is one launch
     "short": FEW | {"seq_q": 150, "seq_kv": 400},  # too short to be cut
     "decode": {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 9, "seq_kv": 900},
     "small": {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100},  # for the interpreter
@@ -69,13 +70,16 @@ class Case:
     @property
     def kernels(self):
         """The kernels of the table that are launched, where it has one for both passes."""
-        passes = ["bwd"] if self.shape in ("few", "decode") else ["bwd_dkdv", "bwd_dq"]
+        both = {"few": "bwd", "decode": "bwd", "tiny": "bwd_whole"}.get(self.shape)
+        passes = [both] if both else ["bwd_dkdv", "bwd_dq"]
         return ["decode" if self.shape == "decode" else "fwd", *passes]
 
     def tile(self, kernel, capability):
         """Return the tile that a GPU's table has for the case."""
         size, causal = DTYPES[self.dtype], self.causal is not False
-        described = self.shape != "short" if size == FP32 else self.layout in ALIGNED
+        described = self.layout in ALIGNED and self.shape != "tiny"
+        if size == FP32:
+            described = self.shape != "short"
         return pick(kernel, size, self.head_dim, capability, causal=causal, descriptors=described)
 
 
@@ -87,6 +91,7 @@ def cases(dtypes, head_dims, layouts, masks, shapes):
 # fp32 is cut, or loaded by pointers, whatever the input's layout: its length decides.
 ORDINARY = [
     *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged", "few", "decode")),
+    *cases(HALF, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("tiny",)),
     *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged", "few", "short", "decode")),
 ]
 EVERY = [
@@ -97,6 +102,7 @@ EVERY = [
         MASKS,
         ("ragged", "tall", "whole", "few", "decode"),
     ),
+    *cases(HALF, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("tiny",)),
     *cases(FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("short",)),
 ]
 INTERPRETED = cases(
@@ -157,7 +163,6 @@ def test_the_ordinary_run_meets_every_tile(arch, capability):
 def test_cases_launch_what_they_say(device):
     """What is launched for a case are the kernels that it is for, with the tiles of the table."""
     capability = torch.cuda.get_device_capability(device)
-    most = backward.FEW_PROGRAMS * launch.multiprocessors(device)
     for case in ORDINARY:
         p = case.problem
         rows = [(p.heads, p.seq_q)] + [(p.kv_heads, p.seq_kv)] * 2
@@ -167,8 +172,8 @@ def test_cases_launch_what_they_say(device):
         how["causal"] = p.causal is not False
         both = launch.find_tile("bwd", *likes, **how)
         if both is not None:
-            few = backward._owners(likes[0], likes[1], both) <= most
-            assert few is (case.shape in ("few", "decode")), case
+            few = backward.few(*likes[:2], both, how["precision"])
+            assert few is (case.shape in ("few", "decode", "tiny")), case
         for kernel in case.kernels:
             assert launch.find_tile(kernel, *likes, **how) == case.tile(kernel, capability), case
         assert (p.seq_q <= forward.FEW_QUERIES) is ("decode" in case.kernels)

@@ -90,14 +90,14 @@ def test_loading_changes_no_bit(device, layout, dtype):
     for descriptors in (True, False):
         tile = launch.Tile(32, 32, 4, 1, descriptors, cut=dtype == "float32")
         o, lse = forward.forward(q, k, v, tile=tile, **how)
-        lse2, delta = backward.row_terms(grad_o, grad_lse, o, lse)
         given = backward.Recomputation(
-            q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", **how
+            q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, **how
         )
-        passes = [given.gradients(kernel, tile) for kernel in backward.KERNELS]
-        apart = [*passes[1], *passes[2]]
-        assert all(torch.equal(a, b) for a, b in zip(passes[0], apart, strict=True))
-        results.append([o, lse, *itertools.chain(*passes)])
+        kernels = backward.KERNELS.keys() - ({"bwd_whole"} if tile.cut else set())
+        passes = {kernel: given.gradients(kernel, tile) for kernel in sorted(kernels)}
+        apart = [*passes["bwd_dkdv"], *passes["bwd_dq"]]
+        assert all(torch.equal(a, b) for a, b in zip(passes["bwd"], apart, strict=True))
+        results.append([o, lse, *itertools.chain(*passes.values())])
     for by_descriptor, by_pointer in zip(*results, strict=True):
         assert torch.equal(by_descriptor, by_pointer)
 
@@ -313,13 +313,20 @@ def test_split_keys(device, problem, parts, monkeypatch):
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_backward_is_few_launches(device, dtype, parts, few, monkeypatch):
-    """One for all inputs that are cut, one or two for the passes, one for all sums of parts."""
+@pytest.mark.parametrize("tiny", [True, False])
+def test_backward_is_few_launches(device, dtype, parts, few, tiny, monkeypatch):
+    """One for all inputs that are cut, one or two for the passes, one for all sums of parts.
+
+    And one in all where there is next to nothing to do.
+    """
     problem = Problem(seq_q=384, head_dim=16, dtype=dtype)
     inputs = make_inputs(problem, device=device)
     likes = [launch.Like.of(x) for x in inputs]
     precision = launch.input_precision("auto", problem.torch_dtype)
-    both = launch.find_tile("bwd", *likes, causal=False, precision=precision)
+    both, whole = (
+        launch.find_tile(kernel, *likes, causal=False, precision=precision)
+        for kernel in ("bwd", "bwd_whole")
+    )
     chosen, launched, start = splitting.split, [], launch.Launch.__call__
 
     def note(self, *tensors):
@@ -328,6 +335,7 @@ def test_backward_is_few_launches(device, dtype, parts, few, monkeypatch):
 
     monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
     monkeypatch.setattr(backward, "FEW_PROGRAMS", 1000 if few else 0)
+    monkeypatch.setattr(backward, "WHOLE", 1 << 20 if tiny else 0)
     forget()
     q, k, v = (x.requires_grad_() for x in inputs)
     o, _ = triton(False)(q, k, v)
@@ -336,7 +344,23 @@ def test_backward_is_few_launches(device, dtype, parts, few, monkeypatch):
     forget()
     passes = ["bwd"] if few and both else ["bwd_dkdv", "bwd_dq"]
     cuts, sums = ["cut"] * (dtype == "float32"), ["bwd_sum"] * (parts > 1)
-    assert launched == ["bwd_delta", *cuts, *passes, *sums]
+    one = tiny and whole and passes == ["bwd"] and not sums
+    assert launched == (["bwd"] if one else ["bwd_delta", *cuts, *passes, *sums])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "most"),
+    [("bfloat16", 64, 8), ("float32", 32, 8), ("float32", 33, 2), ("float32", 64, 2)],
+)
+def test_few_programs(device, dtype, head_dim, most):
+    """Both passes are one launch up to 8 programs a multiprocessor, 2 where wide fp32 comes cut."""
+    tile = launch.Tile(64, 32, 4, 1, descriptors=True, cut=True)
+    heads = launch.multiprocessors(device) * most // 2  # each a tile of queries and one of keys
+    for rows in (64, 65):
+        problem = Problem(heads=heads, seq_q=rows, seq_kv=32, head_dim=head_dim, dtype=dtype)
+        q, k, _ = map(launch.Like.of, make_inputs(problem, device=device))
+        precision = launch.input_precision("auto", problem.torch_dtype)
+        assert backward.few(q, k, tile, precision) is (rows == 64)
 
 
 @pytest.mark.parametrize("scale", [0.2, -0.2])

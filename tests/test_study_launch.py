@@ -47,6 +47,9 @@ def test_the_floor_is_nobody():
     (said,) = launch.findings(run(*rows))
     assert "1.50x the least (sdpa, 20 µs); " in said
     assert said.endswith("only allocates, 10 µs.")
+    (said,) = launch.findings(run(*rows, row("floor, launching", "eager", 1.5e-5)))
+    assert "only allocates, 10 µs; one that launches" in said
+    assert said.endswith("besides, 15 µs.")
 
 
 def test_bars_are_microseconds():

@@ -145,11 +145,11 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
         o, lse = forward.forward(q, k, v, parts=1, **options)
     with counting() as counts["fwd_split"]:  # and merged
         forward.forward(q, k, v, parts=2, **options)
-    with counting() as counts["bwd_delta"]:
-        lse2, delta = backward.row_terms(grad_o, grad_lse, o, lse)
     given = backward.Recomputation(
-        q=q, k=k, v=v, grad_o=grad_o, lse2=lse2, delta=delta, precision="auto", parts=1, **options
+        q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, parts=1, **options
     )
+    with counting() as counts["bwd_delta"]:
+        _ = given.row_terms
     for kernel in backward.KERNELS:
         with counting() as counts[kernel]:
             given.gradients(kernel)

@@ -1,14 +1,14 @@
 """The gradients, launched: ``gradients`` has the kernels.
 
 First two numbers a row, then, of inputs that may be cut before, dk and dv in one pass and dq in
-another, or both side by side where they are few programs.
+another, or both side by side where they are few programs; of next to nothing all in one launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,55 +23,75 @@ from flashattn.kernels.gradients import (
 )
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.passes import Pass, Passes, Walk, numbers, owners, pitch, walk
-from flashattn.kernels.tiles import Kernel, Tile
+from flashattn.kernels.primitives import INTERPRETED
+from flashattn.kernels.tiles import JOINT, Kernel, Tile
 
 DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
 DELTA_WARPS = 4
 KERNELS: dict[Kernel, Any] = {
     "bwd": flashattn_bwd,
+    "bwd_whole": flashattn_bwd,
     "bwd_dkdv": flashattn_bwd_dkdv,
     "bwd_dq": flashattn_bwd_dq,
 }
-FEW_PROGRAMS = 8  # for each multiprocessor, of both passes together
+# For each multiprocessor, of both passes together; and where fp32 comes cut, of 64 columns: then
+# passes of their own, with larger tiles, are soon the faster. On an H200 one head of 8192 took 480
+# us with 256 programs, and 490 by passes apart, one of 16 384 1901 and 1618, eight of 4096 1016 and
+# 801.
+FEW_PROGRAMS, FEW_WIDE_CUT = 8, 2
+WIDE = 64  # columns
+# Scores, as ``launch.scores`` counts them, up to which these programs find lse2 and delta
+# themselves, each anew: a launch less, for the host and for the device. In the interpreter some
+# problems are on either side.
+WHOLE = 1 << 13 if INTERPRETED.value else launch.TINY
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What both passes find P and dS from.
+    """What each kernel finds P and dS from.
 
-    q, k, v and grad_o have dense rows; lse2 and delta are ``row_terms``; parts are those that a
-    pass is split into at most, None lets ``splitting.split`` say.
+    q, k, v, grad_o and o have dense rows; parts are those that a pass is split into at most, None
+    lets ``splitting.split`` say.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     grad_o: torch.Tensor
-    lse2: torch.Tensor
-    delta: torch.Tensor
+    grad_lse: torch.Tensor | None
+    o: torch.Tensor
+    lse: torch.Tensor
     diagonal: int | None
     scale: float
-    precision: str
+    precision: str = "auto"
     parts: int | None = None
 
+    @cached_property
+    def row_terms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """lse2 and delta."""
+        return row_terms(self.grad_o, self.grad_lse, self.o, self.lse)
+
     def gradients(self, kernel: Kernel, tile: Tile | None = None) -> tuple[torch.Tensor, ...]:
-        """Launch a pass with the table's tile or another.
+        """Launch a kernel with the table's tile or another.
 
         Args:
-            kernel: "bwd_dkdv", "bwd_dq" or "bwd".
+            kernel: one of ``KERNELS``.
             tile: instead of the table's.
 
         Returns:
             dk and dv, dq, or all three.
         """
         inputs = self.q, self.k, self.v, self.grad_o
-        of = {"bwd_dkdv": (self.k, self.v), "bwd_dq": (self.q,), "bwd": (self.k, self.v, self.q)}
-        grads = tuple(map(torch.empty_like, of[kernel]))
+        of = {"bwd_dkdv": (self.k, self.v), "bwd_dq": (self.q,)}
+        grads = tuple(map(torch.empty_like, of.get(kernel, (self.k, self.v, self.q))))
         strides = tuple(x.stride() for x in grads)
         precision = launch.input_precision(self.precision, self.q.dtype)
-        options = self.diagonal, self.scale, precision, tile, self.parts
-        step = _alone(kernel, facts(*inputs), strides, *options)
-        step(inputs, (self.lse2, self.delta), grads)
+        how = self.diagonal, self.scale, precision, tile, self.parts
+        step = _alone(kernel, facts(*inputs, self.o), strides, *how)
+        if step.whole:
+            step(inputs, (self.lse, self.grad_lse), grads, self.o)
+        else:
+            step(inputs, self.row_terms, grads)
         return grads
 
 
@@ -94,8 +114,8 @@ def prepare(
     """Prepare the launch of flashattn_bwd_dkdv, flashattn_bwd_dq, or flashattn_bwd, which is both.
 
     Args:
-        kernel: "bwd_dkdv", "bwd_dq" or "bwd".
-        given: what is to be known of q, k, v and grad_o.
+        kernel: one of ``KERNELS``.
+        given: what is to be known of q, k, v, grad_o and o.
         strides: of the gradients that it writes, of dk, dv and dq.
         diagonal: as in ``forward``.
         scale: as in ``forward``.
@@ -103,7 +123,7 @@ def prepare(
         tile: instead of the table's.
         parts: as in ``Recomputation``.
     """
-    inputs = [Like(*x) for x in given]
+    *inputs, o = (Like(*x) for x in given)
     q, k = inputs[:2]
     tile = tile or launch.pick_tile(
         kernel, *inputs, causal=diagonal is not None, precision=precision
@@ -114,18 +134,21 @@ def prepare(
     ways = _walks(kernel, q, k, tile, strides, parts)
     chunks = [way.chunk for way in ways]
     constants: dict[str, Any] = {"SPLIT": ways[0].split}
-    if kernel == "bwd":
+    if kernel in JOINT:
         chunks.append(ways[0].programs)
         constants["SPLIT_KV"] = ways[1].split
     else:
         constants |= dict.fromkeys(("program", "programs"))
+    whole = kernel == "bwd_whole"  # which takes o
     written = [x for way in ways for x in way.strides]
     fold = Launch(
         KERNELS[kernel],
         sum(way.programs for way in ways),
-        [*(launch.loaded(tile, n) for n in rows), *[None] * (2 + len(strides))],
+        [*(launch.loaded(tile, n) for n in rows), *[None] * (2 + len(strides) + whole)],
         (
+            *([] if whole else [None]),
             *(x[:3] for x in (*(like.strides for like in operands), *written)),
+            o.strides[:3] if whole else None,
             *numbers(q, k, chunks, diagonal, scale),
         ),
         {
@@ -136,7 +159,7 @@ def prepare(
             **tile.options(q.shape[3]),
         },
     )
-    return Pass(fold, cut, tuple(x for way in ways for x in way.written))
+    return Pass(fold, cut, tuple(x for way in ways for x in way.written), whole)
 
 
 def _walks(
@@ -149,7 +172,7 @@ def _walks(
 ) -> list[Walk]:
     """Return how programs walk: those of a pass, or of both."""
     blocks = tile.block_q, tile.block_kv
-    if kernel != "bwd":
+    if kernel not in JOINT:
         return [walk(kernel, q, k, blocks, strides, parts)]
     together = _owners(q, k, tile)
     return [
@@ -164,6 +187,13 @@ def _owners(q: Like, k: Like, tile: Tile) -> int:
     return owners("bwd_dkdv", q, k, blocks) + owners("bwd_dq", q, k, blocks)
 
 
+def few(q: Like, k: Like, tile: Tile, precision: str) -> bool:
+    """Return whether both passes together are so few programs that they are faster at once."""
+    cut = launch.cuts(tile, q.dtype, precision)
+    most = FEW_WIDE_CUT if cut and tile.block_d(q.shape[3]) >= WIDE else FEW_PROGRAMS
+    return _owners(q, k, tile) <= most * launch.multiprocessors(q.device)
+
+
 def passes(
     given: tuple[Facts, ...],
     strides: tuple[tuple[int, ...], ...],
@@ -174,22 +204,26 @@ def passes(
     """Prepare what fills dk, dv and dq: one launch, or two.
 
     Args:
-        given: what is to be known of q, k, v and grad_o.
+        given: what is to be known of q, k, v, grad_o and o.
         strides: of dk, dv and dq.
         diagonal: as in ``forward``.
         scale: as in ``forward``.
         precision: as ``launch.input_precision`` returns it.
     """
-    inputs = [Like(*x) for x in given]
+    inputs = [Like(*x) for x in given[:4]]
+    q, k = inputs[:2]
     options = diagonal, scale, precision
-    tile = launch.find_tile("bwd", *inputs, causal=diagonal is not None, precision=precision)
-    most = FEW_PROGRAMS * launch.multiprocessors(inputs[0].device)
-    if tile is not None and _owners(inputs[0], inputs[1], tile) <= most:
-        return Passes(prepare("bwd", given, strides, *options))
-    return Passes(
-        prepare("bwd_dkdv", given, strides[:2], *options),
-        prepare("bwd_dq", given, strides[2:], *options),
-    )
+    how: dict[str, Any] = {"causal": diagonal is not None, "precision": precision}
+    both = launch.find_tile("bwd", *inputs, **how)
+    if both is None or not few(q, k, both, precision):
+        return Passes(
+            prepare("bwd_dkdv", given, strides[:2], *options),
+            prepare("bwd_dq", given, strides[2:], *options),
+        )
+    tile = launch.find_tile("bwd_whole", *inputs, **how) if launch.scores(q, k) <= WHOLE else None
+    if tile and not any(way.split for way in _walks("bwd_whole", q, k, tile, strides, None)):
+        return Passes(prepare("bwd_whole", given, strides, *options))
+    return Passes(prepare("bwd", given, strides, *options))
 
 
 def row_shape(shape: torch.Size) -> tuple[int, int]:
@@ -309,12 +343,11 @@ def _plan(
 
         return copied
     strides = tuple(torch.empty_like(x.meta).stride() for x in (k, v, q))
-    return _Backward(
-        row_shape(q.shape),
-        q.device,
-        _delta((given[4], given[3], *given[5:])),
-        passes(given[:4], strides, diagonal, scale, precision),
-    )
+    fold = passes(given[:5], strides, diagonal, scale, precision)
+    if fold.whole:
+        return partial(_whole, fold)
+    delta = _delta((given[4], given[3], *given[5:]))
+    return _Backward(row_shape(q.shape), q.device, delta, fold)
 
 
 def readable(rows: Sequence[Like], numbers: Sequence[Like]) -> bool:
@@ -334,6 +367,15 @@ def _no_gradients(grads: Grads, saved: Saved) -> Gradients:
     del grads
     q, k, v = saved[:3]
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def _whole(fold: Passes, grads: Grads, saved: Saved) -> Gradients:
+    """Allocate dq, dk and dv, and launch what fills them, once."""
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    with launch.on_device(q):
+        fold((q, k, v, grad_o), (lse, grad_lse), (dk, dv, dq), o)
+    return dq, dk, dv
 
 
 @dataclass(frozen=True)

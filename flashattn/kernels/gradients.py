@@ -2,8 +2,9 @@
 
 ``flashattn_bwd_delta`` prepares two numbers a row; ``flashattn_bwd_dkdv`` owns a tile of keys and
 walks over queries; ``flashattn_bwd_dq`` owns a tile of queries and walks over keys; where both
-together are few programs, ``flashattn_bwd`` is all of them, side by side. Each output element is
-written by one program, in one order: no atomics. The algorithm is of Dao, 2023.
+together are few programs, ``flashattn_bwd`` is all of them, side by side, and where there is next
+to nothing to do it finds the two numbers itself. Each output element is written by one program, in
+one order: no atomics. The algorithm is of Dao, 2023.
 """
 
 from __future__ import annotations
@@ -32,6 +33,61 @@ from flashattn.kernels.primitives import (
 WIDE = tl.constexpr(128)
 
 
+@triton.jit
+def load_lse2(lse2, o, row, pitch, start, seq_q, BLOCK: tl.constexpr):
+    """Load lse2 of a tile's rows as ``flashattn_bwd_delta`` left it; with o, lse2 is lse.
+
+    lse2 = lse * log2(e). Rows that see no key, and those that only pad, have +inf: their P is 0.
+    """
+    if o is None:
+        lse2_rows = load_rows(lse2, row, pitch, start, BLOCK)
+    else:
+        rows = start + tl.arange(0, BLOCK)
+        offsets = row.to(tl.int64) * seq_q + rows
+        lse_rows = tl.load(lse2 + offsets, mask=rows < seq_q, other=float("-inf"))
+        dead = lse_rows == float("-inf")
+        lse2_rows = tl.where(dead, float("inf"), lse_rows * LOG2E)
+    return lse2_rows
+
+
+@triton.jit
+def load_delta(
+    delta,
+    o,
+    o_strides,
+    do_tile,
+    lse2_rows,
+    batch,
+    head,
+    row,
+    pitch,
+    start,
+    seq_q,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load delta of a tile's rows likewise; with o, ``delta`` is the gradient of lse, or None.
+
+    delta = rowsum(dO * O) - dlse, and 0 where lse2 is +inf.
+    """
+    if o is None:
+        delta_rows = load_rows(delta, row, pitch, start, BLOCK)
+    else:
+        o_tile = load_one(
+            o, o_strides, batch, head, start, seq_q,
+            head_dim, PADDED, BLOCK, BLOCK_D, False, False,
+        )  # fmt: skip
+        delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+        if delta is not None:
+            rows = start + tl.arange(0, BLOCK)
+            offsets = row.to(tl.int64) * seq_q + rows
+            delta_rows -= tl.load(delta + offsets, mask=rows < seq_q, other=0.0)
+        delta_rows = tl.where(lse2_rows == float("inf"), 0.0, delta_rows)
+    return delta_rows
+
+
 @triton.jit(do_not_specialize=SIZES)
 def flashattn_bwd_delta(
     o,
@@ -50,31 +106,20 @@ def flashattn_bwd_delta(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write lse2 = lse * log2(e) and delta = rowsum(dO * O) - dlse; a program takes BLOCK rows.
-
-    Rows that see no key, and those that only pad, get lse2 = +inf and delta = 0: their P is then 0.
-    """
+    """Write lse2 and delta, see ``load_lse2`` and ``load_delta``; a program takes BLOCK rows."""
     block, batch, head = program_tile(tl.program_id(0), pitch // BLOCK, heads, False)
     start, row = block * BLOCK, batch * heads + head
-    o_tile = load_one(
-        o, o_strides, batch, head, start, seq_q,
-        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
-    )  # fmt: skip
     do_tile = load_one(
         grad_o, grad_o_strides, batch, head, start, seq_q,
         head_dim, PADDED, BLOCK, BLOCK_D, False, False,
     )  # fmt: skip
-    delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    rows = start + tl.arange(0, BLOCK)
-    offsets = row.to(tl.int64) * seq_q + rows
-    lse_rows = tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
-    if grad_lse is not None:
-        delta_rows -= tl.load(grad_lse + offsets, mask=rows < seq_q, other=0.0)
-    dead = lse_rows == float("-inf")
-    store_rows(
-        lse2, row, pitch, start, pitch, tl.where(dead, float("inf"), lse_rows * LOG2E), BLOCK
-    )
-    store_rows(delta, row, pitch, start, pitch, tl.where(dead, 0.0, delta_rows), BLOCK)
+    lse2_rows = load_lse2(lse, o, row, pitch, start, seq_q, BLOCK)
+    delta_rows = load_delta(
+        grad_lse, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start, seq_q,
+        head_dim, PADDED, BLOCK, BLOCK_D,
+    )  # fmt: skip
+    store_rows(lse2, row, pitch, start, pitch, lse2_rows, BLOCK)
+    store_rows(delta, row, pitch, start, pitch, delta_rows, BLOCK)
 
 
 @triton.jit
@@ -86,8 +131,10 @@ def fold_queries(
     grad_o,
     lse2,
     delta,
+    o,
     q_strides,
     grad_o_strides,
+    o_strides,
     batch,
     head,
     row,
@@ -118,7 +165,7 @@ def fold_queries(
             q, q_strides, batch, head, start_q, seq_q,
             head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-        lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
+        lse2_rows = load_lse2(lse2, o, row, pitch, start_q, seq_q, BLOCK_Q)
         s = dot_transposed(k_tile, q_tile, PRECISION)
         p = tl.exp2(s * scale_log2 - lse2_rows[None, :])
         if MASKED:
@@ -130,7 +177,10 @@ def fold_queries(
         )  # fmt: skip
         dv = dot(p, do_tile, dv, PRECISION)
         dp = dot_transposed(v_tile, do_tile, PRECISION)
-        delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
+        delta_rows = load_delta(
+            delta, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start_q, seq_q,
+            head_dim, PADDED, BLOCK_Q, BLOCK_D,
+        )  # fmt: skip
         ds = p * (dp - delta_rows[None, :])
         dk = dot(ds, q_tile, dk, PRECISION)
     return dk, dv
@@ -146,12 +196,14 @@ def flashattn_bwd_dkdv(
     delta,
     dk,
     dv,
+    o,
     q_strides,
     k_strides,
     v_strides,
     grad_o_strides,
     dk_strides,
     dv_strides,
+    o_strides,
     heads,
     group,
     seq_q,
@@ -177,12 +229,14 @@ def flashattn_bwd_dkdv(
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads.
 
     With SPLIT only those of its part, of ``chunk`` queries; dk and dv have a batch for each part.
-    ``flashattn_bwd`` says which program of this pass it is, and of how many.
+    ``flashattn_bwd`` says which program of this pass it is, and of how many; with o, lse2 and delta
+    are what ``load_lse2`` and ``load_delta`` say.
     """
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or (program is not None and BLOCK_D >= WIDE))
+    FEW: tl.constexpr = o is not None or (program is not None and BLOCK_D >= WIDE)
+    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or FEW)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     kv_heads = heads // group
@@ -222,14 +276,16 @@ def flashattn_bwd_dkdv(
         row = batch * heads + head
         if CAUSAL:
             dk_acc, dv_acc = fold_queries(
-                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
-                batch, head, row, pitch, start_kv, first, full, seq_q, diagonal, scale_log2,
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, o, q_strides,
+                grad_o_strides, o_strides, batch, head, row, pitch, start_kv, first, full, seq_q,
+                diagonal, scale_log2,
                 head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
             )  # fmt: skip
         if not ONE_LOOP:
             dk_acc, dv_acc = fold_queries(
-                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, q_strides, grad_o_strides,
-                batch, head, row, pitch, start_kv, full, end, seq_q, diagonal, scale_log2,
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, o, q_strides,
+                grad_o_strides, o_strides, batch, head, row, pitch, start_kv, full, end, seq_q,
+                diagonal, scale_log2,
                 head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
             )  # fmt: skip
     store_tile(
@@ -301,11 +357,13 @@ def flashattn_bwd_dq(
     lse2,
     delta,
     dq,
+    o,
     q_strides,
     k_strides,
     v_strides,
     grad_o_strides,
     dq_strides,
+    o_strides,
     heads,
     group,
     seq_q,
@@ -331,10 +389,11 @@ def flashattn_bwd_dq(
     """Compute dq; a program owns a tile of queries of one head.
 
     With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
-    ``program`` and ``programs`` are as in ``flashattn_bwd_dkdv``.
+    ``program``, ``programs`` and o are as in ``flashattn_bwd_dkdv``.
     """
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    ONE_LOOP: tl.constexpr = CUT or (CAUSAL and program is not None and BLOCK_D >= WIDE)
+    FEW: tl.constexpr = CAUSAL and program is not None and BLOCK_D >= WIDE
+    ONE_LOOP: tl.constexpr = CUT or FEW or o is not None
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     block, place, head = banded_tile(
@@ -353,8 +412,11 @@ def flashattn_bwd_dq(
         grad_o, grad_o_strides, batch, head, start_q, seq_q,
         head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
     )  # fmt: skip
-    lse2_rows = load_rows(lse2, row, pitch, start_q, BLOCK_Q)
-    delta_rows = load_rows(delta, row, pitch, start_q, BLOCK_Q)
+    lse2_rows = load_lse2(lse2, o, row, pitch, start_q, seq_q, BLOCK_Q)
+    delta_rows = load_delta(
+        delta, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start_q, seq_q,
+        head_dim, PADDED, BLOCK_Q, BLOCK_D,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
     if SPLIT:  # a chunk is whole tiles
@@ -389,6 +451,7 @@ def flashattn_bwd(
     dk,
     dv,
     dq,
+    o,
     q_strides,
     k_strides,
     v_strides,
@@ -396,6 +459,7 @@ def flashattn_bwd(
     dk_strides,
     dv_strides,
     dq_strides,
+    o_strides,
     heads,
     group,
     seq_q,
@@ -422,19 +486,20 @@ def flashattn_bwd(
     """Compute dk, dv and dq: the first ``owners`` programs own keys, the others queries.
 
     With SPLIT of part of the queries each, ``chunk`` of them, with SPLIT_KV of ``chunk_kv`` keys.
+    With o no launch has been before it: lse2 is lse, and delta its gradient, or None.
     """
     program = tl.program_id(0)
     if program < owners:
         flashattn_bwd_dkdv(
-            q, k, v, grad_o, lse2, delta, dk, dv, q_strides, k_strides, v_strides, grad_o_strides,
-            dk_strides, dv_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk,
-            scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
-            DESCRIPTORS, SPLIT, program, owners,
+            q, k, v, grad_o, lse2, delta, dk, dv, o, q_strides, k_strides, v_strides,
+            grad_o_strides, dk_strides, dv_strides, o_strides, heads, group, seq_q, seq_kv, pitch,
+            diagonal, batches, chunk, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q,
+            BLOCK_KV, CAUSAL, PRECISION, DESCRIPTORS, SPLIT, program, owners,
         )  # fmt: skip
     else:
         flashattn_bwd_dq(
-            q, k, v, grad_o, lse2, delta, dq, q_strides, k_strides, v_strides, grad_o_strides,
-            dq_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk_kv, scale,
-            scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
+            q, k, v, grad_o, lse2, delta, dq, o, q_strides, k_strides, v_strides, grad_o_strides,
+            dq_strides, o_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk_kv,
+            scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
             DESCRIPTORS, SPLIT_KV, program - owners, tl.num_programs(0) - owners,
         )  # fmt: skip

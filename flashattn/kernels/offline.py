@@ -25,7 +25,7 @@ from flashattn.kernels import backward, cut, forward, gradients, launch, splitti
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
-from flashattn.kernels.tiles import HEAD_DIMS, TABLES, TF32, Kernel, Tile, block_d
+from flashattn.kernels.tiles import HEAD_DIMS, JOINT, TABLES, TF32, Kernel, Tile, block_d
 
 Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
@@ -62,8 +62,10 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # and 12.x, where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
-# Ways to compile a kernel. Few queries always find keys to split but where they are many heads.
-SPLIT = {"decode": (True,)}
+# Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
+# whole is what is not split.
+SPLIT = {"decode": (True,), "bwd_whole": (False,)}
+TAKE_O = ("fwd", "decode", "bwd_whole")
 ARCHITECTURES = tuple(SHARED_LIMIT)
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
@@ -153,6 +155,7 @@ class Variant:
             "SPLIT": self.split,
             "SPLIT_KV": self.split,
             **dict.fromkeys(("program", "programs")),
+            **({} if self.kernel in TAKE_O else dict.fromkeys(("o", "o_strides"))),
             "PRECISION": (
                 f"cut{self.cut}"
                 if self.cut
@@ -320,7 +323,8 @@ def variants() -> list[Variant | HopperVariant]:
     columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
         replace(variant, head_dim=1)
         for variant in tiled
-        if variant.head_dim == HEAD_DIMS[0] and not variant.describable and variant.kernel != "bwd"
+        if (variant.head_dim, variant.describable) == (HEAD_DIMS[0], False)
+        and variant.kernel not in JOINT
     ]
     fixed = [
         Variant(arch, kernel, size, head_dim, None, causal=False)

@@ -13,8 +13,10 @@ from typing import Any, Literal, get_args
 
 import triton
 
-# decode: fwd for few queries; bwd: both passes of the backward side by side, where they are small
-Kernel = Literal["fwd", "decode", "bwd", "bwd_dkdv", "bwd_dq"]
+# decode: fwd for few queries; bwd: both passes of the backward side by side, where they are small;
+# bwd_whole: and lse2 and delta with them, where there is next to nothing to do
+Kernel = Literal["fwd", "decode", "bwd", "bwd_whole", "bwd_dkdv", "bwd_dq"]
+JOINT: frozenset[Kernel] = frozenset({"bwd", "bwd_whole"})
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
 
@@ -322,6 +324,14 @@ H200_BOTH = (
         }
     )
     | _table(
+        {
+            ("bwd_whole", 2, 16): (64, 64, 4, 1),
+            ("bwd_whole", 2, 32): (64, 64, 4, 1),
+            ("bwd_whole", 2, 64): (64, 64, 4, 1),
+            ("bwd_whole", 2, 128): (32, 32, 4, 1),
+        }
+    )
+    | _table(
         {("bwd", 2, 64): (64, 64, 4, 2), ("bwd", 2, 128): (64, 64, 4, 2)},
         descriptors=True,
     )
@@ -361,7 +371,14 @@ H200 = (
 )
 # Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
 INTERPRETER: Table = {
-    (kernel, size, d, causal, large): Tile(32, 64, 4, 1, large, cut=large and size == 4)  # noqa: PLR2004
+    (kernel, size, d, causal, large): Tile(
+        32,
+        64,
+        4,
+        1,
+        large,
+        cut=large and size == 4 and kernel != "bwd_whole",  # noqa: PLR2004
+    )
     for kernel, size, d, causal, large in itertools.product(
         get_args(Kernel), (2, 4), HEAD_DIMS, (False, True), (False, True)
     )
@@ -422,7 +439,7 @@ def pick(
     causal: bool,
     descriptors: bool,
 ) -> Tile | None:
-    """Return the table's tile, or None: there is none for "bwd" where nothing is known of it.
+    """Return the table's tile, or None: for "bwd" and "bwd_whole", where nothing is known of it.
 
     Nor for a single column, whose products are made in registers: those of both passes spill.
 
@@ -437,7 +454,7 @@ def pick(
             tile may still do without.
     """
     table, d = TABLES[_architecture(capability)], max(block_d(head_dim), SMALLEST_BLOCK_D)
-    if kernel == "bwd" and head_dim == 1:
+    if kernel in JOINT and head_dim == 1:
         return None
     by_pointers = table.get((kernel, size, d, causal, False))
     if not descriptors or head_dim == 1:  # 16 bytes is the least that a descriptor loads of a row

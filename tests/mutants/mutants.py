@@ -417,9 +417,24 @@ MUTANTS = [
     Mutant(
         "grad_lse_added",
         "kernels/gradients.py",
-        "delta_rows -= tl.load(grad_lse + offsets",
-        "delta_rows += tl.load(grad_lse + offsets",
+        "delta_rows -= tl.load(delta + offsets",
+        "delta_rows += tl.load(delta + offsets",
         "the logsumexp's gradient has the wrong sign",
+    ),
+    Mutant(
+        "o_lies_like_its_gradient",
+        "kernels/backward.py",
+        "o.strides[:3] if whole else None",
+        "inputs[3].strides[:3] if whole else None",
+        "dq and dk of a tiny problem are wrong where o and its gradient lie differently in memory",
+        LAYOUTS,
+    ),
+    Mutant(
+        "lse_is_not_padded",
+        "kernels/gradients.py",
+        "offsets = row.to(tl.int64) * seq_q + rows\n        lse_rows",
+        "offsets = row.to(tl.int64) * pitch + rows\n        lse_rows",
+        "gradients of all heads but the first are those of other rows",
     ),
     Mutant(
         "backward_dead_rows",

@@ -357,7 +357,7 @@ def passes(
     Or those of the portable kernels, where the inputs are not cut or have other head dims.
 
     Args:
-        given: what is to be known of q, k, v and grad_o.
+        given: what is to be known of q, k, v, grad_o and o.
         strides: of dk, dv and dq.
         diagonal: as in ``forward.plan``.
         scale: as in ``forward.plan``.

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 NAME = "launch"
 FACTS = ("impl", "mode", "pass")
 CASE = ("impl", "pass", "problem", "dtype")
-FLOOR = "floor"  # an autograd function that allocates what ours does, and launches nothing
+FLOORS = {
+    "floor": "an autograd function that only allocates",
+    "floor, launching": "one that launches an empty kernel each way besides",
+}
 
 
 def tables(run: Run) -> list[Table]:
@@ -49,15 +52,14 @@ def findings(run: Run) -> list[str]:
     rows = timed(known(run.study(NAME), *FACTS))
     for own in groups(rows, "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
-        floor = costs.pop(FLOOR, None)
+        floors = {said: costs.pop(name, None) for name, said in FLOORS.items()}
         least = min(costs, key=costs.__getitem__)
         if OURS in costs and len(costs) > 1:
-            nothing = "an autograd function that only allocates"
+            below = [f"{x}, {microseconds(cost)} µs" for x, cost in floors.items() if cost]
             said.append(
                 f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
                 f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "
-                f"({least}, {microseconds(costs[least])} µs)"
-                + (f"; {nothing}, {microseconds(floor)} µs." if floor is not None else ".")
+                f"({least}, {microseconds(costs[least])} µs){''.join(f'; {x}' for x in below)}."
             )
     return said
 

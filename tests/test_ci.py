@@ -114,15 +114,15 @@ def gpus(checkout):
 
 
 def test_every_part_runs_on_one_of_the_gpus(gpus):
-    """The gate's tests run first and alone; the parts of all others are dealt to the GPUs."""
+    """The gate's tests run first, a part on each GPU; then the others' parts, dealt to the GPUs."""
     ended, output = run(gpus, command=("bash", ".ci/gpu", "3", "logs"), CUDA_VISIBLE_DEVICES="")
     assert ended == 0
-    first, *parts = (gpus / "called").read_text().splitlines()
-    assert first == ": tests/test_pair.py"
-    assert sorted(parts) == sorted(
+    called = (gpus / "called").read_text().splitlines()
+    assert sorted(called[:2]) == [f"{i % 2}: tests/test_pair.py --part={i}/2" for i in (2, 1)]
+    assert sorted(called[2:]) == sorted(
         f"{i % 2}: tests --ignore=tests/test_pair.py --part={i}/6" for i in range(1, 7)
     )
-    assert len(output.splitlines()) == len(list((gpus / "logs").iterdir())) == 7
+    assert len(output.splitlines()) == len(list((gpus / "logs").iterdir())) == 8
 
 
 def test_a_part_that_fails_is_told(gpus):
@@ -130,20 +130,20 @@ def test_a_part_that_fails_is_told(gpus):
     ended, output = run(gpus, command=("bash", ".ci/gpu", "2", "logs"), BROKEN="3/4")
     assert ended == 1
     assert "logs/part-3.log:FAILED tests/test_x.py::test_y - z" in output.splitlines()
-    assert output.count("7 passed") == 5
+    assert output.count("7 passed") == 6
 
 
 def test_a_part_that_hangs_is_aborted(gpus):
     """A part that does not end is told with the line where it was; the others run to their end."""
-    hung = f'case "$*" in *--part=2/2) exec {sys.executable} -X faulthandler -c \'import time\n'
-    hung += "time.sleep(60)';; esac\n"
+    hung = f'case "$*" in *--ignore*--part=2/2) exec {sys.executable} -X faulthandler -c \''
+    hung += "import time\ntime.sleep(60)';; esac\n"
     programs = gpus.parent / "programs"
     (programs / "pytest").write_text(TESTED + hung)
     ended, output = run(gpus, command=("bash", ".ci/gpu", "1", "logs", "3"))
     assert ended == 1
     assert "logs/part-2.log:exit status 124" in output.splitlines()
     assert 'File "<string>", line 2 in <module>' in (gpus / "logs" / "part-2.log").read_text()
-    assert output.count("7 passed") == 3
+    assert output.count("7 passed") == 4
 
 
 def test_parts_that_say_nothing_are_no_success(gpus):

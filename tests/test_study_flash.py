@@ -175,6 +175,15 @@ def test_pictures_show_speed_roof_and_time():
     assert time.get_yscale() == "log"
 
 
+def test_what_exceeds_the_roof_is_seen():
+    """Panels of a line share a scale that holds the fastest of all, from 0 on, above any roof."""
+    slow = [row("triton", 0.02, n=n, head_dim=64) for n in (512, 1024)]
+    rows = [*slow, *(row("triton", 0.004, n=n) for n in (512, 1024))]
+    (figure,) = flash.pictures(run(*rows)).values()
+    assert {axis.get_ylim()[0] for axis in figure.axes} == {0}
+    assert all(axis.get_ylim()[1] > 1000 for axis in figure.axes)
+
+
 def test_pictures_tell_what_is_unsteady_and_what_is_missing():
     """An unsteady point is hollow; a pass that was not measured at a head dimension says so."""
     apart = {"q1": 0.01, "q3": 0.04}

@@ -259,6 +259,9 @@ def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
         heading(axis, f"{'both' if '+' in name else name}, D = {head_dim}")
         axis.set_ylabel("" if j else "ms" if slow else "TFLOP/s")
         lengths(axis, values(rows, "seq_q"), "N" if i == len(passes) - 1 else "")
+    if not slow:
+        for line in axes:  # panels of a line share their scale: it is known when all are drawn
+            line[0].set_ylim(bottom=0)
     legend(figure, axes)
     return figure
 
@@ -277,7 +280,6 @@ def _panel(run: Run, axis: Axes, cases: list[Row], *, slow: bool) -> None:
     if roof:
         name = f"{word('dtype', cases[0]['dtype'])} product, measured"
         axis.axhline(roof / TERA, linestyle="--", color="0.4", linewidth=1, label=name)
-    axis.set_ylim(bottom=0)
 
 
 STUDY = Study(

@@ -76,7 +76,8 @@ def pictures(run: Run) -> dict[str, Figure]:
         axis = axes[dtypes.index(dtype)][passes.index(name)]
         impls = values(own, "impl")
         sides = {(row["impl"], row["mode"]): 1e6 * row["seconds"] for row in own}
-        bars(axis, impls, {mode: [sides.get((impl, mode)) for impl in impls] for mode in modes})
+        places = [impl.replace(", ", ",\n") for impl in impls]
+        bars(axis, places, {mode: [sides.get((impl, mode)) for impl in impls] for mode in modes})
         heading(axis, label(own[0], "dtype", "pass"))
         axis.set_ylabel("µs")
     legend(figure, axes)

@@ -88,17 +88,18 @@ class Recomputation:
         precision = launch.input_precision(self.precision, self.q.dtype)
         how = self.diagonal, self.scale, precision, tile, self.parts
         step = _alone(kernel, facts(*inputs, self.o), strides, *how)
-        if step.whole:
-            step(inputs, (self.lse, self.grad_lse), grads, self.o)
+        if isinstance(step, Launch):
+            step(*inputs, self.lse, self.grad_lse, *grads, self.o)
         else:
             step(inputs, self.row_terms, grads)
         return grads
 
 
 @lru_cache(PLANS)
-def _alone(*given: Any) -> Passes:
-    """Return the pass that ``prepare`` prepares."""
-    return Passes(prepare(*given))
+def _alone(kernel: Kernel, *given: Any) -> Passes | Launch:
+    """Return the pass that ``prepare`` prepares; for "bwd_whole" the launch, which is all."""
+    step = prepare(kernel, *given)
+    return step.fold if kernel == "bwd_whole" else Passes(step)
 
 
 def prepare(
@@ -159,7 +160,7 @@ def prepare(
             **tile.options(q.shape[3]),
         },
     )
-    return Pass(fold, cut, tuple(x for way in ways for x in way.written), whole)
+    return Pass(fold, cut, tuple(x for way in ways for x in way.written))
 
 
 def _walks(
@@ -200,8 +201,10 @@ def passes(
     diagonal: int | None,
     scale: float,
     precision: str,
-) -> Passes:
-    """Prepare what fills dk, dv and dq: one launch, or two.
+) -> Passes | Launch:
+    """Prepare what fills dk, dv and dq: passes, or one launch, which takes more than passes do.
+
+    That is "bwd_whole": of q, k, v, grad_o, lse, its gradient or None, dk, dv, dq and o.
 
     Args:
         given: what is to be known of q, k, v, grad_o and o.
@@ -222,7 +225,7 @@ def passes(
         )
     tile = launch.find_tile("bwd_whole", *inputs, **how) if launch.scores(q, k) <= WHOLE else None
     if tile and not any(way.split for way in _walks("bwd_whole", q, k, tile, strides, None)):
-        return Passes(prepare("bwd_whole", given, strides, *options))
+        return prepare("bwd_whole", given, strides, *options).fold
     return Passes(prepare("bwd", given, strides, *options))
 
 
@@ -266,7 +269,7 @@ Grads = tuple[torch.Tensor, torch.Tensor | None]
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Plan = Callable[[Grads, Saved], Gradients]
-Prepare = Callable[..., Passes]
+Prepare = Callable[..., Passes | Launch]
 
 
 def backward(grads: Grads, saved: Saved, **how: Any) -> Gradients:
@@ -344,7 +347,7 @@ def _plan(
         return copied
     strides = tuple(torch.empty_like(x.meta).stride() for x in (k, v, q))
     fold = passes(given[:5], strides, diagonal, scale, precision)
-    if fold.whole:
+    if isinstance(fold, Launch):
         return partial(_whole, fold)
     delta = _delta((given[4], given[3], *given[5:]))
     return _Backward(row_shape(q.shape), q.device, delta, fold)
@@ -369,12 +372,12 @@ def _no_gradients(grads: Grads, saved: Saved) -> Gradients:
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _whole(fold: Passes, grads: Grads, saved: Saved) -> Gradients:
+def _whole(fold: Launch, grads: Grads, saved: Saved) -> Gradients:
     """Allocate dq, dk and dv, and launch what fills them, once."""
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.on_device(q):
-        fold((q, k, v, grad_o), (lse, grad_lse), (dk, dv, dq), o)
+        fold(q, k, v, grad_o, lse, grad_lse, dk, dv, dq, o)
     return dq, dk, dv
 
 

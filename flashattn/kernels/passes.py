@@ -31,13 +31,11 @@ class Pass:
         fold: of q, k, v, grad_o, lse2, delta and what it fills.
         cut: into how many parts the first four are cut; 0: they are whole.
         written: what it fills, of dk, dv and dq, in this order.
-        whole: whether it finds lse2 and delta itself: it takes lse and its gradient, and o at last.
     """
 
     fold: Launch
     cut: int
     written: tuple[Written, ...]
-    whole: bool = False
 
 
 class Passes:
@@ -49,7 +47,6 @@ class Passes:
 
     def __init__(self, *steps: Pass) -> None:
         """Prepare the sum, if there are parts to add up."""
-        self.whole = steps[0].whole
         self.cut = max(step.cut for step in steps)
         self._steps: list[tuple[Launch, int, slice]] = []
         written: list[Written] = []
@@ -63,22 +60,20 @@ class Passes:
     def __call__(
         self,
         inputs: Sequence[torch.Tensor],
-        rows: Sequence[torch.Tensor | None],
+        rows: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        *o: torch.Tensor,
     ) -> None:
         """Fill grads.
 
         Args:
             inputs: q, k, v, and grad_o.
-            rows: lse2 and delta; where they are found, lse and its gradient, or None.
+            rows: lse2 and delta.
             grads: what the passes fill, in their order.
-            o: where they are found.
         """
         parts = cut_all(*inputs, parts=self.cut) if self.cut else inputs
         filled = grads if self._sum is None else self._terms(grads)
         for fold, cut, which in self._steps:
-            fold(*(parts if cut else inputs), *rows, *filled[which], *o)
+            fold(*(parts if cut else inputs), *rows, *filled[which])
         if self._sum is not None:
             self._sum(filled, grads)
 

@@ -351,7 +351,7 @@ def passes(
     diagonal: int | None,
     scale: float,
     precision: str,
-) -> Passes:
+) -> Passes | Launch:
     """Prepare the launches of flashattn_hopper_cut_dkdv and flashattn_hopper_cut_dq.
 
     Or those of the portable kernels, where the inputs are not cut or have other head dims.

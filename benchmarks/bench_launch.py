@@ -18,30 +18,39 @@ from flashattn.kernels.launch import Launch
 from flashattn.measure.timing import warm_up
 from flashattn.problem import Problem
 from flashattn.registry import get
+from flashattn.report.studies.launch import FLOORS
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.sweep import grid
 
 CALLS, ROUNDS = 20, 20
 PASSES = ["forward", "forward+backward"]
 # What PyTorch takes for an autograd function in Python, see ``Nothing``, and with it Triton for a
-# kernel each way.
-FLOOR, LAUNCHING = FLOORS = ("floor", "floor, launching")
+# kernel each way: without gradients nobody needs one.
+FLOOR, LAUNCHING = FLOORS
 
 
-def calls(**axes):
+def calls(passes=PASSES, **axes):
     """Return a grid of calls."""
-    return grid(**axes, **{"pass": PASSES})
+    return grid(**axes, **{"pass": passes})
+
+
+def floors(dtypes):
+    """Return the calls of those, both ways."""
+    return calls(PASSES[1:], dtype=dtypes, mode=["eager"], impl=list(FLOORS))
 
 
 SWEEPS = {
-    "smoke": calls(dtype=["float32"], mode=["eager"], impl=["sdpa", "naive", "triton", FLOOR]),
+    "smoke": [
+        *calls(dtype=["float32"], mode=["eager"], impl=["sdpa", "naive", "triton"]),
+        *floors(["float32"]),
+    ],
     "default": [
         *calls(
             dtype=["bfloat16"],
             mode=["eager", "compiled", "graph"],
             impl=["sdpa", "naive", "triton"],
         ),
-        *calls(dtype=["bfloat16"], mode=["eager"], impl=FLOORS),
+        *floors(["bfloat16"]),
     ],
     "full": [
         *calls(
@@ -49,7 +58,7 @@ SWEEPS = {
             mode=["eager", "compiled", "graph"],
             impl=["sdpa", "naive", "triton"],
         ),
-        *calls(dtype=["bfloat16", "float32"], mode=["eager"], impl=FLOORS),
+        *floors(["bfloat16", "float32"]),
     ],
 }
 
@@ -154,7 +163,7 @@ def _nothing():
 
 
 class Launching(Nothing):
-    """Launches an empty kernel besides, forward and backward: no kernel of Triton takes less."""
+    """Launches an empty kernel besides, forward and backward, as any in Triton must."""
 
     @staticmethod
     def forward(ctx, q, k, v):

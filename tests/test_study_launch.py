@@ -42,14 +42,19 @@ def test_least_follows_the_times(sdpa, times, least):
 
 
 def test_the_floor_is_nobody():
-    """What launches nothing is told beside the others, and is not the least of them."""
+    """What launches nothing is told beside the others, both ways, and is not the least of them."""
     rows = [row("triton", "eager", 3e-5), row("sdpa", "eager", 2e-5), row("floor", "eager", 1e-5)]
+    (forward,) = launch.findings(run(*rows))
+    assert forward.endswith("1.50x the least (sdpa, 20 µs).")  # which needs no autograd function
+    rows = [made | {"pass": "forward+backward"} for made in rows]
     (said,) = launch.findings(run(*rows))
     assert "1.50x the least (sdpa, 20 µs); " in said
     assert said.endswith("only allocates, 10 µs.")
-    (said,) = launch.findings(run(*rows, row("floor, launching", "eager", 1.5e-5)))
+    other = row("floor, launching", "eager", 1.5e-5) | {"pass": "forward+backward"}
+    (said,) = launch.findings(run(*rows, other))
     assert "only allocates, 10 µs; one that launches" in said
     assert said.endswith("besides, 15 µs.")
+    assert launch.findings(run(rows[-1], other)) == []
 
 
 def test_bars_are_microseconds():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "launch"
 FACTS = ("impl", "mode", "pass")
 CASE = ("impl", "pass", "problem", "dtype")
-FLOORS = {
+FLOORS = {  # both ways
     "floor": "an autograd function that only allocates",
     "floor, launching": "one that launches an empty kernel each way besides",
 }
@@ -53,9 +53,10 @@ def findings(run: Run) -> list[str]:
     for own in groups(rows, "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
         floors = {said: costs.pop(name, None) for name, said in FLOORS.items()}
-        least = min(costs, key=costs.__getitem__)
         if OURS in costs and len(costs) > 1:
-            below = [f"{x}, {microseconds(cost)} µs" for x, cost in floors.items() if cost]
+            least = min(costs, key=costs.__getitem__)
+            both = "backward" in own[0]["pass"]
+            below = [f"{x}, {microseconds(cost)} µs" for x, cost in floors.items() if cost and both]
             said.append(
                 f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
                 f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import backward, forward, launch
+from flashattn.kernels import forward, launch
+from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.cut import cut_all
 from flashattn.kernels.offline import Variant, compile_variant
 from flashattn.kernels.tiles import JOINT, Kernel, Tile
@@ -34,7 +35,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 # Matrix products of each kernel.
 PRODUCTS = {"fwd": 2, "bwd": 7, "bwd_whole": 7, "bwd_dkdv": 4, "bwd_dq": 3}
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
-TINY = 256  # the most tokens of a head that "bwd_whole" is for
+SHORT = 256  # the most tokens of a head that "bwd_whole" is for
 # Gross errors; tests hold budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
@@ -82,7 +83,7 @@ def way(dtype: str, precision: str, load: str) -> Way:
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
     """Return what a tile is judged by: a single head for kernels that are for few programs."""
     sizes = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
-    seq = TINY if kernel == "bwd_whole" else LENGTH
+    seq = SHORT if kernel == "bwd_whole" else LENGTH
     return Problem(
         **({} if kernel in JOINT else sizes),
         seq_q=seq,
@@ -139,7 +140,7 @@ def prepare(
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
     o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
-    given = backward.Recomputation(
+    given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, precision=precision,
         parts=1 if kernel == "bwd_whole" else None, **options,
     )  # fmt: skip
@@ -249,7 +250,8 @@ def main() -> None:
     for dtype, head_dim, kernel in itertools.product(
         options.dtype, options.head_dim, options.kernel
     ):
-        load = options.load or ("cut" if dtype == "float32" else "descriptors")
+        usual = "cut" if dtype == "float32" else "descriptors"
+        load = options.load or ("pointers" if kernel == "bwd_whole" else usual)
         given = way(dtype, options.precision, load)
         tiles = candidates(
             kernel, head_dim, given, descriptors=load != "pointers", limits=options.registers

@@ -16,7 +16,8 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from flashattn import attention
-from flashattn.kernels import backward, cut, forward, launch, splitting
+from flashattn.kernels import alone, backward, cut, forward, launch, splitting
+from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
@@ -28,7 +29,7 @@ attention_module = import_module("flashattn.attention")  # the package's name is
 def forget():
     """Plan anew whatever is launched next."""
     attention_module._PLANS.clear()
-    for planned in (forward._plan, backward._plan, backward._alone, backward._delta):
+    for planned in (forward._plan, backward._plan, alone._alone, backward._delta):
         planned.cache_clear()
 
 
@@ -90,9 +91,7 @@ def test_loading_changes_no_bit(device, layout, dtype):
     for descriptors in (True, False):
         tile = launch.Tile(32, 32, 4, 1, descriptors, cut=dtype == "float32")
         o, lse = forward.forward(q, k, v, tile=tile, **how)
-        given = backward.Recomputation(
-            q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, **how
-        )
+        given = Recomputation(q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, **how)
         kernels = backward.KERNELS.keys() - ({"bwd_whole"} if tile.cut else set())
         passes = {kernel: given.gradients(kernel, tile) for kernel in sorted(kernels)}
         apart = [*passes["bwd_dkdv"], *passes["bwd_dq"]]

@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flashattn.counts.expect import Rows
 from flashattn.kernels import backward, forward
+from flashattn.kernels.alone import Recomputation
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
@@ -145,7 +146,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
         o, lse = forward.forward(q, k, v, parts=1, **options)
     with counting() as counts["fwd_split"]:  # and merged
         forward.forward(q, k, v, parts=2, **options)
-    given = backward.Recomputation(
+    given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, parts=1, **options
     )
     with counting() as counts["bwd_delta"]:

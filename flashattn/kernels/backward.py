@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,67 +39,11 @@ KERNELS: dict[Kernel, Any] = {
 # us with 256 programs, and 490 by passes apart, one of 16 384 1901 and 1618, eight of 4096 1016 and
 # 801.
 FEW_PROGRAMS, FEW_WIDE_CUT = 8, 2
-WIDE = 64  # columns
+WIDE_CUT = 64  # columns
 # Scores, as ``launch.scores`` counts them, up to which these programs find lse2 and delta
 # themselves, each anew: a launch less, for the host and for the device. In the interpreter some
 # problems are on either side.
 WHOLE = 1 << 13 if INTERPRETED.value else launch.TINY
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recomputation:
-    """What each kernel finds P and dS from.
-
-    q, k, v, grad_o and o have dense rows; parts are those that a pass is split into at most, None
-    lets ``splitting.split`` say.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    grad_o: torch.Tensor
-    grad_lse: torch.Tensor | None
-    o: torch.Tensor
-    lse: torch.Tensor
-    diagonal: int | None
-    scale: float
-    precision: str = "auto"
-    parts: int | None = None
-
-    @cached_property
-    def row_terms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """lse2 and delta."""
-        return row_terms(self.grad_o, self.grad_lse, self.o, self.lse)
-
-    def gradients(self, kernel: Kernel, tile: Tile | None = None) -> tuple[torch.Tensor, ...]:
-        """Launch a kernel with the table's tile or another.
-
-        Args:
-            kernel: one of ``KERNELS``.
-            tile: instead of the table's.
-
-        Returns:
-            dk and dv, dq, or all three.
-        """
-        inputs = self.q, self.k, self.v, self.grad_o
-        of = {"bwd_dkdv": (self.k, self.v), "bwd_dq": (self.q,)}
-        grads = tuple(map(torch.empty_like, of.get(kernel, (self.k, self.v, self.q))))
-        strides = tuple(x.stride() for x in grads)
-        precision = launch.input_precision(self.precision, self.q.dtype)
-        how = self.diagonal, self.scale, precision, tile, self.parts
-        step = _alone(kernel, facts(*inputs, self.o), strides, *how)
-        if isinstance(step, Launch):
-            step(*inputs, self.lse, self.grad_lse, *grads, self.o)
-        else:
-            step(inputs, self.row_terms, grads)
-        return grads
-
-
-@lru_cache(PLANS)
-def _alone(kernel: Kernel, *given: Any) -> Passes | Launch:
-    """Return the pass that ``prepare`` prepares; for "bwd_whole" the launch, which is all."""
-    step = prepare(kernel, *given)
-    return step.fold if kernel == "bwd_whole" else Passes(step)
 
 
 def prepare(
@@ -122,7 +66,7 @@ def prepare(
         scale: as in ``forward``.
         precision: as ``launch.input_precision`` returns it.
         tile: instead of the table's.
-        parts: as in ``Recomputation``.
+        parts: that a pass is split into at most; None lets ``splitting.split`` say.
     """
     *inputs, o = (Like(*x) for x in given)
     q, k = inputs[:2]
@@ -191,7 +135,7 @@ def _owners(q: Like, k: Like, tile: Tile) -> int:
 def few(q: Like, k: Like, tile: Tile, precision: str) -> bool:
     """Return whether both passes together are so few programs that they are faster at once."""
     cut = launch.cuts(tile, q.dtype, precision)
-    most = FEW_WIDE_CUT if cut and tile.block_d(q.shape[3]) >= WIDE else FEW_PROGRAMS
+    most = FEW_WIDE_CUT if cut and tile.block_d(q.shape[3]) >= WIDE_CUT else FEW_PROGRAMS
     return _owners(q, k, tile) <= most * launch.multiprocessors(q.device)
 
 

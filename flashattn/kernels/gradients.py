@@ -235,8 +235,8 @@ def flashattn_bwd_dkdv(
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    FEW: tl.constexpr = o is not None or (program is not None and BLOCK_D >= WIDE)
-    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or FEW)
+    CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
+    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or CROWDED or o is not None)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     kv_heads = heads // group
@@ -392,8 +392,8 @@ def flashattn_bwd_dq(
     ``program``, ``programs`` and o are as in ``flashattn_bwd_dkdv``.
     """
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    FEW: tl.constexpr = CAUSAL and program is not None and BLOCK_D >= WIDE
-    ONE_LOOP: tl.constexpr = CUT or FEW or o is not None
+    CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
+    ONE_LOOP: tl.constexpr = CUT or o is not None or (CAUSAL and CROWDED)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     block, place, head = banded_tile(

@@ -17,6 +17,7 @@ import triton
 # bwd_whole: and lse2 and delta with them, where there is next to nothing to do
 Kernel = Literal["fwd", "decode", "bwd", "bwd_whole", "bwd_dkdv", "bwd_dq"]
 JOINT: frozenset[Kernel] = frozenset({"bwd", "bwd_whole"})
+FP32 = 4  # bytes
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
 
@@ -113,7 +114,8 @@ def _table(
 
 
 MEASURED_TRITON = (3, 6)
-# Measured: one H200, 700 W, driver 580.159.04, torch 2.11, triton 3.6, bf16, N = 4096, 2026-11-21.
+# Measured: one H200, 700 W, driver 580.159.04, torch 2.11, triton 3.6, bf16, N = 4096, 2026-11-21;
+# those of limited registers at N = 1024 to 16 384, 2026-11-22.
 H200_DESCRIPTORS = _table(
     {
         ("fwd", 2, 16): (64, 64, 4, 3),
@@ -315,9 +317,11 @@ H200_LATER = _table(
     }
 )
 H200_LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
-# Both passes at once, of one head of 512 to 32 768 keys and of batches as small. Measured likewise,
-# 2026-11-22, but for D = 128 by pointers, which was chosen by compiling. Narrow heads are loaded by
-# pointers, which was the faster by up to a fifth. fp32 that is not cut has none: those tried spill.
+# Both passes at once, of one head of 512 to 32 768 keys and of batches as small, and "bwd_whole" of
+# one head of 64 to 256 and of batches as small. Measured likewise, 2026-11-22, but for "bwd" at D =
+# 128 by pointers, which was chosen by compiling; nothing of "bwd_whole" may spill. Narrow heads are
+# loaded by pointers, which was the faster by up to a fifth. fp32 that is not cut has none: those
+# tried spill.
 H200_BOTH = (
     _table(
         {
@@ -376,12 +380,7 @@ H200 = (
 # Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
 INTERPRETER: Table = {
     (kernel, size, d, causal, large): Tile(
-        32,
-        64,
-        4,
-        1,
-        large,
-        cut=large and size == 4 and kernel != "bwd_whole",  # noqa: PLR2004
+        32, 64, 4, 1, large, cut=large and size == FP32 and kernel != "bwd_whole"
     )
     for kernel, size, d, causal, large in itertools.product(
         get_args(Kernel), (2, 4), HEAD_DIMS, (False, True), (False, True)

@@ -38,6 +38,8 @@ LEAST_QUERIES = 64
 # problems are on either side.
 CUT, CUT_FORWARD = (1 << n for n in ((13, 13) if INTERPRETED.value else (17, 20)))
 _NOTHING = nullcontext()
+# Past torch.cuda's question whether CUDA was initialized, to which a tensor there is the answer.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # noqa: SLF001
 
 
 def input_precision(asked: str, dtype: torch.dtype) -> str:
@@ -300,10 +302,11 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     Raises:
         ValueError: see ``check_device``.
     """
-    if x.is_cuda:
-        index = x.get_device()
-        return _NOTHING if index == torch.cuda.current_device() else torch.cuda.device(index)
-    check_device(x.device)
+    index = x.get_device()
+    if index < 0:
+        check_device(x.device)
+    elif index != _current_device():
+        return torch.cuda.device(index)
     return _NOTHING
 
 

@@ -577,6 +577,28 @@ PLANTED = [
         (WRONG, STUCK),
     ),
     (
+        "gradients",
+        Mutant(
+            "first_tile_late",
+            BACKWARD,
+            "CAUSAL, True, i < end - 1, S",
+            "CAUSAL, True, True, S",
+            "of each head a tile of dq is handed over that nobody computed",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "gradients",
+        Mutant(
+            "second_half_skipped",
+            BACKWARD,
+            "gl.where(second, middle, end), gl.where(second, first, end - 1)",
+            "gl.where(second, middle, end), gl.where(second, middle, end - 1)",
+            "queries that not all keys see are not visited",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
         "columns",
         Mutant(
             "wrong_columns_multiplied",

@@ -137,8 +137,10 @@ def sum(x: Registers, axis: int) -> torch.Tensor:  # noqa: A001
     return x.sum(axis)
 
 
-def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+def where(condition: Any, a: Any, b: Any) -> Any:
     """Return a where it is so, and b elsewhere."""
+    if isinstance(condition, bool):
+        return Number(a if condition else b)
     return torch.where(condition, a, b)
 
 

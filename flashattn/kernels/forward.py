@@ -22,6 +22,7 @@ from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
+    WIDE_FP32,
     add_compensated,
     banded_tile,
     cut_parts,
@@ -170,7 +171,7 @@ def flashattn_fwd(
     if SPLIT:  # a chunk is whole tiles
         full = tl.maximum(tl.minimum(full, first + chunk), first)
         end = tl.minimum(end, first + chunk)
-    if CUT:
+    if CUT or (PRECISION == "bf16x6" and BLOCK_D >= WIDE_FP32):
         full = first
     else:
         acc, m, l, lost = fold_keys(

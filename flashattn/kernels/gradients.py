@@ -15,6 +15,7 @@ import triton.language as tl
 from flashattn.kernels.primitives import (
     LOG2E,
     SIZES,
+    WIDE_FP32,
     banded_tile,
     cut_parts,
     dot,
@@ -29,7 +30,8 @@ from flashattn.kernels.primitives import (
     visited_keys,
 )
 
-# Columns from which both passes, with two loops each, would leave too few registers.
+# Columns from which both passes, with two loops each, would leave too few registers, and dk and dv
+# of fp32 with two.
 WIDE = tl.constexpr(128)
 
 
@@ -236,7 +238,8 @@ def flashattn_bwd_dkdv(
     # addresses beside those of the other.
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
     CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
-    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or CROWDED or o is not None)
+    FP32: tl.constexpr = PRECISION == "bf16x6" and BLOCK_D >= WIDE
+    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or CROWDED or FP32 or o is not None)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     kv_heads = heads // group
@@ -393,7 +396,8 @@ def flashattn_bwd_dq(
     """
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
     CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
-    ONE_LOOP: tl.constexpr = CUT or o is not None or (CAUSAL and CROWDED)
+    FP32: tl.constexpr = PRECISION == "bf16x6" and BLOCK_D >= WIDE_FP32
+    ONE_LOOP: tl.constexpr = CUT or FP32 or o is not None or (CAUSAL and CROWDED)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     block, place, head = banded_tile(

@@ -31,6 +31,10 @@ PROBLEMS = {
     Problem(seq_q=300, seq_kv=401, head_dim=64, causal="bottom_right", **HALF): POINTERS,
     Problem(seq_q=401, seq_kv=300, head_dim=128, causal=True, **BF16): "contiguous",
     Problem(heads=8, seq_q=129, seq_kv=65, head_dim=256, causal=True, **HALF): "contiguous",
+    Problem(heads=3, seq_q=150, seq_kv=100, head_dim=256, causal=True, **BF16): POINTERS,
+    # A backward in one launch, of several tiles.
+    Problem(heads=2, kv_heads=1, seq_q=100, seq_kv=130, head_dim=64, causal=True, **BF16): "packed",
+    Problem(seq_q=70, seq_kv=100, head_dim=128, causal="bottom_right", **HALF): POINTERS,
     # fp32 that is cut, in parts; the first two are hopper's, too, its forward with enough heads.
     Problem(seq_q=300, seq_kv=501, head_dim=100, causal="bottom_right"): "contiguous",
     Problem(heads=8, kv_heads=4, seq_q=300, seq_kv=501, head_dim=60, causal=True): "contiguous",

@@ -320,19 +320,19 @@ def step(
     WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
     start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
     REST: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    LATE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+    late, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of queries; if LATE, the state has the part of dq of the one before."""
+    """Fold the n-th tile of queries; if late, the state has the part of dq of the one before."""
     dq, dk, dv = state
     queries.await_first(n)
     q, lse2 = queries.first(n)
     s = inner(k, q, FIRST, REST, S)
-    if LATE:
+    if late:
         stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
     do, delta = queries.second(n)
     queries.await_second(n)
     dp = inner(v, do, FIRST, REST, S)
-    if LATE:
+    if late:
         hand_over(WARPGROUP, staged, queries, n - 1)
     s = ready(s, 1, REST)
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
@@ -388,29 +388,28 @@ def attend(
             keys.take(held + w)
         values.take(held + WARPGROUP)
         k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
-        for _ in range(group):
-            dq, dk_acc, dv_acc = step(
-                WARPGROUP, (None, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                left, n, (end - 1) * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
-                FIRST, REST, COLUMNS, CAUSAL, True, False, S, P, DQ,
-            )  # fmt: skip
-            n += 1
-            for i in range(end - 2, full - 1, -1):
+        dq = gl.zeros([QUERIES, COLUMNS], gl.float32, DQ)
+        middle = gl.minimum(full, end - 1)
+        for half in range(2 * group):  # of a head: the last tile, then those that all keys see
+            second = half % 2 > 0  # ... and then those that not all see: masked as the last is
+            start, stop = gl.where(second, middle, end), gl.where(second, first, end - 1)
+            for i in range(start - 1, stop - 1, -1):
                 dq, dk_acc, dv_acc = step(
                     WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
                     left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                    REST, COLUMNS, CAUSAL, False, True, S, P, DQ,
+                    REST, COLUMNS, CAUSAL, True, i < end - 1, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            for i in range(gl.minimum(full, end - 1) - 1, first - 1, -1):
+            for i in range(gl.where(second, middle, end - 1) - 1, middle - 1, -1):
                 dq, dk_acc, dv_acc = step(
                     WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
                     left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                    REST, COLUMNS, CAUSAL, True, True, S, P, DQ,
+                    REST, COLUMNS, CAUSAL, False, gl.constexpr(True), S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
-            hand_over(WARPGROUP, staged, queries, n - 1)
+            if second:
+                stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
+                hand_over(WARPGROUP, staged, queries, n - 1)
         meet()  # both have read all keys, so gradients may take their place
         put(dk_acc, scale, k, FIRST, REST)
         put(dv_acc, 1.0, v, FIRST, REST)

@@ -384,12 +384,13 @@ def sum_dq(
     n += 1
     acc = zeros(FIRST, REST)
     masked = gl.minimum(full, end - 1)
-    for i in range(end - 2, masked - 1, -1):
-        acc, ds = dq_step(
-            WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, FIRST, REST, CAUSAL, True, S, P,
-        )  # fmt: skip
-        n += 1
+    if CAUSAL:  # else only the last tile of keys may need a mask
+        for i in range(end - 2, masked - 1, -1):
+            acc, ds = dq_step(
+                WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
+                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, FIRST, REST, CAUSAL, True, S, P,
+            )  # fmt: skip
+            n += 1
     for i in range(masked - 1, -1, -1):
         acc, ds = dq_step(
             WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,

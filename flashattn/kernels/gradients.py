@@ -30,8 +30,8 @@ from flashattn.kernels.primitives import (
     visited_keys,
 )
 
-# Columns from which both passes, with two loops each, would leave too few registers, and dk and dv
-# of fp32 with two.
+# Columns from which two loops leave too few registers: each pass where both are at once, and dk and
+# dv of fp32 that the kernel cuts.
 WIDE = tl.constexpr(128)
 
 
@@ -237,9 +237,8 @@ def flashattn_bwd_dkdv(
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
-    FP32: tl.constexpr = PRECISION == "bf16x6" and BLOCK_D >= WIDE
-    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or CROWDED or FP32 or o is not None)
+    CROWDED: tl.constexpr = BLOCK_D >= WIDE and (program is not None or PRECISION == "bf16x6")
+    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or CROWDED or o is not None)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     kv_heads = heads // group
@@ -396,8 +395,8 @@ def flashattn_bwd_dq(
     """
     CUT: tl.constexpr = cut_parts(PRECISION) > 0
     CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
-    FP32: tl.constexpr = PRECISION == "bf16x6" and BLOCK_D >= WIDE_FP32
-    ONE_LOOP: tl.constexpr = CUT or FP32 or o is not None or (CAUSAL and CROWDED)
+    CUTS_WIDE: tl.constexpr = PRECISION == "bf16x6" and BLOCK_D >= WIDE_FP32
+    ONE_LOOP: tl.constexpr = CUT or CUTS_WIDE or o is not None or (CAUSAL and CROWDED)
     if program is None:
         program, programs = tl.program_id(0), tl.num_programs(0)
     block, place, head = banded_tile(

@@ -15,7 +15,8 @@ HIGH_BITS = tl.constexpr(-65536)  # of an fp32: those of a bf16
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BAND = tl.constexpr(32)  # heads
 # Columns of fp32 from which a kernel that cuts what it loads has one loop, which masks all tiles:
-# with two it spills more, is slower by 0 to 4% on an H200, and compiles for half as long again.
+# with two it spills more as a rule, takes 0 to 4% more time on an H200, and compiles for half as
+# long again.
 WIDE_FP32 = tl.constexpr(256)
 
 

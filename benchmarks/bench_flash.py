@@ -42,6 +42,7 @@ def eight(*, seq: list[int], head_dim: list[int]) -> list[Problem]:
 
 community = partial(tokens, 16384, 2048)
 HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
+ROWS = [1 << n for n in range(7, 17)]  # of one head
 SMOKE = tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"])
 DEFAULT = [
     *community(seq=[1024, 4096, 16384], head_dim=[64, 128], dtype=HALF),
@@ -55,8 +56,7 @@ FULL = [
     *community(seq=[512, 4096, 16384], head_dim=[256], dtype=HALF),
     *community(seq=[4096], head_dim=[64, 128, 256], dtype=["float16"]),
     *community(seq=[4096], head_dim=[64, 128], dtype=["float32"]),
-    *one_head(seq=[1 << n for n in range(7, 17)], head_dim=[16, 32, 64, 128], dtype=HALF),
-    *one_head(seq=[1 << n for n in range(7, 17, 3)], head_dim=[16, 32, 64, 128], dtype=["float32"]),
+    *one_head(seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
     *eight(seq=[4096, 8192, 16384], head_dim=[16, 32, 64, 128]),
 ]
 
@@ -74,7 +74,7 @@ SWEEPS = {
         FULL,
         [
             *community(seq=[512, 4096, 16384], head_dim=[64, 128], dtype=HALF),
-            *one_head(seq=[128, 1024, 8192, 65536], head_dim=[16, 64, 128], dtype=BOTH),
+            *one_head(seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
         ],
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -55,6 +56,9 @@ class SimulatedDevice:
             def record(self):
                 device.log.append("event")
                 self.at = max(device.done, device.host)
+
+            def query(self):
+                return device.host >= self.at
 
             def elapsed_time(self, end):
                 return (end.at - self.at) * 1e3
@@ -136,6 +140,71 @@ def test_launch_gaps_are_not_measured(simulated):
 def test_lead_is_bounded(simulated):
     """A call that the host queues for a second is not waited for with a second of writes."""
     assert simulated.clock().cover(1.0) < 1.1 * timing.LONGEST_LEAD
+
+
+class Disturbed:
+    """A call of two kernels between which others keep the host, in turns for so long.
+
+    Args:
+        device: that it is queued on.
+        delays: seconds for which they do, of one call after the other, over and over.
+    """
+
+    def __init__(self, device, delays):
+        """Begin with the first."""
+        self.device, self.delays, self.made = device, itertools.cycle(delays), 0
+
+    def __call__(self):
+        """Queue what takes 10 us."""
+        self.made += 1
+        self.device.queue("kernel", host=20 * MICRO + next(self.delays), device=5 * MICRO)
+        self.device.queue("kernel", host=20 * MICRO, device=5 * MICRO)
+
+
+def test_late_samples_are_counted(simulated):
+    """A sample is late if the device had begun it before the host was done, and no other is."""
+    clock, call = simulated.clock(), Disturbed(simulated, [0.0, 300 * MICRO])
+    clock.cover(40 * MICRO)
+    assert (clock.samples(call, 1), clock.late) == (([pytest.approx(10 * MICRO)], None), 0)
+    (gap,), _ = clock.samples(call, 1)
+    assert gap > 200 * MICRO
+    assert clock.late == 1
+    assert (clock.samples(call, 1), clock.late) == (([pytest.approx(10 * MICRO)], None), 0)
+
+
+def test_late_samples_are_made_again(simulated):
+    """Where every third call is disturbed, all samples are device time, and that is told."""
+    stock, kept = stock_fixture()
+    call = Disturbed(simulated, [0.0, 0.0, 300 * MICRO])
+    benchmark = DeviceBenchmark.adopt(stock, simulated.clock())
+    made = []
+    benchmark.time(lambda _: call(), setup=lambda: (made.append(None),), rounds=20)
+    assert kept[0].stats.data == pytest.approx([10 * MICRO] * 20)
+    assert benchmark.extra_info["late"] == 0
+    # Behind twice the writes after each, a third such delay is covered.
+    assert 1 <= benchmark.extra_info["retaken"] <= 4
+    assert len(made) == call.made
+
+
+@pytest.mark.parametrize(
+    ("delays", "retaken"),
+    [
+        ([0.0] * 3, 0),
+        ([0.0] * 3 + [0.1] * 100, 3 * timing.RETAKES),
+        ([0.1] * 100, 0),  # what takes longer to queue than any lead is never covered
+    ],
+    ids=["quiet", "disturbed once warm", "long"],
+)
+def test_what_stays_late_is_kept_and_told(simulated, monkeypatch, delays, retaken):
+    """Samples that are late every time are as many as others, and their row says how many."""
+    monkeypatch.setattr(timing, "WARM_UP", 0.0)  # three calls
+    stock, kept = stock_fixture()
+    benchmark = DeviceBenchmark.adopt(stock, simulated.clock())
+    benchmark.time(Disturbed(simulated, delays), rounds=3)
+    late = [sample > 0.09 for sample in kept[0].stats.data]
+    assert len(late) == 3
+    assert benchmark.extra_info["late"] == sum(late) == (3 if any(delays) else 0)
+    assert benchmark.extra_info["retaken"] == retaken
 
 
 def test_cache_is_cold_and_one_wait_ends_the_samples(simulated):
@@ -251,6 +320,8 @@ def test_cuda_clock_tells_device_time():
     product(10)
     one, ten = (min(clock.samples(lambda n=n: product(n), 10)[0]) for n in (1, 10))
     assert 7 < ten / one < 13
+    clock.samples(lambda: time.sleep(0.05), 1)
+    assert clock.late == 1
 
 
 def test_waiting_is_no_work():

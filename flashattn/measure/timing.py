@@ -4,6 +4,8 @@ A GPU runs behind the host, so a clock around a call times its launch. ``DeviceC
 event before and after the call and reads both once the device is done. Ahead of the first event it
 queues writes to twice the L2 cache: the call finds its inputs in memory and not in the cache, and
 while the device writes, the host queues all of the call, so that gaps between launches drop out.
+Where others keep the host from that, the device is seen to have begun before all was queued: such
+a sample is late, and is made again behind more writes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 BUDGET = 0.25  # seconds of measuring for one case
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
 WARM_UP = 0.05  # seconds, beyond the first call, which may compile
-LONGEST_LEAD = 1e-3  # seconds of writes ahead of a call, however long the host takes to queue it
+LONGEST_LEAD = 4e-3  # seconds of writes ahead of a call, however long the host takes to queue it
+RETAKES = 5  # of a sample that is late
 INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
 
 
@@ -35,14 +38,24 @@ class Event(Protocol):
     def record(self) -> None:
         """Queue it."""
 
+    def query(self) -> bool:
+        """Return whether the device has reached it."""
+
     def elapsed_time(self, end: Any, /) -> float:
         """Return the milliseconds from this moment to ``end``."""
 
 
 class Clock(Protocol):
-    """Seconds of calls; ``tells`` says which seconds."""
+    """Seconds of calls.
+
+    Attributes:
+        tells: which seconds.
+        late: of the calls last sampled, how many began before the host had queued all of them, so
+            that they may hold its delays.
+    """
 
     tells: ClassVar[str]
+    late: int
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -58,6 +71,7 @@ class HostClock:
     """The host's own clock, for devices that finish before they return."""
 
     tells: ClassVar[str] = "host time, warm cache"
+    late = 0
     now = staticmethod(time.perf_counter)
 
     def synchronize(self) -> None:
@@ -103,7 +117,8 @@ class DeviceClock:
     ) -> None:
         """Hold on to the three; nothing is queued yet."""
         self._event, self._flush, self._synchronize = event, flush, synchronize
-        self._flushes = 1
+        self._flushes = self._most = 1
+        self.late = 0
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceClock:
@@ -119,15 +134,18 @@ class DeviceClock:
 
     def cover(self, launch: float) -> float:
         """Queue as many flushes ahead of each call as last twice ``launch``; see ``Clock``."""
-        self._flushes = 1
+        self._flushes = self._most = 1
         flush = min(self.samples(self._flush, 3)[0])
-        wanted = min(2 * launch, LONGEST_LEAD)
-        self._flushes = max(1, math.ceil(wanted / flush))
+        self._most = max(1, math.ceil(LONGEST_LEAD / flush))
+        self._flushes = min(max(1, math.ceil(2 * launch / flush)), self._most)
         return self._flushes * flush
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Queue all calls, each behind its own flushes, and wait once; see ``Clock``."""
-        pairs, result = [], None
+        """Queue all calls, each behind its own flushes, and wait once; see ``Clock``.
+
+        After a late one there are twice as many flushes ahead of a call, up to ``LONGEST_LEAD``.
+        """
+        pairs, result, self.late = [], None, 0
         for _ in range(calls):
             start, end = self._event(), self._event()
             for _ in range(self._flushes):
@@ -135,6 +153,9 @@ class DeviceClock:
             start.record()
             result = call()
             end.record()
+            if start.query():
+                self.late += 1
+                self._flushes = min(2 * self._flushes, self._most)
             pairs.append((start, end))
         self._synchronize()
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs], result
@@ -148,6 +169,7 @@ class Replayed:
     """
 
     tells: ClassVar[str] = "seconds measured before"
+    late = 0
 
     def __init__(self, seconds: list[float]) -> None:
         """Begin at the first."""
@@ -213,6 +235,8 @@ class DeviceBenchmark(BenchmarkFixture):
     """
 
     clock: Clock
+    _anew: Callable[[], tuple[Any, ...]] | None = None  # arguments of a sample made again
+    _retaken = _late = 0
 
     @classmethod
     def adopt(cls, benchmark: BenchmarkFixture, clock: Clock) -> DeviceBenchmark:
@@ -232,6 +256,9 @@ class DeviceBenchmark(BenchmarkFixture):
     ) -> Any:
         """Warm up, time as many calls as fit in the budget, and keep every sample.
 
+        One that is late is made again, up to ``RETAKES`` times; "retaken" is how often that was,
+        and "late" how many are kept that were late every time.
+
         Args:
             call: what is timed; checked by the caller beforehand.
             setup: makes the arguments of each call, outside the clock.
@@ -243,10 +270,15 @@ class DeviceBenchmark(BenchmarkFixture):
         """
         if self.enabled:
             pace = warm_up(call, clock=self.clock, setup=setup)
-            cost = pace.wall + self.clock.cover(pace.launch)
+            lead = self.clock.cover(pace.launch)
+            cost = pace.wall + lead
             rounds = rounds or min(max(int(budget / cost), FEWEST_ROUNDS), MOST_ROUNDS)
+            # What no lead can cover is late every time.
+            self._anew = setup if pace.launch < lead else None
         result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds or 1)
         self._note(self.clock.tells)
+        if self.enabled:
+            self.extra_info |= {"late": self._late, "retaken": self._retaken}
         return result
 
     def replay(self, samples: list[float], *, tells: str | None = None) -> None:
@@ -283,7 +315,15 @@ class DeviceBenchmark(BenchmarkFixture):
         call = partial(function_to_benchmark, *args, **kwargs)
 
         def runner(loops_range: range | None, timer: object = None) -> Any:  # noqa: ARG001
-            seconds, result = self.clock.samples(call, len(loops_range) if loops_range else 1)
+            calls = len(loops_range) if loops_range else 1
+            seconds, result = self.clock.samples(call, calls)
+            for _ in range(RETAKES if self._anew else 0):
+                if not self.clock.late:
+                    break
+                self._retaken += 1
+                again = partial(function_to_benchmark, *self._anew(), **kwargs)
+                seconds, result = self.clock.samples(again, calls)
+            self._late += self.clock.late
             return sum(seconds) if loops_range else (sum(seconds), result)
 
         return runner

@@ -64,6 +64,9 @@ def _clocked(rows: list[Row]) -> str:
         facts.append(f"at {median(hertz) / 1e6:.0f} MHz")
     held = Counter(reason for row in rows for reason in row.get("throttled") or ())
     facts += [f"{count} of {len(rows)} rows held back by {why}" for why, count in held.items()]
+    late = sum(bool(row.get("late")) for row in rows)
+    if late:
+        facts.append(f"{late} of {len(rows)} rows with samples that began before all was queued")
     return "; ".join(facts)
 
 

@@ -72,6 +72,7 @@ class HostTime:
     """
 
     tells = "host time of a call on an idle device"
+    late = 0
 
     def __init__(self, synchronize):
         """Hold on to it."""

@@ -23,19 +23,30 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import forward, launch
+from flashattn.kernels import forward, launch, splitting
 from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.cut import cut_all
 from flashattn.kernels.offline import Variant, compile_variant
-from flashattn.kernels.tiles import JOINT, Kernel, Tile
+from flashattn.kernels.tiles import JOINT, OPTIONAL, Kernel, Tile
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
 # Matrix products of each kernel.
-PRODUCTS = {"fwd": 2, "bwd": 7, "bwd_whole": 7, "bwd_dkdv": 4, "bwd_dq": 3}
+PRODUCTS = {
+    "fwd": 2,
+    "fwd_few": 2,
+    "fwd_short": 2,
+    "bwd": 7,
+    "bwd_whole": 7,
+    "bwd_dkdv": 4,
+    "bwd_dq": 3,
+}
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
-SHORT = 256  # the most tokens of a head that "bwd_whole" is for
+SHORT = {
+    "fwd_short": 512,
+    "bwd_whole": 256,
+}  # tokens of a head, where only short ones are asked for
 # Gross errors; tests hold budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
@@ -83,10 +94,9 @@ def way(dtype: str, precision: str, load: str) -> Way:
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
     """Return what a tile is judged by: a single head for kernels that are for few programs."""
     sizes = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
-    seq = SHORT if kernel == "bwd_whole" else LENGTH
     return Problem(
-        **({} if kernel in JOINT else sizes),
-        seq_q=seq,
+        **({} if kernel in OPTIONAL else sizes),
+        seq_q=SHORT.get(kernel, LENGTH),
         head_dim=head_dim,
         dtype=dtype,
         causal=causal,
@@ -105,16 +115,20 @@ def candidates(
         descriptors: whether tiles are loaded by them.
         limits: of registers.
     """
-    owned, scores = {"fwd": (1, 1), "bwd_dq": (1, 2)}.get(kernel, (2, 2))
+    of_forward, short = kernel.startswith("fwd"), kernel == "fwd_short"
+    owned, scores = (1, 1) if of_forward else (1, 2) if kernel == "bwd_dq" else (2, 2)
     found = []
-    rows = 8 if head_dim <= WIDE else 4  # of its own that a warp has at least, in half precision
+    # of its own that a warp has at least, in half precision
+    rows = 1 if short else 8 if head_dim <= WIDE else 4
+    limited = range(given.registers.stop) if short else given.registers
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, given.stages):
         of_keys = kernel in {"bwd_dkdv", *JOINT}
         own, walked = (block_kv, block_q) if of_keys else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
-        resident = own * (1 if kernel == "fwd" else 2)
-        shared = given.loaded * head_dim * (resident + 2 * stages * walked)
-        fits = registers in given.registers and shared <= SHARED
+        resident = own * (1 if of_forward else 2)
+        buffers = stages - short  # 16 rows are too few for instructions that read shared memory
+        shared = given.loaded * head_dim * (resident + 2 * buffers * walked)
+        fits = registers in limited and shared <= SHARED
         if fits and (given is not HALF or own >= rows * warps):
             tile = Tile(block_q, block_kv, warps, stages, descriptors, cut=given.cut)
             found += [replace(tile, registers=n) for n in limits]
@@ -131,12 +145,19 @@ def prepare(
     options = {"diagonal": asked.diagonal, "scale": asked.head_dim**-0.5}
     one = [x[:1, :1].float().requires_grad_() for x in (q, k, v)]
     exact, exact_lse = reference_attention(*one, **options)
-    if kernel == "fwd":
-        return (
-            lambda tile: forward.forward(q, k, v, tile=tile, precision=precision, **options)[:1],
-            (exact.detach(),),
-            (q, k, v),
-        )
+    if kernel.startswith("fwd"):
+
+        def fold(tile: Tile) -> Outputs:
+            parts = 1 if kernel == "fwd_short" else None
+            if kernel == "fwd_few":
+                programs = math.ceil(asked.seq_q / tile.block_q)
+                parts = splitting.few_parts(
+                    programs, asked.seq_kv, q.device, causal=bool(asked.causal)
+                )
+            how = {"tile": tile, "parts": parts, "precision": precision}
+            return forward.forward(q, k, v, **how, **options)[:1]
+
+        return fold, (exact.detach(),), (q, k, v)
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
     o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
@@ -251,7 +272,7 @@ def main() -> None:
         options.dtype, options.head_dim, options.kernel
     ):
         usual = "cut" if dtype == "float32" else "descriptors"
-        load = options.load or ("pointers" if kernel == "bwd_whole" else usual)
+        load = options.load or ("pointers" if kernel in SHORT else usual)
         given = way(dtype, options.precision, load)
         tiles = candidates(
             kernel, head_dim, given, descriptors=load != "pointers", limits=options.registers

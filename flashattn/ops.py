@@ -38,7 +38,16 @@ HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need n
 HOPPER_TILE = 128  # queries
 HOPPER_FEWEST = 64  # tiles of rows that are long: from so many keys on
 HOPPER_LONG = 8192
-HOPPER_NARROW = 64  # head dimension, up to which the forward wants more tiles
+# Tiles for each multiprocessor that make the forward the faster one, up to so many keys, by the
+# most columns. Beyond: four of narrow heads, one of others under a mask, as with fewer many idle
+# while the longest is computed, and three for four multiprocessors without.
+HOPPER_ENOUGH = {
+    64: ((1024, 2 / 3),),
+    128: ((4096, 2 / 3), (8192, 0.9)),
+    256: ((1024, 0.2), (4096, 0.4), (8192, 0.9)),
+}
+HOPPER_NARROW = 64  # columns
+HOPPER_NARROW_CAUSAL = 4096  # keys up to which 2 / 3 are enough of those under a mask
 HOPPER_CUT = range(33, 129)  # head dimensions in fp32
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
@@ -81,29 +90,38 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
+def _hopper_enough(problem: Problem) -> float:
+    """Return how many tiles for each multiprocessor make Hopper's forward the faster one."""
+    keys, full = problem.seq_kv, problem.causal is False
+    d = next(d for d in HOPPER_ENOUGH if problem.head_dim <= d)
+    narrow = d == HOPPER_NARROW
+    if narrow and not full and keys <= HOPPER_NARROW_CAUSAL:
+        return 2 / 3
+    long = 4 if narrow else 0.75 if full else 1
+    return next((share for most, share in HOPPER_ENOUGH[d] if keys <= most), long)
+
+
 def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
     """Return the options with which the Hopper kernels are the fastest, or None; as on an H200.
 
     Where a head has not even a tile of 128 queries, as in decoding, most of one would be empty, and
-    heads that share keys would each read them. The backward wants a tile for each multiprocessor:
-    with fewer, under a mask, many idle while the longest is computed, and the portable one runs
-    both passes at once and splits what they walk over (one head of 16 384 at D = 64: 289 and 388
-    us; eight of 2048 without a mask 73 and 92). Long rows without a mask are an exception. So does
-    the forward, and several of narrow heads: where there are fewer the portable one splits the
-    keys. Wide heads without a mask, where all tiles take as long, content themselves with less, and
-    so does fp32, whose backward knows itself what it is faster at.
+    heads that share keys would each read them. Where there are few tiles the portable forward
+    splits the keys of long rows; of short ones Hopper's is soon the faster (12 heads of 1024,
+    causal, at D = 128: 24 and 28 us). The backward wants a tile for each multiprocessor: with
+    fewer the portable one runs both passes at once and splits what they walk over (one head of
+    16 384 at D = 64: 289 and 388 us; eight of 2048 without a mask 73 and 92). Long rows without a
+    mask are an exception. fp32's knows itself what it is faster at.
     """
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    full, narrow = problem.causal is False, problem.head_dim <= HOPPER_NARROW
+    full = problem.causal is False
     if problem.dtype == "float32":
         filled = tiles >= (0.75 if full else 1) * multiprocessors
         return {} if filled and problem.seq_q >= HOPPER_TILE else {"split_keys": True}
     if problem.seq_q < HOPPER_TILE:
         return None
     fewest = HOPPER_FEWEST if full and problem.seq_kv >= HOPPER_LONG else multiprocessors
-    enough = (4 if narrow else 0.75 if full else 1) * multiprocessors
-    if tiles >= enough:
+    if tiles >= _hopper_enough(problem) * multiprocessors:
         return {} if tiles >= fewest else {"joint_passes": True}
     return {"split_keys": True} if tiles >= fewest else None
 

@@ -33,8 +33,9 @@ SHAPES = {
     "tall": MANY | {"seq_q": 500, "seq_kv": 300},  # bottom-right: 200 queries see no key
     "whole": MANY | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
     "few": FEW | {"seq_q": 700, "seq_kv": 900},  # both passes at once
+    "low": FEW | {"seq_q": 500, "seq_kv": 700},  # so few keys that they stay whole
     "tiny": FEW | {"batch": 2, "seq_q": 90, "seq_kv": 150},  # the backward is one launch
-    "short": FEW | {"seq_q": 150, "seq_kv": 400},  # too short to be cut
+    "short": FEW | {"seq_q": 90, "seq_kv": 150},  # too short to be cut
     "decode": {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 9, "seq_kv": 900},
     "small": {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100},  # for the interpreter
 }
@@ -70,9 +71,12 @@ class Case:
     @property
     def kernels(self):
         """The kernels of the table that are launched, where it has one for both passes."""
-        both = {"few": "bwd", "decode": "bwd", "tiny": "bwd_whole"}.get(self.shape)
+        both = {"few": "bwd", "low": "bwd", "decode": "bwd", "tiny": "bwd_whole"}.get(self.shape)
         passes = [both] if both else ["bwd_dkdv", "bwd_dq"]
-        return ["decode" if self.shape == "decode" else "fwd", *passes]
+        few = {"few": "fwd_few", "low": "fwd_short", "tiny": "fwd_short"}
+        if DTYPES[self.dtype] == FP32:
+            few = {}
+        return [(few | {"decode": "decode"}).get(self.shape, "fwd"), *passes]
 
     def tile(self, kernel, capability):
         """Return the tile that a GPU's table has for the case."""
@@ -91,7 +95,7 @@ def cases(dtypes, head_dims, layouts, masks, shapes):
 # fp32 is cut, or loaded by pointers, whatever the input's layout: its length decides.
 ORDINARY = [
     *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged", "few", "decode")),
-    *cases(HALF, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("tiny",)),
+    *cases(HALF, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("low", "tiny")),
     *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged", "few", "short", "decode")),
 ]
 EVERY = [
@@ -102,7 +106,7 @@ EVERY = [
         MASKS,
         ("ragged", "tall", "whole", "few", "decode"),
     ),
-    *cases(HALF, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("tiny",)),
+    *cases(HALF, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("low", "tiny")),
     *cases(FULL, HEAD_DIMS + BETWEEN, LAYOUTS, MASKS, ("short",)),
 ]
 INTERPRETED = cases(
@@ -173,10 +177,11 @@ def test_cases_launch_what_they_say(device):
         both = launch.find_tile("bwd", *likes, **how)
         if both is not None:
             few = backward.few(*likes[:2], both, how["precision"])
-            assert few is (case.shape in ("few", "decode", "tiny")), case
+            assert few is (case.shape in ("few", "low", "decode", "tiny")), case
         for kernel in case.kernels:
             assert launch.find_tile(kernel, *likes, **how) == case.tile(kernel, capability), case
-        assert (p.seq_q <= forward.FEW_QUERIES) is ("decode" in case.kernels)
+        kernel, _ = forward.choose(*likes, **how)
+        assert kernel == case.kernels[0], case
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])

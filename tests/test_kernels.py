@@ -397,6 +397,54 @@ def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_
         assert parts > 1
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_few_programs_split_long_rows(device, causal, monkeypatch):
+    """Parts fill the GPU with so many programs as they are worth, and no part is too short."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    pairs = ((1, 256), (2, 1024), *((4, 2048) for _ in range(causal)))
+    monkeypatch.setattr(splitting, "FEW", pairs[:2])
+    monkeypatch.setattr(splitting, "FEW_CAUSAL", pairs)
+    found = {
+        (programs, keys): splitting.few_parts(programs, keys, device, causal=causal)
+        for programs in (1, 16, 64, 128, 256, 264, 265, 1000)
+        for keys in (1, 255, 512, 1024, 4096, 8192, 2**20)
+    }
+    for (programs, keys), parts in found.items():
+        assert parts == 1 or any(
+            parts * programs <= 132 * n and keys >= parts * least for n, least in pairs
+        )
+    assert found[16, 1024] == 4
+    assert found[64, 4096] == 4
+    assert found[128, 8192] == (4 if causal else 2)
+    assert found[256, 8192] == (2 if causal else 1)
+    assert found[256, 1024] == found[265, 2**20] == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "most"), [(16, True, 4), (32, False, 2), (64, True, 2), (64, False, 2)]
+)
+def test_tiles_for_few_programs(device, head_dim, causal, most, monkeypatch):
+    """So few that all run at once own few queries, if keys are few; a few more are split."""
+    monkeypatch.setattr(forward, "SHORT_KEYS", 768)
+    sms = 8
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: sms)
+
+    def chosen(heads, rows, keys):
+        problem = Problem(heads=heads, seq_q=rows, seq_kv=keys, head_dim=head_dim, dtype="bfloat16")
+        likes = map(launch.Like.of, make_inputs(problem, device=device))
+        return forward.choose(*likes, causal=causal, precision="ieee")
+
+    short, tile = chosen(1, 17, 768)
+    few, larger = chosen(1, 17, 769)
+    assert (short, few) == ("fwd_short", "fwd_few")
+    rows, larger_rows = sms * tile.block_q, most * sms * larger.block_q
+    assert chosen(1, rows, 768)[0] == "fwd_short"
+    assert chosen(1, rows + 1, 768)[0] == "fwd_few"
+    assert chosen(1, larger_rows, 100)[0] == "fwd_few"
+    assert chosen(1, larger_rows + 1, 100)[0] == "fwd"
+    assert chosen(1, 16, 768)[0] == "decode"
+
+
 def test_what_is_cut_is_whole(device):
     """Three parts are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
     exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)[:, None]
@@ -511,6 +559,8 @@ def alike(monkeypatch):
     monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], 1))
     monkeypatch.setattr(launch, "TINY", 0)
     monkeypatch.setattr(backward, "FEW_PROGRAMS", 0)
+    for limit in ("SHORT_KEYS", "FEW_PROGRAMS", "FEW_NARROW"):
+        monkeypatch.setattr(forward, limit, 0)
     forget()
     yield
     forget()

@@ -69,6 +69,9 @@ def test_origin_names_command_clock_and_brakes():
     assert line.startswith(circumstances(RUN))
     assert "pytest benchmarks --sweep full, nvidia-h200/0001_x.json" in line
     assert line.endswith("device time, cold L2; at 1700 MHz; 1 of 2 rows held back by power cap")
+    rows[1]["late"] = 3
+    (line,) = origins(RUN, rows)
+    assert line.endswith("; 1 of 2 rows with samples that began before all was queued")
 
 
 def test_every_run_of_a_merged_table_is_named():

@@ -57,6 +57,17 @@ def test_pick():
     assert set(ARCHITECTURES.values()) | {"interpreter"} == set(TABLES)
 
 
+@pytest.mark.parametrize("kernel", ["fwd_few", "fwd_short"])
+def test_few_programs_have_a_tile_where_they_were_measured(kernel):
+    """On Hopper, of half precision; not for a single column, nor for fp32."""
+    how = {"causal": True, "descriptors": True}
+    for head_dim in HEAD_DIMS:
+        assert pick(kernel, 2, head_dim, (9, 0), **how)
+        assert pick(kernel, 4, head_dim, (9, 0), **how) is None
+        assert pick(kernel, 2, head_dim, (8, 0), **how) is None
+    assert pick(kernel, 2, 1, (9, 0), **how) is None
+
+
 def test_both_passes_have_a_tile_where_they_were_measured():
     """On Hopper, to D = 128; not for a single column, nor for fp32 that is not cut."""
 

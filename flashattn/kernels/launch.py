@@ -33,10 +33,12 @@ PRETENDED = 1
 # all that small.
 TINY = 0 if INTERPRETED.value else 1 << 16
 LEAST_QUERIES = 64
-# Scores from which on fp32 is cut beforehand, counted likewise: before that one more launch costs
-# more than it saves, 7 of 23 us in a forward of one head of 1024, D = 64. In the interpreter some
-# problems are on either side.
-CUT, CUT_FORWARD = (1 << n for n in ((13, 13) if INTERPRETED.value else (17, 20)))
+# Scores from which on fp32 is cut beforehand, counted likewise. In the forward one more launch
+# costs more than it saves before that, 5 of 28 us for one head of 1024, D = 64. In the backward
+# both passes are then one launch, which always saves time (one head of 256, D = 64: 26 us for 42;
+# of 64: 18 for 32), but descriptors take the host's. In the interpreter some problems are on either
+# side.
+CUT, CUT_FORWARD = (1 << n for n in ((13, 13) if INTERPRETED.value else (15, 20)))
 _NOTHING = nullcontext()
 # Past torch.cuda's question whether CUDA was initialized, to which a tensor there is the answer.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # noqa: SLF001
@@ -149,7 +151,7 @@ def find_tile(kernel: Kernel, *inputs: Like, causal: bool, precision: str) -> Ti
     capability = None if INTERPRETED.value else torch.cuda.get_device_capability(x.device)
     describable = all(x.describable for x in inputs) and enough > TINY
     if x.dtype == torch.float32:
-        large = enough > (CUT_FORWARD if kernel in ("fwd", "decode") else CUT)
+        large = enough > (CUT if kernel.startswith("bwd") else CUT_FORWARD)
         if precision == "tf32":
             how = {"descriptors": describable, "large": large}
             tile = pick_tf32(kernel, x.shape[-1], capability, **how)

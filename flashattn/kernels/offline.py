@@ -25,12 +25,11 @@ from flashattn.kernels import backward, cut, forward, gradients, launch, splitti
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
-from flashattn.kernels.tiles import HEAD_DIMS, JOINT, TABLES, TF32, Kernel, Tile, block_d
+from flashattn.kernels.tiles import HEAD_DIMS, OPTIONAL, TABLES, TF32, Kernel, Tile, block_d
 
 Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
-    "fwd": forward.flashattn_fwd,
-    "decode": forward.flashattn_fwd,
+    **dict.fromkeys(("fwd", "fwd_few", "fwd_short", "decode"), forward.flashattn_fwd),
     "merge": splitting.flashattn_merge,
     "cut": cut.flashattn_cut,
     "bwd_delta": gradients.flashattn_bwd_delta,
@@ -63,9 +62,9 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
 # Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
-# whole is what is not split.
-SPLIT = {"decode": (True,), "bwd_whole": (False,)}
-TAKE_O = ("fwd", "decode", "bwd_whole")
+# short and whole is what is not split.
+SPLIT = {"decode": (True,), "fwd_short": (False,), "bwd_whole": (False,)}
+TAKE_O = ("fwd", "fwd_few", "fwd_short", "decode", "bwd_whole")
 ARCHITECTURES = tuple(SHARED_LIMIT)
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
@@ -305,13 +304,19 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
     return resources_of(compiled_kernel(variant))
 
 
+def _ways(arch: str, kernel: Kernel, size: int, head_dim: int, *, causal: bool) -> tuple[bool, ...]:
+    """Return whether a kernel is launched split, and whether not; "fwd" never beside "fwd_few"."""
+    few = kernel == "fwd" and ("fwd_few", size, head_dim, causal, False) in TABLES[arch]
+    return (False,) if few else SPLIT.get(kernel, (False, True))
+
+
 def variants() -> list[Variant | HopperVariant]:
     """Return every kernel with every tile of the tables of every architecture."""
     tiled = [
         Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
         for arch in ARCHITECTURES
         for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
-        for split in SPLIT.get(kernel, (False, True))
+        for split in _ways(arch, kernel, size, head_dim, causal=causal)
     ]
     tiled += [
         Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
@@ -321,10 +326,11 @@ def variants() -> list[Variant | HopperVariant]:
         for causal, split in product((False, True), (False, True))
     ]
     columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
-        replace(variant, head_dim=1)
-        for variant in tiled
-        if (variant.head_dim, variant.describable) == (HEAD_DIMS[0], False)
-        and variant.kernel not in JOINT
+        Variant(arch, kernel, size, 1, tile, causal, describable, split)
+        for arch in ARCHITECTURES
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+        if (head_dim, describable) == (HEAD_DIMS[0], False) and kernel not in OPTIONAL
+        for split in _ways(arch, kernel, size, 1, causal=causal)
     ]
     fixed = [
         Variant(arch, kernel, size, head_dim, None, causal=False)

@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 
 import triton
 
-# decode: fwd for few queries; bwd: both passes of the backward side by side, where they are small;
+# fwd_few: fwd for few programs; fwd_short: for still fewer, and keys so few that they stay whole;
+# decode: for few queries. bwd: both passes of the backward side by side, where they are small;
 # bwd_whole: and lse2 and delta with them, where there is next to nothing to do
-Kernel = Literal["fwd", "decode", "bwd", "bwd_whole", "bwd_dkdv", "bwd_dq"]
+Kernel = Literal["fwd", "fwd_few", "fwd_short", "decode", "bwd", "bwd_whole", "bwd_dkdv", "bwd_dq"]
 JOINT: frozenset[Kernel] = frozenset({"bwd", "bwd_whole"})
+OPTIONAL: frozenset[Kernel] = JOINT | {"fwd_few", "fwd_short"}  # that a table need not have
 FP32 = 4  # bytes
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
@@ -101,14 +103,22 @@ def _table(
     *,
     descriptors: bool = False,
     cut: bool = False,
+    aligned: bool = False,
 ) -> Table:
-    """Spell out rows (kernel, bytes, BLOCK_D): one tile, or one for full and one for causal."""
+    """Spell out rows (kernel, bytes, BLOCK_D): one tile, or one for full and one for causal.
+
+    Args:
+        rows: the tiles.
+        descriptors: whether they have descriptors.
+        cut: whether they are for what comes cut.
+        aligned: whether they are for what could have descriptors, whether they have some or not.
+    """
     table: Table = {}
     for (kernel, size, d), numbers in rows.items():
         full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
         for mask, tile in ((False, full), (True, causal)):
             limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
-            key = kernel, size, d, mask, descriptors or cut
+            key = kernel, size, d, mask, descriptors or cut or aligned
             table[key] = Tile(*tile[:4], descriptors, limit, cut)
     return table
 
@@ -118,7 +128,6 @@ MEASURED_TRITON = (3, 6)
 # those of limited registers at N = 1024 to 16 384, 2026-11-22.
 H200_DESCRIPTORS = _table(
     {
-        ("fwd", 2, 16): (64, 64, 4, 3),
         ("fwd", 2, 32): (64, 128, 4, 3, 128),
         ("fwd", 2, 64): (64, 128, 4, 2),
         ("fwd", 2, 128): ((64, 128, 4, 1), (64, 64, 4, 3)),
@@ -128,16 +137,41 @@ H200_DESCRIPTORS = _table(
         ("decode", 2, 64): (16, 128, 4, 3),
         ("decode", 2, 128): (16, 64, 4, 3),
         ("decode", 2, 256): (16, 32, 4, 3),
-        ("bwd_dkdv", 2, 16): (64, 64, 4, 3),
         ("bwd_dkdv", 2, 32): ((64, 64, 4, 3, 128), (64, 64, 4, 3)),
         ("bwd_dkdv", 2, 64): ((64, 64, 4, 3), (128, 64, 4, 2)),
         ("bwd_dkdv", 2, 128): (64, 64, 4, 2),
         ("bwd_dkdv", 2, 256): (32, 64, 8, 3),
-        ("bwd_dq", 2, 16): (64, 64, 4, 3),
         ("bwd_dq", 2, 32): (64, 64, 4, 3),
         ("bwd_dq", 2, 64): (128, 64, 8, 3),
         ("bwd_dq", 2, 128): (64, 64, 4, 2),
         ("bwd_dq", 2, 256): (128, 32, 8, 3),
+    },
+    descriptors=True,
+)
+# Rows of 32 bytes, which pointers load faster than descriptors. Likewise, 2026-11-22.
+H200_NARROW = _table(
+    {
+        ("fwd", 2, 16): (64, 128, 4, 3, 128),
+        ("bwd_dkdv", 2, 16): (64, 64, 4, 3),
+        ("bwd_dq", 2, 16): ((64, 64, 4, 3), (64, 64, 4, 3, 128)),
+    },
+    aligned=True,
+)
+# Measured likewise, of one to 64 heads of 64 to 16 384, 2026-11-22, aligned.
+H200_FEW = _table(
+    {
+        **{("fwd_few", 2, d): (64, 128, 4, 3) for d in (16, 32, 64)},
+        ("fwd_few", 2, 128): (64, 64, 4, 3),
+        ("fwd_few", 2, 256): (64, 32, 4, 2),
+        **{("fwd_short", 2, d): (16, 128, 4, 3) for d in (16, 32, 64, 128)},
+        ("fwd_short", 2, 256): (16, 64, 4, 2),
+    }
+) | _table(
+    {
+        ("fwd_few", 2, 128): (64, 64, 4, 3),
+        ("fwd_few", 2, 256): (128, 64, 8, 2),
+        ("fwd_short", 2, 128): (16, 128, 4, 3),
+        ("fwd_short", 2, 256): (16, 128, 8, 2),
     },
     descriptors=True,
 )
@@ -370,7 +404,9 @@ H200_TF32_CUT: dict[tuple[Kernel, int], Tile] = {
 MEASURED_HERE = tuple(map(int, triton.__version__.split(".")[:2])) <= MEASURED_TRITON
 H200 = (
     H200_DESCRIPTORS
+    | H200_NARROW
     | H200_POINTERS
+    | H200_FEW
     | H200_FP32
     | H200_CUT
     | H200_BOTH
@@ -441,7 +477,7 @@ def pick(
     causal: bool,
     descriptors: bool,
 ) -> Tile | None:
-    """Return the table's tile, or None: for "bwd" and "bwd_whole", where nothing is known of it.
+    """Return the table's tile, or None: of those that are optional, where nothing is known of it.
 
     Nor for a single column, whose products are made in registers: those of both passes spill.
 
@@ -456,7 +492,7 @@ def pick(
             tile may still do without.
     """
     table, d = TABLES[_architecture(capability)], max(block_d(head_dim), SMALLEST_BLOCK_D)
-    if kernel in JOINT and head_dim == 1:
+    if kernel in OPTIONAL and head_dim == 1:
         return None
     by_pointers = table.get((kernel, size, d, causal, False))
     if not descriptors or head_dim == 1:  # 16 bytes is the least that a descriptor loads of a row

@@ -315,11 +315,10 @@ class DeviceBenchmark(BenchmarkFixture):
         call = partial(function_to_benchmark, *args, **kwargs)
 
         def runner(loops_range: range | None, timer: object = None) -> Any:  # noqa: ARG001
-            calls = len(loops_range) if loops_range else 1
+            calls, tries = len(loops_range) if loops_range else 1, RETAKES
             seconds, result = self.clock.samples(call, calls)
-            for _ in range(RETAKES if self._anew else 0):
-                if not self.clock.late:
-                    break
+            while self._anew and self.clock.late and tries:
+                tries -= 1
                 self._retaken += 1
                 again = partial(function_to_benchmark, *self._anew(), **kwargs)
                 seconds, result = self.clock.samples(again, calls)

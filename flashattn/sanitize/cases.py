@@ -32,6 +32,9 @@ PROBLEMS = {
     Problem(seq_q=401, seq_kv=300, head_dim=128, causal=True, **BF16): "contiguous",
     Problem(heads=8, seq_q=129, seq_kv=65, head_dim=256, causal=True, **HALF): "contiguous",
     Problem(heads=3, seq_q=150, seq_kv=100, head_dim=256, causal=True, **BF16): POINTERS,
+    # Keys that a few programs split.
+    Problem(seq_q=300, seq_kv=901, head_dim=64, causal="bottom_right", **BF16): "contiguous",
+    Problem(heads=2, seq_q=130, seq_kv=900, head_dim=128, **HALF): "contiguous",
     # A backward in one launch, of several tiles.
     Problem(heads=2, kv_heads=1, seq_q=100, seq_kv=130, head_dim=64, causal=True, **BF16): "packed",
     Problem(seq_q=70, seq_kv=100, head_dim=128, causal="bottom_right", **HALF): POINTERS,

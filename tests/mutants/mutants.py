@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "queries_tail_dropped",
         "kernels/forward.py",
-        "programs = triton.cdiv(seq_q, tile.block_q) * batch * heads",
-        "programs = seq_q // tile.block_q * batch * heads",
+        "return triton.cdiv(seq_q, tile.block_q) * batch * heads",
+        "return seq_q // tile.block_q * batch * heads",
         "the last tiles of o keep what the memory held",
     ),
     Mutant(

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import forward, launch, splitting
+from flashattn.kernels import forward, launch
 from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.cut import cut_all
 from flashattn.kernels.offline import Variant, compile_variant
@@ -33,20 +33,10 @@ from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
 # Matrix products of each kernel.
-PRODUCTS = {
-    "fwd": 2,
-    "fwd_few": 2,
-    "fwd_short": 2,
-    "bwd": 7,
-    "bwd_whole": 7,
-    "bwd_dkdv": 4,
-    "bwd_dq": 3,
-}
+PRODUCTS = {"bwd": 7, "bwd_whole": 7, "bwd_dkdv": 4, "bwd_dq": 3}
+PRODUCTS |= dict.fromkeys(("fwd", "fwd_few", "fwd_short"), 2)
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
-SHORT = {
-    "fwd_short": 512,
-    "bwd_whole": 256,
-}  # tokens of a head, where only short ones are asked for
+SHORT = {"fwd_short": 512, "bwd_whole": 256}  # tokens of a head, of kernels for short ones alone
 # Gross errors; tests hold budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
@@ -148,12 +138,8 @@ def prepare(
     if kernel.startswith("fwd"):
 
         def fold(tile: Tile) -> Outputs:
-            parts = 1 if kernel == "fwd_short" else None
-            if kernel == "fwd_few":
-                programs = math.ceil(asked.seq_q / tile.block_q)
-                parts = splitting.few_parts(
-                    programs, asked.seq_kv, q.device, causal=bool(asked.causal)
-                )
+            likes = launch.Like.of(q), launch.Like.of(k)
+            parts = forward.most_parts(kernel, *likes, tile, causal=bool(asked.causal))
             how = {"tile": tile, "parts": parts, "precision": precision}
             return forward.forward(q, k, v, **how, **options)[:1]
 

@@ -395,6 +395,16 @@ def choose(q: Like, k: Like, v: Like, *, causal: bool, precision: str) -> tuple[
     return "fwd", launch.pick_tile("fwd", q, k, v, causal=causal, precision=precision)
 
 
+def most_parts(kernel: Kernel, q: Like, k: Like, tile: Tile, *, causal: bool) -> int | None:
+    """Return into how many parts keys are split at most; None lets ``splitting.split`` say."""
+    if kernel == "fwd_short":
+        return 1
+    if kernel != "fwd_few":
+        return None
+    several = causal and tile.block_d(q.shape[3]) < WIDE
+    return splitting.few_parts(_programs(q, tile), k.shape[2], q.device, causal=several)
+
+
 def _fill(
     q: Like,
     k: Like,
@@ -416,11 +426,7 @@ def _fill(
     cut = launch.cuts(tile, q.dtype, precision)
     operands = [cut_like(x, cut) if cut else x for x in (q, k, v)]
     programs = _programs(q, tile)
-    if parts is None and kernel == "fwd_short":
-        parts = 1
-    if parts is None and kernel == "fwd_few":
-        several = causal and tile.block_d(head_dim) < WIDE
-        parts = splitting.few_parts(programs, seq_kv, q.device, causal=several)
+    parts = parts or most_parts(kernel, q, k, tile, causal=causal)
     parts, chunk = splitting.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value

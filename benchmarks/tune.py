@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import forward, launch
+from flashattn.kernels import choice, forward, launch
 from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.cut import cut_all
 from flashattn.kernels.offline import Variant, compile_variant
@@ -139,7 +139,7 @@ def prepare(
 
         def fold(tile: Tile) -> Outputs:
             likes = launch.Like.of(q), launch.Like.of(k)
-            parts = forward.most_parts(kernel, *likes, tile, causal=bool(asked.causal))
+            parts = choice.most_parts(kernel, *likes, tile, causal=bool(asked.causal))
             how = {"tile": tile, "parts": parts, "precision": precision}
             return forward.forward(q, k, v, **how, **options)[:1]
 

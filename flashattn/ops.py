@@ -6,6 +6,7 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import cache
@@ -38,16 +39,17 @@ HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need n
 HOPPER_TILE = 128  # queries
 HOPPER_FEWEST = 64  # tiles of rows that are long: from so many keys on
 HOPPER_LONG = 8192
-# Tiles for each multiprocessor that make the forward the faster one, up to so many keys, by the
-# most columns. Beyond: four of narrow heads, one of others under a mask, as with fewer many idle
-# while the longest is computed, and three for four multiprocessors without.
+# Tiles for each multiprocessor that make the forward the faster one, up to so many keys; by the
+# most columns, and whether under a mask. Where rows are long and tiles few, the portable one splits
+# keys; under a mask, besides, many programs of Hopper's idle while the longest is computed.
 HOPPER_ENOUGH = {
-    64: ((1024, 2 / 3),),
-    128: ((4096, 2 / 3), (8192, 0.9)),
-    256: ((1024, 0.2), (4096, 0.4), (8192, 0.9)),
+    (64, False): ((1024, 2 / 3), (math.inf, 4)),
+    (64, True): ((4096, 2 / 3), (math.inf, 4)),
+    (128, False): ((4096, 2 / 3), (math.inf, 0.75)),
+    (128, True): ((4096, 2 / 3), (8192, 0.9), (math.inf, 1)),
+    (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
+    (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
-HOPPER_NARROW = 64  # columns
-HOPPER_NARROW_CAUSAL = 4096  # keys up to which 2 / 3 are enough of those under a mask
 HOPPER_CUT = range(33, 129)  # head dimensions in fp32
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
@@ -92,13 +94,9 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
 
 def _hopper_enough(problem: Problem) -> float:
     """Return how many tiles for each multiprocessor make Hopper's forward the faster one."""
-    keys, full = problem.seq_kv, problem.causal is False
-    d = next(d for d in HOPPER_ENOUGH if problem.head_dim <= d)
-    narrow = d == HOPPER_NARROW
-    if narrow and not full and keys <= HOPPER_NARROW_CAUSAL:
-        return 2 / 3
-    long = 4 if narrow else 0.75 if full else 1
-    return next((share for most, share in HOPPER_ENOUGH[d] if keys <= most), long)
+    masked = problem.causal is not False
+    d = next(d for d, mask in HOPPER_ENOUGH if problem.head_dim <= d and mask == masked)
+    return next(n for most, n in HOPPER_ENOUGH[d, masked] if problem.seq_kv <= most)
 
 
 def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:

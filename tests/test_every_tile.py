@@ -17,7 +17,7 @@ from itertools import product
 import pytest
 import torch
 
-from flashattn.kernels import backward, forward, launch
+from flashattn.kernels import backward, choice, launch
 from flashattn.kernels.primitives import INTERPRETED as INTERPRETED_HERE
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
 from flashattn.problem import DTYPES, Problem
@@ -180,7 +180,7 @@ def test_cases_launch_what_they_say(device):
             assert few is (case.shape in ("few", "low", "decode", "tiny")), case
         for kernel in case.kernels:
             assert launch.find_tile(kernel, *likes, **how) == case.tile(kernel, capability), case
-        kernel, _ = forward.choose(*likes, **how)
+        kernel, _ = choice.choose(*likes, **how)
         assert kernel == case.kernels[0], case
 
 

@@ -16,7 +16,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from flashattn import attention
-from flashattn.kernels import alone, backward, cut, forward, launch, splitting
+from flashattn.kernels import alone, backward, choice, cut, forward, launch, splitting
 from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
@@ -402,10 +402,10 @@ def test_few_programs_split_long_rows(device, causal, monkeypatch):
     """Parts fill the GPU with so many programs as they are worth, and no part is too short."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     pairs = ((1, 256), (2, 1024), *((4, 2048) for _ in range(causal)))
-    monkeypatch.setattr(splitting, "FEW", pairs[:2])
-    monkeypatch.setattr(splitting, "FEW_CAUSAL", pairs)
+    monkeypatch.setattr(choice, "FEW", pairs[:2])
+    monkeypatch.setattr(choice, "FEW_CAUSAL", pairs)
     found = {
-        (programs, keys): splitting.few_parts(programs, keys, device, causal=causal)
+        (programs, keys): choice.few_parts(programs, keys, device, causal=causal)
         for programs in (1, 16, 64, 128, 256, 264, 265, 1000)
         for keys in (1, 255, 512, 1024, 4096, 8192, 2**20)
     }
@@ -425,24 +425,24 @@ def test_few_programs_split_long_rows(device, causal, monkeypatch):
 )
 def test_tiles_for_few_programs(device, head_dim, causal, most, monkeypatch):
     """So few that all run at once own few queries, if keys are few; a few more are split."""
-    monkeypatch.setattr(forward, "SHORT_KEYS", 768)
+    monkeypatch.setattr(choice, "SHORT_KEYS", 768)
     sms = 8
     monkeypatch.setattr(launch, "multiprocessors", lambda _: sms)
 
-    def chosen(heads, rows, keys):
-        problem = Problem(heads=heads, seq_q=rows, seq_kv=keys, head_dim=head_dim, dtype="bfloat16")
+    def chosen(rows, keys):
+        problem = Problem(seq_q=rows, seq_kv=keys, head_dim=head_dim, dtype="bfloat16")
         likes = map(launch.Like.of, make_inputs(problem, device=device))
-        return forward.choose(*likes, causal=causal, precision="ieee")
+        return choice.choose(*likes, causal=causal, precision="ieee")
 
-    short, tile = chosen(1, 17, 768)
-    few, larger = chosen(1, 17, 769)
+    short, tile = chosen(17, 768)
+    few, larger = chosen(17, 769)
     assert (short, few) == ("fwd_short", "fwd_few")
     rows, larger_rows = sms * tile.block_q, most * sms * larger.block_q
-    assert chosen(1, rows, 768)[0] == "fwd_short"
-    assert chosen(1, rows + 1, 768)[0] == "fwd_few"
-    assert chosen(1, larger_rows, 100)[0] == "fwd_few"
-    assert chosen(1, larger_rows + 1, 100)[0] == "fwd"
-    assert chosen(1, 16, 768)[0] == "decode"
+    assert chosen(rows, 768)[0] == "fwd_short"
+    assert chosen(rows + 1, 768)[0] == "fwd_few"
+    assert chosen(larger_rows, 100)[0] == "fwd_few"
+    assert chosen(larger_rows + 1, 100)[0] == "fwd"
+    assert chosen(16, 768)[0] == "decode"
 
 
 def test_what_is_cut_is_whole(device):
@@ -560,7 +560,7 @@ def alike(monkeypatch):
     monkeypatch.setattr(launch, "TINY", 0)
     monkeypatch.setattr(backward, "FEW_PROGRAMS", 0)
     for limit in ("SHORT_KEYS", "FEW_PROGRAMS", "FEW_NARROW"):
-        monkeypatch.setattr(forward, limit, 0)
+        monkeypatch.setattr(choice, limit, 0)
     forget()
     yield
     forget()

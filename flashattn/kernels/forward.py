@@ -16,11 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels import launch, splitting
+from flashattn.kernels import choice, launch, splitting
 from flashattn.kernels.cut import cut_all, cut_like
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import (
-    INTERPRETED,
     LOG2E,
     SIZES,
     WIDE_FP32,
@@ -36,18 +35,8 @@ from flashattn.kernels.primitives import (
     store_tile,
     visited_keys,
 )
-from flashattn.kernels.tiles import Kernel, Tile
+from flashattn.kernels.tiles import Tile
 
-FEW_QUERIES = 16  # from here down a tile has rows to spare: what counts is how fast keys come
-# Programs of tiles of "fwd_few" for each multiprocessor, up to which there are few: of narrow heads
-# under a mask, and of others. With more "fwd" is as fast or faster: eight heads of 4096, causal,
-# take 54 and 62 us at D = 32, 80 and 68 at D = 64.
-FEW_PROGRAMS, FEW_NARROW, NARROW = 2, 4, 32
-# Keys up to which "fwd_short" has them whole: then 16 queries for each program are enough, if all
-# run at once. One head of 512, causal, takes 8.0 to 10.6 us at D = 16 to 128 where tiles of 64
-# queries take 9 to 14; one of 1024 at D = 64 13.2, and 12.8 if those are split.
-SHORT_KEYS = 100 if INTERPRETED.value else 768
-WIDE = 256  # columns, of which one program fits a multiprocessor
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
 
@@ -372,39 +361,6 @@ class Cut:
         self.fill(q, k, v, o, lse)
 
 
-def _programs(q: Like, tile: Tile) -> int:
-    """Return how many programs own a tile of queries each."""
-    batch, heads, seq_q, _ = q.shape
-    return triton.cdiv(seq_q, tile.block_q) * batch * heads
-
-
-def choose(q: Like, k: Like, v: Like, *, causal: bool, precision: str) -> tuple[Kernel, Tile]:
-    """Return the table's tile for so many programs, and the name of its row."""
-    find = partial(launch.find_tile, causal=causal, precision=precision)
-    if q.shape[2] <= FEW_QUERIES:
-        return "decode", launch.pick_tile("decode", q, k, v, causal=causal, precision=precision)
-    sms = launch.multiprocessors(q.device)
-    short = find("fwd_short", q, k, v) if k.shape[2] <= SHORT_KEYS else None
-    if short and _programs(q, short) <= sms:
-        return "fwd_short", short
-    few = find("fwd_few", q, k, v)
-    if few:
-        narrow = causal and few.block_d(q.shape[3]) <= NARROW
-        if _programs(q, few) <= (FEW_NARROW if narrow else FEW_PROGRAMS) * sms:
-            return "fwd_few", few
-    return "fwd", launch.pick_tile("fwd", q, k, v, causal=causal, precision=precision)
-
-
-def most_parts(kernel: Kernel, q: Like, k: Like, tile: Tile, *, causal: bool) -> int | None:
-    """Return into how many parts keys are split at most; None lets ``splitting.split`` say."""
-    if kernel == "fwd_short":
-        return 1
-    if kernel != "fwd_few":
-        return None
-    several = causal and tile.block_d(q.shape[3]) < WIDE
-    return splitting.few_parts(_programs(q, tile), k.shape[2], q.device, causal=several)
-
-
 def _fill(
     q: Like,
     k: Like,
@@ -420,13 +376,14 @@ def _fill(
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     causal = diagonal is not None
-    kernel: Kernel = "decode" if seq_q <= FEW_QUERIES else "fwd"
     if tile is None:
-        kernel, tile = choose(q, k, v, causal=causal, precision=precision)
+        kernel, tile = choice.choose(q, k, v, causal=causal, precision=precision)
+    else:
+        kernel = choice.usual(q)
     cut = launch.cuts(tile, q.dtype, precision)
     operands = [cut_like(x, cut) if cut else x for x in (q, k, v)]
-    programs = _programs(q, tile)
-    parts = parts or most_parts(kernel, q, k, tile, causal=causal)
+    programs = choice.programs(q, tile)
+    parts = parts or choice.most_parts(kernel, q, k, tile, causal=causal)
     parts, chunk = splitting.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
     scale_log2 = scale * LOG2E.value

@@ -32,14 +32,6 @@ FILL: dict[Kernel, tuple[tuple[int, int], ...]] = {
 if INTERPRETED.value:  # that small problems are split; and it pretends to one multiprocessor
     FILL = {kernel: tuple((n, 2) for n, _ in pairs) for kernel, pairs in FILL.items()}
     FILL["bwd"] = ((16, 2),)  # twice as many own a tile, of keys or of queries
-# Likewise of "fwd_few", but keys that a part has at least: 256 where without a split there would
-# not even be one program, 1024 for two, 2048 for four under a mask, where some parts see no key. On
-# an H200 eight heads of 1024, causal, D = 64, take 16 us whole and 18 in two parts, one of 8192 68
-# whole and 49 in four.
-FEW: tuple[tuple[int, int], ...] = ((1, 256), (2, 1024))
-FEW_CAUSAL = (*FEW, (4, 2048))
-if INTERPRETED.value:
-    FEW = FEW_CAUSAL = ((4, 128),)
 MERGE_BLOCK, MERGE_WARPS = 4, 1  # rows of o that a program of flashattn_merge puts together
 SUM_BLOCK, SUM_WARPS = 16, 4  # likewise of flashattn_bwd_sum
 
@@ -70,20 +62,6 @@ def split(
         most = max(min(n * sms // programs, tiles // least) for n, least in FILL[kernel])
     chunk = -(-tiles // max(most, 1)) * block
     return -(-rows // chunk), chunk
-
-
-def few_parts(programs: int, keys: int, device: torch.device, *, causal: bool) -> int:
-    """Return into how many parts the few programs of "fwd_few" split their keys at most.
-
-    Args:
-        programs: without a split.
-        keys: that a program walks over.
-        device: of the launch.
-        causal: whether several programs fit a multiprocessor at once, and scores are masked.
-    """
-    sms = launch.multiprocessors(device)
-    pairs = FEW_CAUSAL if causal else FEW
-    return max(1, *(min(n * sms // programs, keys // least) for n, least in pairs))
 
 
 @triton.jit

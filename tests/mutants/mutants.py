@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     Mutant(
         "queries_tail_dropped",
-        "kernels/forward.py",
+        "kernels/choice.py",
         "return triton.cdiv(seq_q, tile.block_q) * batch * heads",
         "return seq_q // tile.block_q * batch * heads",
         "the last tiles of o keep what the memory held",

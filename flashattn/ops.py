@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,23 +37,34 @@ OLDEST_GPU = (8, 0)
 HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
 HOPPER_TILE = 128  # queries
-HOPPER_FEWEST = 64  # tiles of rows that are long: from so many keys on
-HOPPER_LONG = 8192
 # Tiles for each multiprocessor that make the forward the faster one, up to so many keys; by the
 # most columns, and whether under a mask. Where rows are long and tiles few, the portable one splits
 # keys; under a mask, besides, many programs of Hopper's idle while the longest is computed.
 HOPPER_ENOUGH = {
-    (64, False): ((1024, 2 / 3), (math.inf, 4)),
-    (64, True): ((4096, 2 / 3), (math.inf, 4)),
+    (64, False): ((math.inf, 0.52),),
+    (64, True): ((3072, 0.6), (8192, 0.9), (math.inf, 2.5)),
     (128, False): ((4096, 2 / 3), (math.inf, 0.75)),
     (128, True): ((4096, 2 / 3), (8192, 0.9), (math.inf, 1)),
     (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
+# Likewise of the backward, whatever the length: with fewer the portable one runs both passes at
+# once and splits what they walk over. Wide heads it takes two to three times as long for.
+HOPPER_BACKWARD_ENOUGH = {
+    (64, False): 0.8,
+    (64, True): 1,
+    (96, False): 0.55,
+    (96, True): 1,
+    (128, False): 0.75,
+    (128, True): 1,
+    (256, False): 1 / 16,
+    (256, True): 1 / 16,
+}
 HOPPER_CUT = range(33, 129)  # head dimensions in fp32
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
+Of = TypeVar("Of")
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -92,11 +103,10 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-def _hopper_enough(problem: Problem) -> float:
-    """Return how many tiles for each multiprocessor make Hopper's forward the faster one."""
+def _row(table: Mapping[tuple[int, bool], Of], problem: Problem) -> Of:
+    """Return the row of a table by the most columns and by whether there is a mask."""
     masked = problem.causal is not False
-    d = next(d for d, mask in HOPPER_ENOUGH if problem.head_dim <= d and mask == masked)
-    return next(n for most, n in HOPPER_ENOUGH[d, masked] if problem.seq_kv <= most)
+    return next(row for (d, mask), row in table.items() if problem.head_dim <= d and mask == masked)
 
 
 def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
@@ -105,23 +115,23 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     Where a head has not even a tile of 128 queries, as in decoding, most of one would be empty, and
     heads that share keys would each read them. Where there are few tiles the portable forward
     splits the keys of long rows; of short ones Hopper's is soon the faster (12 heads of 1024,
-    causal, at D = 128: 24 and 28 us). The backward wants a tile for each multiprocessor: with
-    fewer the portable one runs both passes at once and splits what they walk over (one head of
-    16 384 at D = 64: 289 and 388 us; eight of 2048 without a mask 73 and 92). Long rows without a
-    mask are an exception. fp32's knows itself what it is faster at.
+    causal, at D = 128: 24 and 28 us). So it is with the backward (one head of 16 384, causal, at
+    D = 64: 294 and 343 us; eight of 2048 without a mask 78 and 66). fp32's knows itself what it is
+    faster at.
     """
     tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    full = problem.causal is False
     if problem.dtype == "float32":
-        filled = tiles >= (0.75 if full else 1) * multiprocessors
+        filled = tiles >= (0.75 if problem.causal is False else 1) * multiprocessors
         return {} if filled and problem.seq_q >= HOPPER_TILE else {"split_keys": True}
     if problem.seq_q < HOPPER_TILE:
         return None
-    fewest = HOPPER_FEWEST if full and problem.seq_kv >= HOPPER_LONG else multiprocessors
-    if tiles >= _hopper_enough(problem) * multiprocessors:
-        return {} if tiles >= fewest else {"joint_passes": True}
-    return {"split_keys": True} if tiles >= fewest else None
+    enough = next(n for most, n in _row(HOPPER_ENOUGH, problem) if problem.seq_kv <= most)
+    forward = tiles >= enough * multiprocessors
+    backward = tiles >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
+    if forward:
+        return {} if backward else {"joint_passes": True}
+    return {"split_keys": True} if backward else None
 
 
 @cache

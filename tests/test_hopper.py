@@ -17,7 +17,7 @@ from flashattn.attention import FASTEST_FIRST
 from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
 from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_cut, forward
+from flashattn.kernels.hopper import backward, backward_cut, forward, turns
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -263,24 +263,32 @@ def test_who_takes_what(device):
         ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, {}),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128}, {}),
         ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, {}),
-        ({"heads": 1, "seq_q": 128 * 98, "head_dim": 128}, {"split_keys": True}),
-        ({"heads": 8, "seq_q": 2048, "head_dim": 128}, {"joint_passes": True}),
-        ({"heads": 8, "seq_q": 2048, "head_dim": 64}, None),
-        ({"heads": 16, "seq_q": 1024, "head_dim": 64}, {"joint_passes": True}),
-        ({"heads": 11, "seq_q": 1024, "head_dim": 64}, {"joint_passes": True}),
-        ({"heads": 10, "seq_q": 1024, "head_dim": 64}, None),
+        ({"heads": 1, "seq_q": 128 * 98, "head_dim": 128}, None),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 128}, {}),
+        ({"heads": 6, "seq_q": 2048, "head_dim": 128}, {"joint_passes": True}),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 64}, {}),
+        ({"heads": 13, "seq_q": 1024, "head_dim": 64}, {"joint_passes": True}),
+        ({"heads": 9, "seq_q": 1024, "head_dim": 64}, {"joint_passes": True}),
+        ({"heads": 8, "seq_q": 1024, "head_dim": 64}, None),
+        ({"heads": 73, "seq_q": 128, "head_dim": 96}, {"split_keys": True}),
+        ({"heads": 72, "seq_q": 128, "head_dim": 96}, None),
         ({"heads": 8, "seq_q": 2048, "head_dim": 128, "causal": True}, {"joint_passes": True}),
         ({"heads": 10, "seq_q": 1024, "head_dim": 128, "causal": True}, None),
         ({"heads": 4, "seq_q": 4096, "head_dim": 64, "causal": True}, {"joint_passes": True}),
-        ({"heads": 2, "seq_q": 8192, "head_dim": 64, "causal": True}, None),
+        ({"heads": 2, "seq_q": 8192, "head_dim": 64, "causal": True}, {"joint_passes": True}),
+        ({"heads": 1, "seq_q": 16384, "head_dim": 64, "causal": True}, None),
         ({"heads": 2, "seq_q": 8192, "head_dim": 128, "causal": True}, {"joint_passes": True}),
         ({"heads": 1, "seq_q": 16384, "head_dim": 128, "causal": True}, None),
-        ({"heads": 8, "seq_q": 512, "head_dim": 256}, {"joint_passes": True}),
+        ({"heads": 10, "seq_q": 1024, "head_dim": 64, "causal": True}, {"joint_passes": True}),
+        ({"heads": 9, "seq_q": 1024, "head_dim": 64, "causal": True}, None),
+        ({"heads": 2, "seq_q": 128 * 132, "head_dim": 64, "causal": True}, {"split_keys": True}),
+        ({"heads": 5, "seq_q": 128 * 66, "head_dim": 64, "causal": True}, {}),
+        ({"heads": 8, "seq_q": 512, "head_dim": 256}, {}),
         ({"heads": 8, "seq_q": 512, "head_dim": 128}, None),
-        ({"heads": 4, "seq_q": 2048, "head_dim": 256, "causal": True}, {"joint_passes": True}),
-        ({"heads": 1, "seq_q": 4096, "head_dim": 256, "causal": True}, None),
-        ({"heads": 4, "seq_q": 128 * 132, "head_dim": 64}, {}),
-        ({"heads": 4, "seq_q": 128 * 131, "head_dim": 64}, {"split_keys": True}),
+        ({"heads": 4, "seq_q": 2048, "head_dim": 256, "causal": True}, {}),
+        ({"heads": 1, "seq_q": 4096, "head_dim": 256, "causal": True}, {"split_keys": True}),
+        ({"heads": 1, "seq_q": 1024, "head_dim": 136}, None),
+        ({"heads": 1, "seq_q": 1152, "head_dim": 136}, {"split_keys": True}),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, {}),
         ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "causal": True}, None),
         ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, None),
@@ -314,20 +322,19 @@ def test_where_its_forward_is_the_fastest_in_fp32(monkeypatch, device, shape, ow
 
 
 @pytest.mark.parametrize(
-    ("sizes", "head_dim", "causal", "slabs"),
+    ("sizes", "head_dim", "slabs"),
     [
-        ((1, 256), 64, True, 8),  # one head of 32 768 keys
-        ((1, 256), 128, True, 4),
-        ((1, 256), 128, False, 8),
-        ((1, 132), 128, True, 1),  # all run at once, and the first have the most to do
-        ((4, 132), 128, False, 2),
-        ((200, 256), 64, True, 1),  # many heads run at once
+        ((1, 256), 64, 8),  # one head of 32 768 keys
+        ((1, 256), 128, 4),
+        ((1, 132), 128, 1),  # all run at once, and the first have the most to do
+        ((4, 132), 64, 2),
+        ((200, 256), 64, 1),  # many heads run at once
     ],
 )
-def test_slabs(monkeypatch, device, sizes, head_dim, causal, slabs):
+def test_slabs(monkeypatch, device, sizes, head_dim, slabs):
     """As measured: a head's programs share so many workspaces that they hardly queue."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    assert backward.slabs_for(*sizes, device, head_dim=head_dim, causal=causal) == slabs
+    assert turns.slabs_for(*sizes, device, head_dim=head_dim) == slabs
 
 
 def test_kernels_by_name():
@@ -367,13 +374,15 @@ def test_configs_fit():
 
 def test_tables():
     """Widths between are computed as the next; where there is no config, elsewhere."""
-    assert pick(80, 100, causal=True) == FORWARD[96, True][0]
-    assert pick(97, 100, causal=True) == FORWARD[128, True][0]
-    assert pick(130, 100, causal=False) == FORWARD[192, False][0]
-    assert pick(64, 2047, causal=False) == FORWARD[64, False][0]
-    assert pick(64, 2048, causal=False) == FORWARD[64, False][2048]
-    assert pick(64, 5000, causal=False).groups == 3
-    assert pick(32, 5000, causal=True) is None
+    many = {"heads": 1000, "multiprocessors": 100}
+    assert pick(80, 100, causal=True, **many) == FORWARD[96, True][0]
+    assert pick(97, 100, causal=True, **many) == FORWARD[128, True][0]
+    assert pick(130, 100, causal=False, **many) == FORWARD[192, False][0]
+    assert pick(64, 2047, causal=False, **many) == FORWARD[64, False][0]
+    assert pick(64, 2048, causal=False, **many) == FORWARD[64, False][2048]
+    assert pick(64, 5000, causal=False, **many).groups == 3
+    assert pick(32, 5000, causal=True, **many) is None
+    assert pick(32, 5000, causal=False, heads=1, multiprocessors=100) is None
     of = partial(pick_backward, causal=True)
     assert of(40, 5000, deterministic=False) == BACKWARD[64, True][4096]
     assert of(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]

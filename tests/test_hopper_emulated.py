@@ -14,7 +14,7 @@ from flashattn.emulate import barriers, copies, language, products
 from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
-from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.hopper import backward, forward, turns
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
 from flashattn.kernels.hopper.copies import Tiles
 from flashattn.kernels.primitives import INTERPRETED
@@ -77,6 +77,7 @@ FORWARDS = [
     (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), Config(), 2),  # 64 + 32
     (fp16(seq_q=70, seq_kv=150, head_dim=168), Config(block_kv=64, staged=False), 1),  # 128 + 64
 ]
+ROUND = {"config": BackwardConfig(persistent=True, apart=1), "deterministic": True}
 # Of each the config, whether it is deterministic, and how many programs run at once.
 BACKWARDS = [
     (bf16(heads=2, seq_q=200, seq_kv=140), BackwardConfig(persistent=True), False, 1),
@@ -89,6 +90,10 @@ BACKWARDS = [
     (bf16(seq_q=300, seq_kv=70, causal="bottom_right", head_dim=80), BackwardConfig(), False, 1),
     (fp16(heads=3, seq_q=200, seq_kv=390, causal=True), BackwardConfig(persistent=True), True, 2),
     (bf16(heads=2, seq_q=70, seq_kv=390, head_dim=96), BackwardConfig(band=2), False, 3),
+    (bf16(heads=3, seq_q=300, seq_kv=520), BackwardConfig(band=2, persistent=True), True, 5),
+    (fp16(heads=4, kv_heads=2, seq_q=200, seq_kv=390, head_dim=128), ROUND["config"], True, 4),
+    (bf16(seq_q=70, seq_kv=700, head_dim=96), ROUND["config"], True, 6),  # no room for all
+    (bf16(batch=2, seq_q=390, seq_kv=260), ROUND["config"], False, 3),
 ]
 
 
@@ -135,33 +140,34 @@ def test_far_below_zero():
         assert_accurate(attend(problem, SMALL, how), Question(problem=problem, values="negative"))
 
 
+@pytest.mark.parametrize("causal", ["bottom_right", False])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_same_bits(deterministic):
+def test_the_same_bits(deterministic, causal):
     """Deterministic gradients are the same in any order of events; o and lse always are."""
-    problem = bf16(heads=2, seq_q=140, seq_kv=520, causal="bottom_right")
+    problem = bf16(heads=2, seq_q=300, seq_kv=520 if causal else 900, causal=causal)
     case = Question(problem=problem).draw()
-    how = {"config": BackwardConfig(), "deterministic": deterministic}
+    how = {"config": BackwardConfig(persistent=not causal), "deterministic": deterministic}
     answers = []
     for seed in range(4):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
-        with emulated(seed=seed, multiprocessors=3):
+        with emulated(seed=seed, multiprocessors=5):
             o, lse = attend(problem, SMALL, how)(q, k, v)
             answers.append((o, lse, *torch.autograd.grad(o, (k, v, q), case.grad_o)))
     same = [all(map(partial(torch.equal, x[0]), x)) for x in zip(*answers, strict=True)]
     assert same == [True] * 4 + [deterministic]
 
 
-@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
     """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
-    monkeypatch.setattr(backward, "QUEUE", 1)
+    monkeypatch.setattr(turns, "QUEUE", 1)
     backward._plan.cache_clear()
     problem = bf16(seq_q=200, seq_kv=520, causal=causal)
     asked, found = [], backward.slabs_for
     monkeypatch.setattr(
         backward,
         "slabs_for",
-        lambda *sizes, **mask: asked.append(found(*sizes, **mask)) or asked[-1],
+        lambda *sizes, **how: asked.append(found(*sizes, **how)) or asked[-1],
     )
     case, answers = Question(problem=problem).draw(), []
     for seed in range(2):
@@ -224,23 +230,25 @@ FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 VISITS, CUT_FORWARD = "kernels/hopper/visits.py", "kernels/hopper/forward_cut.py"
 WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
 CUT = "kernels/hopper/backward_cut.py"
+TURNS_FILE = "kernels/hopper/turns.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
-    "                if block // slabs < ordered:\n"
+    "                if turn < ordered:\n"
     "                    pass_on(turn_of(turns, place_of, head, kv_heads, group, end, i))\n"
 )
 STORED = (
     "                mbarrier.wait(staged.index(0), n & 1)\n"
-    "                send(dq, staging.index(0), place_of, head, row, stores, LINE)\n"
+    "                send(dq, staging.index(0), place_of, head, row, turn == 0, LINE)\n"
     "                mbarrier.wait(staged.index(1), n & 1)\n"
-    "                send(dq, staging.index(1), place_of, head, row + LINE, stores,"
+    "                send(dq, staging.index(1), place_of, head, row + LINE, turn == 0,"
     " LINES - LINE)\n"
     "                for w in gl.static_range(2):\n"
     "                    tma.store_wait(1 - w)\n"
     "                    mbarrier.arrive(left.index(w), count=1)\n"
     f"{PASSED}"
 )
+TURN = "gl.minimum(eldest // slabs + rank(i, number, count, apart, end), ordered)"
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -250,6 +258,7 @@ ASKED = {
     "drawn": (bf16(seq_q=300, seq_kv=130, causal=True), "normal", SMALL, None),
     "gradients": (bf16(seq_q=200, seq_kv=260, head_dim=128), "normal", SMALL, UNTURNED),
     "in turns": (bf16(seq_q=200, seq_kv=260), "normal", SMALL, TURNS),
+    "round": (bf16(heads=2, seq_q=260, seq_kv=390), "normal", SMALL, ROUND),
     "wide": (
         bf16(heads=2, kv_heads=1, seq_q=200, seq_kv=130, head_dim=136, causal=True),
         "normal",
@@ -537,7 +546,7 @@ PLANTED = [
         Mutant(
             "turns_reversed",
             BACKWARD,
-            "turn = gl.minimum(block // slabs, ordered)",
+            f"turn = {TURN}",
             "turn = gl.minimum(blocks - 1 - block, ordered)",
             "programs wait for those that have not begun",
         ),
@@ -570,9 +579,53 @@ PLANTED = [
         Mutant(
             "first_not_awaited",
             BACKWARD,
-            "turn = gl.minimum(block // slabs, ordered)",
+            f"turn = {TURN}",
             "turn = 0",
             "programs do not wait for the first, or for what was before it",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "round",
+        Mutant(
+            "rounds_forgotten",
+            BACKWARD,
+            TURN,
+            "gl.minimum(rank(i, number, count, apart, end), ordered)",
+            "programs of a later round take the turns of an earlier one",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "round",
+        Mutant(
+            "rounds_overlap",
+            TURNS_FILE,
+            "end = gl.minimum(gl.cdiv(begin + at_once, width), blocks)",
+            "end = gl.minimum(gl.cdiv(begin + at_once, width) + 1, blocks)",
+            "one is waited for that does not run",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "round",
+        Mutant(
+            "not_gone_round",
+            TURNS_FILE,
+            "    return gl.where(i < 0, i + end, i)\n",
+            "    return gl.maximum(i, 0)\n",
+            "who begins amid the queries visits the first ones over and over",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "round",
+        Mutant(
+            "ranks_not_round",
+            TURNS_FILE,
+            "number - first + count, number - first)",
+            "number - first, number - first)",
+            "who comes after the last of a round waits for a turn before the first",
         ),
         (WRONG, STUCK),
     ),

@@ -309,6 +309,31 @@ def test_split_keys(device, problem, parts, monkeypatch):
         forget()
 
 
+@pytest.mark.parametrize("apart", [0, 1, 4])
+@pytest.mark.parametrize("head_dim", [6, 20, 40])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes cut
+def test_columns_come_together(device, head_dim, apart, parts, dtype, monkeypatch):
+    """As many at once as their number, and the distance of the rows, allow; NaN lies between."""
+    chosen = splitting.split
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
+    attend = triton("bottom_right")
+
+    def spread(x):
+        return torch.nn.functional.pad(x, (0, apart), value=float("nan"))[..., :head_dim]
+
+    problem = Problem(
+        heads=2, seq_q=40, seq_kv=150, head_dim=head_dim, dtype=dtype, causal="bottom_right"
+    )
+    forget()
+    try:
+        assert_accurate(
+            lambda *inputs: attend(*map(spread, inputs)), Question(problem=problem, device=device)
+        )
+    finally:
+        forget()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("few", "parts", "tiny"),

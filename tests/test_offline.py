@@ -27,6 +27,16 @@ for arch, tile in itertools.product(ARCHITECTURES, tiles):
 CODE = f"import itertools; ARCHITECTURES = {ARCHITECTURES}\n{CODE}"
 
 
+ODD = """
+from flashattn.kernels import offline
+from flashattn.kernels.tiles import Tile
+for head_dim in (64, 40, 20):
+    variant = offline.Variant("sm_90", "fwd", 2, head_dim, Tile(64, 64, 4, 2), True)
+    ptx = offline.compiled_kernel(variant).asm["ptx"]
+    print(head_dim, "ld.global.b16" in ptx, "cp.async.cg" in ptx, "cp.async.ca" in ptx)
+"""
+
+
 @pytest.fixture(scope="module")
 def side_by_side():
     """Start Python where Triton compiles, and where it interprets; return how both ended."""
@@ -54,6 +64,15 @@ def test_spills_are_seen(side_by_side):
     assert len(complaints) == 2 * len(ARCHITECTURES), done.stderr
     assert set(complaints[::2]) == {"None"}
     assert all(bad.startswith("spills: ") for bad in complaints[1::2])
+
+
+def test_columns_are_loaded_together():
+    """Of 64 and 40 columns 16 bytes at a time, of 20 eight; none is loaded alone."""
+    assert run(ODD).stdout.splitlines() == [
+        "64 False True False",
+        "40 False True False",
+        "20 False False True",
+    ]
 
 
 def test_an_interpreting_process_is_refused(side_by_side):

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from flashattn.kernels.tiles import ARCHITECTURES, TABLES, TF32, Tile, block_d, pick, pick_tf32
+from flashattn.kernels.tiles import (
+    ARCHITECTURES,
+    TABLES,
+    TF32,
+    Tile,
+    block_d,
+    padding,
+    pick,
+    pick_tf32,
+)
 
 KERNELS, SIZES, HEAD_DIMS = ("fwd", "decode", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256)
 
@@ -39,6 +48,25 @@ def test_block_d():
     """Head dims are computed in the next power of two, from 16 on; one column is not padded."""
     assert [block_d(d) for d in (2, 16, 17, 80, 128, 129, 256)] == [16, 16, 32, 128, 128, 256, 256]
     assert block_d(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "strides", "wanted"),
+    [
+        (64, [(1000, 64, 1)], 0),  # all columns are there
+        (1, [(10, 10, 1)], 0),
+        (40, [(4000, 400, 40), (0, 0, 120)], 8),
+        (48, [(4800, 480, 48)], 8),  # 16 bytes is all that a thread loads at once
+        (40, [(4000, 400, 40), (4100, 410, 41)], 1),
+        (40, [(4004, 400, 40)], 4),
+        (20, [(2000, 200, 20)], 4),
+        (24, [(2400, 240, 26)], 2),
+        (7, [(8, 8, 8)], 1),
+    ],
+)
+def test_padding(head_dim, strides, wanted):
+    """A power of two that divides the columns and the distances of rows, up to 8; or no padding."""
+    assert padding(head_dim, strides) == wanted
 
 
 def test_pick():

@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
 from flashattn.emulate import barriers, copies, language, products
-from flashattn.kernels.hopper import backward, compat, parts, ring, words
+from flashattn.kernels.hopper import backward, compat, parts, ring, turns, words
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
@@ -33,9 +33,9 @@ STAND_INS: dict[int, Any] = {
     id(words.operand): products.operand,
     id(words.settle): products.settle,
     id(backward.meet): barriers.meet,
-    id(backward.await_turn): copies.await_turn,
-    id(backward.order_after_turn): copies.order_after_turn,
-    id(backward.pass_on): copies.pass_on,
+    id(turns.await_turn): copies.await_turn,
+    id(turns.order_after_turn): copies.order_after_turn,
+    id(turns.pass_on): copies.pass_on,
 }
 
 

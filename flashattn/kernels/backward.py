@@ -85,14 +85,15 @@ def prepare(
     else:
         constants |= dict.fromkeys(("program", "programs"))
     whole = kernel == "bwd_whole"  # which takes o
-    written = [x for way in ways for x in way.strides]
+    strides_of = [like.strides[:3] for like in operands]
+    strides_of += [x[:3] for way in ways for x in way.strides]
     fold = Launch(
         KERNELS[kernel],
         sum(way.programs for way in ways),
         [*(launch.loaded(tile, n) for n in rows), *[None] * (2 + len(strides) + whole)],
         (
             *([] if whole else [None]),
-            *(x[:3] for x in (*(like.strides for like in operands), *written)),
+            *strides_of,
             o.strides[:3] if whole else None,
             *numbers(q, k, chunks, diagonal, scale),
         ),
@@ -101,7 +102,7 @@ def prepare(
             "CAUSAL": diagonal is not None,
             "PRECISION": f"cut{cut}" if cut else precision,
             **constants,
-            **tile.options(q.shape[3]),
+            **tile.options(q.shape[3], [*strides_of, o.strides[:3]]),
         },
     )
     return Pass(fold, cut, tuple(x for way in ways for x in way.written))
@@ -200,12 +201,13 @@ def _delta(given: tuple[Facts, ...]) -> Launch:
     o, grad_o = Like(*given[0]), Like(*given[1])
     batch, heads, seq_q, head_dim = o.shape
     padded = pitch(seq_q)
+    strides = o.strides[:3], grad_o.strides[:3]
     return Launch(
         flashattn_bwd_delta,
         padded // DELTA_BLOCK * batch * heads,
         [None] * 6,
-        (o.strides[:3], grad_o.strides[:3], heads, seq_q, padded),
-        launch.row_options(head_dim, DELTA_BLOCK, DELTA_WARPS),
+        (*strides, heads, seq_q, padded),
+        launch.row_options(head_dim, strides, DELTA_BLOCK, DELTA_WARPS),
     )
 
 

@@ -45,7 +45,7 @@ def cut_rows(
     for i in tl.static_range(PARTS):
         store_tile(
             cut_x, (pitch * heads * PARTS, pitch, BLOCK_D), batch, head * PARTS + i, start, rows,
-            parts[i], head_dim, False, BLOCK, BLOCK_D,
+            parts[i], head_dim, 0, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -137,6 +137,6 @@ def _plan(given: tuple[Facts, ...], parts: int) -> tuple[list[torch.Size], Launc
         sum(triton.cdiv(x.shape[2], BLOCK) * batch * x.shape[1] for x in likes),
         [None] * 8,
         (*strides, batch, heads, kv_heads, seq_q, seq_kv),
-        row_options(head_dim, BLOCK, WARPS) | {"PARTS": parts},
+        row_options(head_dim, strides, BLOCK, WARPS) | {"PARTS": parts},
     )
     return [cut_like(x, parts).shape for x in likes], launch

@@ -386,6 +386,7 @@ def _fill(
     parts = parts or choice.most_parts(kernel, q, k, tile, causal=causal)
     parts, chunk = splitting.split(kernel, programs, seq_kv, tile.block_kv, q.device, parts)
     packed = (heads * seq_q * head_dim, seq_q * head_dim, head_dim)
+    strides = *(x.strides[:3] for x in operands), packed if parts > 1 else o_strides[:3]
     scale_log2 = scale * LOG2E.value
     # The product with a sign is exact: were scores rounded, those in a tile with a mask would be,
     # and in others not, where the compiler joins the product with the difference from m.
@@ -401,8 +402,7 @@ def _fill(
             None,
         ],
         (
-            *(x.strides[:3] for x in operands),
-            packed if parts > 1 else o_strides[:3],
+            *strides,
             heads,
             heads // kv_heads,
             seq_q,
@@ -419,7 +419,7 @@ def _fill(
             "POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE,
             "PRECISION": f"cut{cut}" if cut else precision,
             "SPLIT": parts > 1,
-            **tile.options(head_dim),
+            **tile.options(head_dim, strides),
         },
     )
     if parts == 1:

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn.kernels.primitives import INTERPRETED
-from flashattn.kernels.tiles import Kernel, Tile, block_d, pick, pick_tf32
+from flashattn.kernels.tiles import Kernel, Tile, block_d, padding, pick, pick_tf32
 
 CUTTING = "bf16x6"
 PARTS = {CUTTING: 3, "tf32": 2}  # of fp32 that comes cut
@@ -171,12 +171,21 @@ def cuts(tile: Tile, dtype: torch.dtype, precision: str) -> int:
     return PARTS.get(precision, 0) if tile.cut and dtype == torch.float32 else 0
 
 
-def row_options(head_dim: int, block: int, warps: int) -> dict[str, Any]:
-    """Return the keyword arguments of a kernel that takes rows ``block`` by ``block``, whole."""
+def row_options(
+    head_dim: int, strides: Sequence[Sequence[int]], block: int, warps: int
+) -> dict[str, Any]:
+    """Return the keyword arguments of a kernel that takes rows ``block`` by ``block``, whole.
+
+    Args:
+        head_dim: D.
+        strides: of all tensors, but for the last dimensions'.
+        block: rows of a program.
+        warps: likewise.
+    """
     d = block_d(head_dim)
     return {
         "head_dim": head_dim,
-        "PADDED": head_dim < d,
+        "PADDED": padding(head_dim, strides),
         "BLOCK": block,
         "BLOCK_D": d,
         "num_warps": warps,

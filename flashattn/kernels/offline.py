@@ -25,7 +25,16 @@ from flashattn.kernels import backward, cut, forward, gradients, launch, splitti
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.primitives import SIZES
-from flashattn.kernels.tiles import HEAD_DIMS, OPTIONAL, TABLES, TF32, Kernel, Tile, block_d
+from flashattn.kernels.tiles import (
+    HEAD_DIMS,
+    OPTIONAL,
+    TABLES,
+    TF32,
+    Kernel,
+    Tile,
+    block_d,
+    padding,
+)
 
 Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
@@ -147,7 +156,12 @@ class Variant:
             block = self._fixed[0]
             precision = launch.input_precision(self.precision, DTYPES[self.size])
             parts = launch.PARTS.get(precision, 0)
-            return {"PADDED": self.head_dim < d, "BLOCK": block, "BLOCK_D": d, "PARTS": parts}
+            return {
+                "PADDED": padding(self.head_dim, []),
+                "BLOCK": block,
+                "BLOCK_D": d,
+                "PARTS": parts,
+            }
         return {
             "CAUSAL": self.causal,
             "POSITIVE_SCALE": True,
@@ -160,7 +174,7 @@ class Variant:
                 if self.cut
                 else launch.input_precision(self.precision, DTYPES[self.size])
             ),
-            **self.tile.options(self.head_dim),
+            **self.tile.options(self.head_dim, []),
         }
 
 
@@ -206,6 +220,7 @@ def _source(variant: Variant) -> ASTSource:
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     aligned = [["tt.divisibility", 16]]
+    columns = aligned if variant.head_dim % 16 in (0, 1) else []  # one is loaded alone anyway
     for i, name in enumerate(fn.arg_names):
         if name in constants:
             signature[name] = "constexpr"
@@ -214,11 +229,11 @@ def _source(variant: Variant) -> ASTSource:
             signature[name] = f"tensordesc<{'bf16' if variant.cut else element}{block}>"
         elif name.endswith("strides"):
             signature[name] = ("i32",) * 3
-            attributes |= {(i, j): aligned for j in range(3)}
+            attributes |= {(i, j): columns for j in range(3)}
         elif name.startswith("scale"):
             signature[name] = "fp32"
         elif name in ("pitch", "head_dim"):
-            signature[name], attributes[(i,)] = "i32", aligned
+            signature[name], attributes[(i,)] = "i32", aligned if name == "pitch" else columns
         elif name in SIZES:
             signature[name] = "i32"
         elif name in INPUTS and variant.cut:

@@ -161,9 +161,28 @@ def banded_tile(program, programs, blocks, heads, LAST_FIRST: tl.constexpr, BAND
 
 
 @triton.jit
-def tile_pointers(x, strides, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def multiple(x, PADDED: tl.constexpr):
+    """Return x, of which Triton knows now that PADDED, see ``tiles.padding``, divides it."""
+    if PADDED > 1:
+        x = x // PADDED * PADDED
+    return x
+
+
+@triton.jit
+def tile_pointers(
+    x,
+    strides,
+    batch,
+    head,
+    start,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Return pointers [BLOCK, BLOCK_D] to rows ``start ...`` of one head; offsets are 64-bit."""
     stride_b, stride_h, stride_t = strides
+    stride_b, stride_h = multiple(stride_b, PADDED), multiple(stride_h, PADDED)
+    stride_t = multiple(stride_t, PADDED)
     origin = tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
     rows = start + tl.arange(0, BLOCK)
     return x + origin + rows.to(tl.int64)[:, None] * stride_t + tl.arange(0, BLOCK_D)[None, :]
@@ -181,18 +200,15 @@ def tile_mask(
 ):
     """Return which elements of a tile exist, or None when all do.
 
-    PADDED says that head_dim is less than BLOCK_D, WHOLE that all rows exist.
+    PADDED is ``tiles.padding``: of so many columns at a time all are there or none. WHOLE says that
+    all rows exist.
     """
     rows = (start + tl.arange(0, BLOCK) < size)[:, None]
-    cols = (tl.arange(0, BLOCK_D) < head_dim)[None, :]
-    if WHOLE and not PADDED:
-        mask = None
-    elif not PADDED:
-        mask = rows
-    elif WHOLE:
-        mask = cols
+    if PADDED == 0:
+        mask = None if WHOLE else rows
     else:
-        mask = rows & cols
+        cols = (tl.arange(0, BLOCK_D) // PADDED < head_dim // PADDED)[None, :]
+        mask = cols if WHOLE else rows & cols
     return mask
 
 
@@ -215,7 +231,7 @@ def load_one(
     if DESCRIPTORS:
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
-        pointers = tile_pointers(x, strides, batch, head, start, BLOCK, BLOCK_D)
+        pointers = tile_pointers(x, strides, batch, head, start, PADDED, BLOCK, BLOCK_D)
         mask = tile_mask(start, size, head_dim, PADDED, BLOCK, BLOCK_D, WHOLE)
         if mask is None:
             tile = tl.load(pointers)
@@ -248,18 +264,18 @@ def load_tile(
     if PARTS == 2:  # noqa: PLR2004
         tile = (
             load_one(x, strides, batch, head * 2, start, size, head_dim,
-                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
             load_one(x, strides, batch, head * 2 + 1, start, size, head_dim,
-                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
         )  # fmt: skip
     elif PARTS == 3:  # noqa: PLR2004
         tile = (  # type: ignore[assignment]
             load_one(x, strides, batch, head * 3, start, size, head_dim,
-                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
             load_one(x, strides, batch, head * 3 + 1, start, size, head_dim,
-                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
             load_one(x, strides, batch, head * 3 + 2, start, size, head_dim,
-                     False, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
+                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
         )  # fmt: skip
     else:
         tile = load_one(x, strides, batch, head, start, size, head_dim,
@@ -282,7 +298,7 @@ def store_tile(
     BLOCK_D: tl.constexpr,
 ):
     """Store rows ``start ...`` of one head, rounded to x's dtype; what lies outside stays."""
-    pointers = tile_pointers(x, strides, batch, head, start, BLOCK, BLOCK_D)
+    pointers = tile_pointers(x, strides, batch, head, start, PADDED, BLOCK, BLOCK_D)
     mask = tile_mask(start, size, head_dim, PADDED, BLOCK, BLOCK_D, False)
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashattn.kernels import launch
 from flashattn.kernels.launch import Launch
-from flashattn.kernels.primitives import INTERPRETED, SIZES, normalized, tile_mask
+from flashattn.kernels.primitives import INTERPRETED, SIZES, multiple, normalized, tile_mask
 from flashattn.kernels.tiles import Kernel
 
 # Programs that a multiprocessor shall have, when few tiles of queries are to fill a GPU, and tiles
@@ -65,11 +65,12 @@ def split(
 
 
 @triton.jit
-def store_dense(x, strides, row, heads, size, cols, tile, mask):
+def store_dense(x, strides, row, heads, size, cols, tile, mask, PADDED: tl.constexpr):
     """Store rows, counted through all heads of all batches, where x has them; ``size`` a head."""
     stride_b, stride_h, stride_t = strides
     batch, head = (row // size // heads).to(tl.int64), (row // size % heads).to(tl.int64)
-    origin = batch * stride_b + head * stride_h + (row % size).to(tl.int64) * stride_t
+    origin = batch * multiple(stride_b, PADDED) + head * multiple(stride_h, PADDED)
+    origin += (row % size).to(tl.int64) * multiple(stride_t, PADDED)
     tl.store(x + origin[:, None] + cols, tile.to(x.dtype.element_ty), mask=mask)
 
 
@@ -106,10 +107,10 @@ def flashattn_merge(
         m_part = tl.load(lse_parts + at, mask=row < rows, other=float("-inf"))
         weight = tl.exp2(m_part - finite)
         l += weight * tl.load(lse_parts + parts * rows + at, mask=row < rows, other=0.0)
-        origin = at.to(tl.int64)[:, None] * head_dim
+        origin = at.to(tl.int64)[:, None] * multiple(head_dim, PADDED)
         acc += weight[:, None] * tl.load(o_parts + origin + cols, mask=mask, other=0.0)
     acc, lse_rows = normalized(acc, m, l)
-    store_dense(o, o_strides, row, heads, seq_q, cols, acc, mask)
+    store_dense(o, o_strides, row, heads, seq_q, cols, acc, mask, PADDED)
     tl.store(lse + row, lse_rows, mask=row < rows)
 
 
@@ -136,9 +137,9 @@ def add_parts(
     mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for part in range(parts):
-        origin = (tl.cast(part, tl.int64) * rows + row)[:, None] * head_dim
+        origin = (tl.cast(part, tl.int64) * rows + row)[:, None] * multiple(head_dim, PADDED)
         acc += tl.load(terms + origin + cols, mask=mask, other=0.0)
-    store_dense(total, strides, row, heads, size, cols, acc, mask)
+    store_dense(total, strides, row, heads, size, cols, acc, mask, PADDED)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -184,7 +185,7 @@ def flashattn_bwd_sum(
         seq_q: rows of dq.
         seq_kv: of dk and dv.
         head_dim: D.
-        PADDED: whether it is less than BLOCK_D.
+        PADDED: see ``primitives.tile_mask``.
         BLOCK: rows of a program.
         BLOCK_D: columns of a program.
     """
@@ -236,7 +237,7 @@ def merging(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
         triton.cdiv(rows, MERGE_BLOCK),
         [None] * 4,
         (strides[:3], parts, rows, heads, seq_q),
-        launch.row_options(head_dim, MERGE_BLOCK, MERGE_WARPS),
+        launch.row_options(head_dim, [strides[:3]], MERGE_BLOCK, MERGE_WARPS),
     )
 
 
@@ -252,16 +253,17 @@ def adding(written: Sequence[Written]) -> Callable[[Tensors, Tensors], None]:
     first = 2 if len(written) == 1 else 0  # of the kernel's dk, dv and dq
     added = {first + i: x for i, x in enumerate(written) if x.parts > 1}
     dk, dv, dq = (added.get(i, Written(1, torch.Size((0, 1, 1)), (0, 0, 0))) for i in range(3))
+    strides = [x.strides[:3] for x in (dk, dv, dq)]
     add = Launch(
         flashattn_bwd_sum,
         sum(triton.cdiv(x.shape[:3].numel(), SUM_BLOCK) for x in added.values()),
         [None] * 6,
         (
-            *(x.strides[:3] for x in (dk, dv, dq)),
+            *strides,
             *(dk.parts, dq.parts, written[0].shape[0]),
             *(dq.shape[1], dk.shape[1], dq.shape[2], dk.shape[2]),
         ),
-        launch.row_options(written[0].shape[3], SUM_BLOCK, SUM_WARPS),
+        launch.row_options(written[0].shape[3], strides, SUM_BLOCK, SUM_WARPS),
     )
 
     def fill(terms: Tensors, grads: Tensors) -> None:

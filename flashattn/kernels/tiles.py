@@ -7,6 +7,8 @@ rows.
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
@@ -22,11 +24,28 @@ OPTIONAL: frozenset[Kernel] = JOINT | {"fwd_few", "fwd_short"}  # that a table n
 FP32 = 4  # bytes
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
+VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
 
 
 def block_d(head_dim: int) -> int:
     """Return the columns a kernel computes in: 1, or the next power of two, 16 at least."""
     return 1 if head_dim == 1 else max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())
+
+
+def padding(head_dim: int, strides: Iterable[Iterable[int]]) -> int:
+    """Return 0 if a kernel computes in as many columns as there are.
+
+    Else how many of them can be loaded at once: a power of two up to 8, which divides head_dim and
+    the distances of all rows. Triton itself only looks whether an argument is a multiple of 16, and
+    where it is not, as for 40 columns, would load them one by one.
+
+    Args:
+        head_dim: D.
+        strides: of all tensors that are loaded or stored by pointers, but for the last dimensions'.
+    """
+    if head_dim == block_d(head_dim):
+        return 0
+    return math.gcd(VECTOR, head_dim, *itertools.chain(*strides))
 
 
 @dataclass(frozen=True)
@@ -73,13 +92,13 @@ class Tile:
         """Return the head dimension the kernel computes in."""
         return block_d(head_dim)
 
-    def options(self, head_dim: int) -> dict[str, Any]:
-        """Return the keyword arguments of a launch."""
+    def options(self, head_dim: int, strides: Iterable[Iterable[int]]) -> dict[str, Any]:
+        """Return the keyword arguments of a launch; ``strides`` as ``padding`` takes them."""
         return {
             "BLOCK_Q": self.block_q,
             "BLOCK_KV": self.block_kv,
             "BLOCK_D": block_d(head_dim),
-            "PADDED": head_dim < block_d(head_dim),
+            "PADDED": padding(head_dim, strides),
             "DESCRIPTORS": self.descriptors,
             **self.compiler_options(),
         }

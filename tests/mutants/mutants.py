@@ -58,6 +58,7 @@ LSE = "tests/test_attention.py::test_lse_alone_is_differentiable"
 LOADING = "tests/test_kernels.py::test_both_ways_of_loading_are_tested"
 OFFSETS = "tests/test_kernels.py::test_offsets_are_64_bit"
 SPLIT = "tests/test_kernels.py::test_split_keys"
+COLUMNS = "tests/test_kernels.py::test_columns_come_together"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
 HALVES = "tests/test_kernels.py::test_tf32_in_two_parts"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
@@ -107,6 +108,23 @@ MUTANTS = [
         '"POSITIVE_SCALE": True',
         "a scale below zero takes the least score for the largest; a scale of zero gives NaN",
         SCALES,
+    ),
+    # Columns that a power of two has and a head does not
+    Mutant(
+        "padding_forgets_columns",
+        "kernels/tiles.py",
+        "math.gcd(VECTOR, head_dim, *",
+        "math.gcd(VECTOR, *",
+        "a head's last columns count for nothing, if rows lie farther apart than they are long",
+        COLUMNS,
+    ),
+    Mutant(
+        "padding_forgets_strides",
+        "kernels/tiles.py",
+        "head_dim, *itertools.chain(*strides))",
+        "head_dim)",
+        "rows at odd distances are taken from elsewhere",
+        COLUMNS,
     ),
     # Split keys
     Mutant(

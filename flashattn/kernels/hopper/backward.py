@@ -9,11 +9,16 @@ the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_dq scales and r
 While the tensor cores multiply, the other units work: on the exponentials under the product for
 dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
 
-A tile of dq takes what programs add after the program of a head's first keys has stored, so the
-workspace need not be cleared. Deterministic: all add in the order of their keys. Whom a program
-waits for has a smaller number, so it runs, or did. All visit the last queries first: those are seen
-by all keys, so under a causal mask, too, nobody waits for long. A warp of its own does the waiting.
-Where a few heads have all programs, these take several workspaces in rotation, added up at the end.
+A tile of dq takes what programs add after the first of them has stored, so the workspace need not
+be cleared. Deterministic: they add in a fixed order, and a warp of its own waits for the turn.
+
+Under a mask the order is that of their keys. Whom a program waits for has a smaller number, so it
+runs, or did. All visit the last queries first, which all keys see. Where a few heads have all
+programs, these take several workspaces in rotation, added up at the end.
+
+Without a mask those of a head that run at once begin at queries of their own, go round, and add in
+the order in which they come by: nobody waits for another to begin. All of a round do run, as the
+launch is cooperative, and earlier rounds are over before a program begins the next.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
 """
@@ -68,6 +73,18 @@ from flashattn.kernels.hopper.forward import takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_queue, new_ring
+from flashattn.kernels.hopper.turns import (
+    await_turn,
+    nth,
+    order_after_turn,
+    pass_on,
+    place,
+    rank,
+    round_of,
+    slab,
+    slabs_for,
+    turn_of,
+)
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
@@ -75,67 +92,14 @@ from flashattn.kernels.tiles import block_d
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 QUERIES = gl.constexpr(64)  # of a warpgroup's part of a tile of dq
-QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
-QUEUE_WIDE = 33  # likewise under a mask, where the workspaces of wider heads cost more to add up
-NARROW = 64  # head dimension, up to which they are narrow
 LINE = gl.constexpr(64)  # numbers in a row of the workspace
 MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
-
-POLL = gl.constexpr(
-    "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
-)
-ACQUIRED = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
-# Not of the kind .read, which waits until shared memory was read only.
-PASS_ON = gl.constexpr("""{
-    .reg .pred first;
-    .reg .b32 lane;
-    cp.async.bulk.wait_group 0;
-    fence.proxy.async;
-    bar.warp.sync 0xffffffff;
-    mov.u32 lane, %laneid;
-    setp.eq.u32 first, lane, 0;
-    @first red.release.gpu.global.add.s32 [$1], 1;
-    mov.b32 $0, 0;
-}""")
 
 
 @gluon.jit
 def meet():
     """Wait for the other warpgroup."""
     gl.inline_asm_elementwise(MEET, "=r,~{memory}", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def await_turn(counter, turn):
-    """Wait, as one warp, until a counter has come to a number."""
-    seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
-    while seen != turn:
-        seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
-
-
-@gluon.jit
-def order_after_turn():
-    """Have what is stored from now on come after what this warp was told is in memory."""
-    gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def pass_on(counter):
-    """Wait, as one warp, until all that it stored is in memory, and count one on."""
-    gl.inline_asm_elementwise(PASS_ON, "=r,l,~{memory}", [counter], gl.int32, False, 1)
-
-
-@gluon.jit
-def place(tile, tiles, blocks, heads, band):
-    """Return (block, batch, head) of a tile of keys: those that most queries see come first.
-
-    So it is within ``band`` heads, then within the next; the tiles of a head are in their order.
-    """
-    start = tile // (band * blocks) * band
-    width = gl.minimum(band, tiles // blocks - start)
-    within = tile - start * blocks
-    block, row = within // width, start + within % width
-    return block, row // heads, row % heads
 
 
 @gluon.jit
@@ -154,22 +118,23 @@ def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl
 
 @gluon.jit
 def load(
-    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, band, group,
-    seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, band, at_once,
+    apart, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that loads: keys and values, then queries with dO, the last first."""
+    """Be the warp that loads: keys and values, and before these the first queries, with dO."""
     n = 0
     held = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        _, count, number = round_of(tile, tiles, blocks, band, at_once)
         start_kv = block * BLOCK_KV
         first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
-            for i in range(end - 1, first - 1, -1):
-                start_q = i * BLOCK_Q
+            for visit in range(end - first):
+                start_q = nth(visit, number, count, apart, end) * BLOCK_Q
                 queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
                 n += 1
-                if i == end - 1 and head == kv_head * group:
+                if visit == 0 and head == kv_head * group:
                     for w in gl.static_range(2):
                         keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
                     for w in gl.static_range(2):
@@ -190,60 +155,53 @@ def send(dq, part, batch, head, row, first, LINES: gl.constexpr):
 
 
 @gluon.jit
-def slab(block, batch, tiles, blocks, kv_heads, slabs):
-    """Return where the workspace has a program's batch: every slab has all of them."""
-    return block % slabs * (tiles // (blocks * kv_heads)) + batch
-
-
-@gluon.jit
-def turn_of(turns, batch, head, kv_heads, group, end, i):
-    """Return the counter of a tile of queries; a head has ``end``."""
-    return turns + ((batch * kv_heads * group + head) * end + i)
-
-
-@gluon.jit
 def follow(
-    turns, allowed, tiles, blocks, kv_heads, band, ordered, slabs, group, seq_q, seq_kv, diagonal,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    turns, allowed, tiles, blocks, kv_heads, band, at_once, apart, ordered, slabs, group, seq_q,
+    seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Be the warp that waits for turns: the one that stores has no time to."""
+    """Be the warp that waits for turns, and tells them: the one that stores has no time to."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        eldest, count, number = round_of(tile, tiles, blocks, band, at_once)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        turn = gl.minimum(block // slabs, ordered)
         place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
         for head in range(kv_head * group, kv_head * group + group):
-            for i in range(end - 1, first - 1, -1):
+            for visit in range(end - first):
+                i = nth(visit, number, count, apart, end)
+                turn = gl.minimum(eldest // slabs + rank(i, number, count, apart, end), ordered)
                 await_turn(turn_of(turns, place_of, head, kv_heads, group, end, i), turn)
-                allowed.give(n, i)
+                allowed.give(n, turn)
                 n += 1
 
 
 @gluon.jit
 def store(
-    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, ordered, slabs, group,
-    seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, at_once, apart,
+    ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        _, count, number = round_of(tile, tiles, blocks, band, at_once)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        place_of, stores = slab(block, batch, tiles, blocks, kv_heads, slabs), block < slabs
+        place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
         for head in range(kv_head * group, kv_head * group + group):
-            for i in range(end - 1, first - 1, -1):
+            for visit in range(end - first):
+                i = nth(visit, number, count, apart, end)
                 row = i * LINES
-                allowed.take(n)
+                turn = allowed.take(n)
                 order_after_turn()
                 mbarrier.wait(staged.index(0), n & 1)
-                send(dq, staging.index(0), place_of, head, row, stores, LINE)
+                send(dq, staging.index(0), place_of, head, row, turn == 0, LINE)
                 mbarrier.wait(staged.index(1), n & 1)
-                send(dq, staging.index(1), place_of, head, row + LINE, stores, LINES - LINE)
+                send(dq, staging.index(1), place_of, head, row + LINE, turn == 0, LINES - LINE)
                 for w in gl.static_range(2):
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
-                if block // slabs < ordered:
+                if turn < ordered:
                     pass_on(turn_of(turns, place_of, head, kv_heads, group, end, i))
                 n += 1
     tma.store_wait(0)
@@ -429,6 +387,8 @@ def attend(
         "blocks",
         "kv_heads",
         "band",
+        "at_once",
+        "apart",
         "ordered",
         "slabs",
         "group",
@@ -438,9 +398,9 @@ def attend(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, ordered, slabs,
-    group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
-    REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, at_once,
+    apart, ordered, slabs, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr,
+    FIRST: gl.constexpr, REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace, of which there are ``slabs``.
 
@@ -473,11 +433,12 @@ def flashattn_hopper_bwd(
                       blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
                       BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
             (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
-                    band, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
+                    band, at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
             (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
-                     ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES, CAUSAL)),
-            (follow, (turns, allowed, tiles, blocks, kv_heads, band, ordered, slabs, group, seq_q,
-                      seq_kv, diagonal, BLOCK_Q, CAUSAL)),
+                     at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES,
+                     CAUSAL)),
+            (follow, (turns, allowed, tiles, blocks, kv_heads, band, at_once, apart, ordered, slabs,
+                      group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -546,27 +507,6 @@ def rounding_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
     """Return the values of flashattn_hopper_bwd_dq's constexpr arguments."""
     wide = sum(columns(head_dim))
     return {"head_dim": head_dim, "BLOCK_Q": block_q(head_dim), "COLUMNS": wide, "CAUSAL": causal}
-
-
-def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int, causal: bool) -> int:
-    """Return how many workspaces shall be added up, so that a head's programs do not queue.
-
-    All begin with the last queries, so of those that run at once each waits for all before it, for
-    some 3 us each on an H200. That is nothing where many heads run at once, or where the first
-    programs, which never wait, have the most to do.
-
-    Args:
-        heads: that have keys of their own.
-        blocks: tiles of keys of a head.
-        device: of the launch.
-        head_dim: D.
-        causal: whether programs have less to do the later they come.
-    """
-    programs = launch.multiprocessors(device)
-    if causal and heads * blocks <= programs:
-        return 1
-    queue = QUEUE_WIDE if causal and head_dim > NARROW else QUEUE
-    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // queue))
 
 
 @dataclass(frozen=True)
@@ -728,20 +668,24 @@ def _narrow(
     query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
     tiles = blocks * batch * kv_heads
     query_blocks = query_tiles * (rows // QUERIES.value)
+    programs = min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles
+    at_once = programs if config.persistent and not causal else 1
     slabs = 1
-    if deterministic:
-        slabs = slabs_for(batch * kv_heads, blocks, q.device, head_dim=head_dim, causal=causal)
+    if deterministic and causal:
+        slabs = slabs_for(batch * kv_heads, blocks, q.device, head_dim=head_dim)
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
     lines = Lines(box_lines(head_dim))
     fold = Launch(
         flashattn_hopper_bwd,
-        min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles,
+        programs,
         [queries, keys, keys, queries, numbers, numbers, lines, keys, keys, None],
         (
             tiles,
             blocks,
             kv_heads,
             config.band,
+            at_once,
+            config.apart,
             blocks if deterministic else 1,
             slabs,
             heads // kv_heads,

@@ -77,6 +77,8 @@ class BackwardConfig:
             Where programs wait for one another's turn, a wide one lets few of a head run at once.
         persistent: whether there is a program for each multiprocessor, or one for each tile of
             keys.
+        apart: tiles of queries between those that programs of a head visit at once, if they are
+            persistent and there is no mask.
 
     Raises:
         ValueError: a number is none of those.
@@ -85,15 +87,17 @@ class BackwardConfig:
     slots: int = 2
     band: int = 1
     persistent: bool = False
+    apart: int = 4
 
     def __post_init__(self) -> None:
         """Check."""
         if self.slots < 2:  # noqa: PLR2004
             msg = f"slots: wanted 2 at least, got {self.slots}"
             raise ValueError(msg)
-        if self.band < 1:
-            msg = f"band: wanted 1 at least, got {self.band}"
-            raise ValueError(msg)
+        for name in ("band", "apart"):
+            if getattr(self, name) < 1:
+                msg = f"{name}: wanted 1 at least, got {getattr(self, name)}"
+                raise ValueError(msg)
 
     def shared(self, head_dim: int) -> int:
         """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
@@ -146,27 +150,29 @@ FORWARD = {
     (256, False): {0: Config(block_kv=64, staged=False, pinned=True)},
     (256, True): {0: Config(block_kv=64, staged=False)},
 }
-BACKWARD = {
-    (64, False): {
-        0: BackwardConfig(band=8, persistent=True),
-        8192: BackwardConfig(band=4, persistent=True),
-    },
+# Where programs have few tiles each it is rounds that count, of which the last may be almost empty:
+# the one of these is taken that needs the least time. Measured: likewise, 1 to 128 heads of 512 to
+# 32 768, 2026-11-22 (hopper_rounds.json).
+FEW_ROUNDS = 8
+FEW = {
+    (64, False): (Config(slots=4, pinned=True), Config(slots=4, groups=3, registers=160)),
+    (64, True): (Config(slots=4),),
+}
+# Without a mask one config is within 1% of the best of 60, in the mean over one to 512 heads of 512
+# to 32 768, in any order and in turns (hopper_turns.json).
+ROTATING = {
+    (64, False): {0: BackwardConfig(persistent=True)},
+    (96, False): {0: BackwardConfig(slots=3, persistent=True)},
+    (128, False): {0: BackwardConfig(persistent=True)},
+}
+BACKWARD = ROTATING | {
     (64, True): {
         0: BackwardConfig(band=4, persistent=True),
         4096: BackwardConfig(band=8),
     },
-    (96, False): {
-        0: BackwardConfig(band=8, persistent=True),
-        8192: BackwardConfig(band=4, persistent=True),
-    },
     (96, True): {
         0: BackwardConfig(band=4, persistent=True),
         2048: BackwardConfig(band=8),
-    },
-    (128, False): {
-        0: BackwardConfig(slots=3, band=8, persistent=True),
-        2048: BackwardConfig(band=8, persistent=True),
-        8192: BackwardConfig(band=4),
     },
     (128, True): {
         0: BackwardConfig(band=4, persistent=True),
@@ -175,30 +181,15 @@ BACKWARD = {
         8192: BackwardConfig(band=4),
     },
 }
-DETERMINISTIC = {
-    (64, False): {
-        0: BackwardConfig(band=16, persistent=True),
-        2048: BackwardConfig(band=8, persistent=True),
-        4096: BackwardConfig(band=4, persistent=True),
-    },
+DETERMINISTIC = ROTATING | {
     (64, True): {
         0: BackwardConfig(band=64, persistent=True),
         2048: BackwardConfig(band=32, persistent=True),
         8192: BackwardConfig(band=16),
     },
-    (96, False): {
-        0: BackwardConfig(band=8, persistent=True),
-        4096: BackwardConfig(slots=3, band=4, persistent=True),
-        16384: BackwardConfig(slots=3, persistent=True),
-    },
     (96, True): {
         0: BackwardConfig(band=32),
         2048: BackwardConfig(band=16),
-    },
-    (128, False): {
-        0: BackwardConfig(band=8, persistent=True),
-        4096: BackwardConfig(band=4, persistent=True),
-        16384: BackwardConfig(persistent=True),
     },
     (128, True): {
         0: BackwardConfig(band=32),
@@ -222,8 +213,26 @@ def _pick(
     return configs[max(least for least in configs if least <= seq_q)] if configs else None
 
 
-def pick(head_dim: int, seq_q: int, *, causal: bool) -> Config | None:
-    """Return the forward's config; None leaves the problem to the portable kernel."""
+def pick(
+    head_dim: int, seq_q: int, *, causal: bool, heads: int, multiprocessors: int
+) -> Config | None:
+    """Return the forward's config; None leaves the problem to the portable kernel.
+
+    Args:
+        head_dim: D.
+        seq_q: queries of a head.
+        causal: whether there is a mask.
+        heads: of all batches.
+        multiprocessors: of the GPU; each has a program, and a tile of queries in a round.
+    """
+
+    def rounds(config: Config) -> int:
+        return -(-heads * -(-seq_q // (config.groups * ROWS)) // multiprocessors)
+
+    few = FEW.get((sum(columns(head_dim)), causal))
+    if few and rounds(few[0]) < FEW_ROUNDS:
+        # A round takes 4/3 of the time with three groups, which share what it costs to begin one.
+        return min(few, key=lambda config: rounds(config) * (config.groups + 1))
     return _pick(FORWARD, head_dim, seq_q, causal=causal)
 
 

@@ -358,17 +358,24 @@ def _plan(
         return lambda *inputs: forward(*map(dense, inputs), **how)
     if q.dtype == torch.float32:
         return forward_cut.plan(q, k, v, diagonal, scale, precision)
-    config = config or pick(q.shape[3], q.shape[2], causal=diagonal is not None)
+    causal = diagonal is not None
+    multiprocessors = launch.multiprocessors(q.device)
+    config = config or pick(
+        q.shape[3],
+        q.shape[2],
+        causal=causal,
+        heads=q.shape[0] * q.shape[1],
+        multiprocessors=multiprocessors,
+    )
     if config is None or not takes(q, k, v, scale=scale):
         return lambda q, k, v: portable(
             q, k, v, diagonal=diagonal, scale=scale, precision=precision
         )
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
-    causal = diagonal is not None
     blocks = triton.cdiv(seq_q, config.groups * ROWS.value)
     tiles = blocks * batch * heads
-    programs = min(launch.multiprocessors(q.device), tiles)
+    programs = min(multiprocessors, tiles)
     drawn = causal and programs < tiles
     kept = 2 * seq_kv * head_dim * q.dtype.itemsize * kv_heads // heads  # bytes, of a query head
     kernel = Launch(

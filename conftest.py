@@ -22,6 +22,9 @@ pytest_plugins = ["pytester"]
 
 ON_GPU = torch.cuda.is_available()
 
+# What varies a failure that was made small, to explain it, would compile for minutes on a GPU; and
+# it traces lines, in which faulthandler, that tells of a test that hangs, crashes.
+PHASES = [phase for phase in hypothesis.Phase if not ON_GPU or phase != hypothesis.Phase.explain]
 # Examples per property. Interpreted kernels are slow, so a GPU runs more of them.
 for _profile, _on_cpu, _on_gpu in (("quick", 5, 20), ("default", 20, 100), ("thorough", 200, 1000)):
     hypothesis.settings.register_profile(
@@ -29,6 +32,7 @@ for _profile, _on_cpu, _on_gpu in (("quick", 5, 20), ("default", 20, 100), ("tho
         max_examples=_on_gpu if ON_GPU else _on_cpu,
         deadline=None,
         print_blob=True,
+        phases=PHASES,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("default")

@@ -36,7 +36,7 @@ LARGEST_HEAD_DIM = 256
 OLDEST_GPU = (8, 0)
 HOPPER = (9, 0)
 HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
-HOPPER_TILE = 128  # queries
+HOPPER_TILE = 128  # queries of the forward, keys of the backward
 # Tiles for each multiprocessor that make the forward the faster one, up to so many keys; by the
 # most columns, and whether under a mask. Where rows are long and tiles few, the portable one splits
 # keys; under a mask, besides, many programs of Hopper's idle while the longest is computed.
@@ -48,8 +48,8 @@ HOPPER_ENOUGH = {
     (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
-# Likewise of the backward, whatever the length: with fewer the portable one runs both passes at
-# once and splits what they walk over. Wide heads it takes two to three times as long for.
+# Likewise of the backward, whose programs own keys, whatever the length: with fewer the portable one
+# runs both passes at once and splits what they walk over. It takes twice as long for wide heads.
 HOPPER_BACKWARD_ENOUGH = {
     (64, False): 0.8,
     (64, True): 1,
@@ -128,7 +128,8 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
         return None
     enough = next(n for most, n in _row(HOPPER_ENOUGH, problem) if problem.seq_kv <= most)
     forward = tiles >= enough * multiprocessors
-    backward = tiles >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
+    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.kv_heads
+    backward = owned >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
     if forward:
         return {} if backward else {"joint_passes": True}
     return {"split_keys": True} if backward else None

@@ -287,6 +287,8 @@ def test_who_takes_what(device):
         ({"heads": 8, "seq_q": 512, "head_dim": 128}, None),
         ({"heads": 4, "seq_q": 2048, "head_dim": 256, "causal": True}, {}),
         ({"heads": 1, "seq_q": 4096, "head_dim": 256, "causal": True}, {"split_keys": True}),
+        ({"heads": 32, "kv_heads": 8, "seq_q": 2048, "head_dim": 128}, {}),
+        ({"heads": 32, "kv_heads": 8, "seq_q": 1024, "head_dim": 128}, {"joint_passes": True}),
         ({"heads": 1, "seq_q": 1024, "head_dim": 136}, None),
         ({"heads": 1, "seq_q": 1152, "head_dim": 136}, {"split_keys": True}),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, {}),

@@ -248,11 +248,7 @@ STORED = (
     "                    mbarrier.arrive(left.index(w), count=1)\n"
     f"{PASSED}"
 )
-TURN = (  # as the warp that follows asks for it
-    "turn_at(\n"
-    "                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL\n"
-    "                )"
-)
+TURN = "gl.minimum(eldest // slabs + rank(i, number, count, apart, end), ordered)"
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -595,7 +591,7 @@ PLANTED = [
             "rounds_forgotten",
             BACKWARD,
             TURN,
-            TURN.replace("eldest", "0"),
+            "gl.minimum(rank(i, number, count, apart, end), ordered)",
             "programs of a later round take the turns of an earlier one",
         ),
         (WRONG, STUCK),
@@ -616,8 +612,8 @@ PLANTED = [
         Mutant(
             "not_gone_round",
             TURNS_FILE,
-            "i = gl.where(i < 0, i + end, i)",
-            "i = gl.maximum(i, 0)",
+            "    return gl.where(i < 0, i + end, i)\n",
+            "    return gl.maximum(i, 0)\n",
             "who begins amid the queries visits the first ones over and over",
         ),
         (WRONG, STUCK),
@@ -627,8 +623,8 @@ PLANTED = [
         Mutant(
             "ranks_not_round",
             TURNS_FILE,
-            "turn = gl.where(number < first, turn + count, turn)",
-            "pass",
+            "number - first + count, number - first)",
+            "number - first, number - first)",
             "who comes after the last of a round waits for a turn before the first",
         ),
         (WRONG, STUCK),

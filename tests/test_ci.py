@@ -114,14 +114,14 @@ def gpus(checkout):
 
 
 def test_every_part_runs_on_one_of_the_gpus(gpus):
-    """The gate's tests run first, a part on each GPU; then the others' parts, dealt to the GPUs."""
+    """The gate's tests and the largest run first; then the others' parts, dealt to the GPUs."""
     ended, output = run(gpus, command=("bash", ".ci/gpu", "3", "logs"), CUDA_VISIBLE_DEVICES="")
     assert ended == 0
     called = (gpus / "called").read_text().splitlines()
-    assert sorted(called[:2]) == [f"{i % 2}: tests/test_pair.py --part={i}/2" for i in (2, 1)]
-    assert sorted(called[2:]) == sorted(
-        f"{i % 2}: tests --ignore=tests/test_pair.py --part={i}/6" for i in range(1, 7)
-    )
+    first = "tests/test_pair.py tests/test_kernels.py -k test_pair or more_than_2_31"
+    others = "tests --ignore=tests/test_pair.py -k not more_than_2_31"
+    assert sorted(called[:2]) == [f"{i % 2}: {first} --part={i}/2" for i in (2, 1)]
+    assert sorted(called[2:]) == sorted(f"{i % 2}: {others} --part={i}/6" for i in range(1, 7))
     assert len(output.splitlines()) == len(list((gpus / "logs").iterdir())) == 8
 
 

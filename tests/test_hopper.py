@@ -374,6 +374,28 @@ def test_configs_fit():
     assert compiled == {*CONFIGS, *slots, (192, WideConfig()), (256, WideConfig())}
 
 
+@pytest.mark.parametrize(
+    ("heads", "seq_q", "causal", "groups"),
+    [
+        (16, 2048, False, 2),  # 256 tiles of 128 queries, 176 of 192: two rounds each
+        (8, 3072, False, 3),  # 192 and 128: two rounds or one
+        (8, 4096, False, 2),
+        (4, 6144, False, 3),
+        (16, 3072, False, 3),  # three rounds or two, each longer by a third
+        (64, 1024, False, 2),  # four or three
+        (1, 16384, False, 2),  # one round each
+        (40, 512, False, 3),  # however short
+        (32, 4096, False, 3),  # 8 rounds: as where there are many
+        (33, 4096, True, 2),
+        (2, 32768, True, 2),  # 4 rounds: longer than 8192, and few
+        (4, 65536, True, 3),
+    ],
+)
+def test_few_tiles_are_counted_in_rounds(heads, seq_q, causal, groups):
+    """At D = 64 the larger tiles are taken only where they make fewer rounds, or there are many."""
+    assert pick(60, seq_q, causal=causal, heads=heads, multiprocessors=132).groups == groups
+
+
 def test_tables():
     """Widths between are computed as the next; where there is no config, elsewhere."""
     many = {"heads": 1000, "multiprocessors": 100}
@@ -385,6 +407,7 @@ def test_tables():
     assert pick(64, 5000, causal=False, **many).groups == 3
     assert pick(32, 5000, causal=True, **many) is None
     assert pick(32, 5000, causal=False, heads=1, multiprocessors=100) is None
+    assert pick(128, 5000, causal=False, heads=1, multiprocessors=100) == FORWARD[128, False][0]
     of = partial(pick_backward, causal=True)
     assert of(40, 5000, deterministic=False) == BACKWARD[64, True][4096]
     assert of(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]
@@ -443,6 +466,7 @@ def test_bad_configs(change, words):
     [
         ({"slots": 1}, "slots: wanted 2 at least, got 1"),
         ({"band": 0}, "band: wanted 1 at least, got 0"),
+        ({"apart": 0}, "apart: wanted 1 at least, got 0"),
     ],
 )
 def test_bad_backward_configs(change, words):

@@ -49,7 +49,7 @@ HOPPER_ENOUGH = {
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
 # Likewise of the backward, whose programs own keys: with fewer the portable one runs both passes at
-# once and splits what they walk over. Wide heads it takes twice as long for, whatever the length.
+# once and splits what they walk over. Wide heads it takes twice as long for in the mean.
 HOPPER_BACKWARD_ENOUGH = {
     (64, False): 0.8,
     (64, True): 1,

@@ -248,7 +248,11 @@ STORED = (
     "                    mbarrier.arrive(left.index(w), count=1)\n"
     f"{PASSED}"
 )
-TURN = "gl.minimum(eldest // slabs + rank(i, number, count, apart, end), ordered)"
+TURN = (  # as the warp that follows asks for it
+    "turn_at(\n"
+    "                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL\n"
+    "                )"
+)
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -591,7 +595,7 @@ PLANTED = [
             "rounds_forgotten",
             BACKWARD,
             TURN,
-            "gl.minimum(rank(i, number, count, apart, end), ordered)",
+            TURN.replace("eldest", "0"),
             "programs of a later round take the turns of an earlier one",
         ),
         (WRONG, STUCK),
@@ -612,8 +616,8 @@ PLANTED = [
         Mutant(
             "not_gone_round",
             TURNS_FILE,
-            "    return gl.where(i < 0, i + end, i)\n",
-            "    return gl.maximum(i, 0)\n",
+            "i = gl.where(i < 0, i + end, i)",
+            "i = gl.maximum(i, 0)",
             "who begins amid the queries visits the first ones over and over",
         ),
         (WRONG, STUCK),
@@ -623,8 +627,8 @@ PLANTED = [
         Mutant(
             "ranks_not_round",
             TURNS_FILE,
-            "number - first + count, number - first)",
-            "number - first, number - first)",
+            "turn = gl.where(number < first, turn + count, turn)",
+            "pass",
             "who comes after the last of a round waits for a turn before the first",
         ),
         (WRONG, STUCK),

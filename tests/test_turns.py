@@ -9,8 +9,10 @@ from flashattn.emulate.source import Source
 from flashattn.kernels.hopper import turns
 
 PLAIN = Source()
-round_of, nth, rank = (PLAIN.plain(x) for x in (turns.round_of, turns.nth, turns.rank))
-place = PLAIN.plain(turns.place)
+place, round_of, nth, turn_at = (
+    PLAIN.plain(x) for x in (turns.place, turns.round_of, turns.nth, turns.turn_at)
+)
+ALL = 10**6  # more programs than any head has
 FEW, SOME = st.integers(1, 5), st.integers(1, 12)
 LAUNCHES = st.fixed_dictionaries(
     {"blocks": SOME, "heads": FEW, "band": FEW, "at_once": st.integers(1, 20)}
@@ -41,10 +43,10 @@ def test_everybody_has_a_turn(launch, apart, end):
     seen = {}
     for (_, head), blocks in rounds(**launch).items():
         for eldest, count, number in blocks.values():
-            visits = [nth(n, number, count, apart, end) for n in range(end)]
+            visits = [nth(n, number, count, apart, end, False) for n in range(end)]
             assert sorted(visits) == list(range(end))
             for i in visits:
-                turn = eldest + rank(i, number, count, apart, end)
+                turn = turn_at(i, None, eldest, number, count, apart, end, 1, ALL, False)
                 seen.setdefault((head, i), []).append(turn)
     assert len(seen) == launch["heads"] * end
     assert all(sorted(turn) == list(range(launch["blocks"])) for turn in seen.values())
@@ -53,16 +55,18 @@ def test_everybody_has_a_turn(launch, apart, end):
 @given(count=SOME, apart=FEW, end=SOME)
 def test_turns_are_in_the_order_of_visits(count, apart, end):
     """So nobody waits for one that comes later, let alone for one that waits for it."""
-    visits = [[nth(n, number, count, apart, end) for n in range(end)] for number in range(count)]
+    how = count, apart, end
+    visits = [[nth(n, number, *how, False) for n in range(end)] for number in range(count)]
     for i in range(end):
         order = sorted(range(count), key=lambda number: (visits[number].index(i), number))
-        assert [rank(i, number, count, apart, end) for number in order] == list(range(count))
+        turns_of = [turn_at(i, None, 0, number, *how, 1, ALL, False) for number in order]
+        assert turns_of == list(range(count))
 
 
 @given(count=SOME, apart=FEW, end=SOME)
 def test_programs_keep_their_distance(count, apart, end):
     """They begin ``apart``, if there is room; the first one with the last tile."""
-    begins = [nth(0, number, count, apart, end) for number in range(count)]
+    begins = [nth(0, number, count, apart, end, False) for number in range(count)]
     wanted = [(number * apart - 1) % end for number in range(count)]
     assert begins[0] == end - 1
     if apart * count <= end:
@@ -74,5 +78,13 @@ def test_programs_keep_their_distance(count, apart, end):
 def test_alone():
     """One at a time: each block is a round, which begins with the last tile and goes on."""
     assert round_of(5, 12, 4, 2, 1) == (2, 1, 0)
-    assert [nth(n, 0, 1, 4, 3) for n in range(3)] == [2, 1, 0]
-    assert [rank(i, 0, 1, 4, 3) for i in range(3)] == [0, 0, 0]
+    assert [nth(n, 0, 1, 4, 3, False) for n in range(3)] == [2, 1, 0]
+    assert [turn_at(i, None, 2, 0, 1, 4, 3, 1, ALL, False) for i in range(3)] == [2, 2, 2]
+
+
+@given(block=SOME, slabs=FEW, ordered=SOME)
+def test_under_a_mask_turns_are_in_the_order_of_keys(block, slabs, ordered):
+    """Of those that share a slab; past those that are ordered all have the same."""
+    assert [nth(n, 3, 5, 4, 7, True) for n in range(7)] == list(range(6, -1, -1))
+    turn = turn_at(2, block, 0, 3, 5, 4, 7, slabs, ordered, True)
+    assert turn == min(block // slabs, ordered)

@@ -79,10 +79,10 @@ from flashattn.kernels.hopper.turns import (
     order_after_turn,
     pass_on,
     place,
-    rank,
     round_of,
     slab,
     slabs_for,
+    turn_at,
     turn_of,
 )
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like
@@ -131,7 +131,7 @@ def load(
         first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         for head in range(kv_head * group, kv_head * group + group):
             for visit in range(end - first):
-                start_q = nth(visit, number, count, apart, end) * BLOCK_Q
+                start_q = nth(visit, number, count, apart, end, CAUSAL) * BLOCK_Q
                 queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
                 n += 1
                 if visit == 0 and head == kv_head * group:
@@ -168,8 +168,10 @@ def follow(
         place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
         for head in range(kv_head * group, kv_head * group + group):
             for visit in range(end - first):
-                i = nth(visit, number, count, apart, end)
-                turn = gl.minimum(eldest // slabs + rank(i, number, count, apart, end), ordered)
+                i = nth(visit, number, count, apart, end, CAUSAL)
+                turn = turn_at(
+                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL
+                )  # fmt: skip
                 await_turn(turn_of(turns, place_of, head, kv_heads, group, end, i), turn)
                 allowed.give(n, turn)
                 n += 1
@@ -190,9 +192,11 @@ def store(
         place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
         for head in range(kv_head * group, kv_head * group + group):
             for visit in range(end - first):
-                i = nth(visit, number, count, apart, end)
+                i = nth(visit, number, count, apart, end, CAUSAL)
                 row = i * LINES
                 turn = allowed.take(n)
+                if CAUSAL:  # it is the same for all
+                    turn = turn_at(i, block, 0, 0, 1, 1, end, slabs, ordered, CAUSAL)
                 order_after_turn()
                 mbarrier.wait(staged.index(0), n & 1)
                 send(dq, staging.index(0), place_of, head, row, turn == 0, LINE)

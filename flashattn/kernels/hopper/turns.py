@@ -82,22 +82,37 @@ def round_of(tile, tiles, blocks, band, at_once):
 
 
 @gluon.jit
-def nth(n, number, count, apart, end):
+def nth(n, number, count, apart, end, CAUSAL: gl.constexpr):
     """Return the n-th tile of queries, of ``end``, that one of a round's blocks visits.
 
     The first of them begins with the last tile, and the others with ``apart - 1``, with as many
     more, and so on; after tile 0 comes the last. So all keep that distance, or less where there is
-    no room for it, and nobody waits for another to begin.
+    no room for it, and nobody waits for another to begin. Under a mask all begin with the last.
     """
-    i = number * gl.minimum(apart * count, end) // count - 1 - n
-    return gl.where(i < 0, i + end, i)
+    if CAUSAL:
+        i = end - 1 - n
+    else:
+        i = number * gl.minimum(apart * count, end) // count - 1 - n
+        i = gl.where(i < 0, i + end, i)
+    return i
 
 
 @gluon.jit
-def rank(i, number, count, apart, end):
-    """Return how many of a round's blocks come to a tile of queries before one of them does."""
-    first = gl.minimum(gl.cdiv((i + 1) * count, gl.minimum(apart * count, end)), count)
-    return gl.where(number < first, number - first + count, number - first)
+def turn_at(
+    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Return after how many others a block adds to a tile of queries; ``ordered`` if any will do.
+
+    Those of earlier rounds come before it, and of its own those that visit the tile earlier. Under
+    a mask those with earlier keys do, in the same slab.
+    """
+    if CAUSAL:
+        turn = block // slabs
+    else:
+        first = gl.minimum(gl.cdiv((i + 1) * count, gl.minimum(apart * count, end)), count)
+        turn = eldest + number - first
+        turn = gl.where(number < first, turn + count, turn)
+    return gl.minimum(turn, ordered)
 
 
 @gluon.jit

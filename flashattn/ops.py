@@ -48,8 +48,9 @@ HOPPER_ENOUGH = {
     (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
-# Likewise of the backward, whose programs own keys: with fewer the portable one runs both passes at
-# once and splits what they walk over. Wide heads it takes twice as long for in the mean.
+# Likewise of the backward, whose programs own keys, each for one query head if need be: with fewer
+# the portable one runs both passes at once and splits what they walk over. Wide heads it takes
+# twice as long for in the mean.
 HOPPER_BACKWARD_ENOUGH = {
     (64, False): 0.8,
     (64, True): 1,
@@ -128,7 +129,7 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
         return None
     enough = next(n for most, n in _row(HOPPER_ENOUGH, problem) if problem.seq_kv <= most)
     forward = tiles >= enough * multiprocessors
-    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.kv_heads
+    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.heads
     backward = owned >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
     if forward:
         return {} if backward else {"joint_passes": True}

@@ -17,12 +17,14 @@ from flashattn.attention import FASTEST_FIRST
 from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
 from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_cut, forward, turns
+from flashattn.kernels.hopper import backward, backward_cut, forward, shares, turns
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
     FORWARD,
+    MANY_SHORT,
     SHARED,
+    SHORT,
     WIDE,
     BackwardConfig,
     Config,
@@ -43,7 +45,8 @@ from flashattn.testing.inputs import make_inputs
 PATIENCE = 300  # seconds; a barrier that nobody reaches would hang for ever
 CONFIGS = sorted({(d, c) for (d, _), of in FORWARD.items() for c in of.values()}, key=str)
 BACKWARDS = sorted(
-    {
+    {(d, MANY_SHORT, False) for d in SHORT}
+    | {
         (d, c, table is DETERMINISTIC)
         for table in (BACKWARD, DETERMINISTIC)
         for (d, _), of in table.items()
@@ -288,7 +291,8 @@ def test_who_takes_what(device):
         ({"heads": 4, "seq_q": 2048, "head_dim": 256, "causal": True}, {}),
         ({"heads": 1, "seq_q": 4096, "head_dim": 256, "causal": True}, {"split_keys": True}),
         ({"heads": 32, "kv_heads": 8, "seq_q": 2048, "head_dim": 128}, {}),
-        ({"heads": 32, "kv_heads": 8, "seq_q": 1024, "head_dim": 128}, {"joint_passes": True}),
+        ({"heads": 32, "kv_heads": 8, "seq_q": 1024, "head_dim": 128}, {}),
+        ({"heads": 16, "kv_heads": 8, "seq_q": 512, "head_dim": 128}, None),
         ({"heads": 1, "seq_q": 1024, "head_dim": 136}, None),
         ({"heads": 1, "seq_q": 1152, "head_dim": 136}, {"split_keys": True}),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, {}),
@@ -337,6 +341,27 @@ def test_slabs(monkeypatch, device, sizes, head_dim, slabs):
     """As measured: a head's programs share so many workspaces that they hardly queue."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     assert turns.slabs_for(*sizes, device, head_dim=head_dim) == slabs
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "seq", "head_dim", "causal", "count"),
+    [
+        (32, 32, 1024, 128, False, 1),  # no keys in common
+        (8, 1, 2048, 128, False, 8),
+        (32, 8, 1024, 128, False, 2),  # with 4, 256 programs would make two rounds
+        (32, 8, 2048, 128, False, 1),
+        (32, 8, 2048, 128, True, 4),  # programs of few queries start while others are at work
+        (48, 8, 2048, 96, True, 3),
+        (64, 8, 512, 256, False, 2),
+        (32, 8, 2048, 256, True, 1),
+    ],
+)
+def test_shares(monkeypatch, device, heads, kv_heads, seq, head_dim, causal, count):
+    """As measured: heads that share keys are divided among as many programs."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    q, k = (Like.of(torch.empty(1, n, seq, head_dim, device=device)) for n in (heads, kv_heads))
+    tiles = kv_heads * (-(-seq // (128 if head_dim <= 128 else 64)))
+    assert shares.shares_for(q, k, tiles, causal=causal) == count
 
 
 def test_kernels_by_name():
@@ -408,8 +433,12 @@ def test_tables():
     assert pick(32, 5000, causal=True, **many) is None
     assert pick(32, 5000, causal=False, heads=1, multiprocessors=100) is None
     assert pick(128, 5000, causal=False, heads=1, multiprocessors=100) == FORWARD[128, False][0]
-    of = partial(pick_backward, causal=True)
-    assert of(40, 5000, deterministic=False) == BACKWARD[64, True][4096]
+    of = partial(pick_backward, causal=True, heads=95, multiprocessors=100)
+    assert of(40, 2049, deterministic=False) == BACKWARD[64, True][0]
+    assert of(40, 2048, deterministic=False) == MANY_SHORT
+    assert of(40, 2048, deterministic=False, heads=94) == BACKWARD[64, True][0]
+    assert of(128, 1025, deterministic=False) == BACKWARD[128, True][0]
+    assert of(64, 100, deterministic=False, causal=False) == BACKWARD[64, False][0]
     assert of(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]
     assert of(256, 100, deterministic=False) is None
     assert pick_wide(200, 100, causal=True) == WIDE[256, True][0]
@@ -429,7 +458,8 @@ def test_programs_that_wait_run_together(device):
     """Persistent programs wait for one another: the launch needs all of them at once."""
     x = Like.of(torch.zeros(1, 2, 256, 64, device=device, dtype=torch.bfloat16))
     for persistent in (False, True):
-        plan = backward._narrow(x, x, x, None, 0.1, True, BackwardConfig(persistent=persistent))
+        config = BackwardConfig(persistent=persistent)
+        plan = backward._narrow(x, x, x, x, None, 0.1, True, config)
         assert plan.fold._options["launch_cooperative_grid"] is persistent
 
 

@@ -14,7 +14,7 @@ from flashattn.emulate import barriers, copies, language, products
 from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
-from flashattn.kernels.hopper import backward, forward, turns
+from flashattn.kernels.hopper import backward, forward, shares, turns
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
 from flashattn.kernels.hopper.copies import Tiles
 from flashattn.kernels.primitives import INTERPRETED
@@ -133,6 +133,43 @@ def test_wide_backward(problem, at_once):
     assert launched == ["flashattn_hopper_fwd", *wide]
 
 
+SHARES = [
+    (bf16(batch=2, heads=4, kv_heads=1, seq_q=200, seq_kv=140), 4, {"deterministic": True}),
+    (fp16(heads=6, kv_heads=1, seq_q=70, seq_kv=300, head_dim=128, causal=True), 3, {}),
+    (bf16(heads=4, kv_heads=2, seq_q=140, seq_kv=70, head_dim=88, causal="bottom_right"), 2, {}),
+    (bf16(batch=2, heads=4, kv_heads=1, seq_q=70, seq_kv=130, head_dim=40), 2, {}),
+    (fp16(batch=2, heads=4, kv_heads=2, seq_q=130, seq_kv=70, head_dim=200), 2, {}),
+    (bf16(heads=3, kv_heads=1, seq_q=70, seq_kv=130, head_dim=256, causal=True), 3, {}),
+]
+
+
+@pytest.fixture
+def divide(monkeypatch):
+    """Return what says into how many shares heads that share keys are divided."""
+
+    def into(count):
+        monkeypatch.setattr(shares, "shares_for", lambda *_, **__: count)
+        backward._plan.cache_clear()
+
+    yield into
+    backward._plan.cache_clear()
+
+
+@pytest.mark.parametrize(("problem", "count", "how"), SHARES, ids=str)
+def test_shares(problem, count, how, divide):
+    """Heads that share keys may be divided among programs: the same, whatever comes late."""
+    divide(count)
+    case, grads = Question(problem=problem).draw(), []
+    config = SMALL if problem.head_dim <= 128 else Config(block_kv=64, staged=False)
+    attends = attend(problem, config, how)
+    for seed in range(2):
+        q, k, v = (x.detach().requires_grad_() for x in case.inputs)
+        with emulated(seed=seed, multiprocessors=3):
+            assert_accurate(attends, Question(problem=problem))
+            grads.append(torch.autograd.grad(attends(q, k, v)[0], (k, v), case.grad_o))
+    assert all(map(torch.equal, *grads))
+
+
 def test_far_below_zero():
     """Where P of a key that only pads a tile would be inf, it is hidden."""
     problem, how = bf16(seq_q=70, seq_kv=70), {"config": BackwardConfig(), "deterministic": True}
@@ -230,12 +267,12 @@ FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 VISITS, CUT_FORWARD = "kernels/hopper/visits.py", "kernels/hopper/forward_cut.py"
 WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
 CUT = "kernels/hopper/backward_cut.py"
-TURNS_FILE = "kernels/hopper/turns.py"
+TURNS_FILE, SHARES_FILE = "kernels/hopper/turns.py", "kernels/hopper/shares.py"
 RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
     "                if turn < ordered:\n"
-    "                    pass_on(turn_of(turns, place_of, head, kv_heads, group, end, i))\n"
+    "                    pass_on(turn_of(turns, place_of, head, owners, group, end, i))\n"
 )
 STORED = (
     "                mbarrier.wait(staged.index(0), n & 1)\n"
@@ -268,6 +305,12 @@ ASKED = {
         "normal",
         Config(block_kv=64, staged=False),
         {"config": WideConfig()},
+    ),
+    "shares": (
+        bf16(batch=2, heads=4, kv_heads=1, seq_q=200, seq_kv=100, head_dim=96),
+        "normal",
+        SMALL,
+        TURNS,
     ),
     "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", Config(), TURNS),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
@@ -517,7 +560,7 @@ PLANTED = [
         Mutant(
             "keys_not_met",
             BACKWARD,
-            "        meet()  # both have read all keys, so gradients may take their place\n",
+            "            meet()  # both have read all keys, so gradients may take their place\n",
             "",
             "dk takes the place of keys that the other warpgroup reads",
         ),
@@ -689,6 +732,50 @@ PLANTED = [
         UNFINISHED,
     ),
     (
+        "shares",
+        Mutant(
+            "shares_for_heads",
+            SHARES_FILE,
+            "        owner = owner // shares\n",
+            "        owner = owner % shares\n",
+            "a share's keys are of another head, or of none",
+        ),
+        WRONG,
+    ),
+    (
+        "shares",
+        Mutant(
+            "shares_of_one_batch",
+            SHARES_FILE,
+            "owner % shares * batches + batch,",
+            "owner % shares * batches,",
+            "what batches sum is stored in one place",
+        ),
+        WRONG,
+    ),
+    (
+        "shares",
+        Mutant(
+            "shares_in_one_place",
+            SHARES_FILE,
+            "owner % shares * batches + batch,",
+            "batch,",
+            "shares are stored over one another, and others not at all",
+        ),
+        WRONG,
+    ),
+    (
+        "shares",
+        Mutant(
+            "rest_of_shares_misplaced",
+            SHARES_FILE,
+            "store(terms + FIRST, accs[1]",
+            "store(terms, accs[1]",
+            "columns past the first power of two are stored over these",
+        ),
+        WRONG,
+    ),
+    (
         "far below zero",
         Mutant(
             "padding_not_hidden",
@@ -732,8 +819,9 @@ def test_what_is_not_dense_is_copied(move, which):
 @pytest.mark.parametrize(
     ("asked", "bug", "shows"), PLANTED, ids=[bug.name for _, bug, _ in PLANTED]
 )
-def test_planted(asked, bug, shows):
+def test_planted(asked, bug, shows, divide):
     """A bug in a kernel is caught: by a wrong answer, or at once where it hangs."""
+    divide(4 if asked == "shares" else 1)
 
     def edit(path, text):
         return bug.applied(text) if path.endswith(bug.path) else text
@@ -748,8 +836,9 @@ def test_planted(asked, bug, shows):
 
 @pytest.mark.mutants
 @pytest.mark.parametrize("asked", ASKED)
-def test_nothing_planted(asked):
+def test_nothing_planted(asked, divide):
     """The same is right without a bug, in the same orders of events."""
+    divide(4 if asked == "shares" else 1)
     problem, values, config, how = ASKED[asked]
     question = Question(problem=problem, values=values, grad=how is not None)
     for seed in range(4):

@@ -71,20 +71,11 @@ class Passes:
             grads: what the passes fill, in their order.
         """
         parts = cut_all(*inputs, parts=self.cut) if self.cut else inputs
-        filled = grads if self._sum is None else self._terms(grads)
+        filled = grads if self._sum is None else splitting.room(grads, self._parts)
         for fold, cut, which in self._steps:
             fold(*(parts if cut else inputs), *rows, *filled[which])
         if self._sum is not None:
             self._sum(filled, grads)
-
-    def _terms(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return room for the parts of each gradient, itself where there is one part."""
-        return [
-            x
-            if n == 1
-            else torch.empty((n * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
-            for x, n in zip(grads, self._parts, strict=True)
-        ]
 
 
 @dataclass(frozen=True)

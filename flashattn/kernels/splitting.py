@@ -270,3 +270,13 @@ def adding(written: Sequence[Written]) -> Callable[[Tensors, Tensors], None]:
         add(*(x[i - first] if i in added else None for x in (terms, grads) for i in range(3)))
 
     return fill
+
+
+def room(grads: Tensors, parts: Sequence[int]) -> list[torch.Tensor]:
+    """Return what parts of gradients are written to: the gradient itself where it is whole."""
+    return [
+        x
+        if n == 1
+        else torch.empty((n * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
+        for x, n in zip(grads, parts, strict=True)
+    ]

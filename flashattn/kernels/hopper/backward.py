@@ -73,6 +73,7 @@ from flashattn.kernels.hopper.forward import takes
 from flashattn.kernels.hopper.numbered import Numbers
 from flashattn.kernels.hopper.pairs import new_pairs
 from flashattn.kernels.hopper.ring import new_queue, new_ring
+from flashattn.kernels.hopper.shares import Shares, key_head, share, store_share
 from flashattn.kernels.hopper.turns import (
     await_turn,
     nth,
@@ -118,23 +119,23 @@ def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl
 
 @gluon.jit
 def load(
-    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads, band, at_once,
-    apart, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, owners, shares, band,
+    at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: keys and values, and before these the first queries, with dO."""
     n = 0
     held = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        block, batch, owner = place(tile, tiles, blocks, owners, band)
         _, count, number = round_of(tile, tiles, blocks, band, at_once)
-        start_kv = block * BLOCK_KV
+        start_kv, kv_head = block * BLOCK_KV, key_head(owner, shares)
         first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        for head in range(kv_head * group, kv_head * group + group):
+        for head in range(owner * group, owner * group + group):
             for visit in range(end - first):
                 start_q = nth(visit, number, count, apart, end, CAUSAL) * BLOCK_Q
-                queries.put(n, q, lse2, grad_o, delta, batch, head, kv_heads * group, start_q)
+                queries.put(n, q, lse2, grad_o, delta, batch, head, owners * group, start_q)
                 n += 1
-                if visit == 0 and head == kv_head * group:
+                if visit == 0 and head == owner * group:
                     for w in gl.static_range(2):
                         keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
                     for w in gl.static_range(2):
@@ -156,41 +157,41 @@ def send(dq, part, batch, head, row, first, LINES: gl.constexpr):
 
 @gluon.jit
 def follow(
-    turns, allowed, tiles, blocks, kv_heads, band, at_once, apart, ordered, slabs, group, seq_q,
+    turns, allowed, tiles, blocks, owners, band, at_once, apart, ordered, slabs, group, seq_q,
     seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that waits for turns, and tells them: the one that stores has no time to."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        block, batch, owner = place(tile, tiles, blocks, owners, band)
         eldest, count, number = round_of(tile, tiles, blocks, band, at_once)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
-        for head in range(kv_head * group, kv_head * group + group):
+        place_of = slab(block, batch, tiles, blocks, owners, slabs)
+        for head in range(owner * group, owner * group + group):
             for visit in range(end - first):
                 i = nth(visit, number, count, apart, end, CAUSAL)
                 turn = turn_at(
                     i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL
                 )  # fmt: skip
-                await_turn(turn_of(turns, place_of, head, kv_heads, group, end, i), turn)
+                await_turn(turn_of(turns, place_of, head, owners, group, end, i), turn)
                 allowed.give(n, turn)
                 n += 1
 
 
 @gluon.jit
 def store(
-    dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band, at_once, apart,
+    dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band, at_once, apart,
     ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        block, batch, owner = place(tile, tiles, blocks, owners, band)
         _, count, number = round_of(tile, tiles, blocks, band, at_once)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        place_of = slab(block, batch, tiles, blocks, kv_heads, slabs)
-        for head in range(kv_head * group, kv_head * group + group):
+        place_of = slab(block, batch, tiles, blocks, owners, slabs)
+        for head in range(owner * group, owner * group + group):
             for visit in range(end - first):
                 i = nth(visit, number, count, apart, end, CAUSAL)
                 row = i * LINES
@@ -206,7 +207,7 @@ def store(
                     tma.store_wait(1 - w)
                     mbarrier.arrive(left.index(w), count=1)
                 if turn < ordered:
-                    pass_on(turn_of(turns, place_of, head, kv_heads, group, end, i))
+                    pass_on(turn_of(turns, place_of, head, owners, group, end, i))
                 n += 1
     tma.store_wait(0)
 
@@ -328,9 +329,9 @@ def all_ready(dq, dk, dv, REST: gl.constexpr):
 @gluon.jit
 def attend(
     WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-    blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-    BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr, LINES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale,
+    scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
+    LINES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
     COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE  # of a part of dq
@@ -341,7 +342,7 @@ def attend(
     n = 0
     held = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, kv_head = place(tile, tiles, blocks, kv_heads, band)
+        block, batch, owner = place(tile, tiles, blocks, owners, band)
         first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         dk_acc = zeros(FIRST, REST)
@@ -372,13 +373,24 @@ def attend(
             if second:
                 stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
                 hand_over(WARPGROUP, staged, queries, n - 1)
-        meet()  # both have read all keys, so gradients may take their place
-        put(dk_acc, scale, k, FIRST, REST)
-        put(dv_acc, 1.0, v, FIRST, REST)
-        fence_async_shared()
-        store_tile(dk, [batch, kv_head, start_kv, 0], keys.tiles.index(WARPGROUP))
-        store_tile(dv, [batch, kv_head, start_kv, 0], values.tiles.index(WARPGROUP))
-        tma.store_wait(0)
+        if shares is None:
+            meet()  # both have read all keys, so gradients may take their place
+            put(dk_acc, scale, k, FIRST, REST)
+            put(dv_acc, 1.0, v, FIRST, REST)
+            fence_async_shared()
+            store_tile(dk, [batch, owner, start_kv, 0], keys.tiles.index(WARPGROUP))
+            store_tile(dv, [batch, owner, start_kv, 0], values.tiles.index(WARPGROUP))
+            tma.store_wait(0)
+        else:
+            batches = tiles // (blocks * owners)
+            store_share(
+                dk_acc, scale, dk, strides, owner, batch, batches, shares, start_kv, seq_kv,
+                head_dim, FIRST, REST,
+            )  # fmt: skip
+            store_share(
+                dv_acc, 1.0, dv, strides, owner, batch, batches, shares, start_kv, seq_kv,
+                head_dim, FIRST, REST,
+            )  # fmt: skip
         for w in gl.static_range(2):
             keys.free(w)
         values.free(WARPGROUP)
@@ -389,7 +401,8 @@ def attend(
     do_not_specialize=[
         "tiles",
         "blocks",
-        "kv_heads",
+        "owners",
+        "shares",
         "band",
         "at_once",
         "apart",
@@ -402,14 +415,16 @@ def attend(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, kv_heads, band, at_once,
-    apart, ordered, slabs, group, seq_q, seq_kv, diagonal, scale, scale_log2, BLOCK_Q: gl.constexpr,
-    FIRST: gl.constexpr, REST: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, owners, shares, head_dim,
+    strides, band, at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, scale,
+    scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace, of which there are ``slabs``.
 
     A head's programs take the slabs in rotation. The first ``ordered`` of a slab add in their
-    order, and the others after these. All tensors but turns are descriptors.
+    order, and the others after these. All tensors but turns are descriptors; dk and dv are not
+    where heads are divided into shares, whose fp32 sums [shares, batches, ...] they then are.
     """
     LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
     gl.static_assert(LINE < LINES)
@@ -431,17 +446,18 @@ def flashattn_hopper_bwd(
     gl.warp_specialize(
         [
             (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-                      blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-                      BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
+                      blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
+                      diagonal, scale, scale_log2, BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
             (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-                      blocks, kv_heads, band, group, seq_q, seq_kv, diagonal, scale, scale_log2,
-                      BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
-            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, kv_heads,
-                    band, at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
-            (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, kv_heads, band,
+                      blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
+                      diagonal, scale, scale_log2, BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
+            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, owners,
+                    shares, band, at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q,
+                    CAUSAL)),
+            (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band,
                      at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES,
                      CAUSAL)),
-            (follow, (turns, allowed, tiles, blocks, kv_heads, band, at_once, apart, ordered, slabs,
+            (follow, (turns, allowed, tiles, blocks, owners, band, at_once, apart, ordered, slabs,
                       group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
         ],
         [4, 1, 1, 1],
@@ -591,7 +607,14 @@ def _plan(
     chosen = (
         config
         or pick_wide(q.shape[3], q.shape[2], causal=causal)
-        or pick_backward(q.shape[3], q.shape[2], causal=causal, deterministic=deterministic)
+        or pick_backward(
+            q.shape[3],
+            q.shape[2],
+            causal=causal,
+            deterministic=deterministic,
+            heads=k.shape[0] * k.shape[1],
+            multiprocessors=launch.multiprocessors(q.device),
+        )
     )
     scattered = not (grad_o.dense and grad_o.describable)
     unreadable = not readable([q, k, v, o], numbers)
@@ -613,7 +636,7 @@ def _plan(
         pitch = row_shape(q.shape)[1]
         wide = backward_wide.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
         return partial(_fill, wide)
-    return partial(_fill, _narrow(q, k, dq, diagonal, scale, deterministic, chosen))
+    return partial(_fill, _narrow(q, k, v, dq, diagonal, scale, deterministic, chosen))
 
 
 def _fill(
@@ -637,12 +660,14 @@ class _Narrow:
     Args:
         fold: flashattn_hopper_bwd.
         rounding: flashattn_hopper_bwd_dq.
+        shares: what dk and dv are filled with.
         total: shape of the workspace.
         turns: counters, one for each tile of queries, of those that have added to its dq.
     """
 
     fold: Launch
     rounding: Launch
+    shares: Shares
     total: tuple[int, ...]
     turns: int
 
@@ -651,13 +676,14 @@ class _Narrow:
         dq, dk, dv = grads
         total = torch.empty(self.total, device=dq.device, dtype=torch.float32)
         turns = torch.zeros(self.turns, device=dq.device, dtype=torch.int32)
-        self.fold(*given, total, dk, dv, turns)
+        self.shares.fill(lambda x: self.fold(*given, total, *x, turns), (dk, dv))
         self.rounding(total, dq)
 
 
 def _narrow(
     q: Like,
     k: Like,
+    v: Like,
     dq: Like,
     diagonal: int | None,
     scale: float,
@@ -671,28 +697,31 @@ def _narrow(
     rows, wide = block_q(head_dim), sum(columns(head_dim))
     query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
     tiles = blocks * batch * kv_heads
+    shares = share(q, k, v, tiles, causal=causal)
+    owners, tiles = kv_heads * shares.count, tiles * shares.count
     query_blocks = query_tiles * (rows // QUERIES.value)
     programs = min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles
     at_once = programs if config.persistent and not causal else 1
     slabs = 1
     if deterministic and causal:
-        slabs = slabs_for(batch * kv_heads, blocks, q.device, head_dim=head_dim)
+        slabs = slabs_for(batch * owners, blocks, q.device, head_dim=head_dim)
     queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
-    lines = Lines(box_lines(head_dim))
+    lines, grads = Lines(box_lines(head_dim)), shares.operand(keys)
     fold = Launch(
         flashattn_hopper_bwd,
         programs,
-        [queries, keys, keys, queries, numbers, numbers, lines, keys, keys, None],
+        [queries, keys, keys, queries, numbers, numbers, lines, grads, grads, None],
         (
             tiles,
             blocks,
-            kv_heads,
+            owners,
+            *shares.numbers,
             config.band,
             at_once,
             config.apart,
             blocks if deterministic else 1,
             slabs,
-            heads // kv_heads,
+            heads // owners,
             seq_q,
             seq_kv,
             diagonal or 0,
@@ -711,4 +740,4 @@ def _narrow(
         rounding_constants(head_dim, causal=causal) | {"num_warps": WARPS},
     )
     workspace = slabs * batch, heads, query_blocks * wide, LINE.value
-    return _Narrow(fold, rounding, workspace, slabs * batch * heads * query_tiles)
+    return _Narrow(fold, rounding, shares, workspace, slabs * batch * heads * query_tiles)

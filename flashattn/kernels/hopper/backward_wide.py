@@ -46,6 +46,7 @@ from flashattn.kernels.hopper.config import WideConfig, columns
 from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.numbered import Numbers, new_numbered
 from flashattn.kernels.hopper.ring import anew, new_ring
+from flashattn.kernels.hopper.shares import Shares, key_head, share, store_share
 from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed
 from flashattn.kernels.launch import Launch, Like
@@ -81,7 +82,7 @@ def owned(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def load_seeing(
-    x, x_numbers, own, ring, owns, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
+    x, x_numbers, own, ring, owns, tiles, blocks, owners, shares, band, group, seq_q, diagonal,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be a warp that loads: k and the queries, or v and dO, the first first.
@@ -90,14 +91,14 @@ def load_seeing(
     for the slot of the one would let the slot of the other lie empty.
     """
     n = 0
-    block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
+    block, batch, owner = owned(gl.program_id(0), tiles, blocks, owners, band, CAUSAL)
     first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
-    for head in range(kv_head * group, kv_head * group + group):
+    for head in range(owner * group, owner * group + group):
         for i in range(first, end):
-            ring.put(n, x, x_numbers, batch, head, kv_heads * group, i * BLOCK)
+            ring.put(n, x, x_numbers, batch, head, owners * group, i * BLOCK)
             n += 1
-            if i == first and head == kv_head * group:
-                owns.put(0, own, batch, kv_head, block * BLOCK)
+            if i == first and head == owner * group:
+                owns.put(0, own, batch, key_head(owner, shares), block * BLOCK)
 
 
 @gluon.jit
@@ -150,15 +151,16 @@ def dv_step(
 
 @gluon.jit
 def sum_dv(
-    dv, keys, queries, grads, handed, there, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
-    scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    dv, keys, queries, grads, handed, there, tiles, blocks, owners, shares, head_dim, strides, band,
+    group, seq_q, seq_kv, diagonal, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes P, and dv; the keys are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     n = 0
-    block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
+    block, batch, owner = owned(gl.program_id(0), tiles, blocks, owners, band, CAUSAL)
     start_kv = block * BLOCK
     first, full, end = seeing(start_kv, seq_q, diagonal, CAUSAL)
     k = keys.take(0)
@@ -187,10 +189,17 @@ def sum_dv(
             n += 1
     do, _ = grads.take(n - 1)
     acc = folded(fold(operand(p, do.dtype, P), do, acc, FIRST, REST), 0, REST)
-    put(acc, LOWER, k, FIRST, REST)  # nobody else reads the keys
-    fence_async_shared()
-    store_tile(dv, [batch, kv_head, start_kv, 0], keys.tiles.index(0))
-    tma.store_wait(0)
+    if shares is None:
+        put(acc, LOWER, k, FIRST, REST)  # nobody else reads the keys
+        fence_async_shared()
+        store_tile(dv, [batch, owner, start_kv, 0], keys.tiles.index(0))
+        tma.store_wait(0)
+    else:
+        batches = tiles // (blocks * owners)
+        store_share(
+            acc, LOWER, dv, strides, owner, batch, batches, shares, start_kv, seq_kv, head_dim,
+            FIRST, REST,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -223,15 +232,16 @@ def dk_step(
 
 @gluon.jit
 def sum_dk(
-    dk, values, queries, grads, handed, there, tiles, blocks, kv_heads, band, group, seq_q,
-    diagonal, scale, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    dk, values, queries, grads, handed, there, tiles, blocks, owners, shares, head_dim, strides,
+    band, group, seq_q, seq_kv, diagonal, scale, FIRST: gl.constexpr, REST: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes dS, and dk; the values are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     n = 0
-    block, batch, kv_head = owned(gl.program_id(0), tiles, blocks, kv_heads, band, CAUSAL)
+    block, batch, owner = owned(gl.program_id(0), tiles, blocks, owners, band, CAUSAL)
     first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
     v = values.take(0)
     do, delta = grads.take(n)
@@ -246,18 +256,38 @@ def sum_dk(
         n += 1
     q, _ = queries.take(n - 1)
     acc = folded(fold(operand(ds, q.dtype, P), q, acc, FIRST, REST), 0, REST)
-    put(acc, scale, v, FIRST, REST)  # nobody else reads the values
-    fence_async_shared()
-    store_tile(dk, [batch, kv_head, block * BLOCK, 0], values.tiles.index(0))
-    tma.store_wait(0)
+    if shares is None:
+        put(acc, scale, v, FIRST, REST)  # nobody else reads the values
+        fence_async_shared()
+        store_tile(dk, [batch, owner, block * BLOCK, 0], values.tiles.index(0))
+        tma.store_wait(0)
+    else:
+        batches = tiles // (blocks * owners)
+        store_share(
+            acc, scale, dk, strides, owner, batch, batches, shares, block * BLOCK, seq_kv, head_dim,
+            FIRST, REST,
+        )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tiles", "blocks", "kv_heads", "band", "group", "seq_q", "diagonal"])
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "owners",
+        "shares",
+        "band",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "diagonal",
+    ]
+)
 def flashattn_hopper_wide_dkdv(
-    q, k, v, grad_o, lse2, delta, dk, dv, tiles, blocks, kv_heads, band, group, seq_q, diagonal,
-    scale, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, grad_o, lse2, delta, dk, dv, tiles, blocks, owners, shares, head_dim, strides, band,
+    group, seq_q, seq_kv, diagonal, scale, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv; all tensors are descriptors."""
+    """Compute dk and dv; all tensors are descriptors, but for these where heads have shares."""
     keys = new_ring(k, 1, 1)
     values = new_ring(v, 1, 1)
     queries = new_numbered(q, lse2, SLOTS, 1)  # who has read q for dk has had P, whose scores
@@ -271,14 +301,16 @@ def flashattn_hopper_wide_dkdv(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (sum_dv, (dv, keys, queries, grads, handed, there, tiles, blocks, kv_heads, band, group,
-                      seq_q, diagonal, scale_log2, FIRST, REST, CAUSAL)),
-            (sum_dk, (dk, values, queries, grads, handed, there, tiles, blocks, kv_heads, band,
-                      group, seq_q, diagonal, scale, FIRST, REST, CAUSAL)),
-            (load_seeing, (q, lse2, k, queries, keys, tiles, blocks, kv_heads, band, group, seq_q,
-                           diagonal, CAUSAL)),
-            (load_seeing, (grad_o, delta, v, grads, values, tiles, blocks, kv_heads, band, group,
+            (sum_dv, (dv, keys, queries, grads, handed, there, tiles, blocks, owners, shares,
+                      head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale_log2, FIRST,
+                      REST, CAUSAL)),
+            (sum_dk, (dk, values, queries, grads, handed, there, tiles, blocks, owners, shares,
+                      head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale, FIRST, REST,
+                      CAUSAL)),
+            (load_seeing, (q, lse2, k, queries, keys, tiles, blocks, owners, shares, band, group,
                            seq_q, diagonal, CAUSAL)),
+            (load_seeing, (grad_o, delta, v, grads, values, tiles, blocks, owners, shares, band,
+                           group, seq_q, diagonal, CAUSAL)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -453,12 +485,13 @@ class _Plan:
     """What is launched: flashattn_hopper_wide_dkdv and flashattn_hopper_wide_dq."""
 
     dkdv: Launch
+    shares: Shares
     dq: Launch
 
     def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Fill dq, dk and dv; given are q, k, v, dO, lse2 and delta."""
         dq, dk, dv = grads
-        self.dkdv(*given, dk, dv)
+        self.shares.fill(lambda x: self.dkdv(*given, *x), (dk, dv))
         self.dq(*given, dq)
 
 
@@ -486,7 +519,7 @@ def plan(
         scale: as in ``forward``.
         config: of both kernels.
     """
-    del v, grad_o, dq
+    del grad_o, dq
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     group, block = heads // kv_heads, BLOCK.value
@@ -496,11 +529,14 @@ def plan(
     tile, numbers = Tiles(block), Numbers(block)
     blocks = triton.cdiv(seq_kv, block)
     tiles = blocks * batch * kv_heads
+    shares = share(q, k, v, tiles, causal=causal)
+    tiles, owners, walked = tiles * shares.count, kv_heads * shares.count, group // shares.count
+    sizes = tiles, blocks, owners, *shares.numbers, config.band, walked, seq_q, seq_kv, last
     keys = Launch(
         flashattn_hopper_wide_dkdv,
         tiles,
-        [*[tile] * 4, numbers, numbers, tile, tile],
-        (tiles, blocks, kv_heads, config.band, group, seq_q, last, *scales),
+        [*[tile] * 4, numbers, numbers, *[shares.operand(tile)] * 2],
+        (*sizes, *scales),
         options,
     )
     blocks = triton.cdiv(seq_q, PAIR.value)
@@ -512,4 +548,4 @@ def plan(
         (tiles, blocks, heads, config.band, group, seq_q, seq_kv, pitch, last, *scales),
         options,
     )
-    return _Plan(keys, queries)
+    return _Plan(keys, shares, queries)

@@ -96,3 +96,15 @@ def put(accs, factor, tile, FIRST: gl.constexpr, REST: gl.constexpr):
     else:
         tile.slice(0, FIRST, dim=1).store((accs[0] * factor).to(tile.dtype))
         tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))
+
+
+@gluon.jit
+def store(x, total, strides, place, head, start, size, head_dim):
+    """Store a sum [64, columns] where x has rows ``start ...`` of a head, up to ``size``."""
+    layout: gl.constexpr = total.type.layout
+    rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))
+    stride_b, stride_h, stride_t = strides
+    base = x + place.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    at = rows.to(gl.int64)[:, None] * stride_t + columns[None, :]
+    gl.store(base + at, total, mask=(rows < size)[:, None] & (columns < head_dim)[None, :])

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE, Cut, Forward, Plan
 from flashattn.kernels.forward import forward as portable
-from flashattn.kernels.hopper.columns import ROWS, by_row
+from flashattn.kernels.hopper.columns import ROWS, by_row, store
 from flashattn.kernels.hopper.copies import WARPS, Tiles
-from flashattn.kernels.hopper.parts import cut, new_parts, product, store, transposed
+from flashattn.kernels.hopper.parts import cut, new_parts, product, transposed
 from flashattn.kernels.hopper.visits import hide, own_place
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E

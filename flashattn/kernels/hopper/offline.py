@@ -40,7 +40,8 @@ class HopperVariant:
         config: of the launch; None for those that have none.
         causal: whether scores are masked.
         mode: of the forward "drawn", where programs draw their tiles; of what is cut "split", where
-            they have a part of the rows only, and "tf32", where it is cut in two.
+            they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
+            "shared", where heads that share keys are divided into shares.
     """
 
     kernel: str
@@ -87,6 +88,11 @@ class HopperVariant:
         return ""
 
     @property
+    def stored(self) -> tuple[str, ...]:
+        """Which gradients of keys are stored in tiles: not those that are shares of a sum."""
+        return () if self.mode == "shared" else ("dk", "dv")
+
+    @property
     def options(self) -> dict[str, int]:
         """The compiler's options."""
         return {"num_warps": WARPS}
@@ -95,20 +101,18 @@ class HopperVariant:
     def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
         d, constants = self.head_dim, {}
-        absent: tuple[str, ...] = ()
         if isinstance(self.config, Config):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), ROWS)
             drawn = self.mode == "drawn"
             constants = forward.constants(self.config, d, causal=self.causal, drawn=drawn)
-            absent = () if drawn else ("counter",)
         elif isinstance(self.config, BackwardConfig):
             function, block_q = backward.flashattn_hopper_bwd, backward.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
-            rows |= dict.fromkeys(("k", "v", "dk", "dv"), ROWS)
+            rows |= dict.fromkeys(("k", "v", *self.stored), ROWS)
             constants = backward.constants(self.config, d, causal=self.causal)
         elif isinstance(self.config, WideConfig):
-            rows = dict.fromkeys(("q", "k", "v", "grad_o", "dk", "dv", "dq"), ROWS)
+            rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), ROWS)
             function = backward_wide.flashattn_hopper_wide_dkdv
             constants = backward_wide.constants(d, causal=self.causal)
             if self.kernel == "hopper_wide_dq":
@@ -136,7 +140,16 @@ class HopperVariant:
             types["dq"] = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
         if self.kernel == "hopper_wide_dkdv":
             types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, ROWS], 0))
-        return _source(function, types, constants | dict.fromkeys(absent), fp32=self.cut)
+        constants |= dict.fromkeys(_absent(function, self.mode))
+        return _source(function, types, constants, fp32=self.cut or not self.stored)
+
+
+def _absent(function: Any, mode: str) -> list[str]:
+    """Return the arguments that are None but in one mode."""
+    modes = {"counter": "drawn"}
+    if "shares" in function.arg_names:
+        modes |= dict.fromkeys(("shares", "head_dim", "strides"), "shared")
+    return [name for name in function.arg_names if modes.get(name, mode) != mode]
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -165,6 +178,8 @@ def _source(
         elif name.endswith("strides"):
             signature[name] = ("i32",) * 3
             attributes |= {(i, j): ALIGNED for j in range(3)}
+        elif name == "head_dim":
+            signature[name], attributes[(i,)] = "i32", ALIGNED
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
     kind = GluonASTSource if types else ASTSource
@@ -181,16 +196,17 @@ def variants() -> list[HopperVariant]:
             for mode in (("", "drawn") if causal else ("",))
         ),
         *(
-            HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal)
+            HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal, mode)
             for table in (BACKWARD, DETERMINISTIC)
             for (d, causal), configs in table.items()
             for config in configs.values()
+            for mode in ("", "shared")
         ),
         *(HopperVariant("hopper_bwd_dq", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(), causal)
+            HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(), causal, mode)
             for d, causal in WIDE
-            for kernel in ("dkdv", "dq")
+            for kernel, mode in (("dkdv", ""), ("dkdv", "shared"), ("dq", ""))
         ),
         *(
             HopperVariant("hopper_cut_fwd", d, None, causal, mode)

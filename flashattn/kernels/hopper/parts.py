@@ -131,15 +131,3 @@ def transposed(x, PARTS: gl.constexpr):
     else:
         turned = x[0].permute((1, 0)), x[1].permute((1, 0)), x[2].permute((1, 0))  # type: ignore[assignment]
     return turned
-
-
-@gluon.jit
-def store(x, total, strides, place, head, start, size, head_dim):
-    """Store a sum [64, columns] where x has rows ``start ...`` of a head, up to ``size``."""
-    layout: gl.constexpr = total.type.layout
-    rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))
-    stride_b, stride_h, stride_t = strides
-    base = x + place.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
-    at = rows.to(gl.int64)[:, None] * stride_t + columns[None, :]
-    gl.store(base + at, total, mask=(rows < size)[:, None] & (columns < head_dim)[None, :])

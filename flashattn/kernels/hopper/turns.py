@@ -116,15 +116,15 @@ def turn_at(
 
 
 @gluon.jit
-def slab(block, batch, tiles, blocks, kv_heads, slabs):
+def slab(block, batch, tiles, blocks, owners, slabs):
     """Return where the workspace has a program's batch: every slab has all of them."""
-    return block % slabs * (tiles // (blocks * kv_heads)) + batch
+    return block % slabs * (tiles // (blocks * owners)) + batch
 
 
 @gluon.jit
-def turn_of(turns, batch, head, kv_heads, group, end, i):
+def turn_of(turns, batch, head, owners, group, end, i):
     """Return the counter of a tile of queries; a head has ``end``."""
-    return turns + ((batch * kv_heads * group + head) * end + i)
+    return turns + ((batch * owners * group + head) * end + i)
 
 
 def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int) -> int:

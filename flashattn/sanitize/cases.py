@@ -38,6 +38,9 @@ PROBLEMS = {
     # A backward in one launch, of several tiles.
     Problem(heads=2, kv_heads=1, seq_q=100, seq_kv=130, head_dim=64, causal=True, **BF16): "packed",
     Problem(seq_q=70, seq_kv=100, head_dim=128, causal="bottom_right", **HALF): POINTERS,
+    # Heads whose keys several programs own, each for a share of these heads.
+    Problem(batch=2, heads=6, kv_heads=2, seq_q=150, head_dim=88, causal=True, **HALF): "packed",
+    Problem(heads=4, kv_heads=1, seq_q=150, seq_kv=100, head_dim=200, **BF16): "contiguous",
     # fp32 that is cut, in parts; the first two are hopper's, too, its forward with enough heads.
     Problem(seq_q=300, seq_kv=501, head_dim=100, causal="bottom_right"): "contiguous",
     Problem(heads=8, kv_heads=4, seq_q=300, seq_kv=501, head_dim=60, causal=True): "contiguous",

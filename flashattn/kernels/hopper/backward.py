@@ -20,6 +20,8 @@ Without a mask those of a head that run at once begin at queries of their own, g
 the order in which they come by: nobody waits for another to begin. All of a round do run, as the
 launch is cooperative, and earlier rounds are over before a program begins the next.
 
+Where few keys are shared by many heads, a program has the queries of some of them only: ``shares``.
+
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
 """
 

@@ -169,13 +169,18 @@ ROTATING = {
 # they are free. Where there are as many heads as multiprocessors, in any order, short ones are
 # faster if each of these has its own tiles, a few heads after the other. Measured: likewise, 8 to
 # 512 heads of 512 to 32 768, 2026-11-23 (hopper_bands.json): 0.5% longer than the best of ten in
-# the mean, 0.8% in turns.
+# the mean, 0.6% in turns.
 _LONGEST = {0: BackwardConfig(band=32)}
 BACKWARD = ROTATING | {(64, True): _LONGEST, (96, True): _LONGEST, (128, True): _LONGEST}
 MANY = 0.95  # heads for each multiprocessor
 SHORT = {64: 2048, 96: 1024, 128: 1024}  # queries of a head, at most, by columns
 MANY_SHORT = BackwardConfig(band=4, persistent=True)
-_IN_TURNS = {0: BackwardConfig(band=64, persistent=True), 1024: BackwardConfig(band=32)}
+_IN_TURNS = {
+    0: BackwardConfig(band=64, persistent=True),
+    1024: BackwardConfig(band=32),
+    4096: BackwardConfig(band=16),
+    16384: BackwardConfig(band=8),
+}
 DETERMINISTIC = ROTATING | {
     (64, True): {0: BackwardConfig(band=64, persistent=True), 8192: BackwardConfig(band=32)},
     (96, True): _IN_TURNS,

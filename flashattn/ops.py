@@ -50,7 +50,8 @@ HOPPER_ENOUGH = {
 }
 # Likewise of the backward, whose programs own keys, each for one query head if need be: with fewer
 # the portable one runs both passes at once and splits what they walk over. Wide heads it takes
-# twice as long for in the mean.
+# twice as long for in the mean; and the longer, the more heads have keys in common, of which one
+# program walks over all: as many count as the cube of a group and 1/24 (hopper_few.json).
 HOPPER_BACKWARD_ENOUGH = {
     (64, False): 0.8,
     (64, True): 1,
@@ -129,7 +130,8 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
         return None
     enough = next(n for most, n in _row(HOPPER_ENOUGH, problem) if problem.seq_kv <= most)
     forward = tiles >= enough * multiprocessors
-    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.heads
+    shared = max(1, (problem.heads // problem.kv_heads) ** 3 / 24)
+    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.heads * shared
     backward = owned >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
     if forward:
         return {} if backward else {"joint_passes": True}

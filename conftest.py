@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Resolve --impl once."""
     chosen = list(dict.fromkeys(n for option in config.option.impl or () for n in _named(option)))
     config.stash[IMPLS] = chosen or list(registry.names())
-    config.pluginmanager.register(Failures(), "failures")
+    config.pluginmanager.register(Failures(config), "failures")
     config.option.impl = chosen
     # Somebody's own, and nobody else, is asked for: benchmarks put the peers beside it.
     own = all(registry.get(name).origin for name in chosen)

@@ -82,6 +82,27 @@ def test_a_part_of_all_tests(pytester, request):
     assert names == [f"test_{file}.py::test_x[{i}]" for file in "ab" for i in (2, 5)]
 
 
+KILLED = """
+import os
+
+def test_fails():
+    assert "what is wrong" == ""
+
+def test_is_killed():
+    os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("part", [("--part", "1/1"), ()])
+def test_a_part_says_at_once_what_failed(pytester, request, part):
+    """A part that is killed has said what failed until then; elsewhere that comes at the end."""
+    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
+    pytester.makepyfile(KILLED)
+    result = pytester.runpytest_subprocess("-q", *part)
+    assert result.ret == 9
+    assert ("what is wrong" in result.stdout.str()) == bool(part)
+
+
 def test_summary(pytester, request, device):
     """The summary says how many examples passed, of properties and of laws, which draw a share."""
     pytester.makepyfile(COUNTED)

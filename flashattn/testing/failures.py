@@ -40,11 +40,22 @@ class Failed:
 
 
 class Failures:
-    """Remembers on what implementations fail; at the end shrinks one failure of each."""
+    """Remembers on what implementations fail; at the end shrinks one failure of each.
 
-    def __init__(self) -> None:
+    Args:
+        config: pytest's.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
         """Start with none."""
-        self._failed: dict[str, Failed] = {}
+        self._config, self._failed = config, dict[str, Failed]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Say at once what failed in a part of all tests: it may be killed before it ends."""
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and self._config.option.part and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid}: {report.longreprtext}")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

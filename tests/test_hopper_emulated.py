@@ -234,13 +234,17 @@ def cut_kernels(problem):
     return {f"flashattn_hopper_cut_{kernel}" for kernel in ("fwd", *backward)}
 
 
-@pytest.mark.parametrize("values", ["normal", "extreme"])
+@pytest.mark.parametrize(
+    ("values", "layout"),
+    [("normal", "contiguous"), ("extreme", "contiguous"), ("normal", "sequence_first")],
+)
 @pytest.mark.parametrize("shape", CUT_CASES, ids=str)
-def test_cut(shape, values):
-    """In fp32 what comes cut in three is within the budgets of fp32."""
+def test_cut(shape, values, layout):
+    """In fp32 what comes cut in three is within the budgets of fp32, wherever o shall lie."""
     problem = Problem(**{"head_dim": 128} | shape)
+    question = Question(problem=problem, values=values, layout=layout)
     with emulated(multiprocessors=2) as launched:
-        assert_accurate(attend(problem, None, {}), Question(problem=problem, values=values))
+        assert_accurate(attend(problem, None, {}), question)
     assert set(launched) == cut_kernels(problem)
 
 

@@ -64,7 +64,8 @@ def _operand(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, torch.Tensor):
-        return Pointer(x.detach().view(-1))
+        reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        return Pointer(x.detach().as_strided((reach if x.numel() else 0,), (1,)))
     return Number(x) if type(x) is int else x
 
 

@@ -50,8 +50,7 @@ HOPPER_ENOUGH = {
 }
 # Likewise of the backward, whose programs own keys, each for one query head if need be: with fewer
 # the portable one runs both passes at once and splits what they walk over. Wide heads it takes
-# twice as long for in the mean; and the longer, the more heads have keys in common, of which one
-# program walks over all: as many count as the cube of a group and 1/24 (hopper_few.json).
+# twice as long for in the mean.
 HOPPER_BACKWARD_ENOUGH = {
     (64, False): 0.8,
     (64, True): 1,
@@ -62,6 +61,9 @@ HOPPER_BACKWARD_ENOUGH = {
     (256, False): 1 / 16,
     (256, True): 1 / 16,
 }
+# The portable one lets a program walk over all heads that share its keys, so a tile counts for more
+# the more these are: for their cube by this number (hopper_few.json, groups of 2 to 16 on an H200).
+HOPPER_GROUPED = 24
 HOPPER_CUT = range(33, 129)  # head dimensions in fp32
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
@@ -130,9 +132,10 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
         return None
     enough = next(n for most, n in _row(HOPPER_ENOUGH, problem) if problem.seq_kv <= most)
     forward = tiles >= enough * multiprocessors
-    shared = max(1, (problem.heads // problem.kv_heads) ** 3 / 24)
-    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.heads * shared
-    backward = owned >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
+    group = problem.heads // max(1, problem.kv_heads)
+    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.heads
+    counted = owned * max(1, group**3 / HOPPER_GROUPED)
+    backward = counted >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
     if forward:
         return {} if backward else {"joint_passes": True}
     return {"split_keys": True} if backward else None

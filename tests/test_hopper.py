@@ -294,6 +294,7 @@ def test_who_takes_what(device):
         ({"heads": 32, "kv_heads": 8, "seq_q": 1024, "head_dim": 128}, {}),
         ({"heads": 16, "kv_heads": 8, "seq_q": 512, "head_dim": 128}, None),
         ({"heads": 8, "kv_heads": 1, "seq_q": 128, "head_dim": 128}, {"split_keys": True}),
+        ({"heads": 0, "seq_q": 256, "head_dim": 64}, None),
         ({"heads": 16, "kv_heads": 4, "seq_q": 256, "head_dim": 64}, None),
         ({"heads": 16, "kv_heads": 4, "seq_q": 512, "head_dim": 64}, {"split_keys": True}),
         ({"heads": 64, "kv_heads": 8, "seq_q": 512, "head_dim": 64, "causal": True}, {}),

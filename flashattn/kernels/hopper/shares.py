@@ -21,7 +21,7 @@ from flashattn.kernels.hopper.columns import store
 from flashattn.kernels.launch import Like
 from flashattn.kernels.splitting import Tensors, Written
 
-NARROW = 128  # head dimension, up to which both kernels of the backward are one
+ONE_PASS = 128  # head dimension, up to which the backward is one
 # Of narrow heads and of wide ones: under a mask, how much of what the longest program has to do
 # comes after the mean of all is over; and what it costs to add up a share of a tile of keys, in
 # queries that a program could have walked over instead. Measured: one H200, torch 2.11, triton 3.6,
@@ -61,7 +61,7 @@ def shares_for(q: Like, k: Like, tiles: int, *, causal: bool) -> int:
         causal: whether there is a mask: programs then have half as much to do in the mean.
     """
     programs, group = launch.multiprocessors(k.device), q.shape[1] // k.shape[1]
-    late, added = (x[q.shape[3] > NARROW] for x in (LATE, ADDED))
+    late, added = (x[q.shape[3] > ONE_PASS] for x in (LATE, ADDED))
 
     def time(shares: int) -> float:  # what one head's queries take to be walked over is 1
         longest = group // shares

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,16 +14,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
+from flashattn.testing import examples, left_out, parallel
 from flashattn.testing.chosen import choose
-from flashattn.testing.examples import Count
 from flashattn.testing.failures import Failures
 
 pytest_plugins = ["pytester"]
 
 ON_GPU = torch.cuda.is_available()
 
-# What varies a failure that was made small, to explain it, would compile for minutes on a GPU; and
-# it traces lines, in which faulthandler, that tells of a test that hangs, crashes.
+# To explain a failure Hypothesis varies it, which would compile for minutes on a GPU.
 PHASES = [phase for phase in hypothesis.Phase if not ON_GPU or phase != hypothesis.Phase.explain]
 # Examples per property. Interpreted kernels are slow, so a GPU runs more of them.
 for _profile, _on_cpu, _on_gpu in (("quick", 5, 20), ("default", 20, 100), ("thorough", 200, 1000)):
@@ -38,27 +37,10 @@ for _profile, _on_cpu, _on_gpu in (("quick", 5, 20), ("default", 20, 100), ("tho
 hypothesis.settings.load_profile("default")
 
 
-def _part(text: str) -> tuple[int, int]:
-    """Return I and N of ``"I/N"``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not that, or I is not one of 1 ... N.
-    """
-    index, slash, parts = text.partition("/")
-    if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
-        msg = f"wanted I/N with I from 1 to N, as in 1/8, got {text!r}"
-        raise argparse.ArgumentTypeError(msg)
-    return int(index), int(parts)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare which implementations take part, and which part of all there is."""
-    parser.addoption(
-        "--part",
-        type=_part,
-        metavar="I/N",
-        help="the I-th of N parts: of all tests, or of the sweep, as for an array of jobs",
-    )
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register our plugins; declare which implementations take part."""
+    for plugin in (examples, left_out, parallel):
+        pluginmanager.register(plugin)
     parser.addoption(
         "--impl",
         action="append",
@@ -77,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Resolve --impl once."""
     chosen = list(dict.fromkeys(n for option in config.option.impl or () for n in _named(option)))
     config.stash[IMPLS] = chosen or list(registry.names())
-    config.pluginmanager.register(Failures(config), "failures")
+    config.pluginmanager.register(Failures(), "failures")
     config.option.impl = chosen
     # Somebody's own, and nobody else, is asked for: benchmarks put the peers beside it.
     own = all(registry.get(name).origin for name in chosen)
@@ -95,7 +77,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say where implementations come from, and which installed ones cannot be loaded."""
     impls = [registry.get(name) for name in config.stash[IMPLS]]
     own = [f"{impl.name} ({impl.origin})" for impl in impls if impl.origin]
-    return [f"implementations: {', '.join(own)}"] * bool(own) + list(registry.broken())
+    lines = [f"implementations: {', '.join(own)}"] * bool(own) + list(registry.broken())
+    only_benchmarks = all(Path(argument).name == "benchmarks" for argument in config.args)
+    return lines if only_benchmarks else lines + left_out.header(config.stash[IMPLS])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -110,35 +94,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what --impl takes part in, and a part; move what changes its process to the end."""
+    """Keep what --impl takes part in."""
     if config.option.impl:
         config.hook.pytest_deselected(items=[item for item in items if not _has_impl(item)])
         items[:] = [item for item in items if _has_impl(item)]
-    if config.option.part:
-        index, parts = config.option.part
-        tests = [item for item in items if not item.name.startswith("bench_")]
-        others = {item for i, item in enumerate(tests, 1) if i % parts != index % parts}
-        config.hook.pytest_deselected(items=list(others))
-        items[:] = [item for item in items if item not in others]
-    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Count the examples of every property."""
-    property_ = getattr(getattr(item, "obj", None), "hypothesis", None)
-    if property_ is not None:
-        property_.inner_test = Count.of(property_.inner_test)
 
 
 def _has_impl(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return "impl" in params or hasattr(params.get("case"), "impl")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many examples were drawn and held."""
-    if Count.passed:
-        terminalreporter.write_line(f"hypothesis: {Count.passed} examples passed")
 
 
 @pytest.fixture(scope="session")

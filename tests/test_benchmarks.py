@@ -20,7 +20,6 @@ from flashattn.measure import roofline, timing
 from flashattn.measure.device import accelerator
 from flashattn.report.runs import load
 
-pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
 ROOT = Path(__file__).parents[1]
 FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 ONE = ("-k", "q64 and full")  # one problem in three passes

@@ -9,7 +9,6 @@ queries without a key. The interpreter has one tile for all; there a few cases w
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -18,12 +17,10 @@ import pytest
 import torch
 
 from flashattn.kernels import backward, choice, launch
-from flashattn.kernels.primitives import INTERPRETED as INTERPRETED_HERE
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get
 from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
-from flashattn.testing.ahead import Ahead, workers_for
 from flashattn.testing.layouts import LAYOUTS as LAYOUTS_OF
 
 MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # so many that each pass has its own launch
@@ -127,22 +124,9 @@ def question(case, device):
     return Question(problem=case.problem, device=device, layout=case.layout)
 
 
-@pytest.fixture(scope="module")
-def ahead(request, device):
-    """Compile what this session will run in several processes."""
-    asked = []
-    if device.type == "cuda":
-        items = (item for item in request.session.items if item.path == request.path)
-        found = (item.callspec.params.get("case") for item in items if hasattr(item, "callspec"))
-        asked = [question(case, device) for case in found if case is not None]
-    with closing(Ahead("triton", asked, workers_for(len(asked)))) as others:
-        yield others
-
-
-def test_every_tile(case, ahead, device):
+def test_every_tile(case, device):
     """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
     asked = question(case, device)
-    ahead.wait(asked)
     scale = case.head_dim**-0.5
     assert_accurate(partial(get("triton"), causal=case.problem.causal, scale=scale), asked)
 
@@ -163,7 +147,7 @@ def test_the_ordinary_run_meets_every_tile(arch, capability):
                 assert tile in picked, (dtype, kernel, d, causal)
 
 
-@pytest.mark.skipif(INTERPRETED_HERE.value, reason="the interpreter has one tile for all")
+@pytest.mark.gpu  # the interpreter has one tile for all
 def test_cases_launch_what_they_say(device):
     """What is launched for a case are the kernels that it is for, with the tiles of the table."""
     capability = torch.cuda.get_device_capability(device)
@@ -184,13 +168,12 @@ def test_cases_launch_what_they_say(device):
         assert kernel == case.kernels[0], case
 
 
+@pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 @pytest.mark.parametrize("shape", ["ragged", "few", "short"])  # the last is not cut
 def test_every_tile_for_tf32(device, shape, head_dim, causal):
     """Each tile for TF32 is right to what four products in a row lose, 2^-10 a factor."""
-    if device.type == "cpu":
-        pytest.skip("the interpreter makes one product of TF32 in full fp32")
     problem = Problem(**SHAPES[shape], head_dim=head_dim, causal=causal)
     case = Question(problem=problem, device=device).draw()
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
@@ -217,10 +200,9 @@ def test_shapes_are_what_they_say():
     assert tall.dead_rows == 200
 
 
-def test_every_tile_wants_a_gpu(pytestconfig, pytester):
+def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
     """Without a GPU ``--every-tile`` is a mistake that says what it wants."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tests = pytestconfig.rootpath / "tests"
     pytester.makeconftest((tests / "conftest.py").read_text())
     result = pytester.runpytest_inprocess("--every-tile")

@@ -10,21 +10,6 @@ from flashattn import registry
 from flashattn.testing.examples import Count
 from flashattn.testing.law import share
 
-# Times the profile's examples per property: on a CPU 600 by default, 6000 in the thorough profile;
-# on a GPU, whose profiles have five times the examples, 1000 and 10 000.
-PROMISED = {"cpu": 30, "cuda": 10}
-CHOOSE = (
-    "keyword",
-    "markexpr",
-    "deselect",
-    "ignore",
-    "ignore_glob",
-    "impl",
-    "lf",
-    "part",
-    "stepwise",
-)
-
 
 def test_count(monkeypatch):
     """Examples that pass are counted, once each; rejected and failing ones are not."""
@@ -72,37 +57,6 @@ def test_law(impl, question):
 """
 
 
-def test_a_part_of_all_tests(pytester, request):
-    """The last of three parts has every third test, of every file."""
-    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
-    many = "import pytest\n\n@pytest.mark.parametrize('i', range(6))\ndef test_x(i):\n    pass\n"
-    pytester.makepyfile(test_a=many, test_b=many)
-    result = pytester.runpytest_subprocess("--collect-only", "-q", "--part", "3/3")
-    names = [line for line in result.outlines if "::" in line]
-    assert names == [f"test_{file}.py::test_x[{i}]" for file in "ab" for i in (2, 5)]
-
-
-KILLED = """
-import os
-
-def test_fails():
-    assert "what is wrong" == ""
-
-def test_is_killed():
-    os._exit(9)
-"""
-
-
-@pytest.mark.parametrize("part", [("--part", "1/1"), ()])
-def test_a_part_says_at_once_what_failed(pytester, request, part):
-    """A part that is killed has said what failed until then; elsewhere that comes at the end."""
-    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
-    pytester.makepyfile(KILLED)
-    result = pytester.runpytest_subprocess("-q", *part)
-    assert result.ret == 9
-    assert ("what is wrong" in result.stdout.str()) == bool(part)
-
-
 def test_summary(pytester, request, device):
     """The summary says how many examples passed, of properties and of laws, which draw a share."""
     pytester.makepyfile(COUNTED)
@@ -114,12 +68,16 @@ def test_summary(pytester, request, device):
     result.stdout.fnmatch_lines([f"hypothesis: {2 * 8 + of_the_law} examples passed"])
 
 
-@pytest.mark.last
-def test_enough_examples(request, device):
-    """A run of all tests holds its properties on as many examples as it promises."""
-    config = request.config
-    if config.args not in (["tests"], [str(config.rootpath / "tests")]):
-        pytest.skip("only some files were asked for")
-    if any(config.getoption(name, None) for name in CHOOSE):
-        pytest.skip("only some tests were asked for")
-    assert Count.passed >= PROMISED[device.type] * hypothesis.settings().max_examples
+@pytest.mark.parametrize(
+    ("drawn", "chosen", "status"), [(0, (), 1), (9, (), 0), (0, ("-k", "a"), 0)]
+)
+def test_enough_examples(pytester, request, drawn, chosen, status):
+    """A run of all tests that draws fewer examples than it promises fails."""
+    conftest = (request.config.rootpath / "conftest.py").read_text()
+    pytester.makeconftest(
+        conftest + f"\nexamples.promised = lambda: 8\nexamples.Count.passed = {drawn}\n"
+    )
+    pytester.mkdir("tests").joinpath("test_a.py").write_text("def test_a():\n    pass\n")
+    result = pytester.runpytest_subprocess("tests", "-n0", *chosen)
+    assert result.ret == status
+    assert ("too few: wanted 8" in result.stdout.str()) == (status == 1)

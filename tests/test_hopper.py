@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import runpy
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,6 @@ from flashattn.registry import get
 from flashattn.testing.accuracy import Question, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs
 
-PATIENCE = 300  # seconds; a barrier that nobody reaches would hang for ever
 CONFIGS = sorted({(d, c) for (d, _), of in FORWARD.items() for c in of.values()}, key=str)
 BACKWARDS = sorted(
     {(d, MANY_SHORT, False) for d in SHORT}
@@ -66,21 +64,13 @@ SHAPES = {
 MASKS = (False, "top_left", "bottom_right")
 
 
-@pytest.fixture(autouse=True)
-def watchdog():
-    """End the process, telling where it is, when a test hangs."""
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+def not_here():
+    """Return why Hopper's kernels do not run on this machine, or None."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return ops.why_not_hopper(Problem(seq_q=64, head_dim=64, dtype="bfloat16"), device)
 
 
-@pytest.fixture
-def on_hopper(device):
-    """Skip elsewhere, with the sentence."""
-    reason = ops.why_not_hopper(Problem(seq_q=64, head_dim=64, dtype="bfloat16"), device)
-    if reason is not None:
-        pytest.skip(reason)
-    return device
+on_hopper = pytest.mark.why_not.with_args(not_here)
 
 
 def call(config, q, k, v, *, causal, scale):
@@ -110,18 +100,20 @@ class Attend(torch.autograd.Function):
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
-def test_every_config(on_hopper, head_dim, config, shape, causal):
+@on_hopper
+def test_every_config(device, head_dim, config, shape, causal):
     """Each config of the table is within the budgets, padded too, in both dtypes."""
     for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
-        question = Question(problem=problem, device=on_hopper, grad=False)
+        question = Question(problem=problem, device=device, grad=False)
         assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), question)
 
 
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS + WIDES, ids=str)
-def test_every_backward_config(on_hopper, head_dim, config, deterministic, shape, causal):
+@on_hopper
+def test_every_backward_config(device, head_dim, config, deterministic, shape, causal):
     """So are the gradients of each config, of o and of lse."""
     for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
@@ -130,7 +122,7 @@ def test_every_backward_config(on_hopper, head_dim, config, deterministic, shape
         def attend(q, k, v, how=how, d=d):
             return Attend.apply(q, k, v, causal, d**-0.5, how)
 
-        assert_accurate(attend, Question(problem=problem, device=on_hopper))
+        assert_accurate(attend, Question(problem=problem, device=device))
 
 
 CUTS = {
@@ -146,10 +138,11 @@ CUTS = {
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", CUTS)
 @pytest.mark.parametrize("head_dim", [33, 64, 65, 96, 128])
-def test_cut(on_hopper, head_dim, shape, causal, values):
+@on_hopper
+def test_cut(device, head_dim, shape, causal, values):
     """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    question = Question(problem=problem, device=on_hopper, values=values)
+    question = Question(problem=problem, device=device, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
     assert_accurate(attend, question)
     case = question.draw()
@@ -160,10 +153,11 @@ def test_cut(on_hopper, head_dim, shape, causal, values):
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", CUTS)
 @pytest.mark.parametrize("head_dim", [72, 128])
-def test_cut_in_two(on_hopper, head_dim, shape, causal):
+@on_hopper
+def test_cut_in_two(device, head_dim, shape, causal):
     """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    case = Question(problem=problem, device=on_hopper).draw()
+    case = Question(problem=problem, device=device).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
     # With few scores the forward is one product of TF32, and the gradients follow from its o.
     kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > launch.CUT_FORWARD else 10
@@ -171,7 +165,8 @@ def test_cut_in_two(on_hopper, head_dim, shape, causal):
         assert 2**-20 < error < 4 * 2 * 2**-kept, name
 
 
-def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
+@on_hopper
+def test_what_is_not_cut_is_the_portable_kernels(device, monkeypatch):
     """Other head dims, few scores, and other ways to multiply fp32 are the portable passes'."""
     asked = []
     passes = backward_cut.portable
@@ -187,7 +182,7 @@ def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
     ):
         asked.clear()
         problem = Problem(seq_q=length, head_dim=head_dim)
-        q, k, v = make_inputs(problem, device=on_hopper)
+        q, k, v = make_inputs(problem, device=device)
         o, lse = call(None, q, k, v, causal=False, scale=0.1)
         how = {"diagonal": None, "scale": 0.1, "precision": precision}
         backward.portable_plan(
@@ -197,10 +192,11 @@ def test_what_is_not_cut_is_the_portable_kernels(on_hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_the_same_bits(on_hopper, head_dim):
+@on_hopper
+def test_the_same_bits(device, head_dim):
     """Fifty runs give the same bits, whichever program draws which tile."""
     problem = Problem(**SHAPES["many"], head_dim=head_dim, causal=True, dtype="bfloat16")
-    inputs = make_inputs(problem, device=on_hopper)
+    inputs = make_inputs(problem, device=device)
     first = call(None, *inputs, causal=True, scale=0.1)
     for _ in range(50):
         again = call(None, *inputs, causal=True, scale=0.1)
@@ -208,10 +204,11 @@ def test_the_same_bits(on_hopper, head_dim):
 
 
 @pytest.mark.parametrize("change", ["stride", "address", "expanded", "scale"])
-def test_what_it_cannot_reach_is_the_portable_kernels(on_hopper, monkeypatch, change):
+@on_hopper
+def test_what_it_cannot_reach_is_the_portable_kernels(device, monkeypatch, change):
     """Tensors that no descriptor can have, and scales that are not positive, are answered too."""
     problem = Problem(heads=2, seq_q=70, head_dim=64, dtype="bfloat16")
-    q, k, v = make_inputs(problem, device=on_hopper)
+    q, k, v = make_inputs(problem, device=device)
     scale = -0.1 if change == "scale" else 0.1
     if change == "stride":
         q = torch.nn.functional.pad(q, (0, 1))[..., :64]
@@ -379,7 +376,8 @@ def test_kernels_by_name():
 @pytest.mark.parametrize(
     ("option", "own"), [("split_keys", "backward"), ("joint_passes", "forward")]
 )
-def test_one_of_both_is_portable(on_hopper, monkeypatch, option, own):
+@on_hopper
+def test_one_of_both_is_portable(device, monkeypatch, option, own):
     """With ``split_keys`` the forward is the portable one, with ``joint_passes`` the backward."""
     problem = Problem(heads=2, seq_q=300, head_dim=64, causal=True, dtype="bfloat16")
     called = []
@@ -391,7 +389,7 @@ def test_one_of_both_is_portable(on_hopper, monkeypatch, option, own):
             lambda *a, plan=plan, name=name, **k: called.append(name) or plan(*a, **k),
         )
     attends = partial(get("hopper"), causal=True, scale=0.1, **{option: True})
-    assert_accurate(attends, Question(problem=problem, device=on_hopper, scale=0.1))
+    assert_accurate(attends, Question(problem=problem, device=device, scale=0.1))
     assert called == [own]
 
 

@@ -17,7 +17,6 @@ from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.kernels.hopper import backward, forward, shares, turns
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
 from flashattn.kernels.hopper.copies import Tiles
-from flashattn.kernels.primitives import INTERPRETED
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import (
     InaccurateError,
@@ -27,9 +26,7 @@ from flashattn.testing.accuracy import (
 )
 from flashattn.testing.inputs import make_grads, make_inputs
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED.value, reason="kernels are compiled in this process: TRITON_INTERPRET=1"
-)
+pytestmark = pytest.mark.interpreter
 MUTANTS = Path(__file__).parent / "mutants" / "mutants.py"
 Mutant = runpy.run_path(str(MUTANTS))["Mutant"]
 SMALL = Config(block_kv=64)

@@ -499,11 +499,10 @@ def test_fp32_precision(device, precision):
     assert_accurate(triton("top_left", precision=precision), question)
 
 
+@pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
 @pytest.mark.parametrize("seq_kv", [1, 100])
 def test_fp32_budgets_see_tf32(device, seq_kv):
     """One TF32 product in place of six of bf16 breaks the budgets, where dS cancels, too."""
-    if device.type != "cuda":
-        pytest.skip("the interpreter makes one product of TF32 in full fp32")
     problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
     with pytest.raises(AssertionError, match="budget"):
         assert_accurate(triton(False, precision="tf32"), Question(problem=problem, device=device))
@@ -544,6 +543,7 @@ def test_torch_decides_on_tf32():
         matmul.fp32_precision = before
 
 
+@pytest.mark.gpu_memory
 @pytest.mark.parametrize("far", [2**31 + 4096, 2**31 + 4097], ids=["descriptors", "pointers"])
 def test_offsets_are_64_bit(device, far):
     """A head that begins beyond 2^31 elements is read, and its gradient written, where it lies."""
@@ -604,6 +604,7 @@ def gradients(grad_o, *inputs):
 
 
 @pytest.mark.usefixtures("alike")
+@pytest.mark.gpu_memory
 def test_more_than_2_31_elements_in_heads(device):
     """Heads on both sides of element 2^31, and the last, answer as they do alone."""
     elements, head_dim = large(device)
@@ -617,6 +618,7 @@ def test_more_than_2_31_elements_in_heads(device):
 
 
 @pytest.mark.usefixtures("alike")
+@pytest.mark.gpu_memory
 def test_more_than_2_31_elements_in_queries(device):
     """Queries behind element 2^31 of one head answer as they do alone."""
     elements, head_dim = large(device)
@@ -631,6 +633,7 @@ def test_more_than_2_31_elements_in_queries(device):
 
 
 @pytest.mark.usefixtures("alike")
+@pytest.mark.gpu_memory
 def test_more_than_2_31_elements_in_keys(device):
     """A key behind element 2^31 of one head is found, and the last ones have their gradients."""
     elements, head_dim = large(device)

@@ -327,7 +327,7 @@ def test_activation_bytes_of_one_sequence():
         assert saved_bytes(model, 1, 128, "fp32") == costs.activation_bytes
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU's kernels")
+@pytest.mark.gpu
 @pytest.mark.parametrize("held", ATTENTION)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activation_bytes_on_a_gpu(device, held, precision):

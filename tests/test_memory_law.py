@@ -207,6 +207,7 @@ def requested(call, device):
     return torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before, result
 
 
+@pytest.mark.gpu  # a CPU's allocator does not count; its operators are counted above
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("causal", [False, "top_left"])
 def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
@@ -214,8 +215,6 @@ def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
 
     The heads are so many that nothing is split.
     """
-    if device.type != "cuda":
-        pytest.skip("a CPU's allocator does not count; its operators are counted above")
     impl, ratios = get("triton"), []
     for length in (2048, 2048, 8192, 32768):  # the first call compiles and is not judged
         problem = problem_of(length, heads=64, kv_heads=32, head_dim=64, causal=causal, dtype=dtype)

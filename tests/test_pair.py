@@ -26,7 +26,6 @@ from flashattn.gate.pair import Pair, WorkerError
 from flashattn.measure import timing
 from flashattn.report import gate
 
-pytestmark = pytest.mark.last  # what an inner run makes Python forget is not missed then
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 # On a GPU so many heads that the device takes the time, and not its host, which others may share.
@@ -126,6 +125,7 @@ def junit(path):
     return int(suite.get("tests")), int(suite.get("failures")), said
 
 
+@pytest.mark.alone
 def test_unchanged_code_is_the_same(repository, monkeypatch):
     """Unchanged code passes with a table, here and on GitHub's page; nothing is left behind."""
     summary, scratch = repository.path / "summary.md", repository.path / "scratch"
@@ -146,6 +146,7 @@ def test_unchanged_code_is_the_same(repository, monkeypatch):
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.alone
 def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     """What is slower fails with a sentence that JUnit counts; what is faster or new does not.
 
@@ -186,6 +187,7 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     result.stdout.no_fnmatch_line("*pytest.fail(*")
 
 
+@pytest.mark.alone
 def test_a_dirty_null_arm_proves_nothing(repository, monkeypatch):
     """Where the old revision is slower than itself the status says so, though nothing failed."""
 
@@ -216,6 +218,7 @@ def test_a_dead_worker_tells_why(repository):
     )
 
 
+@pytest.mark.alone
 def test_the_selftest_sees_what_is_there(repository):
     """Work that is added to a case is seen, by the processes of each collection."""
     result = run(repository, "--gate-selftest")

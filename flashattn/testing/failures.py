@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,37 +26,27 @@ class Failed:
     test: str
     questions: list[Question] = field(default_factory=list)
 
-    def small(self) -> tuple[str, str]:
-        """Return what is wrong with the smallest case that was found, and the line that repeats it.
+    def small(self) -> tuple[int, str]:
+        """Return the flops of the smallest case found, what is wrong, and how to repeat it.
 
         Where no question fails as it stands, because a test asks for more than accuracy, that is
         the test itself.
         """
-        if self.questions:
-            least = min(self.questions, key=lambda question: question.problem.flops())
-            found = repro.smallest(self.impl, least)
-            if found is not None:
-                return found
-        return self.test, shlex.join(["pytest", self.test, "--impl", asked(self.impl)])
+        least = min(self.questions, key=lambda question: question.problem.flops(), default=None)
+        found = least and repro.smallest(self.impl, least)
+        if least and found:
+            return least.problem.flops(), "\n".join(found)
+        again = shlex.join(["pytest", self.test, "--impl", asked(self.impl)])
+        return sys.maxsize, f"{self.test}\n{again}"
 
 
 class Failures:
-    """Remembers on what implementations fail; at the end shrinks one failure of each.
+    """Remembers on what implementations fail; at the end shows the smallest failure of each."""
 
-    Args:
-        config: pytest's.
-    """
-
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self) -> None:
         """Start with none."""
-        self._config, self._failed = config, dict[str, Failed]()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Say at once what failed in a part of all tests: it may be killed before it ends."""
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and self._config.option.part and terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(f"{report.nodeid}: {report.longreprtext}")
+        self._failed = dict[str, Failed]()
+        self._small = dict[str, tuple[int, str]]()  # of workers: flops, and what is to be said
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -72,8 +63,25 @@ class Failures:
             failed.questions += [cause.question for cause in causes if hasattr(cause, "question")]
         return report
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Shrink a failure of each implementation; a worker hands it over."""
+        self._add({name: failed.small() for name, failed in self._failed.items()})
+        if hasattr(session.config, "workerinput"):
+            output = session.config.workeroutput  # type: ignore[attr-defined] # of xdist
+            output["failures"] = self._small
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker found."""
+        self._add(getattr(node, "workeroutput", {}).get("failures", {}))
+
+    def _add(self, found: Mapping[str, tuple[int, str]]) -> None:
+        """Keep the smaller of two failures of one implementation."""
+        for name, small in found.items():
+            self._small[name] = min(self._small.get(name, small), small)
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say it for each implementation."""
-        for name, failed in self._failed.items():
+        """Show it for each implementation."""
+        for name, (_, said) in self._small.items():
             terminalreporter.section(f"{name}: what fails, made small")
-            terminalreporter.write_line("\n".join(failed.small()))
+            terminalreporter.write_line(said)

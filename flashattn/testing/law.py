@@ -16,6 +16,7 @@ from flashattn.testing.examples import Check, Count
 from flashattn.testing.strategies import problems, questions
 
 DTYPES = ("bfloat16", "float16", "float32")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ORDINARY = [
     *(Problem(seq_q=64, head_dim=64, dtype=dtype, causal=True) for dtype in DTYPES),
     *(Problem(seq_q=64, head_dim=64, dtype=dtype) for dtype in DTYPES),
@@ -62,8 +63,12 @@ def law(
     """
 
     def decorate(check: Check) -> Callable[[Impl, torch.device], None]:
+        def why_not(impl: Impl) -> str | None:
+            if impl.compiles:
+                return f"{impl.name} compiles for seconds at every new shape"
+            return unasked(impl, DEVICE, needs)
+
         def test(impl: Impl, device: torch.device) -> None:
-            _skip(impl, device, needs.split())
             grad = impl.grad and bool(fixed.get("grad", True))
 
             def solves(problem: Problem) -> bool:
@@ -87,6 +92,7 @@ def law(
             settings = hypothesis.settings(
                 max_examples=share(impl, device),
                 report_multiple_bugs=False,  # one AssertionError, and not a group of them
+                derandomize=not impl.strict,  # or peers would fail in one run and not in the next
                 suppress_health_check=list(hypothesis.HealthCheck),
             )
             try:
@@ -100,22 +106,25 @@ def law(
 
         test.__name__, test.__qualname__ = check.__name__, check.__qualname__
         test.__doc__, test.__module__ = check.__doc__, check.__module__
-        return test
+        test.is_law = True  # type: ignore[attr-defined]
+        return pytest.mark.why_not.with_args(why_not)(test)
 
     return decorate
 
 
-def _skip(impl: Impl, device: torch.device, needs: list[str]) -> None:
+def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
+    """Return why an implementation is not asked on a device, or None.
+
+    Args:
+        impl: who.
+        device: where.
+        needs: as for ``law``.
+    """
     missing = {
         "grad": f"{impl.name} is not differentiable",
         "lse": f"{impl.name} does not return the logsumexp",
         "strict": f"{impl.name} does not claim the contract beyond ordinary inputs",
     }
-    for fact in needs:
-        if not getattr(impl, fact):
-            pytest.skip(missing[fact])
-    reasons = [impl.why_not(problem, device) for problem in ORDINARY]
-    if None not in reasons:
-        pytest.skip(f"{reasons[0]}")
-    if impl.compiles:
-        pytest.skip(f"{impl.name} compiles for seconds at every new shape")
+    reasons = [missing[fact] for fact in needs.split() if not getattr(impl, fact)]
+    unsolved = [impl.why_not(problem, device) for problem in ORDINARY]
+    return next(iter([*reasons, *([] if None in unsolved else unsolved)]), None)

@@ -1,4 +1,4 @@
-"""Runs ordinary tests on mutated copies of the package, two at a time, and lists the verdicts."""
+"""Runs ordinary tests on mutated copies of the package, and lists the verdicts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-VERDICTS = pytest.StashKey()
-AT_ONCE = 2
 PATIENCE = 300  # seconds; the whole set takes a fifth of it
 # The ordinary tests that mutants are shown to.
 SUITE = (
@@ -101,34 +98,17 @@ def who_failed(output, code):
     return "", ""
 
 
-@pytest.fixture(scope="session")
-def verdicts(request, tmp_path_factory):
-    """The verdict on every mutant that was asked for, as a future by name; all of them run now."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    copies = {params["chosen"]: (None, params["chosen"]) for params in asked if "chosen" in params}
-    mutants = [params["mutant"] for params in asked if "mutant" in params]
-    copies |= {
-        mutant.name: (mutant, "tiled" if mutant.path == "tiled.py" else "triton")
-        for mutant in mutants
-    }
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {
-            name: pool.submit(examine, tmp_path_factory.mktemp(name), *copy)
-            for name, copy in copies.items()
-        }
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.fixture
-def verdict(request, verdicts):
-    """Return the verdict on one copy, and keep it for the list."""
+def verdict(tmp_path, record_property):
+    """Return what examines a copy, mutated or not, and notes what is to be listed."""
 
-    def wait(name):
-        found = verdicts[name].result()
-        request.config.stash.setdefault(VERDICTS, {})[name] = found
+    def examined(mutant, chosen):
+        found = examine(tmp_path, mutant, chosen)
+        words = found.test or ("nobody" if found.code == 0 else "no test; see above")
+        record_property("verdict", f"{found.seconds:5.1f} s  {mutant or chosen}: {words}")
         return found
 
-    return wait
+    return examined
 
 
 def pytest_collection_modifyitems(config, items):
@@ -143,13 +123,11 @@ def _is_mutant(item):
     return item.get_closest_marker("mutants") is not None
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     """List every mutant, the test that caught it, and how long that took."""
-    verdicts = config.stash.get(VERDICTS, {})
-    if not verdicts:
-        return
-    terminalreporter.section("mutants")
-    width = max(map(len, verdicts))
-    for name, found in verdicts.items():
-        words = found.test or ("nobody" if found.code == 0 else "no test; see above")
-        terminalreporter.write_line(f"{name:{width}}  {found.seconds:5.1f} s  {words}")
+    reports = [report for of in terminalreporter.stats.values() for report in of]
+    calls = [report for report in reports if getattr(report, "when", "") == "call"]
+    told = [dict(report.user_properties).get("verdict") for report in calls]
+    if any(told):
+        terminalreporter.section("mutants")
+        terminalreporter.write_line("\n".join(filter(None, told)))

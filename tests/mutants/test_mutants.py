@@ -31,7 +31,7 @@ def test_mutants_apply():
 @pytest.mark.parametrize("chosen", ["triton", "tiled"])
 def test_unmutated(chosen, verdict):
     """The same tests pass on a copy that is not mutated: what they catch is the mutation."""
-    found = verdict(chosen)
+    found = verdict(None, chosen)
     assert found.code == pytest.ExitCode.OK, found.output
 
 
@@ -39,7 +39,7 @@ def test_unmutated(chosen, verdict):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant(mutant, verdict):
     """A mutant is caught: by a test that says what is wrong, or that the process dies in."""
-    found = verdict(mutant.name)
+    found = verdict(mutant, "tiled" if mutant.path == "tiled.py" else "triton")
     assert found.code != pytest.ExitCode.OK, f"nobody sees that {mutant.symptom}"
     assert found.test, f"no test failed:\n{found.output}"
     died = found.code is not None and found.code < 0

@@ -10,7 +10,6 @@ import pytest
 
 from flashattn.emulate.launching import emulated
 from flashattn.kernels.hopper import backward
-from flashattn.kernels.primitives import INTERPRETED
 from flashattn.testing.accuracy import Question, assert_accurate
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +20,7 @@ FILES = {"forward": ("full", "staged", "drawn"), "ring": ("full", "staged", "dra
 FILES |= dict.fromkeys(("pairs", "backward"), ("gradients", "in turns"))
 FILES |= dict.fromkeys(("numbered", "backward_wide"), ("wide",))
 FILES |= dict.fromkeys(("parts", "forward_cut", "backward_cut"), ("cut", "cut causal"))
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED.value, reason="kernels are compiled in this process: TRITON_INTERPRET=1"
-)
+pytestmark = pytest.mark.interpreter
 CALLS = {"wait", "arrive", "free", "await_first", "await_second", "store_wait"}
 CALLS |= {"fence_async_shared", "meet", "await_turn", "order_after_turn", "pass_on", "take"}
 # What may be left out there, and why nobody sees it.

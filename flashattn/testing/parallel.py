@@ -1,0 +1,119 @@
+"""pytest plugin: ``pytest tests`` uses every core; some tests have the machine alone.
+
+Folders of tests run in pytest-xdist's workers. Files and single tests named on the command line run
+in one process, and so does everything under ``--pdb``, ``--lf``, ``--stepwise`` or ``-n 0``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+MOST_WORKERS = 16
+GPU_BYTES = 8 * 2**30  # of GPU memory for each worker: its context, kernels and ordinary tests
+CHUNK = 16  # tests that a worker is given at most: neighbours share fixtures and compiled kernels
+CACHED_BYTES = 2**30  # that a worker may keep between tests
+ONE_PROCESS = ("usepdb", "collectonly", "lf", "stepwise")
+LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.addinivalue_line("markers", "alone: looks at a clock, so other workers wait")
+    config.addinivalue_line("markers", "gpu_memory: wants a GPU's memory, so there they wait, too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Ask for workers where whole folders of tests are run and nothing else was said."""
+    option = config.option
+    if not config.pluginmanager.has_plugin("xdist") or hasattr(config, "workerinput"):
+        return
+    if option.numprocesses is None and option.dist == "no" and _folders(config):
+        option.numprocesses = "auto"
+    if option.numprocesses:
+        option.dist = "load" if option.dist == "no" else option.dist
+        option.maxschedchunk = option.maxschedchunk or CHUNK
+        option.benchmark_disable = True  # else pytest-benchmark warns that workers disable it
+
+
+def _folders(config: pytest.Config) -> bool:
+    """Whether all that is asked for is the folder ``tests``, or folders in it."""
+    if any(config.getoption(name, None) for name in ONE_PROCESS):
+        return False
+    tests, here = config.rootpath / "tests", config.invocation_params.dir
+    paths = [here / argument for argument in config.args]
+    return all(path.is_dir() and path.resolve().is_relative_to(tests) for path in paths)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return a worker for each core, as far as the GPUs' memory goes."""
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    memory = sum(gpu.total_memory // GPU_BYTES for gpu in gpus)
+    return max(1, min(workers, memory)) if gpus else workers
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Share the GPUs among the workers."""
+    config.stash[LOCKS] = tempfile.TemporaryDirectory()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if gpus:
+        for i, spec in enumerate(specs):
+            spec.env["CUDA_VISIBLE_DEVICES"] = gpus[i % len(gpus)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where the locks are."""
+    node.workerinput["locks"] = node.config.stash[LOCKS].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the locks."""
+    if LOCKS in config.stash:
+        config.stash[LOCKS].cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put properties, which take long, first, and what runs alone last: then few wait for it."""
+    items.sort(key=lambda item: (_alone(item), not _drawn(item)))
+
+
+def _drawn(item: pytest.Item) -> bool:
+    """Whether Hypothesis draws what the test is asked."""
+    function = getattr(item, "obj", None)
+    return hasattr(function, "hypothesis") or hasattr(function, "is_law")
+
+
+def _alone(item: pytest.Item) -> bool:
+    names = ("alone", "gpu_memory") if torch.cuda.is_available() else ("alone",)
+    return any(item.get_closest_marker(name) for name in names)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest-timeout's clock
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run beside other workers' tests, or while they run none."""
+    folder = getattr(item.config, "workerinput", {}).get("locks")
+    if folder is None:
+        return (yield)
+    # A test that waits for the room keeps the door, so that those after it cannot starve it.
+    with (Path(folder) / "room").open("w") as room:
+        with (Path(folder) / "door").open("w") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(room, fcntl.LOCK_EX if _alone(item) else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:
+            if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED_BYTES:
+                torch.cuda.empty_cache()

@@ -1,0 +1,54 @@
+"""What can never run here is not collected, unless it is to be shown; the header says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn.testing import left_out
+
+TESTS = """
+import pytest
+
+
+def why_not(impl, size):
+    return f"{impl.name} is too slow" if impl.name == "naive" and size > 1 else None
+
+
+@pytest.mark.why_not.with_args(why_not)
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_each(impl, size):
+    pass
+
+
+@pytest.mark.gpu
+def test_of_a_gpu():
+    pass
+
+
+@pytest.mark.interpreter
+def test_of_the_interpreter():
+    pass
+"""
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("shown", "skipped"), [((), 0), (("--left-out",), 3)])
+def test_what_cannot_run_is_left_out(pytester, request, shown, skipped):
+    """Who has no kernels here, what a test says of itself, and a GPU's tests are not collected."""
+    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
+    pytester.makepyfile(TESTS)
+    impls = ("--impl=naive", "--impl=reference", "--impl=hopper")
+    result = pytester.runpytest_subprocess(*impls, *shown, "-rs")
+    result.assert_outcomes(passed=3, skipped=skipped)
+    result.stdout.fnmatch_lines(["left out: hopper: hopper needs *"])
+    if shown:
+        result.stdout.fnmatch_lines(["SKIPPED * naive is too slow", "SKIPPED * hopper needs *"])
+
+
+def test_the_header():
+    """A line tells who is left out, and a line who is asked less."""
+    lines = left_out.header(["reference", "naive", "compiled"])
+    assert [line for line in lines if "marked gpu" not in line] == [
+        "asked less: naive: ordinary inputs only, no logsumexp",
+        "asked less: compiled: ordinary inputs only, no logsumexp, few shapes, as each is compiled",
+    ]

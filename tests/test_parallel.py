@@ -1,0 +1,158 @@
+"""Workers start where folders are run, share what is to be told, and end with what hangs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashattn import registry
+from flashattn.testing import left_out, parallel
+
+FILES = {
+    "test_times.py": """
+import time
+
+import pytest
+
+SPANS = pytest.StashKey()
+
+
+@pytest.mark.parametrize("i", range(6))
+def test_beside(i, record_property):
+    record_property("begin", time.time())
+    time.sleep(0.2)
+    record_property("end", time.time())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("i", range(2))
+def test_alone(i, record_property):
+    record_property("begin", time.time())
+    time.sleep(0.2)
+    record_property("end", time.time())
+""",
+    "test_hangs.py": """
+import time
+
+
+def test_that_hangs():
+    time.sleep(1000)
+""",
+    "test_fails.py": """
+import hypothesis
+from hypothesis import strategies as st
+
+
+@hypothesis.settings(max_examples=4, database=None)
+@hypothesis.given(st.integers())
+def test_property(number):
+    pass
+
+
+def test_of_one(impl):
+    assert impl.name != "tiled", "as planned"
+""",
+}
+
+
+def test_workers(pytester, request):
+    """Workers run a folder; sums, small failures and hanging tests are told; alone means alone."""
+    answer = [name for name in registry.names() if left_out.never(name) is None]
+    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text() + SPANS)
+    pytester.makeini("[pytest]\ntimeout = 4\ntimeout_method = thread\nfaulthandler_timeout = 3\n")
+    folder = pytester.mkdir("tests")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    result = pytester.runpytest_subprocess("tests", "-n2", "-q")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=9 + len(answer) - 1, failed=2)
+    assert "worker 'gw" in output
+    assert "crashed while running 'tests/test_hangs.py::test_that_hangs'" in output
+    assert "in test_that_hangs" in result.stderr.str()
+    assert "hypothesis: 4 examples passed" in output
+    result.stdout.fnmatch_lines(
+        ["*tiled: what fails, made small*", "tests/test_fails.py::test_of_one[[]tiled[]]"]
+    )
+    spans = [line.split()[1:] for line in output.splitlines() if line.startswith("SPAN")]
+    times = sorted((float(begin), float(end), name) for name, begin, end in spans)
+    assert len(times) == 8
+    for (_, end, name), (begin, _, after) in pairwise(times):
+        if "alone" in name + after:
+            assert end <= begin
+
+
+SPANS = """
+
+def pytest_runtest_logreport(report):
+    spans = dict(report.user_properties)
+    if report.when == "call" and spans and hasattr(report, "node"):  # here, of a worker
+        print("\\nSPAN", report.nodeid.split("::")[1], spans["begin"], spans["end"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "wanted"),
+    [
+        (["tests"], {}, "auto"),
+        (["tests/mutants"], {}, "auto"),
+        (["tests", "tests/mutants"], {}, "auto"),
+        (["tests/test_a.py"], {}, None),
+        (["tests/test_a.py::test_b"], {}, None),
+        (["benchmarks"], {}, None),
+        (["tests", "benchmarks"], {}, None),
+        (["tests"], {"usepdb": True}, None),
+        (["tests"], {"lf": True}, None),
+        (["tests"], {"collectonly": True}, None),
+        (["tests"], {"numprocesses": 0}, 0),
+        (["tests/test_a.py"], {"numprocesses": 3}, 3),
+    ],
+)
+def test_where_workers_start(tmp_path, arguments, options, wanted):
+    """They start for folders of tests, unless few tests or one process are asked for."""
+    for folder in ("tests/mutants", "benchmarks"):
+        (tmp_path / folder).mkdir(parents=True)
+    option = SimpleNamespace(
+        **{"numprocesses": None, "dist": "no", "maxschedchunk": None} | options
+    )
+    config = SimpleNamespace(
+        option=option,
+        args=arguments,
+        rootpath=tmp_path,
+        invocation_params=SimpleNamespace(dir=tmp_path),
+        pluginmanager=SimpleNamespace(has_plugin=lambda name: name == "xdist"),
+        getoption=lambda name, default: getattr(option, name, default),
+    )
+    parallel.pytest_cmdline_main(config)
+    assert option.numprocesses == wanted
+    assert (option.dist == "load") == bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("cores", "gigabytes", "workers"),
+    [(2, (), 2), (64, (), 16), (16, (140,), 16), (16, (24,), 3), (16, (24, 24), 6), (4, (4,), 1)],
+)
+def test_how_many_workers(monkeypatch, cores, gigabytes, workers):
+    """There is one for each core, 16 at most, and 8 GiB of the GPUs' memory for each."""
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gigabytes))
+    gpus = [SimpleNamespace(total_memory=size << 30) for size in gigabytes]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    assert parallel.pytest_xdist_auto_num_workers() == workers
+
+
+@pytest.mark.parametrize(("visible", "wanted"), [(None, "0101"), ("5,3,7", "5375")])
+def test_workers_share_the_gpus(monkeypatch, visible, wanted):
+    """Each sees one of the GPUs that this process sees, in turn."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    specs = [SimpleNamespace(env={}) for _ in range(4)]
+    config = SimpleNamespace(stash=pytest.Stash())
+    parallel.pytest_xdist_setupnodes(config, specs)
+    parallel.pytest_unconfigure(config)
+    assert "".join(spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs) == wanted

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+from _pytest.pytester import SysModulesSnapshot
 
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
@@ -67,6 +68,18 @@ def pytest_report_header():
     """Say what is not tested as a user would run it."""
     said = "bf16 products of this CPU's oneDNN mix rows (its issue 5717): tests run without it"
     return [said] * WITHOUT_ONEDNN
+
+
+@pytest.fixture
+def pytester(pytester):
+    """Keep what an inner run imports: torch's and Triton's modules cannot be imported twice."""
+
+    def snapshot():
+        return SysModulesSnapshot(lambda name: not name.startswith(("test_", "bench_", "conftest")))
+
+    pytester._sys_modules_snapshot = snapshot()
+    pytester._Pytester__take_sys_modules_snapshot = snapshot
+    return pytester
 
 
 def timed(random_, seconds, **facts):

@@ -30,8 +30,14 @@ Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical
 tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
 three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
 eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
-the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. In half
-precision eps is larger than all of this.
+the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. A score
+loses as much of its own size, t = D / 8 * eps32 * |S|, and its P changes by the factor 1 + t. That
+is another number for each score, so scores are carried as independent: dk and dv have a^2 + t^2 in
+place of a^2, and dq has one term more, which counts where a few large scores share a row::
+
+    scale * root of (P * t * (dP - delta)) ** 2 @ (K ** 2)
+
+In half precision eps is larger than all of this.
 
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
 there, and on a CPU to whoever does not claim ``denormals``: fp32 that is cut into parts of bf16,
@@ -281,10 +287,15 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
     summed = (q.shape[-1] + 2) ** 0.5 + truncated
     b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
-    dk = (p * (a * (do @ v.mT - delta).abs() + b)).square().mT @ q.square() * case.scale**2
-    dv = (p * a).square().mT @ do.square()
+    t = scores.abs().nan_to_num(posinf=0.0) * truncated * accumulated.eps
+    dp = (do @ v.mT - delta).abs()
+    of_scores = (p * t * dp).square()  # of each dS
+    dk = ((p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
+    dv = (p.square() * (a.square() + t.square())).mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
-    dq = a * exact["dq"].abs() + abs(case.scale) * b * (p @ k).abs()
+    dq = a * exact["dq"].abs() + abs(case.scale) * (
+        b * (p @ k).abs() + (of_scores @ k.square()).sqrt()
+    )
     return {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
 
 

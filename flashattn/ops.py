@@ -62,7 +62,7 @@ HOPPER_BACKWARD_ENOUGH = {
     (256, True): 1 / 16,
 }
 # The portable one lets a program walk over all heads that share its keys, so a tile counts for more
-# the more these are: for their cube by this number (hopper_few.json, groups of 2 to 16 on an H200).
+# the more these are: for their cube by this number (docs/tuning-log.md).
 HOPPER_GROUPED = 24
 HOPPER_CUT = range(33, 129)  # head dimensions in fp32
 

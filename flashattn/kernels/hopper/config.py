@@ -152,14 +152,14 @@ FORWARD = {
 }
 # Where programs have few tiles each it is rounds that count, of which the last may be almost empty:
 # the one of these is taken that needs the least time. Measured: likewise, 1 to 128 heads of 512 to
-# 32 768, 2026-11-22 (hopper_rounds.json).
+# 32 768, 2026-11-22 (docs/tuning-log.md).
 FEW_ROUNDS = 8
 FEW = {
     (64, False): (Config(slots=4, pinned=True), Config(slots=4, groups=3, registers=160)),
     (64, True): (Config(slots=4),),
 }
 # Without a mask one config is within 1.1% of the best, in the mean over one to 512 heads of 512 to
-# 32 768, in any order and in turns, 2026-11-22 (hopper_turns.json).
+# 32 768, in any order and in turns, 2026-11-22 (docs/tuning-log.md).
 ROTATING = {
     (64, False): {0: BackwardConfig(persistent=True)},
     (96, False): {0: BackwardConfig(slots=3, persistent=True)},
@@ -168,7 +168,7 @@ ROTATING = {
 # Under a mask 32 heads begin with their longest tiles, and multiprocessors take the next one when
 # they are free. Where there are as many heads as multiprocessors, in any order, short ones are
 # faster if each of these has its own tiles, a few heads after the other. Measured: likewise, 8 to
-# 512 heads of 512 to 32 768, 2026-11-23 (hopper_bands.json): 0.5% longer than the best of ten in
+# 512 heads of 512 to 32 768, 2026-11-23 (docs/tuning-log.md): 0.5% longer than the best of ten in
 # the mean, 0.6% in turns.
 _LONGEST = {0: BackwardConfig(band=32)}
 BACKWARD = ROTATING | {(64, True): _LONGEST, (96, True): _LONGEST, (128, True): _LONGEST}

@@ -25,7 +25,7 @@ ONE_PASS = 128  # head dimension, up to which the backward is one
 # Of narrow heads and of wide ones: under a mask, how much of what the longest program has to do
 # comes after the mean of all is over; and what it costs to add up a share of a tile of keys, in
 # queries that a program could have walked over instead. Measured: one H200, torch 2.11, triton 3.6,
-# bf16, 8 to 64 heads on 1 to 8 of 512 to 8192 keys, 2026-11-23 (hopper_shares.json): over 452
+# bf16, 8 to 64 heads on 1 to 8 of 512 to 8192 keys, 2026-11-23 (docs/tuning-log.md): over 452
 # problems the rule takes 0.2% longer than the best number of shares, 7% at most.
 LATE, ADDED = (0.5, 0.3), (3, 6)
 

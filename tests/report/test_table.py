@@ -1,25 +1,15 @@
-"""Markdown: columns that line up, and every table with the circumstances of its numbers."""
+"""Tables as Markdown and for a terminal, each with the circumstances of its numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
-from flashattn.report.origin import circumstances, origins, reasons, roofs
+from flashattn.report.origin import circumstances, footnotes, reasons, roofs
 from flashattn.report.runs import Run, merge
 from flashattn.report.studies import STUDIES
 from flashattn.report.study import Table
 from flashattn.report.table import document, markdown, tables
-
-RUN = Run(
-    machine={"gpu": "NVIDIA H200", "power_limit_watts": 700.0, "driver": "580.1", "torch": "2.11"},
-    commit={"id": "0123456789abcdef", "dirty": True},
-    roofs={"bfloat16": 8e14, "tf32": 4e14, "float32": 5e13, "copy": 4.2e12},
-    clocks={"before": 1.98e9, "after": 1.755e9},
-    command="pytest benchmarks --sweep full",
-    sources="fedcba9876543210",
-    made="2026-11-21T04:14:00+00:00",
-    name="nvidia-h200/0001_x.json",
-)
 
 
 def test_columns_line_up():
@@ -39,46 +29,58 @@ def test_no_cell_breaks_its_table():
     assert markdown(table).splitlines()[-1] == r"| f\<a\|b>\* |"
 
 
-def test_circumstances_are_named():
+def test_a_terminal_s_width_is_kept(made_run, monkeypatch):
+    """Where a terminal is narrow cells are folded; without one no line is broken."""
+    launch = replace(made_run, rows=made_run.study("launch"))
+    for columns, wide in (("30", False), ("500", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = [line for line in tables(launch).splitlines() if line.startswith(" ")]
+        assert any("triton   forward+backward" in line for line in lines) == wide
+        assert all(len(line) <= 30 for line in lines) != wide
+
+
+def test_circumstances_are_named(made_run):
     """A line says on which GPU, at what power and clocks, with what code, and when."""
-    assert circumstances(RUN) == (
+    assert circumstances(made_run) == (
         "NVIDIA H200, 700 W, 1980 → 1755 MHz, driver 580.1, torch 2.11, "
         "commit 0123456789 with changes, code fedcba9876, 2026-11-21"
     )
-    bare = Run(machine={}, commit={"id": "unknown"})
-    assert circumstances(bare) == "unknown machine"
+    assert "changes" not in circumstances(replace(made_run, commit={"id": "01", "dirty": False}))
+    assert circumstances(Run(machine={}, commit={"id": "unknown"})) == "unknown machine"
 
 
-def test_roofs_are_named():
+def test_roofs_are_named(made_run):
     """The roofs stand in one sentence; without any there is none."""
     wanted = "bf16 800, tf32 400, fp32 50 TFLOP/s, copy 4.2 TB/s (read + write)"
-    assert roofs(RUN) == f"Roofs, measured in this run: {wanted}."
-    assert roofs(replace(RUN, roofs={})) == ""
+    assert roofs(made_run) == f"Roofs, measured in this run: {wanted}."
+    assert roofs(replace(made_run, roofs={})) == ""
 
 
-def row(name, **facts):
-    """Return a timed row."""
-    return {"study": "launch", "name": name, "status": "ok", "seconds": 1e-5, **facts}
+def table(*rows):
+    """Return a table of these rows with a note."""
+    made = [{"study": "x", "name": str(i), "status": "ok"} | row for i, row in enumerate(rows)]
+    return Table(caption="", header=[], lines=[], rows=made, notes=["* a note"])
 
 
-def test_origin_names_command_clock_and_brakes():
-    """A table says which command made it, which seconds they are, and what held the clock back."""
+def test_footnotes_name_command_clock_and_brakes(made_run):
+    """Under a table stand its notes, its command, its clock, and what held that back."""
     cold = {"clock": "device time, cold L2", "sm_hertz": 1.7e9}
-    rows = [row("a", throttled=["power cap"], **cold), row("b", throttled=[], **cold)]
-    (line,) = origins(RUN, rows)
-    assert line.startswith(circumstances(RUN))
-    assert "pytest benchmarks --sweep full, nvidia-h200/0001_x.json" in line
-    assert line.endswith("device time, cold L2; at 1700 MHz; 1 of 2 rows held back by power cap")
-    rows[1]["late"] = 3
-    (line,) = origins(RUN, rows)
-    assert line.endswith("; 1 of 2 rows with samples that began before all was queued")
+    rows = [{"throttled": ["power cap"], **cold}, {"late": 3, **cold}]
+    note, line = footnotes(made_run, table(*rows))
+    assert note == "* a note"
+    assert line == (
+        f"{circumstances(made_run)}. pytest benchmarks --sweep full, {made_run.name}. "
+        "device time, cold L2; at 1700 MHz; 1 of 2 rows held back by power cap; "
+        "1 of 2 rows with samples that began before all was queued"
+    )
 
 
-def test_every_run_of_a_merged_table_is_named():
+def test_every_run_of_a_merged_table_is_named(made_run):
     """Rows of two runs are followed by a line for each."""
-    parts = [replace(RUN, command=f"part {i}", rows=[row(str(i))]) for i in range(2)]
-    run = merge(parts)
-    assert [f"part {i}" in line for i, line in enumerate(origins(run, run.rows))] == [True, True]
+    rows = table({}, {}).rows
+    run = merge(replace(made_run, command=f"part {i}", rows=[row]) for i, row in enumerate(rows))
+    _, *lines = footnotes(run, table(*run.rows))
+    assert [f"part {i}" in line for i, line in enumerate(lines)] == [True, True]
 
 
 def test_reasons_are_listed_once():
@@ -102,13 +104,13 @@ def test_a_failed_check_is_told_without_its_details():
 
 
 def test_terminal_shows_every_study(made_run):
-    """Printed at the end of a run: a table and a finding of each study, the circumstances once."""
+    """Printed at the end of a run: tables and findings of each study, the circumstances once."""
     text = tables(made_run)
     assert text.count(circumstances(made_run)) == 1
     for study in STUDIES:
-        assert f"### {study.title}: " in text
-        assert study.findings(made_run)[0][:40].replace("*", r"\*") in text
-    assert "* naive ran out of memory (OOM in" in text
+        assert all(f"{study.TITLE}: {table.caption}" in text for table in study.tables(made_run))
+        assert study.findings(made_run)[0] in text.replace("\\", "")
+    assert "* naive gave a reason (OOM in" in text
 
 
 def test_page_names_the_origin_under_every_table(made_run):
@@ -116,16 +118,15 @@ def test_page_names_the_origin_under_every_table(made_run):
     text = document(made_run, {"lm": ["a.png"]})
     assert "![The model, end to end](a.png)" in text
     blocks = text.split("\n\n")
-    ends = [i for i, block in enumerate(blocks) if block.startswith("| ")]
+    ends = [block for before, block in pairwise(blocks) if before.startswith("| ")]
     assert len(ends) == sum(len(study.tables(made_run)) for study in STUDIES)
-    for i in ends:
-        for fact in ("NVIDIA H200", "torch 2.11", "--sweep full", "2026-11-21"):
-            assert fact in blocks[i + 1]
+    wanted = ("NVIDIA H200", "torch 2.11", "--sweep full", "2026-11-21")
+    assert all(fact in block for block in ends for fact in wanted)
 
 
-def test_nothing_measured_is_no_table():
+def test_nothing_measured_is_no_table(made_run):
     """A run in which nothing could be timed is its reasons."""
     bare = {"study": "flash", "name": "a", "status": "unsupported", "reason": "flex is not here"}
-    text = tables(replace(RUN, rows=[bare]))
-    assert "| " not in text
+    text = tables(replace(made_run, rows=[bare]))
+    assert "FlashAttention:" not in text
     assert text.endswith("Not timed:\n\n* flex is not here (- in 1 case)")

@@ -11,7 +11,6 @@ from flashattn.report.origin import circumstances, footnotes, reasons, roofs
 from flashattn.report.plot import save
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
-from flashattn.report.study import Table
 from flashattn.report.table import document
 
 PAGE = Path(__file__).with_name("page")  # the template, what it looks like and how it is sorted
@@ -56,16 +55,7 @@ def write(run: Run, folder: Path) -> Path:
         roofs=roofs,
         footnotes=footnotes,
         reasons=reasons,
-        words=_words,
     )
     page = folder / "index.html"
     page.write_text(text, encoding="utf-8")
     return page
-
-
-def _words(table: Table) -> list[bool]:
-    """Return for each column whether no cell begins with a number: it is aligned to the left."""
-    return [
-        not any(text[:1].isdigit() or text[:1] in ("-", ".") for text in column if text != "-")
-        for column in zip(*table.lines, strict=True)
-    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from flashattn.report.rows import KERNELS, OURS
+from flashattn.report.rows import KERNELS, NAIVE, OURS
 from flashattn.report.units import digits
 
 if TYPE_CHECKING:
@@ -18,27 +18,16 @@ WIDTH = 9.0  # inches: 900 pixels of a PNG
 DPI = 100
 LETTERS = 12  # of a legend in an inch, its line counted as six
 FAR = 300  # from here on a power of ten at each tick is enough
-COLOURS = {  # of whoever may stand in one picture, apart for the colour-blind too
-    OURS: "#0a58ca",
-    "hopper": "#f72585",
-    "naive": "#c1121f",
-    "tiled": "#7b2cbf",
-    "reference": "#8a817c",
-    "compiled": "#e07a1f",
-    "flex": "#d4a017",
-    "sdpa": "#222222",
-    "sdpa_math": "#a47148",
-    "sdpa_flash": "#17917f",
-    "sdpa_efficient": "#d16ba5",
-    "sdpa_cudnn": "#5b8c00",
-    "flash_attn_2": "#00a6d6",
-    "flash_attn_3": "#5f0f40",
-    "flash_attn_4": "#9a031e",
-}
 CYCLE = (
     *("#0a58ca", "#e07a1f", "#17917f", "#7b2cbf", "#d4a017"),
     *("#c1121f", "#8a817c", "#00a6d6", "#d16ba5", "#5b8c00"),
 )
+# Of whoever may stand in one picture, apart for the colour-blind too.
+COLOURS = {OURS: CYCLE[0], "compiled": CYCLE[1], "sdpa_flash": CYCLE[2], "tiled": CYCLE[3]}
+COLOURS |= {"flex": CYCLE[4], NAIVE: CYCLE[5], "reference": CYCLE[6], "flash_attn_2": CYCLE[7]}
+COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f72585"}
+COLOURS |= {"sdpa": "#222222", "sdpa_math": "#a47148"}
+COLOURS |= {"flash_attn_3": "#5f0f40", "flash_attn_4": "#9a031e"}
 STYLE: Any = {  # matplotlib's own type of it names every key
     "font.size": 9.5,
     "axes.titlesize": 10,

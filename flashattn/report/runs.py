@@ -86,9 +86,7 @@ class Run:
 
     def roof(self, row: Row, kind: str | None) -> float | None:
         """Return the roof of one kind that was measured beside a row, or else the merged run's."""
-        if kind is None:
-            return None
-        return self.origin(row).roofs.get(kind) or self.roofs.get(kind)
+        return self.origin(row).roofs.get(kind or "") or self.roofs.get(kind or "")
 
 
 class Journal:

@@ -31,13 +31,13 @@ def write(run: Run, folder: Path) -> Path:
         raise ValueError("run: wanted rows of at least one study, got none")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {study.NAME: study.pictures(run) for study in studies}
-    images: dict[str, list[tuple[str, str]]] = {}  # by study: what each shows, and its data
+    images: dict[str, list[tuple[str, str]]] = {study: [] for study in drawn}  # titles and data
     for study, figures in drawn.items():
         for name, figure in figures.items():
             for suffix in (".svg", ".png"):
                 save(figure, folder / f"{name}{suffix}")
             data = b64encode((folder / f"{name}.svg").read_bytes()).decode()
-            images.setdefault(study, []).append((figure.get_suptitle(), data))
+            images[study].append((figure.get_suptitle(), data))
     names = {study: [f"{name}.png" for name in figures] for study, figures in drawn.items()}
     (folder / "report.md").write_text(document(run, names), encoding="utf-8")
     templates = Environment(

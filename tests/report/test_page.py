@@ -133,6 +133,14 @@ def test_nothing_from_a_run_is_markup(made_run, tmp_path):
     assert text.count("&lt;script&gt;") > 8
 
 
+def test_a_page_without_pictures_or_a_gpu(tmp_path):
+    """Where nothing could be measured, on a machine without a GPU, the page says why."""
+    bare = {"study": "flash", "name": "a", "status": "unsupported", "reason": "no luck"}
+    text = write(Run(machine={"accelerator": "cpu-x"}, rows=[bare]), tmp_path).read_text()
+    assert "<h1>cpu-x: transformer and attention</h1>" in text
+    assert "<li>no luck (- in 1 case)</li>" in text
+
+
 def test_nothing_to_tell_is_refused(tmp_path):
     """A run without a row of any study makes no page."""
     with pytest.raises(ValueError, match="wanted rows of at least one study"):

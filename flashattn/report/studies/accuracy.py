@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashattn.report import plot
 from flashattn.report.rows import OURS, by, groups, label, ok, ordered, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import digits
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "accuracy"
 TITLE = "Accuracy"
@@ -130,7 +126,7 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the errors by output with both budgets, by kind of values; and who keeps what."""
     drawn = {}
     for (kind,), rows in groups(_errors(run), "values").items():
@@ -139,7 +135,7 @@ def pictures(run: Run) -> dict[str, Figure]:
     return drawn | ({f"{NAME}-contract": _kept(clauses)} if clauses.lines else {})
 
 
-def _kept(clauses: Table) -> Figure:
+def _kept(clauses: Table) -> plot.Figure:
     """Draw the table of clauses: a field for each verdict, in its word and its colour."""
     impls, names = clauses.header[1:], [name for name, *_ in clauses.lines]
     title = "The contract: kept (yes), broken (NO), refused with an error (-)"
@@ -157,7 +153,7 @@ def _kept(clauses: Table) -> Figure:
     return figure
 
 
-def _picture(kind: str, rows: list[Row]) -> Figure:
+def _picture(kind: str, rows: list[Row]) -> plot.Figure:
     """Draw a panel for each head dimension and dtype; one scale, so that panels can be compared."""
     dims, dtypes, impls = (values(rows, fact) for fact in ("head_dim", "dtype", "impl"))
     title = f"Errors against fp64 in ulps, values: {kind}; dots are the largest, rings the mean"
@@ -172,7 +168,7 @@ def _picture(kind: str, rows: list[Row]) -> Figure:
     return figure
 
 
-def _panel(axis: Axes, rows: list[Row], impls: list[str]) -> None:
+def _panel(axis: plot.Axes, rows: list[Row], impls: list[str]) -> None:
     """Draw a place for each output: budgets across it, in it a dot (max) and a ring (mean) each."""
     for (impl, kind), own in groups(_drawable(rows, "error"), "impl", "kind").items():
         shift = (impls.index(impl) - (len(impls) - 1) / 2) * 0.8 / len(impls)

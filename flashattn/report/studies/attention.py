@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashattn.report import plot
 from flashattn.report.fit import exponent
@@ -10,10 +10,6 @@ from flashattn.report.rows import NAIVE, OURS, by, groups, known, label, timed, 
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import MEBI, binary, digits, mib, ms, or_mark, percent, times, word
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "attention"
 TITLE = "Attention alone"
@@ -119,7 +115,7 @@ def _ends(rows: list[Row]) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw bytes against N on logarithmic axes, with lines that grow as N and N²."""
     rows = _rows(run)
     chosen = _chosen([row for row in rows if _has_bytes(row)])
@@ -138,7 +134,7 @@ def pictures(run: Run) -> dict[str, Figure]:
     return {"attention-memory": figure}
 
 
-def _panel(axis: Axes, rows: list[Row], fact: str) -> None:
+def _panel(axis: plot.Axes, rows: list[Row], fact: str) -> None:
     found = {impl: _points(own, fact) for (impl,), own in groups(rows, "impl").items()}
     series = {i: [(n, count / MEBI) for n, count in own] for i, own in found.items() if own}
     plot.curves(axis, series)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from flashattn.report import plot
 from flashattn.report.fit import in_words
@@ -11,9 +10,6 @@ from flashattn.report.rows import attempted, groups, known, label, ordered, time
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import digits, ms, or_mark, times
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "compile"
 TITLE = "torch.compile"
@@ -80,7 +76,7 @@ def _named(row: Row) -> str:
     return label(row, *CASE, *DOING)
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the speed-up of each case, a panel for each subject."""
     rows = [row for row in timed(run.study(NAME)) if _gain(row) is not None]
     found = groups(rows, "subject")

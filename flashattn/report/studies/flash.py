@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import TYPE_CHECKING
 
 from flashattn.report import plot
 from flashattn.report.fit import exponent, in_words
@@ -24,10 +23,6 @@ from flashattn.report.rows import (
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import MARKS, TERA, ms, notes, of_roof, reaching, tera, word
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "flash"
 TITLE = "FlashAttention"
@@ -200,7 +195,7 @@ def _growth(rows: list[Row]) -> list[str]:
     return [f"{OURS}'s time grows as {', '.join(said)}"] if said else []
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw speed against length where tokens are fixed, and time against length for one head."""
     drawn, facts = {}, ("protocol", "dtype", "causal")
     for (protocol, dtype, causal), rows in groups(timed(_rows(run)), *facts).items():
@@ -213,7 +208,7 @@ def pictures(run: Run) -> dict[str, Figure]:
     return drawn
 
 
-def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
+def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> plot.Figure:
     """Draw a row of panels for each pass and a column for each of the largest head dimensions."""
     passes, dims = values(rows, "pass"), values(rows, "head_dim")[-WIDEST:]
     figure, axes = plot.panels(title, len(passes), len(dims), height=2.9, sharex=True, sharey="row")
@@ -233,7 +228,7 @@ def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> Figure:
     return figure
 
 
-def _panel(run: Run, axis: Axes, cases: list[Row], *, slow: bool) -> None:
+def _panel(run: Run, axis: plot.Axes, cases: list[Row], *, slow: bool) -> None:
     def point(row: Row) -> tuple[float, float]:
         return row["seq_q"], row["seconds"] * 1e3 if slow else (speed(row) or 0) / TERA
 

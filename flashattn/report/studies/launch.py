@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flashattn.report import plot
 from flashattn.report.rows import OURS, attempted, by, groups, known, label, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import microseconds, or_mark, times, word
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "launch"
 TITLE = "Launching"
@@ -60,7 +55,7 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw a bar for each mode, by implementation: a row for each dtype, a panel for each pass."""
     rows = _rows(run)
     if not rows:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flashattn.report import plot
+from flashattn.report import plot, units
 from flashattn.report.fit import geometric_mean, in_words
 from flashattn.report.rows import (
     NAIVE,
@@ -25,21 +25,6 @@ from flashattn.report.rows import (
 )
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, facts, filled
-from flashattn.report.units import (
-    ROOFS,
-    gib,
-    ms,
-    of_roof,
-    or_mark,
-    reaching,
-    spread,
-    tera,
-    times,
-    word,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "lm"
 TITLE = "The model, end to end"
@@ -79,7 +64,7 @@ def _sizes(rows: list[Row]) -> Table:
         facts("size")
         | {
             "parameters": lambda row: f"{row['parameters']:,}".replace(",", " "),
-            "GiB": lambda row: gib(16 * row["parameters"]),
+            "GiB": lambda row: units.gib(16 * row["parameters"]),
         },
     )
 
@@ -90,12 +75,14 @@ def _steps(run: Run, rows: list[Row]) -> Table:
         attempted(ordered(rows, *CASE)),
         facts(*CASE)
         | {
-            "median": partial(or_mark, unit=ms),
-            "mean ± std": spread,
-            "TFLOP/s": lambda row: tera(speed(row)),
-            "of roof": lambda row: of_roof(share(run, row, ROOFS.get(row.get("precision", "")))),
-            "peak": lambda row: gib(row.get("peak_bytes")),
-            "predicted": lambda row: gib(row.get("predicted_bytes")),
+            "median": partial(units.or_mark, unit=units.ms),
+            "mean ± std": units.spread,
+            "TFLOP/s": lambda row: units.tera(speed(row)),
+            "of roof": lambda row: units.of_roof(
+                share(run, row, units.ROOFS.get(row.get("precision", "")))
+            ),
+            "peak": lambda row: units.gib(row.get("peak_bytes")),
+            "predicted": lambda row: units.gib(row.get("predicted_bytes")),
         },
     )
 
@@ -107,17 +94,19 @@ def _gains(rows: list[Row], axis: str) -> Table:
     for own in groups(rows, *_but(axis)).values():
         sides, seconds = by(own, axis), by(timed(own), axis)
         ratios = [
-            times(_gain((seconds[slow], seconds[fast]))) if {slow, fast} <= set(seconds) else ""
+            units.times(_gain((seconds[slow], seconds[fast])))
+            if {slow, fast} <= set(seconds)
+            else ""
             for slow, fast in contrasts.values()
         ]
         if any(ratios):
             cells = [cell(own[0]) for cell in facts(*_but(axis)).values()]
-            cells += [or_mark(sides.get(column), ms) for column in columns]
+            cells += [units.or_mark(sides.get(column), units.ms) for column in columns]
             lines.append([*cells, *ratios])
             told += own
     return Table(
         caption=f"What {NOUNS[axis]} gains: a step in ms, and the speed-up",
-        header=[*_but(axis), *(word(axis, column) for column in columns), *contrasts],
+        header=[*_but(axis), *(units.word(axis, column) for column in columns), *contrasts],
         lines=lines,
         rows=told,
     )
@@ -156,9 +145,9 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
     cases = list(found.values())[-1]
     best = min(cases, key=lambda row: row["seconds"])
     precision, where = best.get("precision") or "", label(best, "size", "context")
-    roof = reaching(share(run, best, ROOFS.get(precision)), precision)
+    roof = units.reaching(share(run, best, units.ROOFS.get(precision)), precision)
     first = f"The fastest of {len(cases)} train steps ({where}) takes"
-    return [f"{first} {ms(best['seconds'])} ms ({label(best, *SETTING)}){roof}."]
+    return [f"{first} {units.ms(best['seconds'])} ms ({label(best, *SETTING)}){roof}."]
 
 
 def _memory(rows: list[Row]) -> list[str]:
@@ -169,12 +158,14 @@ def _memory(rows: list[Row]) -> list[str]:
     failed = [row for row in rows if row["status"] == "oom"]
     if failed:
         need = [row["predicted_bytes"] for row in known(failed, "predicted_bytes")]
-        least = f"; the smallest prediction among them is {gib(min(need))} GiB" if need else ""
+        least = (
+            f"; the smallest prediction among them is {units.gib(min(need))} GiB" if need else ""
+        )
         said.append(f"{len(failed)} of {len(rows)} cases run out of memory{least}.")
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the speed-up that each choice gives a step, by size."""
     rows, found = _rows(run), _contrasted(_rows(run))
     sizes = values(timed(rows), "size")

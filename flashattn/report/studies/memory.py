@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashattn.report import plot
 from flashattn.report.rows import attempted, groups, known, label, ok, ordered, pairs, worst
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import GIBI, binary, digits, gib, or_mark, percent, times
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "memory"
 TITLE = "Where the memory goes"
@@ -123,7 +119,7 @@ def _residual(rows: list[Row]) -> list[str]:
     ]
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw active memory over time, of the longest context of each size and precision."""
     drawn, axes = {}, ("size", "precision", "impl")
     for case, own in groups(ok(run.study(NAME), "timeline"), *axes).items():
@@ -136,7 +132,7 @@ def pictures(run: Run) -> dict[str, Figure]:
     return drawn
 
 
-def _timeline(axis: Axes, row: Row) -> None:
+def _timeline(axis: plot.Axes, row: Row) -> None:
     """Draw one step: its phases as shades with names, its peak with its size."""
     start = row["timeline"][0][0]
     points = [(1e3 * (second - start), count / GIBI) for second, count in row["timeline"]]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashattn.report import plot
 from flashattn.report.rows import groups, ok, ordered
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import percent, word
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "precision"
 TITLE = "Precision"
@@ -122,7 +119,7 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the partial sums against the number of addends, a panel for each sum."""
     rows = [row for row in _part(run, "accumulation") if row.get("curve")]
     found = list(groups(rows, "count", "value").values())

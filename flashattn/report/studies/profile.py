@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
 
 from flashattn.report import plot
 from flashattn.report.rows import groups, label, ok, ordered
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import ms, percent, tera
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "profile"
 TITLE = "Where the time goes"
@@ -151,7 +147,7 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw each step as one bar of its categories' shares."""
     rows = _profiled(run)[-MOST:]
     if not rows:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from flashattn.report import plot
 from flashattn.report.rows import attempted, groups, known, label, ordered, timed
 from flashattn.report.runs import Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import ms, or_mark, percent, spread, times
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "warmup"
 TITLE = "Warm-up"
@@ -55,7 +51,7 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the measured steps in their order, a line for each number of warm-up steps."""
     found = list(groups(known(timed(run.study(NAME)), "in_order"), *CASE).values())[-MOST:]
     if not found:

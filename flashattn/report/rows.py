@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from flashattn.report.runs import Row, Run
-from flashattn.report.units import UNSTEADY, percent, word
+from flashattn.report.units import NOT_BOUND, TOO_LOW, UNSTEADY, percent, word
 
 OURS, NAIVE = "triton", "naive"
 KERNELS = (OURS, "hopper")  # ours, of which a user gets the faster
@@ -68,6 +68,16 @@ def share(run: Run, row: Row, kind: str | None) -> float | None:
     """Return flops per second of a row over the measured roof of some kind of product."""
     reached, roof = speed(row), run.roof(row, kind)
     return reached / roof if reached and roof else None
+
+
+def reached(run: Run, row: Row, kind: str | None) -> str:
+    """Return the end of a sentence that says which share of a roof was reached, if it is known."""
+    part = share(run, row, kind)
+    if part is None:
+        return ""
+    ours = kind == "float32" and row.get("impl") in KERNELS
+    why = f" ({NOT_BOUND if ours else TOO_LOW})" if part > 1 else ""
+    return f", {percent(part)} of the {word('dtype', kind)} roof{why}"
 
 
 def place(fact: str, value: Any) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ def _grid(table: Table) -> str:
     console = Console(width=width, markup=False, emoji=False, highlight=False, no_color=True)
     with console.capture() as drawn:
         console.print(grid)
-    return "\n".join(line.rstrip() for line in drawn.get().strip("\n").splitlines())
+    return "\n".join(map(str.rstrip, drawn.get().splitlines())).strip("\n")
 
 
 def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:

@@ -13,12 +13,12 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32
 MASKS = {False: "full", "top_left": "causal", "bottom_right": "causal, bottom-right"}
 ROOFS = {short: kind for kind, short in SHORT.items()}  # the roof that bounds a precision
 UNSTEADY = 0.25  # of a median: how far apart its quartiles may be
-# Why a share of a roof is above 100%: in fp32, and elsewhere.
-NOT_BOUND = "fp32 attention runs as bf16 products, which the fp32 roof does not bound"
+# Why a share of a roof is above 100%: of our kernels in fp32, and elsewhere.
+NOT_BOUND = "our kernels compute fp32 as bf16 products, which the fp32 roof does not bound"
 TOO_LOW = "the roof was measured too low"
 # What a mark behind a number means.
 NOTES = {
-    "%*": f"* more than the roof: {NOT_BOUND}; in other dtypes {TOO_LOW}",
+    "%*": f"* more than the roof: {NOT_BOUND}; elsewhere {TOO_LOW}",
     " ~": f"~ the quartiles are further apart than {UNSTEADY:.0%} of the median",
     " +": "+ the peer was measured in another run",
 }
@@ -72,14 +72,6 @@ def percent(share: float | None) -> str:
 def of_roof(share: float | None) -> str:
     """Return a share of a roof in percents, marked where it is above 100%: see ``NOTES``."""
     return percent(share) + "*" * (share is not None and share > 1)
-
-
-def reaching(share: float | None, dtype: str) -> str:
-    """Return the end of a sentence that says which share of a roof was reached, if it is known."""
-    if share is None:
-        return ""
-    why = f" ({NOT_BOUND if dtype == 'fp32' else TOO_LOW})" if share > 1 else ""
-    return f", {percent(share)} of the {dtype} roof{why}"
 
 
 def times(ratio: float | None) -> str:

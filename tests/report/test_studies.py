@@ -11,6 +11,7 @@ import pytest
 
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES, accuracy, attention, flash, launch, lm, memory
+from flashattn.report.units import SHORT
 
 EACH = pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.NAME)
 BARE = {"name": "x", "reason": "no luck"}
@@ -119,11 +120,12 @@ def test_no_roofs_no_shares(study, made_run):
         (flash, "bfloat16", "200%*", "too low"),
         (flash, "float32", "3200%*", "as bf16 products"),
         (lm, "bfloat16", "200%*", "too low"),
+        (lm, "float32", "3200%*", "too low"),
     ],
 )
 def test_more_than_the_roof_is_told_with_its_reason(made_run, study, dtype, cell, reason):
     """A share above 100% has a mark, the table a note, and the sentence the reason."""
-    facts = {"dtype": dtype, "seconds": 0.01, "flops": 1.6e13}
+    facts = {"dtype": dtype, "precision": SHORT[dtype], "seconds": 0.01, "flops": 1.6e13}
     run = changed(made_run, study, lambda row: row["status"] == "ok", **facts)
     findings, notes = study.findings(run), [n for t in study.tables(run) for n in t.notes]
     assert any(cell in line for line in told(study, run))

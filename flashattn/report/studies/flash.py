@@ -14,6 +14,7 @@ from flashattn.report.rows import (
     by,
     groups,
     known,
+    reached,
     share,
     speed,
     steady,
@@ -22,7 +23,7 @@ from flashattn.report.rows import (
 )
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import MARKS, TERA, ms, notes, of_roof, reaching, tera, word
+from flashattn.report.units import MARKS, TERA, ms, notes, of_roof, tera, word
 
 NAME = "flash"
 TITLE = "FlashAttention"
@@ -85,8 +86,8 @@ def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
     unsteady = "" if steady(row) else " ~"
     if protocol == ONE_HEAD:
         return ms(row["seconds"]) + unsteady
-    reached = of_roof(share(run, row, row["dtype"]))
-    return tera(speed(row)) + (f" ({reached})" if reached else "") + unsteady
+    part = of_roof(share(run, row, row["dtype"]))
+    return tera(speed(row)) + (f" ({part})" if part else "") + unsteady
 
 
 def _duel(cases: list[Row]) -> tuple[Row, Row] | None:
@@ -176,7 +177,7 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
     if not ours:
         return []
     best = max(ours, key=lambda row: speed(row) or 0)
-    roof = reaching(share(run, best, best["dtype"]), word("dtype", best["dtype"]))
+    roof = reached(run, best, best["dtype"])
     return [f"ours reaches {tera(speed(best))} TFLOP/s ({best['problem']}){roof}"]
 
 

@@ -17,6 +17,7 @@ from flashattn.report.rows import (
     label,
     ordered,
     pairs,
+    reached,
     share,
     speed,
     timed,
@@ -144,8 +145,8 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
         return []
     cases = list(found.values())[-1]
     best = min(cases, key=lambda row: row["seconds"])
-    precision, where = best.get("precision") or "", label(best, "size", "context")
-    roof = units.reaching(share(run, best, units.ROOFS.get(precision)), precision)
+    where = label(best, "size", "context")
+    roof = reached(run, best, units.ROOFS.get(best.get("precision", "")))
     first = f"The fastest of {len(cases)} train steps ({where}) takes"
     return [f"{first} {units.ms(best['seconds'])} ms ({label(best, *SETTING)}){roof}."]
 

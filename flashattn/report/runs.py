@@ -29,6 +29,9 @@ KEPT = ("*/[0-9]*_*.json", "*/[0-9]*_*.jsonl")
 # A row's names of pytest-benchmark's statistics.
 STATS = {"seconds": "median", "mean": "mean", "std": "stddev", "rounds": "rounds"}
 STATS |= {"q1": "q1", "q3": "q3"}
+# A run's names of a file's or a header's entries.
+ENTRIES = {"machine": "machine_info", "commit": "commit_info", "made": "datetime"}
+ENTRIES |= {name: name for name in ("roofs", "clocks", "command", "sources")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +63,8 @@ class Run:
     @classmethod
     def of(cls, saved: dict[str, Any], rows: list[Row]) -> Run:
         """Pick out of a file's or a header's entries what describes a run."""
-        return cls(
-            machine=saved["machine_info"],
-            commit=saved.get("commit_info", {}),
-            roofs=saved.get("roofs", {}),
-            clocks=saved.get("clocks", {}),
-            command=saved.get("command"),
-            sources=saved.get("sources"),
-            made=saved.get("datetime"),
-            rows=rows,
-        )
+        found = {fact: saved[name] for fact, name in ENTRIES.items() if name in saved}
+        return cls(**found, rows=rows)
 
     @property
     def accelerator(self) -> str:

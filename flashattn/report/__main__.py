@@ -13,8 +13,8 @@ from flashattn.report.runs import Run, kept, load, merge
 from flashattn.report.studies import STUDIES
 from flashattn.report.table import tables
 
-FOLDER = Path(".benchmarks")
 RUN = "a run: a .json file that was kept, or a .jsonl file in the making"
+NAMED = {study.NAME: study for study in STUDIES}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,38 +24,31 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line; None means the process's own.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    parser = _parser()
-    if not given or given[0] not in {*COMMANDS, *NAMED, "-h", "--help"}:
-        given = ["write", *given]
-    options = parser.parse_args(given)
-    try:
-        sys.stdout.write(COMMANDS.get(options.command, _study)(options) + "\n")
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashattn.report", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    page = commands.add_parser("write", help="write the page, its Markdown and its pictures")
-    _add_runs(page)
-    for name, study in NAMED.items():
-        _add_runs(commands.add_parser(name, help=f"print and draw one study: {study.question}"))
-    show = commands.add_parser("show", help="print one run as Markdown")
-    show.add_argument("run", type=Path, metavar="RUN", help=RUN)
+    helps = {"write": "write the page, its Markdown and its pictures"}
+    helps |= {name: f"print and draw one study: {study.QUESTION}" for name, study in NAMED.items()}
+    for name, text in helps.items():
+        made = commands.add_parser(name, help=text)
+        made.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=f"{RUN} (default: all)")
+        made.add_argument("--folder", type=Path, default=".benchmarks", help="(%(default)s)")
+        made.add_argument("--accelerator", help="whose runs (default: of the newest run)")
+        made.add_argument("--output", type=Path, default="report", help="(%(default)s)")
+        made.set_defaults(run=_study if name in NAMED else _write)
+    show = commands.add_parser("show", help="print the tables and findings of one run")
+    show.add_argument("path", type=Path, metavar="RUN", help=RUN)
+    show.set_defaults(run=lambda options: tables(load(options.path)))
     pair = commands.add_parser("compare", help="say what is faster, slower, same, new and gone")
     pair.add_argument("before", type=Path, metavar="A", help=RUN)
     pair.add_argument("after", type=Path, metavar="B", help=RUN)
-    return parser
-
-
-def _add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help=f"{RUN} (default: all kept)"
-    )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of kept runs (%(default)s)")
-    parser.add_argument("--accelerator", help="whose runs (default: of the newest run)")
-    parser.add_argument("--output", type=Path, default=Path("report"), help="(%(default)s)")
+    pair.set_defaults(run=lambda options: report(load(options.before), load(options.after)))
+    if not given or given[0] not in {*commands.choices, "-h", "--help"}:
+        given = ["write", *given]
+    options = parser.parse_args(given)
+    try:
+        sys.stdout.write(options.run(options) + "\n")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _runs(options: argparse.Namespace) -> list[Run]:
@@ -67,25 +60,17 @@ def _write(options: argparse.Namespace) -> str:
     runs = _runs(options)
     run = merge(runs)
     page = write(run, options.output)
-    said = [f"{study.title}: {s}" for study in STUDIES for s in study.findings(run)]
+    said = [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
     return "\n".join([f"Written: {page}, of {len(runs)} run{'s' * (len(runs) != 1)}", *said])
-
-
-def _show(options: argparse.Namespace) -> str:
-    return tables(load(options.run))
-
-
-def _compare(options: argparse.Namespace) -> str:
-    return report(load(options.before), load(options.after))
 
 
 def _study(options: argparse.Namespace) -> str:
     """Draw one study; return its tables and where the pictures are."""
     study, run = NAMED[options.command], merge(_runs(options))
-    if not run.study(study.name):
+    if not run.study(study.NAME):
         raise ValueError(
-            f"{study.name}: wanted rows of this study, got none; make some: "
-            f"pytest benchmarks/bench_{study.name}.py"
+            f"{study.NAME}: wanted rows of this study, got none; make some: "
+            f"pytest benchmarks/bench_{study.NAME}.py"
         )
     options.output.mkdir(parents=True, exist_ok=True)
     said = [tables(run, [study])]
@@ -94,9 +79,6 @@ def _study(options: argparse.Namespace) -> str:
         said.append(f"Drawn: {options.output / name}.png")
     return "\n".join(said)
 
-
-NAMED = {study.name: study for study in STUDIES}
-COMMANDS = {"write": _write, "show": _show, "compare": _compare}
 
 if __name__ == "__main__":
     main()

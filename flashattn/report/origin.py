@@ -1,4 +1,4 @@
-"""Where numbers come from: the machine, the versions, the code, the command and the date."""
+"""Where numbers come from: machine, versions, code, command and date; why some are missing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from statistics import median
 
 from flashattn.report.runs import Row, Run
+from flashattn.report.study import Table
 from flashattn.report.units import MARKS, SHORT, tera
 
-# What a reason says for whoever mends the case: how it was raised, and what naive attention got.
+# Of use to whoever mends the case only: how it was raised, and naive attention's error.
 DETAILS = re.compile(r"(?:_pytest\.outcomes\.XFailed|AssertionError): | \(naive=Error\([^)]*\)\)")
 VERSIONS = ("driver", "cuda", "torch", "triton", "ptxas", "python")
 
@@ -35,25 +36,21 @@ def circumstances(run: Run) -> str:
     return ", ".join(facts)
 
 
-def origins(run: Run, rows: Iterable[Row]) -> list[str]:
-    """Return a line for each run that some rows were made in, and how they were clocked.
-
-    Args:
-        run: that the rows are of.
-        rows: of a table.
-    """
+def footnotes(run: Run, table: Table) -> list[str]:
+    """Return what a table's marks mean, and a line for each run that its rows were measured in."""
     found: dict[int, tuple[Run, list[Row]]] = {}
-    for row in rows:
+    for row in table.rows:
         origin = run.origin(row)
         found.setdefault(id(origin), (origin, []))[1].append(row)
-    return [
-        ". ".join(part for part in (circumstances(origin), _command(origin), _clocked(own)) if part)
+    origins = [
+        (
+            circumstances(origin),
+            ", ".join(filter(None, (origin.command, origin.name))),
+            _clocked(own),
+        )
         for origin, own in found.values()
     ]
-
-
-def _command(run: Run) -> str:
-    return ", ".join(part for part in (run.command, run.name) if part)
+    return [*table.notes, *(". ".join(filter(None, parts)) for parts in origins)]
 
 
 def _clocked(rows: list[Row]) -> str:

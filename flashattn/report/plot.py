@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from flashattn.report.rows import KERNELS, OURS
+from flashattn.report.rows import KERNELS, NAIVE, OURS
 from flashattn.report.units import digits
 
 if TYPE_CHECKING:
@@ -18,26 +18,19 @@ WIDTH = 9.0  # inches: 900 pixels of a PNG
 DPI = 100
 LETTERS = 12  # of a legend in an inch, its line counted as six
 FAR = 300  # from here on a power of ten at each tick is enough
-COLOURS = {  # of whoever may stand in one picture, apart for the colour-blind too
-    OURS: "#0a58ca",
-    "hopper": "#f72585",
-    "naive": "#c1121f",
-    "tiled": "#7b2cbf",
-    "reference": "#8a817c",
-    "compiled": "#e07a1f",
-    "flex": "#d4a017",
-    "sdpa": "#222222",
-    "sdpa_math": "#a47148",
-    "sdpa_flash": "#17917f",
-    "sdpa_efficient": "#d16ba5",
-    "sdpa_cudnn": "#5b8c00",
-    "flash_attn_2": "#00a6d6",
-    "flash_attn_3": "#5f0f40",
-    "flash_attn_4": "#9a031e",
-}
-CYCLE = ("#0a58ca", "#e07a1f", "#17917f", "#7b2cbf", "#d4a017", "#c1121f", "#8a817c", "#00a6d6")
+CYCLE = (
+    *("#0a58ca", "#e07a1f", "#17917f", "#7b2cbf", "#d4a017"),
+    *("#c1121f", "#8a817c", "#00a6d6", "#d16ba5", "#5b8c00"),
+)
+# Of whoever may stand in one picture, apart for the colour-blind too.
+COLOURS = {OURS: CYCLE[0], "compiled": CYCLE[1], "sdpa_flash": CYCLE[2], "tiled": CYCLE[3]}
+COLOURS |= {"flex": CYCLE[4], NAIVE: CYCLE[5], "reference": CYCLE[6], "flash_attn_2": CYCLE[7]}
+COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f72585"}
+COLOURS |= {"sdpa": "#222222", "sdpa_math": "#a47148"}
+COLOURS |= {"flash_attn_3": "#5f0f40", "flash_attn_4": "#9a031e"}
 STYLE: Any = {  # matplotlib's own type of it names every key
     "font.size": 9.5,
+    "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -66,13 +59,13 @@ def panels(
         height: of a row, in inches.
         **shared: ``sharex`` and ``sharey`` of the panels.
     """
-    from matplotlib import rc_context  # noqa: PLC0415 - a second to import, for pictures only
+    import matplotlib as mpl  # noqa: PLC0415 - a second to import, for pictures only
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height * rows + 0.8), dpi=DPI, layout="constrained")
-        figure.suptitle(title, fontsize=11)
-        axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    mpl.rcParams.update(STYLE)
+    figure = Figure(figsize=(WIDTH, height * rows + 0.8), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots(rows, columns, squeeze=False, **shared)
     return figure, [list(line) for line in axes]
 
 
@@ -97,42 +90,26 @@ def hollow(axis: Axes, points: Iterable[tuple[float, float]], name: str) -> None
         axis.plot(x, y, "o", **look, markeredgewidth=0.5, zorder=4, label=name)
 
 
-def empty(axis: Axes) -> None:
-    """Say that a panel has nothing to show."""
-    axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
-
-
 def lengths(axis: Axes, counts: Sequence[int], name: str = "N") -> None:
     """Make x a logarithm of base two that is labelled with plain numbers."""
-    from matplotlib.ticker import NullLocator  # noqa: PLC0415
-
     few = sorted(set(counts))
     few = few[:: len(few) // 8 + 1]
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xticks(few, [_plain(count) for count in few])
+    names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in few]
+    axis.set_xticks([], minor=True)
+    axis.set_xticks(few, names)
     axis.set_xlabel(name)
 
 
 def logarithmic(axis: Axes) -> None:
     """Make y a logarithm of base ten that is labelled with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
+    from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
 
     axis.set_yscale("log")
     low, high = axis.get_ylim()
-    few = high / low > FAR
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if few else (1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > FAR else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def heading(axis: Axes, text: str) -> None:
-    """Name a panel."""
-    axis.set_title(text, fontsize=10)
-
-
-def _plain(count: int) -> str:
-    return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else str(count)  # noqa: PLR2004
 
 
 def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
@@ -172,21 +149,11 @@ def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
     if handles:
-        longest = max(map(len, handles))
-        columns = min(len(handles), max(1, int(WIDTH * LETTERS) // (longest + 6)))
-        figure.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            fontsize=9,
-        )
+        most = max(1, int(WIDTH * LETTERS) // (max(map(len, handles)) + 6))
+        named = {"ncols": min(len(handles), most), "fontsize": 9}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", **named)
 
 
 def save(figure: Figure, path: Path) -> None:
     """Draw into a file, whose suffix says which kind; the same figure makes the same bytes."""
-    from matplotlib import rc_context  # noqa: PLC0415
-
-    with rc_context(STYLE):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -2,12 +2,12 @@
 
 A row is a dict of facts about one case: ``study`` and ``name`` (unique within the study),
 ``status`` (ok, unsupported, oom or failed), ``reason`` (a sentence where the status is not ok) and,
-where it was timed, ``seconds`` (the median), ``mean``, ``std``, ``rounds`` and ``clock`` (which
-seconds). Every study adds facts of its own: see ``flashattn.report.studies``.
+where it was timed, ``seconds`` (the median), ``mean``, ``std``, ``rounds``, ``q1`` and ``q3`` (the
+quartiles) and ``clock`` (which seconds). Every study adds facts of its own.
 
-A kept run is pytest-benchmark's JSON: the measured rows are its ``extra_info``, the others its
-``unmeasured``. A run in the making is JSON lines: a header, then the rows with their samples. One
-that will not be finished is kept by giving its file a name with a number.
+A kept run is pytest-benchmark's JSON: the measured rows are its ``stats`` and ``extra_info``, the
+others its ``unmeasured``. A run in the making is JSON lines: a header, then the rows with their
+samples. One that will not be finished is kept by giving its file a name with a number.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ Row = dict[str, Any]
 CASE = ("study", "name", "status")  # what every row has
 # What pytest-benchmark calls the runs that it saves, and how one that broke off is kept by hand.
 KEPT = ("*/[0-9]*_*.json", "*/[0-9]*_*.jsonl")
+# A row's names of pytest-benchmark's statistics.
+STATS = {"seconds": "median", "mean": "mean", "std": "stddev", "rounds": "rounds"}
+STATS |= {"q1": "q1", "q3": "q3"}
+# A run's names of a file's or a header's entries.
+ENTRIES = {"machine": "machine_info", "commit": "commit_info", "made": "datetime"}
+ENTRIES |= {name: name for name in ("roofs", "clocks", "command", "sources")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +63,8 @@ class Run:
     @classmethod
     def of(cls, saved: dict[str, Any], rows: list[Row]) -> Run:
         """Pick out of a file's or a header's entries what describes a run."""
-        return cls(
-            machine=saved["machine_info"],
-            commit=saved.get("commit_info", {}),
-            roofs=saved.get("roofs", {}),
-            clocks=saved.get("clocks", {}),
-            command=saved.get("command"),
-            sources=saved.get("sources"),
-            made=saved.get("datetime"),
-            rows=rows,
-        )
+        found = {fact: saved[name] for fact, name in ENTRIES.items() if name in saved}
+        return cls(**found, rows=rows)
 
     @property
     def accelerator(self) -> str:
@@ -83,9 +81,7 @@ class Run:
 
     def roof(self, row: Row, kind: str | None) -> float | None:
         """Return the roof of one kind that was measured beside a row, or else the merged run's."""
-        if kind is None:
-            return None
-        return self.origin(row).roofs.get(kind) or self.roofs.get(kind)
+        return self.origin(row).roofs.get(kind or "") or self.roofs.get(kind or "")
 
 
 class Journal:
@@ -117,10 +113,9 @@ class Journal:
         if not lines:
             return journal
         journal.header, *journal.rows = lines
-        wanted = "".join(json.dumps(line) + "\n" for line in lines)
         if not text.endswith("\n"):  # replaced in one step, or a second kill could lose it all
             beside = path.with_suffix(".tmp")
-            beside.write_text(wanted, encoding="utf-8")
+            beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             beside.replace(path)
         return journal
 
@@ -133,20 +128,17 @@ class Journal:
             header: what is known about the run; written ahead of the first row.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        begun = self.header is not None
         lines = [{"samples": samples} | row]
-        with self.path.open("a" if begun else "w", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps(line) + "\n" for line in (lines if begun else [header, *lines])
-            )
-        self.header = self.header if begun else header
+        if self.header is None:
+            lines.insert(0, header)
+        with self.path.open("w" if self.header is None else "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        self.header = self.header or header
         self.rows.append(row)
 
 
 def load(path: Path) -> Run:
     """Read a kept run (.json) or one in the making (.jsonl), whose last line may be cut off.
-
-    A timed row is given its quartiles, ``q1`` and ``q3``.
 
     Raises:
         ValueError: the file is neither, or is from before rows named their study.
@@ -155,19 +147,44 @@ def load(path: Path) -> Run:
     try:
         if path.suffix == ".jsonl":
             saved, *rows = _whole(path, text)
+            rows = [_quartiles(row.get("samples") or []) | row for row in rows]
         else:
             saved = json.loads(text)
-            cases = [case for case in saved["benchmarks"] if case["extra_info"]]
-            rows = [_quartiles_of(case.get("stats") or {}) | case["extra_info"] for case in cases]
+            rows = [_row(case) for case in saved["benchmarks"] if case["extra_info"]]
             rows += saved.get("unmeasured", [])
-        rows = [_quartiles(row.get("samples") or []) | row for row in rows]
-        missing = sorted({fact for row in rows for fact in CASE if fact not in row})
-        if missing:
-            raise ValueError(f"rows without {', '.join(missing)}, of an older version")  # noqa: TRY301 - the file is named below
         run = Run.of(saved, rows)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: wanted a saved run, got {error!r}") from error
+    missing = sorted({fact for row in rows for fact in CASE if fact not in row})
+    if missing:
+        raise ValueError(f"{path}: wanted rows with {', '.join(missing)}, got an older version's")
     return replace(run, name=f"{path.parent.name}/{path.name}")
+
+
+def _row(case: dict[str, Any]) -> Row:
+    """Return what pytest-benchmark saved of a case as a row."""
+    stats = case.get("stats") or {}
+    return {fact: stats[name] for fact, name in STATS.items() if name in stats} | case["extra_info"]
+
+
+def _quartiles(samples: list[float]) -> dict[str, float]:
+    if len(samples) < 2:  # noqa: PLR2004 - one sample has no spread
+        return {}
+    q1, _, q3 = quantiles(samples, n=4, method="inclusive")
+    return {"q1": q1, "q3": q3}
+
+
+def _whole(path: Path, text: str) -> list[Any]:
+    """Return the lines of a journal without the last one if that was cut off."""
+    *lines, last = text.splitlines() or [""]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{path}: wanted a row on every line but the last, got {error}") from error
+    try:
+        return [*rows, json.loads(last)]
+    except ValueError:
+        return rows
 
 
 def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
@@ -217,27 +234,3 @@ def merge(runs: Iterable[Run]) -> Run:
 
 def _made(run: Run) -> str:
     return run.made or ""
-
-
-def _whole(path: Path, text: str) -> list[Any]:
-    """Return the lines of a journal without the last one if that was cut off."""
-    *lines, last = text.splitlines() or [""]
-    try:
-        rows = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{path}: wanted a row on every line but the last, got {error}") from error
-    try:
-        return [*rows, json.loads(last)]
-    except ValueError:
-        return rows
-
-
-def _quartiles(samples: list[float]) -> dict[str, float]:
-    if len(samples) < 2:  # noqa: PLR2004 - one sample has no spread
-        return {}
-    q1, _, q3 = quantiles(samples, n=4, method="inclusive")
-    return {"q1": q1, "q3": q3}
-
-
-def _quartiles_of(stats: dict[str, float]) -> dict[str, float]:
-    return {name: stats[name] for name in ("q1", "q3") if name in stats}

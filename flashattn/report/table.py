@@ -1,19 +1,25 @@
-"""A run as Markdown: for every study what it found, its tables, and what has no time, and why."""
+"""A run as text for a terminal and as Markdown: findings, tables, and what has no time and why."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 
-from flashattn.report.origin import circumstances, origins, reasons, roofs
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+
+from flashattn.report.origin import circumstances, footnotes, reasons, roofs
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
 from flashattn.report.study import Study, Table
 
 ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "|<*"})
+UNBROKEN = 10_000  # columns, where no terminal limits them
 
 
 def tables(run: Run, studies: Sequence[Study] = STUDIES) -> str:
-    """Return the run as Markdown to read in a terminal.
+    """Return the run as text for a terminal, as wide as the terminal is.
 
     Args:
         run: what was measured.
@@ -22,9 +28,22 @@ def tables(run: Run, studies: Sequence[Study] = STUDIES) -> str:
     parts = [f"{circumstances(run)}. {roofs(run)}"]
     for study in studies:
         for table in study.tables(run):
-            parts += [f"### {study.title}: {table.caption}", markdown(table)]
+            parts += [f"{study.TITLE}: {table.caption}\n{_grid(table)}", *table.notes]
         parts += [_bullets(study.findings(run)), _untimed(study, run)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _grid(table: Table) -> str:
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(table.header):
+        grid.add_column(name, justify="right" if i else "left", overflow="fold")
+    for line in table.lines:
+        grid.add_row(*line)
+    width = shutil.get_terminal_size((UNBROKEN, 0)).columns
+    console = Console(width=width, markup=False, emoji=False, highlight=False, no_color=True)
+    with console.capture() as drawn:
+        console.print(grid)
+    return "\n".join(map(str.rstrip, drawn.get().splitlines())).strip("\n")
 
 
 def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
@@ -36,13 +55,13 @@ def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
     """
     parts = [f"# {run.machine.get('gpu') or run.accelerator}", circumstances(run), roofs(run)]
     for study in STUDIES:
-        if not run.study(study.name):
+        if not run.study(study.NAME):
             continue
-        parts += [f"## {study.title}", study.question, _bullets(study.findings(run))]
-        parts += [f"![{study.title}]({name})" for name in pictures.get(study.name, ())]
+        parts += [f"## {study.TITLE}", study.QUESTION, _bullets(study.findings(run))]
+        parts += [f"![{study.TITLE}]({name})" for name in pictures.get(study.NAME, ())]
         for table in study.tables(run):
             parts += [f"### {table.caption}", markdown(table)]
-            parts += [f"*{line.translate(ESCAPED)}.*" for line in origins(run, table.rows)]
+            parts += [f"*{line.translate(ESCAPED)}.*" for line in footnotes(run, table)]
         parts.append(_untimed(study, run))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -63,5 +82,5 @@ def _bullets(sentences: Sequence[str]) -> str:
 
 
 def _untimed(study: Study, run: Run) -> str:
-    found = reasons(run.study(study.name))
+    found = reasons(run.study(study.NAME))
     return f"Not timed:\n\n{_bullets(found)}" if found else ""

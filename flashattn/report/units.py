@@ -1,18 +1,33 @@
-"""Numbers as people read them: three digits, milliseconds, GiB, TFLOP/s."""
+"""Numbers and facts as text: three digits, milliseconds, GiB, TFLOP/s; bf16, causal."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flashattn.report.runs import Row
 
-KIBI, MEBI, GIBI = 2.0**10, 2.0**20, 2.0**30
-TERA = 1e12
+KIBI, MEBI, GIBI, TERA = 2.0**10, 2.0**20, 2.0**30, 1e12
 MARKS = {"unsupported": "-", "oom": "OOM", "failed": "FAILED"}  # in place of a number
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
 MASKS = {False: "full", "top_left": "causal", "bottom_right": "causal, bottom-right"}
-# The kind of product whose roof a precision meets.
-ROOFS = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+ROOFS = {short: kind for kind, short in SHORT.items()}  # the roof that bounds a precision
+UNSTEADY = 0.25  # of a median: how far apart its quartiles may be
+# Why a share of a roof is above 100%: of our kernels in fp32, and elsewhere.
+NOT_BOUND = "our kernels compute fp32 as bf16 products, which the fp32 roof does not bound"
+TOO_LOW = "the roof was measured too low"
+# What a mark behind a number means.
+NOTES = {
+    "%*": f"* more than the roof: {NOT_BOUND}; elsewhere {TOO_LOW}",
+    " ~": f"~ the quartiles are further apart than {UNSTEADY:.0%} of the median",
+    " +": "+ the peer was measured in another run",
+}
+
+
+def notes(lines: Iterable[Iterable[str]]) -> list[str]:
+    """Return the meaning of every mark that the numbers of a table carry."""
+    cells = [cell for line in lines for cell in line if cell[:1].isdigit()]
+    return [note for mark, note in NOTES.items() if any(mark in cell for cell in cells)]
 
 
 def word(fact: str, value: Any) -> str:
@@ -33,42 +48,18 @@ def digits(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
-def ms(seconds: float | None) -> str:
-    """Return milliseconds."""
-    return digits(None if seconds is None else seconds * 1e3)
+def _in(unit: float) -> Callable[[float | None], str]:
+    return lambda value: digits(None if value is None else value / unit)
 
 
-def microseconds(seconds: float | None) -> str:
-    """Return microseconds."""
-    return digits(None if seconds is None else seconds * 1e6)
-
-
-def gib(count: float | None) -> str:
-    """Return bytes as GiB."""
-    return digits(None if count is None else count / GIBI)
-
-
-def mib(count: float | None) -> str:
-    """Return bytes as MiB."""
-    return digits(None if count is None else count / MEBI)
+ms, microseconds, mib, gib, tera = map(_in, (1e-3, 1e-6, MEBI, GIBI, TERA))
 
 
 def binary(count: float) -> str:
     """Return bytes in the largest unit that leaves a digit before the point, and the unit."""
-    unit, name = next(
-        (
-            (unit, name)
-            for unit, name in ((GIBI, "GiB"), (MEBI, "MiB"), (KIBI, "KiB"))
-            if count >= unit
-        ),
-        (1.0, "B"),
-    )
-    return f"{digits(count / unit)} {name}"
-
-
-def tera(per_second: float | None) -> str:
-    """Return flops per second as TFLOP/s, bytes per second as TB/s."""
-    return digits(None if per_second is None else per_second / TERA)
+    units = {GIBI: "GiB", MEBI: "MiB", KIBI: "KiB", 1.0: "B"}
+    unit = next((unit for unit in units if count >= unit), 1.0)
+    return f"{digits(count / unit)} {units[unit]}"
 
 
 def percent(share: float | None) -> str:
@@ -76,6 +67,11 @@ def percent(share: float | None) -> str:
     if share is None:
         return ""
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"  # noqa: PLR2004 - two digits
+
+
+def of_roof(share: float | None) -> str:
+    """Return a share of a roof in percents, marked where it is above 100%: see ``NOTES``."""
+    return percent(share) + "*" * (share is not None and share > 1)
 
 
 def times(ratio: float | None) -> str:
@@ -88,13 +84,10 @@ def times(ratio: float | None) -> str:
 
 def spread(row: Row) -> str:
     """Return mean ± standard deviation in ms, if the row has them."""
-    if row.get("mean") is None or row.get("std") is None:
-        return ""
-    return f"{ms(row['mean'])} ± {ms(row['std'])}"
+    known = row.get("mean") is not None and row.get("std") is not None
+    return f"{ms(row['mean'])} ± {ms(row['std'])}" if known else ""
 
 
-def seconds_or_mark(row: Row | None) -> str:
-    """Return the median in ms, or the mark that says why there is none; nothing for no row."""
-    if row is None:
-        return ""
-    return MARKS[row["status"]] if row["status"] != "ok" else ms(row.get("seconds"))
+def or_mark(row: Row | None, unit: Callable[[float | None], str], fact: str = "seconds") -> str:
+    """Return a fact of a row, or the mark that says why there is none; nothing for no row."""
+    return "" if row is None else MARKS.get(row["status"], unit(row.get(fact)))

@@ -31,11 +31,3 @@ function sort(head) {
 for (const button of document.querySelectorAll("thead button")) {
   button.addEventListener("click", () => sort(button.closest("th")));
 }
-
-document.getElementById("theme").addEventListener("click", () => {
-  const root = document.documentElement;
-  const dark = root.dataset.theme
-    ? root.dataset.theme === "dark"
-    : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-});

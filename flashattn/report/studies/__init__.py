@@ -17,14 +17,6 @@ from flashattn.report.studies import (
 from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    lm.STUDY,
-    warmup.STUDY,
-    profile.STUDY,
-    precision.STUDY,
-    memory.STUDY,
-    attention.STUDY,
-    compile.STUDY,
-    flash.STUDY,
-    launch.STUDY,
-    accuracy.STUDY,
+    *(lm, warmup, profile, precision, memory),
+    *(attention, compile, flash, launch, accuracy),
 )

@@ -3,183 +3,143 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import product
+from typing import Any
 
-from flashattn.report.plot import colour, heading, legend, logarithmic, panels
-from flashattn.report.rows import OURS, groups, known, ordered, values
+from flashattn.report import plot
+from flashattn.report.rows import OURS, by, groups, label, ok, ordered, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Study, Table
-from flashattn.report.units import digits, word
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from flashattn.report.study import Table, filled
+from flashattn.report.units import digits
 
 NAME = "accuracy"
+TITLE = "Accuracy"
+QUESTION = "How wrong is everybody against fp64, and who keeps which promise?"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
-KINDS = ("max", "mean")
-STYLES = {"max": "-", "mean": ":"}
-ABOVE = "!"  # behind an error that is above its budget
-FIELDS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
+KINDS = {"max": "-", "mean": ":"}  # and the line of its budget
 MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
+FIELDS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
 
 
 def _errors(run: Run) -> list[Row]:
-    rows = known(run.study(NAME), "impl", "dtype", "head_dim", "errors")
-    return [row for row in rows if row["status"] == "ok"]
+    """Return a row for each error: the max and the mean of every output, by kind of values."""
+    return [
+        row
+        | {"values": values, "output": name, "kind": kind, "bias": error.get("bias")}
+        | {"error": error.get(kind), "budget": error.get(f"{kind}_budget")}
+        for row in ok(run.study(NAME), "impl", "dtype", "head_dim", "errors")
+        for values, outputs in row["errors"].items()
+        for name, error in outputs.items()
+        for kind in KINDS
+    ]
 
 
-def _contracts(run: Run) -> list[Row]:
-    return [row for row in known(run.study(NAME), "impl", "clauses") if row["status"] == "ok"]
-
-
-class Verdict(NamedTuple):
-    """One error beside its budget.
-
-    Args:
-        case: in words: the output, the dtype, the head dimension and the values.
-        kind: max or mean.
-        share: of its budget that the error is.
-    """
-
-    case: str
-    kind: str
-    share: float
-
-
-def _verdicts(rows: list[Row]) -> Iterator[Verdict]:
-    """Return every error of some rows that has a budget; where that is 0, so must the error be."""
-    for row in rows:
-        for kind_of_values, outputs in row["errors"].items():
-            for name, error in outputs.items():
-                case = (
-                    f"{name}, {word('dtype', row['dtype'])}, D = {row['head_dim']}, "
-                    f"{kind_of_values}"
-                )
-                for kind in KINDS:
-                    budget, got = error.get(f"{kind}_budget"), error.get(kind)
-                    if budget is None or got is None:
-                        continue
-                    share = got / budget if budget else math.inf if got else 0.0
-                    yield Verdict(case, kind, share)
+def _contracts(run: Run) -> dict[str, Row]:
+    return by(ordered(ok(run.study(NAME), "impl", "clauses"), "impl"), "impl")
 
 
 def tables(run: Run) -> list[Table]:
     """Return the errors by dtype and head dimension, the clauses, and what was said of them."""
-    made = [
-        _table(dtype, head_dim, rows)
-        for (dtype, head_dim), rows in groups(_errors(run), "dtype", "head_dim").items()
-    ]
-    made += [_clauses(_contracts(run)), _reasons(_contracts(run))]
-    return [table for table in made if table.lines]
+    found, contracts = groups(_errors(run), "dtype", "head_dim"), _contracts(run)
+    errors = [_table(own) for own in found.values()]
+    return filled(*errors, _clauses(contracts), _reasons(contracts))
 
 
-def _table(dtype: str, head_dim: int, rows: list[Row]) -> Table:
-    """Return a line for each kind of values and implementation, a column for each output."""
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["errors"]))
+def _table(rows: list[Row]) -> Table:
     lines = []
-    for kind in kinds:
-        asked = [row for row in groups(rows, "impl").values() if kind in row[-1]["errors"]]
-        for row in (own[-1] for own in asked):
-            errors = row["errors"][kind]
-            lines.append([kind, row["impl"], *(_cell(errors.get(name)) for name in OUTPUTS)])
-    caption = (
-        f"{word('dtype', dtype)}, D = {head_dim}: max / mean / bias in ulps of the largest element "
-        f"against fp64; {ABOVE} is above its budget"
-    )
-    return Table(caption=caption, header=["values", "impl", *OUTPUTS], lines=lines, rows=rows)
-
-
-def _cell(error: dict[str, float | None] | None) -> str:
-    if error is None:
-        return ""
-    return " / ".join([*(_marked(error, kind) for kind in KINDS), digits(error.get("bias"))])
-
-
-def _marked(error: dict[str, float | None], kind: str) -> str:
-    got, budget = error.get(kind), error.get(f"{kind}_budget")
-    above = got is not None and budget is not None and got > budget
-    return digits(got) + ABOVE * above
-
-
-def _clauses(rows: list[Row]) -> Table:
-    """Return a line for each clause, a column for each implementation."""
-    sides = {
-        row["impl"]: row["clauses"] for (_,), own in groups(rows, "impl").items() for row in own
-    }
-    clauses = list(dict.fromkeys(clause for found in sides.values() for clause in found))
-    lines = [
-        [clause, *(MARKS.get(_verdict(found, clause), "") for found in sides.values())]
-        for clause in clauses
-    ]
-    caption = "Clauses of the contract: kept, broken (NO), or refused with an error (-)"
-    return Table(caption=caption, header=["clause", *sides], lines=lines, rows=rows)
-
-
-def _verdict(found: dict[str, Any], clause: str) -> str:
-    return str(found.get(clause, {}).get("verdict"))
-
-
-def _reasons(rows: list[Row]) -> Table:
-    """Return what was said of every clause that is not kept."""
-    lines = [
-        [row["impl"], clause, found["verdict"], found.get("said") or ""]
-        for row in ordered(rows, "impl")
-        for clause, found in row["clauses"].items()
-        if found["verdict"] != "keeps"
-    ]
-    header = ["impl", "clause", "verdict", "because"]
+    for (kind, impl), own in groups(rows, "values", "impl").items():
+        outputs = {name: parts for (name,), parts in groups(own, "output").items()}
+        lines.append([kind, impl, *(_cell(outputs.get(name, [])) for name in OUTPUTS)])
     return Table(
-        caption="Clauses that are not kept, and why", header=header, lines=lines, rows=rows
+        caption=f"{label(rows[0], 'dtype', 'head_dim')}: max / mean / bias of the error against "
+        "fp64, in ulps of the largest element; ! exceeds its budget",
+        header=["values", "impl", *OUTPUTS],
+        lines=lines,
+        rows=list({row["name"]: row for row in rows}.values()),
+    )
+
+
+def _cell(kinds: list[Row]) -> str:
+    told = [digits(row["error"]) + "!" * (_share(row) > 1) for row in kinds]
+    return " / ".join([*told, *(digits(row["bias"]) for row in kinds[:1])])
+
+
+def _share(row: Row) -> float:
+    """Return what share of its budget an error is; where that is 0, so must the error be."""
+    if row["error"] is None or row["budget"] is None:
+        return math.nan
+    return row["error"] / row["budget"] if row["budget"] else math.inf if row["error"] else 0.0
+
+
+def _clauses(contracts: dict[str, Row]) -> Table:
+    """Return a line for each clause, a column for each implementation."""
+    names = dict.fromkeys(clause for row in contracts.values() for clause in row["clauses"])
+    return Table(
+        caption="Clauses of the contract: kept, broken (NO), or refused with an error (-)",
+        header=["clause", *contracts],
+        lines=[
+            [name, *(MARKS.get(_verdict(row, name), "") for row in contracts.values())]
+            for name in names
+        ],
+        rows=list(contracts.values()),
+    )
+
+
+def _verdict(row: Row, clause: str) -> str:
+    return str(row["clauses"].get(clause, {}).get("verdict"))
+
+
+def _reasons(contracts: dict[str, Row]) -> Table:
+    """Return what was said of every clause that is not kept."""
+    return Table(
+        caption="Clauses that are not kept, and why",
+        header=["impl", "clause", "verdict", "because"],
+        lines=[
+            [impl, clause, found["verdict"], found.get("said") or ""]
+            for impl, row in contracts.items()
+            for clause, found in row["clauses"].items()
+            if found["verdict"] != "keeps"
+        ],
+        rows=list(contracts.values()),
     )
 
 
 def findings(run: Run) -> list[str]:
     """Say of each implementation how often it is above a budget, and which clauses it keeps."""
-    rows = _errors(run)
-    said = [_judged(impl, list(_verdicts(own))) for (impl,), own in groups(rows, "impl").items()]
-    for (impl,), own in groups(_contracts(run), "impl").items():
-        found = own[-1]["clauses"]
-        broken = [clause for clause in found if _verdict(found, clause) in ("breaks", "crashes")]
-        kept = sum(_verdict(found, clause) == "keeps" for clause in found)
-        end = f" and breaks {'; '.join(broken)}" if broken else " and breaks none"
-        said.append(f"{impl} keeps {kept} of {len(found)} clauses of the contract{end}.")
-    return [sentence for sentence in said if sentence]
+    said = []
+    judged = [row for row in _errors(run) if not math.isnan(_share(row))]
+    for (impl,), own in groups(judged, "impl").items():
+        worst = [max(errors, key=_share) for errors in groups(own, "kind").values()]
+        ends = [
+            f"its {row['kind']} error reaches {digits(_share(row))} of the budget "
+            f"({label(row, 'output', 'dtype', 'head_dim', 'values')})"
+            for row in worst
+        ]
+        above = f"{impl} exceeds its budget in {sum(_share(row) > 1 for row in own)} of {len(own)}"
+        said.append(f"{above} errors; {' and '.join(ends)}.")
+    for impl, row in _contracts(run).items():
+        verdicts = {clause: _verdict(row, clause) for clause in row["clauses"]}
+        kept = list(verdicts.values()).count("keeps")
+        broken = [name for name, verdict in verdicts.items() if verdict in ("breaks", "crashes")]
+        end = "; ".join(broken) or "none"
+        said.append(f"{impl} keeps {kept} of {len(verdicts)} clauses and breaks {end}.")
+    return said
 
 
-def _judged(impl: str, found: list[Verdict]) -> str | None:
-    if not found:
-        return None
-    above = sum(verdict.share > 1 for verdict in found)
-    start = f"{impl} is above its budget in {above} of {len(found)} errors"
-    worst = {
-        kind: max(sides, key=lambda verdict: verdict.share)
-        for kind in KINDS
-        if (sides := [verdict for verdict in found if verdict.kind == kind])
-    }
-    ends = [
-        f"its {kind} errors reach {digits(verdict.share)} of the budget ({verdict.case})"
-        for kind, verdict in worst.items()
-    ]
-    return f"{start}; {' and '.join(ends)}."
-
-
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the errors by output with both budgets, by kind of values; and who keeps what."""
-    rows = _errors(run)
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["errors"]))
-    drawn = {f"{NAME}-{kind.replace('_', '-')}": _picture(kind, rows) for kind in kinds}
+    drawn = {}
+    for (kind,), rows in groups(_errors(run), "values").items():
+        drawn[f"{NAME}-{kind.replace('_', '-')}"] = _picture(kind.replace("_", " "), rows)
     clauses = _clauses(_contracts(run))
     return drawn | ({f"{NAME}-contract": _kept(clauses)} if clauses.lines else {})
 
 
-def _kept(clauses: Table) -> Figure:
+def _kept(clauses: Table) -> plot.Figure:
     """Draw the table of clauses: a field for each verdict, in its word and its colour."""
-    _, *impls = clauses.header
-    names = [name for name, *_ in clauses.lines]
+    impls, names = clauses.header[1:], [name for name, *_ in clauses.lines]
     title = "The contract: kept (yes), broken (NO), refused with an error (-)"
-    figure, ((axis,),) = panels(title, 1, 1, height=0.8 + 0.27 * len(names))
+    figure, ((axis,),) = plot.panels(title, 1, 1, height=0.8 + 0.27 * len(names))
     for y, (_, *verdicts) in enumerate(clauses.lines):
         for x, verdict in enumerate(verdicts):
             axis.barh(y, 0.96, 0.92, x - 0.48, color=FIELDS.get(verdict, "white"))
@@ -187,76 +147,42 @@ def _kept(clauses: Table) -> Figure:
     axis.set_xticks(range(len(impls)), impls, rotation=30, ha="left", fontsize=8.5)
     axis.set_yticks(range(len(names)), names, fontsize=8.5)
     axis.tick_params(length=0, top=False, labeltop=True, labelbottom=False)
-    axis.set_xlim(-0.5, len(impls) - 0.5)
-    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set(xlim=(-0.5, len(impls) - 0.5), ylim=(len(names) - 0.5, -0.5))
     axis.spines[:].set_visible(False)
     axis.grid(visible=False)
     return figure
 
 
-def _picture(kind: str, rows: list[Row]) -> Figure:
+def _picture(kind: str, rows: list[Row]) -> plot.Figure:
     """Draw a panel for each head dimension and dtype; one scale, so that panels can be compared."""
-    asked = [row for row in rows if kind in row["errors"]]
-    dims, dtypes = values(asked, "head_dim"), values(asked, "dtype")
-    said = kind.replace("_", " ")
-    title = f"Errors against fp64 in ulps, values: {said}; dots are the largest, rings the mean"
-    figure, axes = panels(title, len(dims), len(dtypes), height=2.9, sharex=True, sharey=True)
-    order = values(asked, "impl")
-    for (i, head_dim), (j, dtype) in (
-        (row, column) for row in enumerate(dims) for column in enumerate(dtypes)
-    ):
-        own = [row for row in asked if (row["head_dim"], row["dtype"]) == (head_dim, dtype)]
-        axis = axes[i][j]
-        _panel(axis, {row["impl"]: row["errors"][kind] for row in own}, order)
-        heading(axis, f"{word('dtype', dtype)}, D = {head_dim}")
-        axis.set_xticks(range(len(OUTPUTS)), OUTPUTS)
-        axis.set_ylabel("" if j else "ulps")
-        logarithmic(axis)
-    legend(figure, axes)
+    dims, dtypes, impls = (values(rows, fact) for fact in ("head_dim", "dtype", "impl"))
+    title = f"Errors against fp64 in ulps, values: {kind}; dots are the largest, rings the mean"
+    figure, axes = plot.panels(title, len(dims), len(dtypes), height=2.9, sharex=True, sharey=True)
+    for i, j in product(range(len(dims)), range(len(dtypes))):
+        shape = {"dtype": dtypes[j], "head_dim": dims[i]}
+        _panel(axes[i][j], [row for row in rows if shape.items() <= row.items()], impls)
+        axes[i][j].set(title=label(shape, *shape), ylabel="" if j else "ulps")
+        axes[i][j].set_xticks(range(len(OUTPUTS)), OUTPUTS)
+        plot.logarithmic(axes[i][j])
+    plot.legend(figure, axes)
     return figure
 
 
-def _panel(axis: Axes, sides: dict[str, Any], order: list[str]) -> None:
+def _panel(axis: plot.Axes, rows: list[Row], impls: list[str]) -> None:
     """Draw a place for each output: budgets across it, in it a dot (max) and a ring (mean) each."""
-    width = 0.8 / max(1, len(order))
-    for impl, errors in sides.items():
-        offset = (order.index(impl) - (len(order) - 1) / 2) * width
-        for kind in KINDS:
-            points = [
-                (x + offset, errors[name][kind])
-                for x, name in enumerate(OUTPUTS)
-                if _drawable(errors.get(name), kind)
-            ]
-            if points:
-                axis.scatter(
-                    [x for x, _ in points],
-                    [y for _, y in points],
-                    s=36 if impl == OURS else 16,
-                    edgecolors=colour(impl),
-                    facecolors=colour(impl) if kind == "max" else "white",
-                    label=impl if kind == "max" else None,
-                    zorder=4 if impl == OURS else 3,
-                )
-    for kind, style in STYLES.items():
-        for x, name in enumerate(OUTPUTS):
-            found = [side[name] for side in sides.values() if name in side]
-            budget = next((error for error in found if _drawable(error, f"{kind}_budget")), None)
-            if budget:
-                heights = [budget[f"{kind}_budget"]] * 2
-                label = f"budget of the {kind}"
-                axis.plot([x - 0.45, x + 0.45], heights, style, color="0.35", label=label)
+    for (impl, kind), own in groups(_drawable(rows, "error"), "impl", "kind").items():
+        shift = (impls.index(impl) - (len(impls) - 1) / 2) * 0.8 / len(impls)
+        places = [OUTPUTS.index(row["output"]) + shift for row in own]
+        ours, colour = impl == OURS, plot.colour(impl)
+        look: Any = {"facecolors": "white"} if kind == "mean" else {"label": impl}
+        look = {"s": 36 if ours else 16, "color": colour, "zorder": 3 + ours} | look
+        axis.scatter(places, [row["error"] for row in own], **look, edgecolors=colour)
+    for (kind, output), own in groups(_drawable(rows, "budget"), "kind", "output").items():
+        x, heights = OUTPUTS.index(output), [own[0]["budget"]] * 2
+        name = f"budget of the {kind}"
+        axis.plot([x - 0.45, x + 0.45], heights, KINDS[kind], color="0.35", label=name)
 
 
-def _drawable(error: dict[str, float | None] | None, fact: str) -> bool:
-    value = None if error is None else error.get(fact)
-    return value is not None and 0 < value < math.inf
-
-
-STUDY = Study(
-    name=NAME,
-    title="Accuracy",
-    question="How wrong is everybody against fp64, and who keeps which promise?",
-    tables=tables,
-    pictures=pictures,
-    findings=findings,
-)
+def _drawable(rows: list[Row], fact: str) -> list[Row]:
+    """Return the rows of which a logarithm can show a fact."""
+    return [row for row in rows if row[fact] is not None and 0 < row[fact] < math.inf]

@@ -2,94 +2,73 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from flashattn.report.plot import bars, heading, legend, panels
-from flashattn.report.rows import OURS, by, groups, known, label, timed, values
+from flashattn.report import plot
+from flashattn.report.rows import OURS, attempted, by, groups, known, label, timed, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Study, Table
-from flashattn.report.units import MARKS, microseconds, times, word
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from flashattn.report.study import Table, filled
+from flashattn.report.units import microseconds, or_mark, times, word
 
 NAME = "launch"
-FACTS = ("impl", "mode", "pass")
-CASE = ("impl", "pass", "problem", "dtype")
+TITLE = "Launching"
+QUESTION = "How long is the host busy for one call, before the device does anything?"
+CASE = ("impl", "pass", "problem")
 FLOORS = {  # both ways
     "floor": "an autograd function that only allocates",
     "floor, launching": "one that launches an empty kernel each way besides",
 }
 
 
+def _rows(run: Run) -> list[Row]:
+    return timed(known(run.study(NAME), "impl", "mode", "pass"))
+
+
 def tables(run: Run) -> list[Table]:
     """Return one table: a line for each implementation and pass, a column for each mode."""
-    rows = [row for row in known(run.study(NAME), "impl", "mode") if row["status"] != "unsupported"]
-    modes = values(rows, "mode")
-    lines = []
-    for (impl, name, problem, _), own in groups(rows, *CASE).items():
-        sides = by(own, "mode")
-        lines.append(
-            [
-                *(word("", fact) for fact in (impl, name, problem)),
-                *(_cell(sides.get(m)) for m in modes),
-            ]
-        )
-    header = ["impl", "pass", "problem", *modes]
+    rows = attempted(known(run.study(NAME), "impl", "mode"))
+    modes, lines = values(rows, "mode"), []
+    for case, own in groups(rows, *CASE, "dtype").items():
+        sides = [by(own, "mode").get(mode) for mode in modes]
+        cells = [word("", fact) for fact in case[:-1]]
+        lines.append([*cells, *(or_mark(row, microseconds) for row in sides)])
     caption = "The host's time for a call, in µs"
-    return [Table(caption=caption, header=header, lines=lines, rows=rows)] if lines else []
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return ""
-    return MARKS.get(row["status"], microseconds(row.get("seconds")))
+    return filled(Table(caption=caption, header=[*CASE, *modes], lines=lines, rows=rows))
 
 
 def findings(run: Run) -> list[str]:
-    """Say who costs the host least in each pass, and what a mode saves of ours."""
+    """Say who costs the host least in each pass, how far ours is from it, and what the floor is."""
     said = []
-    rows = timed(known(run.study(NAME), *FACTS))
-    for own in groups(rows, "dtype", "pass", "mode").values():
+    for own in groups(_rows(run), "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
-        floors = {said: costs.pop(name, None) for name, said in FLOORS.items()}
-        if OURS in costs and len(costs) > 1:
-            least = min(costs, key=costs.__getitem__)
-            both = "backward" in own[0]["pass"]
-            below = [f"{x}, {microseconds(cost)} µs" for x, cost in floors.items() if cost and both]
-            said.append(
-                f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
-                f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "
-                f"({least}, {microseconds(costs[least])} µs){''.join(f'; {x}' for x in below)}."
-            )
+        floors = {name: costs.pop(name) for name in FLOORS if name in costs}
+        if OURS not in costs or len(costs) == 1:
+            continue
+        least = min(costs, key=costs.__getitem__)
+        told = {least: costs[least]}
+        if "backward" in own[0]["pass"]:  # without gradients nobody needs an autograd function
+            told |= {FLOORS[name]: cost for name, cost in floors.items()}
+        beside = "; ".join(f"{name}, {microseconds(cost)} µs" for name, cost in told.items())
+        said.append(
+            f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
+            f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "
+            f"({beside})."
+        )
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw a bar for each mode, by implementation: a row for each dtype, a panel for each pass."""
-    rows = timed(known(run.study(NAME), *FACTS))
+    rows = _rows(run)
     if not rows:
         return {}
-    dtypes = [dtype for (dtype,) in groups(rows, "dtype")]
-    passes, modes = values(rows, "pass"), values(rows, "mode")
-    figure, axes = panels("The host's time for a call", len(dtypes), len(passes), height=2.8)
+    dtypes, passes = [dtype for (dtype,) in groups(rows, "dtype")], values(rows, "pass")
+    modes = values(rows, "mode")
+    figure, axes = plot.panels("The host's time for a call", len(dtypes), len(passes), height=2.8)
     for (dtype, name), own in groups(rows, "dtype", "pass").items():
         axis = axes[dtypes.index(dtype)][passes.index(name)]
         impls = values(own, "impl")
         sides = {(row["impl"], row["mode"]): 1e6 * row["seconds"] for row in own}
-        places = [impl.replace(", ", ",\n") for impl in impls]
-        bars(axis, places, {mode: [sides.get((impl, mode)) for impl in impls] for mode in modes})
-        heading(axis, label(own[0], "dtype", "pass"))
-        axis.set_ylabel("µs")
-    legend(figure, axes)
+        series = {mode: [sides.get((impl, mode)) for impl in impls] for mode in modes}
+        plot.bars(axis, [impl.replace(", ", ",\n") for impl in impls], series)
+        axis.set(title=label(own[0], "dtype", "pass"), ylabel="µs")
+    plot.legend(figure, axes)
     return {"launch-host": figure}
-
-
-STUDY = Study(
-    name=NAME,
-    title="Launching",
-    question="How long is the host busy for one call, before the device does anything?",
-    tables=tables,
-    pictures=pictures,
-    findings=findings,
-)

@@ -2,229 +2,153 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from flashattn.report.plot import panels
-from flashattn.report.rows import groups, label, ordered, pairs
+from flashattn.report import plot
+from flashattn.report.rows import attempted, groups, known, label, ok, ordered, pairs, worst
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Study, Table
-from flashattn.report.units import GIBI, MARKS, binary, digits, gib, percent, times, word
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from flashattn.report.study import Cell, Table, facts, filled
+from flashattn.report.units import GIBI, binary, digits, gib, or_mark, percent, times
 
 NAME = "memory"
+TITLE = "Where the memory goes"
+QUESTION = "How much memory does a step need at its peak, what for, and could it be predicted?"
 CASE = ("size", "context", "batch", "step", "precision", "impl")
 KEPT = "activations"
 SHADES = ("#dbe7fb", "#fde8d0", "#dff0e3", "#f3e1f2", "#ececec")  # of phases, in turn
 
 
-def predicted(row: Row) -> float | None:
-    """Return the predicted peak: as it was told, or else the sum of what it is made of."""
-    parts = [part for part in (row.get("predicted") or {}).values() if part is not None]
-    return row.get("predicted_bytes") or (sum(parts) if parts else None)
+def _predicted(row: Row) -> float | None:
+    """Return the predicted peak, or else the sum of its parts."""
+    return row.get("predicted_bytes") or sum(filter(None, (row.get("predicted") or {}).values()))
+
+
+def _ratio(row: Row) -> float | None:
+    """Return the measured peak over the predicted one."""
+    need = _predicted(row)
+    return row["peak_bytes"] / need if row.get("peak_bytes") and need else None
 
 
 def tables(run: Run) -> list[Table]:
     """Return the peaks beside their predictions, their parts, and the largest blocks."""
-    rows = [row for row in run.study(NAME) if row["status"] != "unsupported"]
-    rows = ordered(rows, *CASE)
-    found = [_peaks(rows), _parts([row for row in rows if row.get("predicted")])]
-    found += [_blocks([row for row in rows if row.get("largest")])]
-    return [table for table in found if table.lines]
-
-
-def _cells(row: Row) -> list[str]:
-    return [word(fact, row.get(fact)) for fact in CASE]
-
-
-def _peaks(rows: list[Row]) -> Table:
-    lines = [
-        [
-            *_cells(row),
-            MARKS.get(row["status"], gib(row.get("peak_bytes"))),
-            gib(predicted(row)),
-            digits(ratio(row)),
-            gib(row.get("before_bytes")),
-        ]
-        for row in rows
-    ]
-    return Table(
-        caption="Peak of memory in GiB, what was predicted, and what was there before the step",
-        header=[*CASE, "peak", "predicted", "peak / predicted", "before"],
-        lines=lines,
-        rows=rows,
+    rows = ordered(attempted(run.study(NAME)), *CASE)
+    peaks: dict[str, Cell] = {
+        "peak": lambda row: or_mark(row, gib, "peak_bytes"),
+        "predicted": lambda row: gib(_predicted(row) or None),
+        "peak / predicted": lambda row: digits(_ratio(row)),
+        "before": lambda row: gib(row.get("before_bytes")),
+    }
+    blocks: dict[str, Cell] = {
+        "case": lambda row: label(row, *CASE),
+        "block": lambda block: binary(block["bytes"]),
+        **facts("phase", "line"),
+    }
+    return filled(
+        Table.of(
+            "Peak memory in GiB, its prediction, and what was allocated before the step",
+            rows,
+            facts(*CASE) | peaks,
+        ),
+        _parts(known(rows, "predicted")),
+        Table.of(
+            "The largest blocks at the peak, and the line that allocated them",
+            known(rows, "largest"),
+            blocks,
+            lambda row: [row | block for block in row["largest"]],
+        ),
     )
-
-
-def ratio(row: Row) -> float | None:
-    """Return the measured peak over the predicted one."""
-    need = predicted(row)
-    return row["peak_bytes"] / need if row.get("peak_bytes") and need else None
 
 
 def _parts(rows: list[Row]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row["predicted"]))
-    lines = []
-    for row in rows:
-        measured = row.get("measured") or {}
-        sides = [(row["predicted"].get(name), measured.get(name)) for name in names]
-        lines.append([*_cells(row), *(gib(count) for side in sides for count in side)])
-    return Table(
-        caption="What the memory is for, in GiB: predicted, then measured where it is known",
-        header=[*CASE, *(f"{name}{kind}" for name in names for kind in ("", ", measured"))],
-        lines=lines,
-        rows=rows,
-    )
+    def cell(of: str, name: str, row: Row) -> str:
+        return gib((row.get(of) or {}).get(name))
 
-
-def _blocks(rows: list[Row]) -> Table:
-    lines = [
-        [label(row, *CASE), binary(block["bytes"]), block.get("phase") or "", block["line"] or ""]
-        for row in rows
-        for block in row["largest"]
-    ]
-    header = ["case", "block", "phase", "line"]
-    caption = "The largest blocks at the peak, and the line that made them"
-    return Table(caption=caption, header=header, lines=lines, rows=rows)
+    columns = facts(*CASE)
+    for name in dict.fromkeys(name for row in rows for name in row["predicted"]):
+        columns[name] = partial(cell, "predicted", name)
+        columns[f"{name}, measured"] = partial(cell, "measured", name)
+    return Table.of("What the memory holds, in GiB: predicted, and measured", rows, columns)
 
 
 def findings(run: Run) -> list[str]:
     """Say how good the predictions are, what fills the peak, and what bf16 changes."""
-    rows = ordered((row for row in run.study(NAME) if row["status"] == "ok"), *CASE)
-    said = []
-    known = [(abs(value - 1), row) for row in rows if (value := ratio(row)) is not None]
-    if known:
-        off, worst = max(known, key=lambda pair: pair[0])
-        said.append(
-            f"Of {len(known)} peaks the prediction is off by at most {percent(off)} "
-            f"({label(worst, *CASE)})."
-        )
-    said += [*_held(rows), *_timed_peaks(rows), *_filled(rows)]
-    return [*said, *_autocast(rows), *_residual(rows)]
-
-
-def _held(rows: list[Row]) -> list[str]:
-    """Say how far what forward keeps for backward is from its prediction, a GPU or none."""
-    sides = {
-        label(row, *CASE): (row["predicted"].get(KEPT), (row.get("measured") or {}).get(KEPT))
-        for row in rows
-        if row.get("predicted")
+    rows = ordered(ok(run.study(NAME)), *CASE)
+    peaks = {label(row, *CASE): ratio for row in rows if (ratio := _ratio(row)) is not None}
+    said = worst("Peak memory differs from its prediction", peaks)
+    kept = {
+        label(row, *CASE): row["measured"][KEPT] / row["predicted"][KEPT]
+        for row in known(rows, "predicted", "measured")
+        if row["predicted"].get(KEPT) and row["measured"].get(KEPT)
     }
-    off = {case: abs(got / said - 1) for case, (said, got) in sides.items() if said and got}
-    if not off:
-        return []
-    worst = max(off, key=off.__getitem__)
-    said = f"Of {len(off)} cases the activations kept for backward are off their prediction by"
-    return [f"{said} at most {percent(off[worst])} ({worst})."]
-
-
-def _timed_peaks(rows: list[Row]) -> list[str]:
-    """Say how far the timelines' highest points are from the peaks of steps without a recording."""
+    said += worst("Activations kept for backward differ from their prediction", kept)
     tops = {
         label(row, *CASE): max(count for _, count in row["timeline"]) / row["peak_bytes"]
-        for row in rows
-        if row.get("timeline") and row.get("peak_bytes")
+        for row in known(rows, "timeline", "peak_bytes")
     }
-    if not tops:
-        return []
-    worst = max(tops, key=lambda case: abs(tops[case] - 1))
-    said = f"Of {len(tops)} timelines the highest point is off the allocator's peak by"
-    return [f"{said} at most {percent(abs(tops[worst] - 1))} ({worst})."]
+    said += worst("A timeline's highest point differs from the allocator's peak", tops)
+    return [*said, *_filled(rows), *_autocast(rows), *_residual(rows)]
 
 
 def _filled(rows: list[Row]) -> list[str]:
     """Say what takes most of the largest peak."""
-    known = [row for row in rows if row.get("peak_bytes") and row.get("predicted")]
-    if not known:
+    row = max(known(rows, "peak_bytes", "predicted"), key=lambda r: r["peak_bytes"], default=None)
+    if row is None:
         return []
-    row = max(known, key=lambda row: row["peak_bytes"])
     parts = {name: count for name, count in row["predicted"].items() if count}
     largest = max(parts, key=parts.__getitem__)
     share = percent(parts[largest] / sum(parts.values()))
     peak = f"{gib(row['peak_bytes'])} GiB ({label(row, *CASE)})"
-    return [f"The largest peak is {peak}; by prediction {share} of its bytes are {largest}."]
+    return [f"The largest peak is {peak}; {share} of its predicted bytes are {largest}."]
 
 
 def _autocast(rows: list[Row]) -> list[str]:
-    same = tuple(fact for fact in CASE if fact != "precision")
-    timeless = [row | {"seconds": row.get("seconds") or 1} for row in rows if row.get("peak_bytes")]
-    said = []
-    for cases in groups(timeless, "step").values():
-        found = pairs(cases, "precision", "fp32", "bf16", *same)
-        if found:
-            fp32, bf16 = found[-1]
-            share = times(bf16["peak_bytes"] / fp32["peak_bytes"])
-            said.append(f"{label(fp32, *same)}: bf16 autocast peaks at {share} the bytes of fp32.")
+    same, said = [fact for fact in CASE if fact != "precision"], []
+    for cases in groups(known(rows, "peak_bytes"), "step").values():
+        for fp32, bf16 in pairs(cases, "precision", "fp32", "bf16", *same)[-1:]:
+            ratio = times(bf16["peak_bytes"] / fp32["peak_bytes"])
+            said.append(f"{label(fp32, *same)}: bf16 autocast peaks at {ratio} the bytes of fp32.")
     return said
 
 
 def _residual(rows: list[Row]) -> list[str]:
-    found = {
-        (row.get("size"), row.get("context"), row.get("batch")): row["residual_bytes"]
-        for row in rows
-        if row.get("residual_bytes")
-    }
-    if not found:
-        return []
-    (size, context, batch), count = list(found.items())[-1]
-    where = f"{size}, batch {batch}, context {context}"
-    return [f"One tensor of the residual stream takes {binary(count)} ({where})."]
+    return [
+        f"One tensor of the residual stream takes {binary(row['residual_bytes'])} "
+        f"({label(row, 'size', 'context', 'batch')})."
+        for row in known(rows, "residual_bytes")[-1:]
+    ]
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw active memory over time, of the longest context of each size and precision."""
-    rows = [row for row in run.study(NAME) if row["status"] == "ok" and row.get("timeline")]
-    drawn = {}
-    for (size, precision, impl), own in groups(rows, "size", "precision", "impl").items():
-        context = max(row.get("context") or 0 for row in own)
-        cases = ordered((row for row in own if (row.get("context") or 0) == context), "step")
+    drawn, axes = {}, ("size", "precision", "impl")
+    for case, own in groups(ok(run.study(NAME), "timeline"), *axes).items():
+        cases = ordered(list(groups(own, "context").values())[-1], "step")
         title = label(cases[0], "size", "context", "batch", "precision", "impl")
-        figure, axes = panels(f"Active memory, {title}", len(cases), 1, height=2.5)
-        for (axis,), row in zip(axes, cases, strict=True):
+        figure, panels = plot.panels(f"Active memory, {title}", len(cases), 1, height=2.5)
+        for (axis,), row in zip(panels, cases, strict=True):
             _timeline(axis, row)
-        stem = "-".join(str(part) for part in (NAME, size, precision, impl) if part)
-        drawn[stem.replace(".", "_")] = figure
+        drawn["-".join(str(part) for part in (NAME, *case) if part).replace(".", "_")] = figure
     return drawn
 
 
-def _timeline(axis: Axes, row: Row) -> None:
+def _timeline(axis: plot.Axes, row: Row) -> None:
     """Draw one step: its phases as shades with names, its peak with its size."""
     start = row["timeline"][0][0]
     points = [(1e3 * (second - start), count / GIBI) for second, count in row["timeline"]]
-    times_, sizes = zip(*points, strict=True)
-    axis.fill_between(times_, sizes, step="post", color="#0a58ca", alpha=0.35, linewidth=0)
-    axis.plot(times_, sizes, drawstyle="steps-post", color="#0a58ca", linewidth=1.2)
-    peak_time, peak = max(points, key=lambda point: point[1])
-    axis.set_ylim(0, 1.32 * peak)
+    moments, sizes = zip(*points, strict=True)
+    axis.fill_between(moments, sizes, step="post", color=plot.CYCLE[0], alpha=0.35, linewidth=0)
+    axis.plot(moments, sizes, drawstyle="steps-post", color=plot.CYCLE[0], linewidth=1.2)
+    moment, peak = max(points, key=lambda point: point[1])
     for i, (name, begin, end) in enumerate(row.get("phases") or ()):
         left, right = 1e3 * (begin - start), 1e3 * (end - start)
         axis.axvspan(left, right, color=SHADES[i % len(SHADES)], zorder=0, linewidth=0)
-        place: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8.5, "color": "0.25"}
-        axis.text((left + right) / 2, 1.29 * peak, name, **place)
-    axis.plot([peak_time], [peak], marker="v", color="#c1121f", markersize=7, zorder=5)
-    away = "right" if peak_time > (times_[0] + times_[-1]) / 2 else "left"
-    shift = -8 if away == "right" else 8
-    axis.annotate(
-        f"peak {digits(peak)} GiB",
-        (peak_time, peak),
-        xytext=(shift, 3),
-        textcoords="offset points",
-        ha=away,
-        color="#c1121f",
-    )
-    axis.set_title(row["step"], loc="left", fontsize=10)
-    axis.set_xlim(times_[0], times_[-1])
-    axis.set_ylabel("GiB")
-    axis.set_xlabel("ms")
-
-
-STUDY = Study(
-    name=NAME,
-    title="Where the memory goes",
-    question="How much memory does a step need at its peak, for what, and was it to be foreseen?",
-    tables=tables,
-    pictures=pictures,
-    findings=findings,
-)
+        look: Any = {"ha": "center", "va": "top", "fontsize": 8.5, "color": "0.25"}
+        axis.text((left + right) / 2, 1.29 * peak, name, **look)
+    axis.plot([moment], [peak], marker="v", color="#c1121f", markersize=7, zorder=5)
+    late = moment > (moments[0] + moments[-1]) / 2
+    look = {"xytext": (-8 if late else 8, 3), "textcoords": "offset points", "color": "#c1121f"}
+    where = "right" if late else "left"
+    axis.annotate(f"peak {digits(peak)} GiB", (moment, peak), ha=where, **look)
+    axis.set_title(row["step"], loc="left")
+    axis.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.32 * peak), xlabel="ms", ylabel="GiB")

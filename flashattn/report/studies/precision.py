@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
-from flashattn.report.plot import CYCLE, heading, legend, panels
-from flashattn.report.rows import groups, known, ordered
+from flashattn.report import plot
+from flashattn.report.rows import groups, ok, ordered
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Study, Table
+from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import percent, word
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 NAME = "precision"
+TITLE = "Precision"
+QUESTION = "What does a sum lose in 16 bits, and what does autocast therefore leave in 32?"
 FACTS = {
     "accumulation": ("accumulator", "addend", "value", "count", "result"),
     "autocast": ("dtype", "tensors"),
@@ -23,67 +22,51 @@ FACTS = {
 
 
 def _part(run: Run, name: str) -> list[Row]:
-    rows = [row for row in run.study(NAME) if row.get("part") == name and row["status"] == "ok"]
-    return ordered(
-        known(rows, *FACTS[name]), "count", "value", "accumulator", "addend", "cast", "dtype"
-    )
+    rows = [row for row in ok(run.study(NAME), *FACTS[name]) if row.get("part") == name]
+    return ordered(rows, "count", "value", "accumulator", "addend", "cast", "dtype")
 
 
 def tables(run: Run) -> list[Table]:
     """Return the sums, the dtypes under autocast, and the parts of a LayerNorm."""
-    found = [
-        _sums(_part(run, "accumulation")),
+    sums: dict[str, Cell] = {
+        "sum": _sum,
+        "accumulator": lambda row: word("dtype", row["accumulator"]),
+        "addend": lambda row: word("dtype", row["addend"]),
+        **facts("cast"),
+        "result": lambda row: f"{row['result']:.17g}",
+        "error": lambda row: percent(_off(row)),
+    }
+    layernorm = facts("quantity", "dtype") | {
+        fact: _number(fact) for fact in ("scale", "exact", "got", "error")
+    }
+    return filled(
+        Table.of("Accumulation", _part(run, "accumulation"), sums),
         _dtypes(_part(run, "autocast")),
-        _layernorm(_part(run, "layernorm")),
-    ]
-    return [table for table in found if table.lines]
+        Table.of("LayerNorm in 16 bits", _part(run, "layernorm"), layernorm),
+    )
 
 
-def _exact(row: Row) -> float:
-    return float(row["value"] * row["count"])
+def _sum(row: Row) -> str:
+    return f"{row['count']} x {row['value']:g}"
 
 
-def _sums(rows: list[Row]) -> Table:
-    lines = [
-        [
-            f"{row['count']} x {row['value']:g}",
-            word("dtype", row["accumulator"]),
-            word("dtype", row["addend"]),
-            row.get("cast") or "",
-            f"{row['result']:.17g}",
-            percent(row["result"] / _exact(row) - 1),
-        ]
-        for row in rows
-    ]
-    header = ["sum", "accumulator", "addend", "cast", "result", "error"]
-    return Table(caption="Accumulation", header=header, lines=lines, rows=rows)
+def _off(row: Row) -> float:
+    return float(row["result"] / (row["value"] * row["count"]) - 1)
+
+
+def _number(fact: str) -> Cell:
+    return lambda row: "" if row.get(fact) is None else f"{row[fact]:.6g}"
 
 
 def _dtypes(rows: list[Row]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row["tensors"]))
-    lines = [
-        [name, *(word("dtype", row["tensors"].get(name, "")) for row in rows)] for name in names
-    ]
-    header = ["tensor", *(f"{word('dtype', row['dtype'])} autocast" for row in rows)]
-    return Table(caption="Which dtype autocast gives", header=header, lines=lines, rows=rows)
-
-
-def _layernorm(rows: list[Row]) -> Table:
-    lines = [
-        [
-            row["quantity"],
-            word("dtype", row["dtype"]),
-            *(_number(row.get(fact)) for fact in ("scale", "exact", "got", "error")),
-        ]
-        for row in rows
-    ]
-    header = ["quantity", "dtype", "scale", "exact", "got", "error"]
-    return Table(caption="LayerNorm in 16 bits", header=header, lines=lines, rows=rows)
-
-
-def _number(value: float | None) -> str:
-    return (
-        "" if value is None else f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
+    names = dict.fromkeys(name for row in rows for name in row["tensors"])
+    return Table(
+        caption="Dtypes under autocast",
+        header=["tensor", *(f"{word('dtype', row['dtype'])} autocast" for row in rows)],
+        lines=[
+            [name, *(word("dtype", row["tensors"].get(name)) for row in rows)] for name in names
+        ],
+        rows=rows,
     )
 
 
@@ -91,16 +74,31 @@ def findings(run: Run) -> list[str]:
     """Say which sum is off the most and where it stops, and which parts of LayerNorm fail."""
     said = []
     for rows in groups(_part(run, "accumulation"), "count", "value").values():
-        worst = max(rows, key=lambda row: abs(row["result"] - _exact(row)))
-        best = min(rows, key=lambda row: abs(row["result"] - _exact(row)))
-        stops = _stops(worst)
-        off = percent(abs(worst["result"] / _exact(worst) - 1))
-        end = f" and stops growing by addend {stops}" if stops else ""
+        best, last = (choose(rows, key=lambda row: abs(_off(row))) for choose in (min, max))
+        stop = _stops(last)
+        end = f" and stops growing at addend {stop}" if stop else ""
         said.append(
-            f"{worst['count']} x {worst['value']:g}: {_sides(worst)} gives {worst['result']:.10g}, "
-            f"off by {off}{end}; {_sides(best)} is the closest with {best['result']:.10g}."
+            f"{_sum(last)}: {_sides(last)} gives {last['result']:.10g}, off by "
+            f"{percent(abs(_off(last)))}{end}; {_sides(best)} is the closest with "
+            f"{best['result']:.10g}."
         )
-    return [*said, *_overflows(_part(run, "layernorm")), *_kept(_part(run, "autocast"))]
+    for (dtype,), rows in groups(_part(run, "layernorm"), "dtype").items():
+        lost = [_where(row) for row in rows if not _finite(row.get("got"))]
+        if lost:
+            names = ", ".join(dict.fromkeys(lost))
+            said.append(f"{word('dtype', dtype)} LayerNorm overflows: {names}.")
+        errors = [row for row in rows if _finite(row.get("got")) and _finite(row.get("error"))]
+        if errors:
+            last = max(errors, key=lambda row: abs(row["error"]))
+            said.append(
+                f"The largest finite error of {word('dtype', dtype)} LayerNorm is "
+                f"{last['error']:.3g} ({_where(last)})."
+            )
+    for row in _part(run, "autocast"):
+        kept = [name for name, dtype in row["tensors"].items() if dtype == "float32"]
+        if kept:
+            said.append(f"{word('dtype', row['dtype'])} autocast keeps in fp32: {', '.join(kept)}.")
+    return said
 
 
 def _sides(row: Row) -> str:
@@ -109,74 +107,39 @@ def _sides(row: Row) -> str:
 
 def _stops(row: Row) -> int | None:
     """Return the first point of the curve from which the sum stays what it is."""
-    curve = row.get("curve") or []
-    flat = [n for n, partial in curve if partial == row["result"]]
+    flat = [n for n, partial in row.get("curve") or [] if partial == row["result"]]
     return flat[0] if len(flat) > 1 else None
 
 
-def _overflows(rows: list[Row]) -> list[str]:
-    said = []
-    for (dtype,), own in groups(rows, "dtype").items():
-        lost = [row for row in own if not _finite(row.get("got"))]
-        if lost:
-            names = dict.fromkeys(f"{row['quantity']} at scale {row['scale']:g}" for row in lost)
-            said.append(f"In {word('dtype', dtype)} LayerNorm has no finite {', '.join(names)}.")
-        errors = [row for row in own if row not in lost and _finite(row.get("error"))]
-        if errors:
-            worst = max(errors, key=lambda row: abs(row["error"]))
-            said.append(
-                f"In {word('dtype', dtype)} the largest error that stays finite is "
-                f"{worst['error']:.3g}, in {worst['quantity']} at scale {worst['scale']:g}."
-            )
-    return said
+def _where(row: Row) -> str:
+    return f"{row['quantity']} at scale {row['scale']:g}"
 
 
-def _finite(value: object) -> bool:
+def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _kept(rows: list[Row]) -> list[str]:
-    """Say what stays in fp32 under autocast."""
-    return [
-        f"Under {word('dtype', row['dtype'])} autocast "
-        f"{', '.join(name for name, dtype in row['tensors'].items() if dtype == 'float32')} "
-        "stay in fp32."
-        for row in rows
-        if "float32" in row["tensors"].values()
-    ]
-
-
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Figure]:
     """Draw the partial sums against the number of addends, a panel for each sum."""
     rows = [row for row in _part(run, "accumulation") if row.get("curve")]
     found = list(groups(rows, "count", "value").values())
     if not found:
         return {}
-    figure, axes = panels("Partial sums", 1, len(found), height=3.4)
-    names = list(dict.fromkeys(_named(row) for row in rows))
+    figure, axes = plot.panels("Partial sums", 1, len(found), height=3.4)
+    names = list(dict.fromkeys(map(_named, rows)))
     for axis, own in zip(axes[0], found, strict=True):
-        count, exact = own[0]["count"], _exact(own[0])
-        axis.plot([0, count], [0, exact], color="0.5", linestyle="--", label="exact", zorder=4)
+        count = own[0]["count"]
+        exact = [0, count * own[0]["value"]]
+        axis.plot([0, count], exact, color="0.5", linestyle="--", label="exact", zorder=4)
         for row in own:
-            i = names.index(_named(row))
-            x, y = zip(*row["curve"], strict=True)
-            axis.plot(x, y, color=CYCLE[i % len(CYCLE)], label=names[i], linewidth=1.8)
-        heading(axis, f"{count} x {own[0]['value']:g}")
-        axis.set_xlabel("addends")
-    axes[0][0].set_ylabel("partial sum")
-    legend(figure, axes)
+            colour = plot.CYCLE[names.index(_named(row)) % len(plot.CYCLE)]
+            points = zip(*row["curve"], strict=True)
+            axis.plot(*points, color=colour, label=_named(row), linewidth=1.8)
+        axis.set(title=_sum(own[0]), xlabel="addends")
+    axes[0][0].set(ylabel="partial sum")
+    plot.legend(figure, axes)
     return {"precision-sums": figure}
 
 
 def _named(row: Row) -> str:
     return _sides(row) + (f", {row['cast']}" if row.get("cast") in ("implicit", "explicit") else "")
-
-
-STUDY = Study(
-    name=NAME,
-    title="Precision",
-    question="What does a sum lose in 16 bits, and what does autocast therefore leave in 32?",
-    tables=tables,
-    pictures=pictures,
-    findings=findings,
-)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from flashattn.report.origin import circumstances
 from flashattn.report.runs import Journal, Run, kept, load, merge
 
 HEADER = {
@@ -112,12 +113,32 @@ def test_journal_and_kept_run_read_alike(tmp_path):
     assert (saved.made, saved.name) == ("2026-01-01", f"{tmp_path.name}/0001_abc.json")
 
 
-def test_quartiles_come_from_stats_or_samples(tmp_path):
-    """A timed row has its quartiles, whichever way it was kept; one sample has none."""
-    cases = [{"extra_info": row("a"), "stats": {"q1": 1.0, "q3": 3.0}}, {"extra_info": {}}]
-    others = [row("b", samples=[1.0, 2.0, 3.0, 4.0, 5.0]), row("c", samples=[1.0])]
-    path = keep(tmp_path / "0001_x.json", [], benchmarks=cases, unmeasured=others)
-    assert [(r.get("q1"), r.get("q3")) for r in load(path).rows] == [(1, 3), (2, 4), (None, None)]
+def test_statistics_come_from_stats(tmp_path):
+    """A kept row has pytest-benchmark's statistics, without samples; what it says itself wins."""
+    stats = {"median": 2.0, "mean": 2.5, "stddev": 0.5, "rounds": 9, "q1": 1.0, "q3": 3.0}
+    cases = [{"extra_info": row("a", rounds=7), "stats": stats | {"iqr": 2.0}}, {"extra_info": {}}]
+    run = load(keep(tmp_path / "0001_x.json", [], benchmarks=cases))
+    wanted = {"seconds": 2.0, "mean": 2.5, "std": 0.5, "rounds": 7, "q1": 1.0, "q3": 3.0}
+    assert run.rows == [row("a") | wanted]
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted"), [([1.0, 2.0, 3.0, 4.0, 5.0], (2, 4)), ([1.0], (None, None))]
+)
+def test_quartiles_of_a_journal_come_from_its_samples(tmp_path, samples, wanted):
+    """A row of an unfinished run has its quartiles too; one sample has none."""
+    journal = Journal(tmp_path / "partial.jsonl")
+    journal.add(row("a"), samples, header=HEADER)
+    (read,) = load(journal.path).rows
+    assert (read.get("q1"), read.get("q3")) == wanted
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+def test_a_dirty_run_can_be_told(tmp_path, dirty):
+    """Whether the code had changes that were not committed is known of every run."""
+    run = load(keep(tmp_path / "0001_x.json", [], commit_info={"id": "abc", "dirty": dirty}))
+    assert run.commit["dirty"] is dirty
+    assert (" with changes" in circumstances(run)) is dirty
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"benchmarks": []}', '{"machine_info": {}}'])

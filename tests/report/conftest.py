@@ -1,0 +1,182 @@
+"""A made-up run with a few rows of every study, whose numbers a reader can check in the head."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from flashattn.report.runs import Run
+from flashattn.report.studies import STUDIES
+
+GIBI = 2**30
+ROOFS = {"bfloat16": 8e14, "tf32": 4e14, "float32": 5e13, "copy": 4.2e12}
+LONG = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, a*>"
+
+
+def row(study, seconds=None, status="ok", **facts):
+    """Return a row of one case; with a time where that is given."""
+    if seconds is not None:
+        facts = {"seconds": seconds, "mean": 1.1 * seconds, "std": 0.1 * seconds} | facts
+        facts |= {"clock": "device time, cold L2", "sm_hertz": 1.755e9, "throttled": []}
+    name = "-".join(str(value) for value in facts.values() if isinstance(value, (str, int)))
+    reason = None if status == "ok" else f"{facts.get('impl')} gave a reason"
+    return {"study": study, "name": name, "status": status, "reason": reason} | facts
+
+
+def lm():
+    """Return train steps of two sizes: 4e13 flops; each choice halves the time."""
+    case = {"context": 1024, "batch": 4, "step": "train", "flops": 4e13, "precision": "bf16"}
+    settings = [("naive", False, 0.4), ("sdpa", False, 0.1), ("triton", False, 0.2)]
+    for size, parameters in (("small", 128_625_408), ("2.7B", 3_406_809_600)):
+        facts = {"size": size, "parameters": parameters, **case}
+        for impl, compiled, seconds in [*settings, ("triton", True, 0.1)]:
+            memory = {"peak_bytes": 3 * GIBI, "predicted_bytes": 3 * GIBI}
+            yield row("lm", seconds, impl=impl, compiled=compiled, **facts, **memory)
+        facts |= {"impl": "naive", "compiled": False, "predicted_bytes": 150 * GIBI}
+        yield row("lm", 0.5, **facts | {"precision": "tf32", "peak_bytes": 153 * GIBI})
+        small = size == "small"
+        yield row(
+            "lm", 1.0 if small else None, "ok" if small else "oom", **facts | {"precision": "fp32"}
+        )
+
+
+def warmup():
+    """Return ten steps of 10 ms, of which the first takes longer, cold or warm."""
+    for warm, first in ((0, 0.1), (5, 0.01)):
+        samples = [first, *[0.01] * 9]
+        facts = {"size": "small", "context": 512, "warm_steps": warm, "in_order": samples}
+        facts |= {"mean": sum(samples) / 10, "std": 0.0, "first": first, "second": 0.01}
+        yield row("warmup", 0.01, **facts)
+
+
+def profile():
+    """Return two steps of 10 ms of kernels, and attention in parts."""
+    kernels = [{"name": LONG, "category": "elementwise", "calls": 7, "seconds": 0.002}] * 9
+    for step, shares in (
+        ("forward", {"softmax": 2, "matmul": 8}),
+        ("train", {"matmul": 5, "optimizer": 4, "mine": 1}),
+    ):
+        categories = {name: 1e-3 * share for name, share in shares.items()}
+        facts = {"size": "xl", "compiled": False, "device_seconds": 0.01, "categories": categories}
+        facts |= {"kernels": kernels, "phases": {"forward": 0.004, "backward": 0.005}}
+        yield row("profile", 0.02, step=step, **facts)
+    product_ = {"seconds": 1e-3, "flops": 4.95e11, "bytes": 1e9}
+    parts = {"scores": product_, "softmax": {"seconds": 2e-3, "flops": 1e10}, "values": product_}
+    yield row("profile", 4e-3, dtype="bfloat16", heads=4, head_dim=64, seq=4096, parts=parts)
+
+
+def precision():
+    """Return two sums, what two autocasts give, and a LayerNorm that overflows."""
+    for accumulator, result in (("bfloat16", 4.0), ("float32", 10.000133514404297)):
+        facts = {"accumulator": accumulator, "addend": accumulator, "cast": "none", "value": 0.01}
+        curve = [[n, min(n * 0.01, result)] for n in range(0, 1000, 100)] + [[1000, result]]
+        yield row("precision", part="accumulation", count=1000, result=result, curve=curve, **facts)
+    for dtype, got, error in (("float16", math.inf, math.inf), ("bfloat16", 65280.0, 0.004)):
+        tensors = {"logits": dtype, "loss": "float32"}
+        yield row("precision", part="autocast", dtype=dtype, tensors=tensors)
+        facts = {"quantity": "variance", "scale": 300.0, "exact": 65536.0}
+        yield row("precision", part="layernorm", dtype=dtype, got=got, error=error, **facts)
+
+
+def memory():
+    """Return a step in fp32 and in bf16: 4 GiB predicted, 3 of them activations."""
+    for kind, peak in (("fp32", 4), ("bf16", 3)):
+        facts = {"size": "2.7B", "context": 512, "batch": 4, "step": "train", "impl": "naive"}
+        facts |= {"predicted": {"parameters": GIBI, "activations": 3 * GIBI}}
+        facts |= {"measured": {"activations": 3 * GIBI}, "before_bytes": GIBI}
+        facts |= {"peak_bytes": peak * GIBI, "residual_bytes": 20 * 2**20}
+        facts |= {"timeline": [[5.0, GIBI], [5.1, 4 * GIBI], [5.2, 2 * GIBI]]}
+        facts |= {"phases": [["forward", 5.0, 5.1], ["backward", 5.1, 5.2]]}
+        facts |= {"largest": [{"bytes": 2**29, "line": "lm.py:12 forward", "phase": None}]}
+        yield row("memory", 0.2, precision=kind, **facts)
+
+
+def attention():
+    """Return both passes: naive attention's bytes grow with N² and end, ours grow with N."""
+    for (impl, power), n, name in product(
+        (("naive", 2), ("triton", 1)), (256, 1024, 4096), ("forward", "backward")
+    ):
+        facts = {"impl": impl, "seq": n, "pass": name, "head_dim": 64, "dtype": "float32"}
+        facts |= {"causal": False, "predicted_bytes": 256 * n**power}
+        if (impl, n) == ("naive", 4096):
+            yield row("attention", None, "oom", **facts)
+        else:
+            held = {"held_bytes": 256 * n**power, "peak_bytes": 512 * n**power}
+            yield row("attention", n * (1e-6 if impl == "triton" else 4e-6), **facts, **held)
+
+
+def compiled():
+    """Return attention and a model that took 9 seconds to compile; one gained nothing."""
+    facts = {"impl": "naive", "eager_seconds": 1.0, "compile_seconds": 9.0, "graphs": 1}
+    model = {"subject": "model", "size": "xl", "step": "train", "graph_breaks": 3}
+    for n, seconds in ((1024, 0.5), (4096, 1.25)):
+        attention = {"subject": "attention", "seq": n, "pass": "forward", "graph_breaks": 0}
+        yield row("compile", seconds, **attention, **facts)
+    yield row("compile", 0.25, **model, **facts)
+
+
+def flash():
+    """Return both protocols: 400 TFLOP/s of ours; a peer is missing, one ran out of memory."""
+    seconds = {"triton": 0.01, "hopper": 0.008, "sdpa": 0.01, "naive": 0.05, "fa3": None}
+    for impl, n, heads in product(seconds, (512, 4096), (16, 1)):
+        facts = {"impl": impl, "problem": f"h{heads}-q{n}", "pass": "forward", "flops": 1e9 * n}
+        facts |= {"protocol": "tokens" if heads > 1 else "one_head", "heads": heads}
+        facts |= {"batch": 16384 // n if heads > 1 else 1, "seq_q": n, "seq_kv": n}
+        facts |= {
+            "head_dim": 128,
+            "causal": "top_left" if heads == 1 else False,
+            "dtype": "bfloat16",
+        }
+        status = "unsupported" if impl == "fa3" else "oom" if (impl, n) == ("naive", 4096) else "ok"
+        yield row("flash", seconds[impl] * n / 4096 if status == "ok" else None, status, **facts)
+
+
+def launch():
+    """Return the host's microseconds of a call, both ways, and what nobody falls below."""
+    for impl, micros in (("sdpa", 20), ("triton", 30), ("floor", 10)):
+        for mode in ("eager", "graph"):
+            if (impl, mode) != ("floor", "graph"):
+                facts = {"impl": impl, "mode": mode, "pass": "forward+backward", "problem": "p"}
+                scale = 1e-6 if mode == "eager" else 1e-7
+                yield row("launch", micros * scale, dtype="bfloat16", **facts)
+
+
+def accuracy():
+    """Return the errors of two, one above its budget, and the clauses that they keep."""
+    for impl, largest, verdict in (("triton", 1.0, "keeps"), ("naive", 3.0, "breaks")):
+        error = {"max": largest, "mean": 0.1, "bias": 0.01, "max_budget": 2.0, "mean_budget": 0.2}
+        errors = {"normal": {"o": error, "dq": error}, "huge_v": {"o": error}}
+        yield row("accuracy", impl=impl, dtype="bfloat16", head_dim=64, errors=errors)
+        clauses = {"causal": {"verdict": "keeps"}, "empty": {"verdict": verdict, "said": "o: NaN"}}
+        yield row("accuracy", part="contract", impl=impl, clauses=clauses)
+
+
+@pytest.fixture(scope="session")
+def made_run():
+    """A run with rows of every study."""
+    makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, launch, accuracy)
+    return Run(
+        machine={
+            "accelerator": "nvidia-h200",
+            "gpu": "NVIDIA H200",
+            "power_limit_watts": 700.0,
+            "driver": "580.1",
+            "torch": "2.11",
+        },
+        commit={"id": "0123456789abcdef", "dirty": True},
+        roofs=ROOFS,
+        clocks={"before": 1.98e9, "after": 1.755e9},
+        command="pytest benchmarks --sweep full",
+        sources="fedcba9876543210",
+        made="2026-11-21T04:14:00+00:00",
+        name="nvidia-h200/0002_0123456789.json",
+        rows=[row for maker in makers for row in maker()],
+    )
+
+
+@pytest.fixture(scope="session")
+def made_pictures(made_run):
+    """What every study draws of the made-up run, by its name and the picture's."""
+    return {study.NAME: study.pictures(made_run) for study in STUDIES}

@@ -1,0 +1,283 @@
+"""What every study says of the made-up run and of changed ones, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashattn.report.runs import Run
+from flashattn.report.studies import STUDIES, accuracy, attention, flash, launch, lm, memory
+from flashattn.report.units import SHORT
+
+EACH = pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.NAME)
+BARE = {"name": "x", "reason": "no luck"}
+# Sentences, and lines of tables with bars between their cells, under the name of each study.
+EXPECTED = Path(__file__).with_name("expected.txt")
+PICTURES = """lm-speedups warmup-steps profile-categories precision-sums memory-2_7B-fp32-naive
+memory-2_7B-bf16-naive attention-memory compile-speedups flash-tokens-bfloat16-full
+flash-one-head-bfloat16-causal launch-host accuracy-normal accuracy-huge-v accuracy-contract"""
+
+
+def told(study, run):
+    """Return all that a study says: its sentences, and its tables' captions, lines and notes."""
+    said = study.findings(run)
+    for table in study.tables(run):
+        lines = map("|".join, (table.header, *table.lines))
+        said += [table.caption, *lines, *table.notes]
+    return said
+
+
+def changed(made_run, study, change, **facts):
+    """Return the rows of one study, with other facts where ``change`` holds."""
+    rows = [row | (facts if change(row) else {}) for row in made_run.study(study.NAME)]
+    return replace(made_run, rows=rows)
+
+
+def heights(axis):
+    """Return the heights of a panel's lines by their names."""
+    return {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
+
+
+@EACH
+def test_sentences_and_tables_follow_the_rows(study, made_run):
+    """Each number in a sentence or a cell is the made-up run's, in its unit."""
+    _, _, rest = EXPECTED.read_text(encoding="utf-8").partition(f"# {study.NAME}\n")
+    lines, found = rest.partition("\n#")[0].splitlines(), told(study, made_run)
+    assert len(lines) > 3
+    assert [line for line in lines if line not in found] == []
+
+
+@EACH
+def test_tables_are_whole(study, made_run):
+    """Every table has a caption of its own, a cell for each column, and the rows it tells of."""
+    tables = study.tables(made_run)
+    assert len({table.caption for table in tables}) == len(tables) > 0
+    for table in tables:
+        assert table.lines
+        assert table.rows
+        assert {len(line) for line in table.lines} == {len(table.header)}
+
+
+@EACH
+def test_findings_are_sentences(study, made_run):
+    """What a study says ends in a full stop and has a number in it, none of them None or nan."""
+    for sentence in study.findings(made_run):
+        assert re.search(r"\d.*\.$", sentence)
+        assert not re.search(r"\b(None|nan)\b", sentence)
+
+
+def test_pictures_are_named_after_their_study(made_pictures):
+    """Every study draws; its pictures' names begin with its own, and each has a title."""
+    found = [(study, *drawn) for study, own in made_pictures.items() for drawn in own.items()]
+    assert {name for _, name, _ in found} == set(PICTURES.split())
+    assert all(name.startswith(study) and figure.get_suptitle() for study, name, figure in found)
+
+
+@EACH
+def test_another_study_s_rows_say_nothing(study, made_run):
+    """Without rows of its own a study gives nothing."""
+    others = replace(made_run, rows=[r for r in made_run.rows if r["study"] != study.NAME])
+    assert told(study, others) == []
+    assert study.pictures(others) == {}
+
+
+@EACH
+@pytest.mark.parametrize("status", ["unsupported", "oom", "failed", "ok"])
+def test_rows_that_say_only_why_are_no_harm(study, made_run, status):
+    """A case that ended before it had any facts spoils neither itself nor the other cases."""
+    bare = BARE | {"study": study.NAME, "status": status}
+    for run in (Run(machine={}, rows=[bare]), replace(made_run, rows=[*made_run.rows, bare])):
+        assert not any("None" in line for line in told(study, run))
+    assert study.pictures(Run(machine={}, rows=[bare])) == {}
+
+
+@EACH
+def test_any_fact_may_be_missing(study, made_run):
+    """A fact that is None or not there, as bytes are on a CPU, costs what it says and no more."""
+    rows = made_run.study(study.NAME)
+    for fact in sorted({fact for row in rows for fact in row} - {"study", "name", "status"}):
+        without = [{name: row[name] for name in row if name != fact} for row in rows]
+        for own in (without, [row | {fact: None} for row in rows]):
+            assert not any("None" in line for line in told(study, replace(made_run, rows=own)))
+
+
+@EACH
+def test_no_roofs_no_shares(study, made_run):
+    """A run whose roofs were not measured has tables, and in them no share of a roof."""
+    run = replace(made_run, roofs={})
+    assert study.tables(run)
+    assert " roof" not in str(study.findings(run))
+    assert "%)" not in str([table.lines for table in flash.tables(run)])
+
+
+@pytest.mark.parametrize(
+    ("study", "dtype", "cell", "reason"),
+    [
+        (flash, "bfloat16", "200%*", "too low"),
+        (flash, "float32", "3200%*", "as bf16 products"),
+        (lm, "bfloat16", "200%*", "too low"),
+        (lm, "float32", "3200%*", "too low"),
+    ],
+)
+def test_more_than_the_roof_is_told_with_its_reason(made_run, study, dtype, cell, reason):
+    """A share above 100% has a mark, the table a note, and the sentence the reason."""
+    facts = {"dtype": dtype, "precision": SHORT[dtype], "seconds": 0.01, "flops": 1.6e13}
+    run = changed(made_run, study, lambda row: row["status"] == "ok", **facts)
+    findings, notes = study.findings(run), [n for t in study.tables(run) for n in t.notes]
+    assert any(cell in line for line in told(study, run))
+    assert any(note.startswith("* more than the roof: ") for note in notes)
+    shares = [line for line in findings if " roof" in line]
+    assert shares
+    assert all(f"{cell[:-1]} of the" in line and reason in line for line in shares)
+    assert not any("more than" in line for line in told(study, made_run))
+
+
+def test_an_unsteady_median_is_marked(made_run):
+    """Quartiles far apart put a mark behind a median; wins are counted again without it."""
+    ours = lambda row: row["problem"] == "h16-q512" and row["impl"] == "hopper"  # noqa: E731
+    run = changed(made_run, flash, ours, q1=0.001, q3=0.01)
+    found = told(flash, run)
+    assert "h16-q512|410 (51%)|512 (64%) ~|81.9 (10%)|410 (51%)|1.25 x sdpa" in found
+    assert "~ the quartiles are further apart than 25% of the median" in found
+    assert any("where both medians are steady, ours is the fastest in 1 of 1" in x for x in found)
+    assert "steady" not in str(told(flash, changed(made_run, flash, ours, q1=0.001, q3=0.0011)))
+
+
+def test_the_best_peer_is_of_the_same_run_where_there_is_one(made_run):
+    """A peer of our row's run is preferred to a faster one of another; if there is none, marked."""
+    old = lambda row: row["impl"] == "sdpa"  # noqa: E731
+    found = told(flash, changed(made_run, flash, old, run=made_run))
+    assert "h16-q512|410 (51%)|512 (64%)|81.9 (10%)|410 (51%)|6.25 x naive" in found
+    assert "h16-q4096|410 (51%)|512 (64%)|OOM|410 (51%)|1.25 x sdpa +" in found
+    assert "+ the peer was measured in another run" in found
+    assert any(
+        line.endswith("in 1 of 2 problems the peer was measured in another run.") for line in found
+    )
+
+
+def test_ours_is_no_peer_and_may_lose(made_run):
+    """The tiled implementation counts as ours; where naive attention is faster, that is said."""
+    sdpa = lambda row: row["impl"] == "sdpa"  # noqa: E731
+    found = told(flash, changed(made_run, flash, sdpa, impl="tiled"))
+    assert "h16-q512|410 (51%)|512 (64%)|81.9 (10%)|410 (51%)|6.25 x naive" in found
+    naive = lambda row: row["impl"] == "naive" and row["status"] == "ok"  # noqa: E731
+    found = flash.findings(changed(made_run, flash, naive, seconds=1e-4))
+    assert (
+        "forward, one head: ours is slower than naive in 1 of 1 problems, at most h1-q512." in found
+    )
+    assert any("ours is the fastest in 1 of 2 problems" in line for line in found)
+
+
+def test_growth_is_fitted_to_the_long_half(made_run):
+    """For one head the exponent is that of the longer half of the lengths that are steady."""
+    row = next(r for r in made_run.study("flash") if (r["impl"], r["heads"]) == ("triton", 1))
+    seconds = {128: 1.0, 256: 1.0, 512: 1.0, 4096: 4.0, 8192: 16.0, 16384: 64.0}
+    rows = [row | {"seq_q": n, "problem": f"q{n}", "seconds": s} for n, s in seconds.items()]
+    rows.append(rows[0] | {"seq_q": 32768, "problem": "q", "seconds": 9e9, "q1": 1.0, "q3": 9e9})
+    found = flash.findings(replace(made_run, rows=rows))
+    assert (
+        "forward, one head: triton's time grows as N^2.00 (bf16 D = 128, from N = 4096)." in found
+    )
+
+
+def test_bytes_without_a_time_are_told(made_run):
+    """Interpreted kernels have bytes and no time: tables and exponents have them."""
+    run = changed(made_run, attention, lambda _: True, status="unsupported", seconds=None)
+    found = told(attention, run)
+    assert "fp32|64|full|1024|-|-|0.25|0.5|0.25|256" in found
+    assert "Bytes in use at the peak grow as N^1.00 in triton, N^2.00 in naive (D = 64)." in found
+
+
+def test_a_peak_that_was_predicted_as_such_wins(made_run):
+    """A predicted peak goes before the sum of the parts; what does not fit is a line with it."""
+    full = {"status": "oom", "peak_bytes": None, "predicted_bytes": 6 * 2**30}
+    found = told(memory, changed(made_run, memory, lambda _: True, **full))
+    assert "2.7B|512|4|train|fp32|naive|OOM|6||1" in found
+
+
+def test_dtypes_are_told_apart(made_run):
+    """Launching: no time hides behind another dtype's; nobody but a gradient needs the floor."""
+    run = changed(made_run, launch, lambda _: True, dtype="float32", seconds=9e-5)
+    both = replace(run, rows=[*made_run.study("launch"), *run.rows])
+    assert [line[:4] for line in launch.findings(both)] == ["bf16", "bf16", "fp32", "fp32"]
+    assert [axis.get_title()[:4] for axis in launch.pictures(both)["launch-host"].axes] == [
+        "bf16",
+        "fp32",
+    ]
+    forward = changed(made_run, launch, lambda _: True, **{"pass": "forward"})
+    assert "allocates" not in " ".join(launch.findings(forward))
+
+
+def test_a_budget_of_nothing_allows_nothing(made_run):
+    """Where the exact result is without error any error is above the budget, and none is not."""
+    errors = {"normal": {"o": {"max": 0.0, "mean": 0.1, "max_budget": 0.0, "mean_budget": 0.0}}}
+    (said, *_) = accuracy.findings(changed(made_run, accuracy, lambda _: True, errors=errors))
+    assert said.startswith("triton exceeds its budget in 1 of 2 errors; its max error reaches 0 of")
+
+
+def test_what_a_logarithm_cannot_show_is_left_out(made_run):
+    """An error of nothing or without end has no dot; the picture is drawn nevertheless."""
+    errors = {"normal": {"o": {"max": math.inf, "mean": 0.0}, "dq": {"max": 0.5, "mean": 0.1}}}
+    triton = replace(made_run, rows=made_run.study("accuracy")[:1])
+    (figure,) = accuracy.pictures(changed(triton, accuracy, lambda _: True, errors=errors)).values()
+    assert [dots.get_offsets()[:, 1].tolist() for dots in figure.axes[0].collections] == [
+        [0.5],
+        [0.1],
+    ]
+
+
+def test_lines_are_drawn_through_the_rows(made_pictures):
+    """Lines have the rows' numbers in the unit of their axis, beside the roof or what is exact."""
+    (speed,) = made_pictures["flash"]["flash-tokens-bfloat16-full"].axes
+    assert heights(speed)["sdpa"] == pytest.approx([409.6, 409.6])
+    assert heights(speed)["bf16 product, measured"] == [800, 800]
+    assert speed.get_ylim()[0] == 0
+    assert speed.get_ylim()[1] > 800
+    (seconds,) = made_pictures["flash"]["flash-one-head-bfloat16-causal"].axes
+    assert heights(seconds)["sdpa"] == [1.25, 10]
+    held, _ = made_pictures["attention"]["attention-memory"].axes
+    assert heights(held)["naive"] == [16, 256]
+    assert {"N", "N²", "OOM"} == {text.get_text() for text in held.texts}
+    (sums,) = made_pictures["precision"]["precision-sums"].axes
+    assert heights(sums)["exact"] == [0, 10]
+    assert heights(sums)["bf16 + bf16"][-1] == 4
+    (steps,) = made_pictures["warmup"]["warmup-steps"].axes
+    assert heights(steps)["0 warm-up steps"] == [100, *[10] * 9]
+    (curve, peak) = made_pictures["memory"]["memory-2_7B-fp32-naive"].axes[0].get_lines()
+    assert list(curve.get_ydata()) == [1, 4, 2]
+    assert (peak.get_xdata()[0], peak.get_ydata()[0]) == (pytest.approx(100), 4)
+
+
+def test_bars_and_fields_are_the_rows(made_pictures):
+    """Bars are as high as gains, microseconds and shares; fields have the verdicts' words."""
+
+    def sizes(study, name, panel=0, of="get_height"):
+        groups = made_pictures[study][name].axes[panel].containers
+        return {g.get_label(): pytest.approx([getattr(bar, of)() for bar in g]) for g in groups}
+
+    gains = sizes("lm", "lm-speedups")
+    assert (gains["tf32 / fp32"], gains["triton / sdpa"]) == ([2], [0.5, 0.5])
+    assert sizes("launch", "launch-host")["eager"] == [30, 10, 20]
+    assert list(sizes("compile", "compile-speedups", 0, "get_width").values()) == [[2, 0.8]]
+    shares = sizes("profile", "profile-categories", 0, "get_width")
+    assert shares["matmul"] == [80, 50]
+    assert shares["mine"] == [0, 10]
+    texts = made_pictures["accuracy"]["accuracy-contract"].axes[0].texts
+    assert [text.get_text() for text in texts] == ["yes", "yes", "yes", "NO"]
+
+
+def test_pictures_tell_what_is_unsteady_and_what_is_missing(made_run):
+    """An unsteady point is hollow; a pass that was not measured at a head dimension says so."""
+    run = changed(made_run, flash, lambda row: row["impl"] == "sdpa", q1=1e-4, q3=1.0)
+    rows = [r | {"head_dim": 64, "pass": "backward"} for r in run.study("flash")]
+    figure = flash.pictures(replace(run, rows=run.rows + rows))["flash-tokens-bfloat16-full"]
+    missing, measured, *_ = figure.axes
+    assert [text.get_text() for text in missing.texts] == ["not measured"]
+    hollow = [line for line in measured.get_lines() if line.get_label() == "quartiles far apart"]
+    assert [line.get_xdata()[0] for line in hollow] == [512, 4096]
+    one = replace(run, rows=[r for r in run.rows if r.get("seq_q") == 512])
+    assert flash.pictures(one) == {}

@@ -1,6 +1,6 @@
 """FlashAttention in Triton, proven against naive attention and measured against everything else."""
 
-from flashattn.attention import attention
+from flashattn.api import attention
 from flashattn.ops import FlashAttentionTriton
 from flashattn.problem import Problem
 from flashattn.registry import get, names, register

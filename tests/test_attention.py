@@ -7,19 +7,17 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
-from flashattn import attention, registry
+from flashattn import api, attention, registry
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
 
-attention_module = import_module("flashattn.attention")  # the package's name is the function's
 OURS = pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=33, seq_kv=40, head_dim=16)
 
@@ -120,15 +118,15 @@ def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
         "slow": Impl(name="slow", fastest=lambda *_: None, **able),
         "fast": Impl(name="fast", fastest=lambda *_: {"split_keys": True}, **able),
     }
-    monkeypatch.setattr(attention_module, "_PLANS", {})
-    monkeypatch.setattr(attention_module, "FASTEST_FIRST", {device.type: ("slow", "fast")})
-    monkeypatch.setattr(attention_module.registry, "get", impls.get)
+    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: ("slow", "fast")})
+    monkeypatch.setattr(api.registry, "get", impls.get)
     inputs = tensors(device)
     attention(*inputs)
     attention(*inputs, split_keys=False)
     attention(*inputs, impl="slow")
     assert asked == [True, False, None]
-    monkeypatch.setattr(attention_module, "FASTEST_FIRST", {device.type: ("slow",)})
+    monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: ("slow",)})
     with pytest.raises(ValueError, match="slow is not the fastest here"):
         attention(*tensors(device, seq_q=30))
 
@@ -270,7 +268,7 @@ def prepared(monkeypatch):
 
     able = {"limits": lambda *_: None, "lse": True, "prepares": True}
     impls = {"prepares": Impl(name="prepares", call=prepare, **able)}
-    monkeypatch.setattr(attention_module, "_PLANS", {})
+    monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(registry, "_impls", registry._impls | impls)
     return asked
 
@@ -328,14 +326,14 @@ def test_options_are_told_apart(device, prepared, options):
     for _ in range(2):
         attention(*given, impl="prepares", bias=torch.zeros(1))
     assert len(prepared) == 4
-    assert len(attention_module._PLANS) == 2
+    assert len(api._PLANS) == 2
 
 
 def test_devices_are_told_apart(device):
     """Tensors of other devices have other plans."""
     given = tensors(device)
     asked = False, None, False, "triton", {}
-    keys = [attention_module._key(*(x.to(d) for x in given), *asked) for d in (device, "meta")]
+    keys = [api._key(*(x.to(d) for x in given), *asked) for d in (device, "meta")]
     assert None not in keys
     assert keys[0] != keys[1]
 
@@ -389,7 +387,7 @@ def test_bad_arguments_are_refused_every_time(device, prepared):
             with pytest.raises(ValueError, match=words):
                 attention(*given, **({"impl": "prepares"} | options))
     assert len(prepared) == 1
-    assert len(attention_module._PLANS) == 1
+    assert len(api._PLANS) == 1
 
 
 def test_who_watches_is_answered_anew(device, prepared):
@@ -407,7 +405,7 @@ def test_who_watches_is_answered_anew(device, prepared):
         call(*given)
     call(*(x.as_subclass(Kind) for x in given))
     assert len(prepared) == 5
-    assert len(attention_module._PLANS) == 2  # autocast's is of tensors in its dtype
+    assert len(api._PLANS) == 2  # autocast's is of tensors in its dtype
 
 
 class Shown(TorchDispatchMode):
@@ -436,9 +434,9 @@ def test_plans_hold_no_tensors(device, name):
 
 def test_plans_are_few(device, monkeypatch):
     """Lengths that keep changing do not fill the memory."""
-    monkeypatch.setattr(attention_module, "_PLANS", {})
-    monkeypatch.setattr(attention_module, "_MOST_PLANS", 3)
+    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "_MOST_PLANS", 3)
     for n in range(1, 9):
         q = torch.randn(1, 1, n, 16, device=device)
         attention(q, q, q, impl="reference")
-        assert len(attention_module._PLANS) <= 3
+        assert len(api._PLANS) <= 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ ALLOWED = {
     "claims": {"problem"},
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "problem"},
-    "attention": {"impls", "registry", "problem", "watchers"},
+    "api": {"impls", "registry", "problem", "watchers"},
     "lm": set(),
     "costs": {"lm"},
     "training": {"lm"},
@@ -46,7 +47,7 @@ ALLOWED = {
     "counts": {"counts", "kernels", "ops", "problem", "testing"},
     "emulate": {"emulate", "kernels"},
     "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
-    "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
+    "__init__": {"api", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }
 ONLY_IN = {
     "triton": {"kernels", "measure", "counts", "emulate", "sanitize", "testing"},
@@ -82,6 +83,12 @@ def test_imports_point_down(path):
         if top == "flashattn" and rest:
             assert rest.split(".")[0] in ALLOWED[room(path)], f"{name} in {path.name}"
         assert room(path) in ONLY_IN.get(top, {room(path)}), f"{name} in {path.name}"
+
+
+def test_attention_is_one_thing():
+    """The function hides no module: ``flashattn.attention`` is the same by every way of asking."""
+    assert callable(flashattn.attention)
+    assert find_spec("flashattn.attention") is None
 
 
 def test_report_draws_without_torch():

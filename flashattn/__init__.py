@@ -7,10 +7,12 @@ from flashattn.registry import get, names, register
 from flashattn.tiled import FlashAttentionPyTorch
 from flashattn.weighted_sum import weighted_sum
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
 __all__ = [
     "FlashAttentionPyTorch",
     "FlashAttentionTriton",
     "Problem",
+    "__version__",
     "attention",
     "get",
     "names",

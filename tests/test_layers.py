@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -83,6 +84,14 @@ def test_imports_point_down(path):
         if top == "flashattn" and rest:
             assert rest.split(".")[0] in ALLOWED[room(path)], f"{name} in {path.name}"
         assert room(path) in ONLY_IN.get(top, {room(path)}), f"{name} in {path.name}"
+
+
+def test_version_and_types():
+    """The version is that of the package's source, and its types are marked as there."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", flashattn.__version__)
+    settings = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert 'path = "flashattn/__init__.py"' in settings
+    assert (PACKAGE / "py.typed").exists()
 
 
 def test_attention_is_one_thing():

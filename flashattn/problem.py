@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -99,9 +100,7 @@ class Problem:
         if self.heads != 0 and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
-        if self.dtype not in DTYPES:
-            msg = f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype}"
-            raise ValueError(msg)
+        check_among("dtype", self.dtype, DTYPES)
         diagonal(self.causal, self.seq_q, self.seq_kv)
         object.__setattr__(self, "causal", MASKS[self.causal] or False)
 
@@ -231,6 +230,20 @@ class Problem:
         lse = 4 * self.batch * self.heads * self.seq_q
         moved = {"forward": 2 * (queries + keys) + lse, "backward": 4 * (queries + keys) + lse}
         return sum(moved[name] for name in passes.split("+"))
+
+
+def check_among(name: str, value: object, wanted: Collection[object]) -> None:
+    """Check that an argument has one of few values.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+    """
+    try:
+        known = value in frozenset(wanted)  # by hash: a tensor has no truth
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{name}: wanted one of {', '.join(map(str, wanted))}, got {value!r}")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

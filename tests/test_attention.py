@@ -6,14 +6,17 @@ import gc
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
 from flashattn import api, attention, registry
+from flashattn.kernels import launch
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
@@ -162,14 +165,127 @@ def test_a_name_never_falls_back(device):
         attention(q, k, v, impl="nobody")
 
 
-def test_options_reach_the_implementation(device):
-    """Precision is Triton's own option, checked there."""
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", ["meta", "cpu", "cuda"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_shapes_without_numbers(dtype, kind, lse, device):
+    """Meta tensors, and fake ones of any device, give the shapes and dtypes of real ones."""
+    given = tensors(device, dtype=dtype, kv_heads=1, seq_kv=9)
+    grad = kind != "cuda" or device.type == "cuda"  # torch aborts in those of fake CUDA tensors
+    if not grad and dtype == "float64":
+        pytest.skip("torch cannot index fake CUDA tensors without CUDA, which tiled does")
+
+    def shapes(*inputs):
+        inputs = [x.requires_grad_(grad) for x in inputs]
+        o = attention(*inputs, causal=True, return_lse=lse)
+        outputs = o if lse else (o,)
+        gradients = torch.autograd.grad([x.sum() for x in outputs], inputs) if grad else ()
+        return [(x.shape, x.dtype, x.device.type) for x in (*outputs, *gradients)]
+
+    with nullcontext() if kind == "meta" else FakeTensorMode():
+        got = shapes(*(torch.empty(x.shape, dtype=x.dtype, device=kind) for x in given))
+    assert got == [(*facts[:2], kind) for facts in shapes(*given)]
+
+
+@OURS
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_lse_is_fp32(name, dtype, device):
+    """Of half precision, too: to merge parts takes more than 11 bits."""
+    q, k, v = tensors(device, dtype=dtype)
+    _, lse = attention(q, k, v, return_lse=True, impl=name)
+    exact = attention(*(x.double() for x in (q, k, v)), return_lse=True, impl="reference")[1]
+    torch.testing.assert_close(lse, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_who_has_no_gradient_is_told_of_each(device, which, monkeypatch):
+    """Without gradients any one tensor that wants some is refused, though its like was not."""
+    monkeypatch.setattr(registry, "_impls", dict(registry._impls))
+    registry.register("forward", grad=False)(lambda q, k, v, *, causal, scale: q.detach())
+    given = tensors(device)
+    attention(*given, impl="forward")
+    given[which].requires_grad_()
+    with pytest.raises(ValueError, match="impl: forward is not differentiable"):
+        attention(*given, impl="forward")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"return_lse": True}], ids=str)
+def test_a_second_derivative_is_right_or_refused(device, options):
+    """By auto, too: as the reference has it, or an error that names the reference; never a zero."""
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+
+    def second(**how):
+        o = attention(q, k, v, **options, **how)
+        o = o[0] if options.get("return_lse") else o
+        (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), (q, k, v))
+
+    if options.get("return_lse") and device.type == "cpu":
+        assert all(map(torch.equal, second(), second(impl="reference")))
+    else:
+        with pytest.raises(NotImplementedError, match='impl="reference"'):
+            second()
+
+
+def test_precision_reaches_the_kernels(device):
+    """Every precision that is known is one of the kernels', near enough to the definition."""
     q, k, v = tensors(device)
     exact = attention(q, k, v, impl="reference")
+    assert api.PRECISIONS == launch.PRECISIONS
     for precision in ("bf16x6", "tf32x3", "ieee"):
         torch.testing.assert_close(attention(q, k, v, impl="triton", precision=precision), exact)
-    with pytest.raises(ValueError, match="precision: wanted one of auto"):
-        attention(q, k, v, impl="triton", precision="fp8")
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton", "tiled", "sdpa", "reference"])
+def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
+    """Whomever it chooses, on whatever device, takes any precision and order, or ignores it."""
+    assert {name for names in api.FASTEST_FIRST.values() for name in names} == {
+        "hopper", "triton", "tiled", "sdpa", "reference",
+    }  # fmt: skip
+    given, how = tensors(device, head_dim=64), {"precision": "ieee", "deterministic": False}
+    if registry.get(name).why_not(Problem(head_dim=64), device) is not None:
+        assert registry.get(name).options >= set(how)
+        return
+    monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: (name,)})
+    torch.testing.assert_close(attention(*given, **how), attention(*given))
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
+@pytest.mark.parametrize("keyword", ["precision", "deterministic"])
+@pytest.mark.parametrize("value", ["fp8", 2, None, ["auto"], torch.ones(1)], ids=repr)
+def test_bad_options(device, name, keyword, value):
+    """A precision or an order that is none is refused by whomever is asked."""
+    for options in ({keyword: value}, {}, {keyword: value}):
+        if options:
+            with pytest.raises(ValueError, match=rf"{keyword}: wanted one of .*, got \S"):
+                attention(*tensors(device), impl=name, **options)
+        else:
+            attention(*tensors(device), impl=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"is_causal": True}, r'is_causal: no argument of attention\(impl="\w+"\); use causal'),
+        ({"sm_scale": 1.0}, "sm_scale: no argument of .*; use scale"),
+        ({"softmax_scale": 1.0}, "softmax_scale: no argument of .*; use scale"),
+        ({"retrun_lse": True}, "retrun_lse: no argument of .*; use return_lse"),
+        ({"attn_mask": None}, "attn_mask: .*; the only masks are those of causal"),
+        ({"window_size": (8, 8)}, "window_size: .*; the only masks are those of causal"),
+        ({"dropout_p": 0.0}, "dropout_p: .*; there is no dropout"),
+        ({"enable_gqa": True}, "enable_gqa: .*; k and v may have fewer heads than q"),
+        ({"split_keys": True}, r'split_keys: .*impl="\w+"\); its own options are '),
+        (
+            {"precision": "ieee", "impl": "tiled"},
+            'precision: .*impl="tiled".*; PyTorch\'s settings',
+        ),
+    ],
+)
+def test_unknown_keywords(device, options, words):
+    """An argument that nobody knows is refused with the one to use, or what there is."""
+    for asked in ("sdpa", "reference", "triton"):
+        with pytest.raises(TypeError, match=words):
+            attention(*tensors(device), **({"impl": asked} | options))
 
 
 @pytest.mark.parametrize(
@@ -289,12 +405,14 @@ CHANGES = {
     "k's address": lambda q, k, v: ((q, shifted(k), v), {}),
     "v's address": lambda q, k, v: ((q, k, shifted(v)), {}),
     "dtype": lambda q, k, v: ((q.half(), k.half(), v.half()), {}),
-    "gradient": lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
+    "gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
     "one head": lambda q, k, v: ((q[:, 0], k[:, 0], v[:, 0]), {}),
     "mask": lambda q, k, v: ((q, k, v), {"causal": True}),
     "scale": lambda q, k, v: ((q, k, v), {"scale": 2.0}),
     "lse": lambda q, k, v: ((q, k, v), {"return_lse": True}),
     "option": lambda q, k, v: ((q, k, v), {"window": 1}),
+    "precision": lambda q, k, v: ((q, k, v), {"precision": "ieee"}),
+    "order": lambda q, k, v: ((q, k, v), {"deterministic": False}),
 }
 
 
@@ -332,7 +450,7 @@ def test_options_are_told_apart(device, prepared, options):
 def test_devices_are_told_apart(device):
     """Tensors of other devices have other plans."""
     given = tensors(device)
-    asked = False, None, False, "triton", {}
+    asked = False, None, False, "triton", "auto", True, {}
     keys = [api._key(*(x.to(d) for x in given), *asked) for d in (device, "meta")]
     assert None not in keys
     assert keys[0] != keys[1]

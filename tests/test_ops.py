@@ -96,11 +96,12 @@ def test_compile(device, causal, dynamic):
 
 
 def test_compile_auto(device):
-    """So does attention left to choose."""
+    """So does attention left to choose, with every option that it has then."""
     q, k, v = arguments(device)
+    how = {"causal": True, "precision": "ieee", "deterministic": False}
     torch.compiler.reset()
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, causal=True))
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, **how), fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, **how))
 
 
 def test_vmap(device):

@@ -473,25 +473,12 @@ class FlashAttentionTriton(torch.autograd.Function):
         heads = [x.unsqueeze(-3) for x in (q, k, v)]
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.diagonal = diagonal(is_causal, q.shape[1], k.shape[1])
+        last, scale = diagonal(is_causal, q.shape[1], k.shape[1]), check_scale(None, q.shape[2])
+        ctx.options = last, scale, "auto", "triton", True
         return o
 
     @staticmethod
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        grad_o, q, k, v, o, lse = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        scale = check_scale(None, q.shape[-1])
-        grads = _backward(
-            grad_o,
-            None,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            ctx.diagonal,
-            scale,
-            "auto",
-            "triton",
-            True,  # noqa: FBT003
-        )
+        grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
+        grads = _backward(grad_o, None, *saved, *ctx.options)
         return *(x.squeeze(1) for x in grads), None

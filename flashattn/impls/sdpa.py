@@ -34,12 +34,7 @@ def _mask(q: torch.Tensor, k: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def _sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
     if scale is not None and scale <= 0:

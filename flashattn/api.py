@@ -70,7 +70,7 @@ def attention(
             "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: "auto" takes
             them all the same, by name they refuse any other precision.
         deterministic: False allows sums in any order, which "hopper" uses for the gradient of q
-            (see there); whoever has but one order ignores it. By default "triton" and "hopper"
+            (see there); those that have no choice ignore it. By default "triton" and "hopper"
             give the same bits for the same inputs.
         options: the named implementation's own.
 

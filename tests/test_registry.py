@@ -72,7 +72,8 @@ def test_options():
     for call, options in (
         (lambda q, k, v, *, causal, scale: q, set()),
         (lambda q, k, v, causal, scale, window=0: q, {"window"}),
-        (lambda *inputs, **options: inputs[0], None),
+        (lambda q, k, v, **options: q, None),
+        (lambda *inputs: inputs[0], None),
         (iter, None),  # it shows no signature
     ):
         assert registry.Impl(name="fresh", call=call, limits=print).options == options

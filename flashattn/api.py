@@ -67,11 +67,11 @@ def attention(
             where that cannot. A name never falls back to another.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
             "auto", which is "tf32" where torch's setting for products on CUDA allows it, else
-            "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: "auto" takes
-            them all the same, by name they refuse any other precision.
-        deterministic: False allows sums in any order, which "hopper" uses for the gradient of q
-            (see there); those that have no choice ignore it. By default "triton" and "hopper"
-            give the same bits for the same inputs.
+            "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: chosen by
+            ``impl="auto"`` they ignore this argument, named they refuse all but "auto".
+        deterministic: False lets "hopper" sum the gradient of q in any order, which is faster; all
+            others ignore it. By default "triton" and "hopper" give the same bits for the same
+            inputs.
         options: the named implementation's own.
 
     Returns:

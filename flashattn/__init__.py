@@ -1,16 +1,18 @@
 """FlashAttention in Triton, proven against naive attention and measured against everything else."""
 
-from flashattn.attention import attention
+from flashattn.api import attention
 from flashattn.ops import FlashAttentionTriton
 from flashattn.problem import Problem
 from flashattn.registry import get, names, register
 from flashattn.tiled import FlashAttentionPyTorch
 from flashattn.weighted_sum import weighted_sum
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
 __all__ = [
     "FlashAttentionPyTorch",
     "FlashAttentionTriton",
     "Problem",
+    "__version__",
     "attention",
     "get",
     "names",

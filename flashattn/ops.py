@@ -74,6 +74,12 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's; without one the tensors are fake, and give shapes as the oldest would."""
+    available = torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if available else OLDEST_GPU
+
+
 def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0911 - one a reason
     """Return why the Triton kernels cannot solve ``problem`` on ``device``, or None."""
     if problem.dtype == "float64":
@@ -88,7 +94,7 @@ def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0
         return "triton runs on a CPU only interpreted: set TRITON_INTERPRET=1 before the first call"
     if device.type != "cuda":
         return f"triton runs on CUDA GPUs here, not on {device.type}"
-    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
+    if _capability(device) < OLDEST_GPU:
         return "triton needs a GPU of compute capability 8.0 or newer"
     return None
 
@@ -96,7 +102,7 @@ def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0
 def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
     least, most = HOPPER_HEAD_DIMS
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+    if device.type != "cuda" or _capability(device) != HOPPER:
         return "hopper needs a GPU of compute capability 9.0, an H100 or H200"
     if problem.dtype == "float64":
         return "hopper takes fp16, bf16 and fp32; tiled and reference take fp64"
@@ -467,25 +473,12 @@ class FlashAttentionTriton(torch.autograd.Function):
         heads = [x.unsqueeze(-3) for x in (q, k, v)]
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.diagonal = diagonal(is_causal, q.shape[1], k.shape[1])
+        last, scale = diagonal(is_causal, q.shape[1], k.shape[1]), check_scale(None, q.shape[2])
+        ctx.options = last, scale, "auto", "triton", True
         return o
 
     @staticmethod
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        grad_o, q, k, v, o, lse = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        scale = check_scale(None, q.shape[-1])
-        grads = _backward(
-            grad_o,
-            None,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            ctx.diagonal,
-            scale,
-            "auto",
-            "triton",
-            True,  # noqa: FBT003
-        )
+        grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
+        grads = _backward(grad_o, None, *saved, *ctx.options)
         return *(x.squeeze(1) for x in grads), None

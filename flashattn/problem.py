@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -85,23 +86,15 @@ class Problem:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.seq_kv is None:
             object.__setattr__(self, "seq_kv", self.seq_q)
-        for name, least in {
-            "batch": 0,
-            "heads": 0,
-            "kv_heads": 0,
-            "seq_q": 0,
-            "seq_kv": 0,
-            "head_dim": 1,
-        }.items():
+        for name in ("batch", "heads", "kv_heads", "seq_q", "seq_kv", "head_dim"):
+            least = 1 if name == "head_dim" else 0
             if getattr(self, name) < least:
                 msg = f"{name}: wanted at least {least}, got {getattr(self, name)}"
                 raise ValueError(msg)
         if self.heads != 0 and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
-        if self.dtype not in DTYPES:
-            msg = f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype}"
-            raise ValueError(msg)
+        check_among("dtype", self.dtype, DTYPES)
         diagonal(self.causal, self.seq_q, self.seq_kv)
         object.__setattr__(self, "causal", MASKS[self.causal] or False)
 
@@ -156,7 +149,8 @@ class Problem:
             ValueError: it is no such name.
         """
         found = re.fullmatch(
-            r"(\w+)-b(\d+)h(\d+)(?:kv(\d+))?-q(\d+)(?:-kv(\d+))?-d(\d+)-(full|causal|causal_br)",
+            r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
+            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-(full|causal|causal_br)",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -165,19 +159,8 @@ class Problem:
                 "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
                 f" -causal), got {name!r}"
             )
-        batch, heads, kv_heads, seq_q, seq_kv, head_dim = (
-            None if number is None else int(number) for number in found.groups()[1:7]
-        )
-        return cls(
-            batch=cast("int", batch),
-            heads=cast("int", heads),
-            kv_heads=cast("int", kv_heads),
-            seq_q=cast("int", seq_q),
-            seq_kv=cast("int", seq_kv),
-            head_dim=cast("int", head_dim),
-            causal=CORNERS[found[8]],
-            dtype=dtypes[found[1]],
-        )
+        sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
+        return cls(**sizes, causal=CORNERS[found[8]], dtype=dtypes[found[1]])
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -231,6 +214,20 @@ class Problem:
         lse = 4 * self.batch * self.heads * self.seq_q
         moved = {"forward": 2 * (queries + keys) + lse, "backward": 4 * (queries + keys) + lse}
         return sum(moved[name] for name in passes.split("+"))
+
+
+def check_among(name: str, value: object, wanted: Collection[object]) -> None:
+    """Check that an argument has one of few values.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+    """
+    try:
+        known = value in frozenset(wanted)  # by hash: a tensor has no truth
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{name}: wanted one of {', '.join(map(str, wanted))}, got {value!r}")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import Any
 
 import torch
@@ -55,12 +56,13 @@ class Impl(Claims):
             that is made for some problems leaves others to the next.
         prepares: ``call`` returns no result but a callable of q, k and v alone, which gives the
             (o, lse) of these and of all like them, so that the host need not think again. Like are
-            tensors of the same sizes, strides, dtype, device, distance from a multiple of 16 bytes
-            and, of q, need for gradients, under the same settings of torch for deterministic
-            algorithms and fp32 products. Where the compiler, a mode, or a function transform looks
-            on, it is asked anew.
+            tensors of the same sizes, strides, dtype, device and distance from a multiple of 16
+            bytes, of which any or none needs gradients, under the same settings of torch for
+            deterministic algorithms and fp32 products. Where the compiler, a mode, or a function
+            transform looks on, it is asked anew.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
+        options: names of what ``call`` takes besides, or None where it takes anything.
     """
 
     name: str
@@ -70,6 +72,11 @@ class Impl(Claims):
     prepares: bool = False
     compiles: bool = False
     origin: str = ""
+    options: frozenset[str] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the options from the signature, once."""
+        object.__setattr__(self, "options", _options(self.call))
 
     def why_not(
         self, problem: Problem, device: torch.device | str, *, grad: bool = False, lse: bool = False
@@ -110,10 +117,21 @@ class Impl(Claims):
         return lambda q, k, v: _pair(call(q, k, v))
 
 
+def _options(call: Callable[..., Any]) -> frozenset[str] | None:
+    try:
+        _, _, _, *parameters = signature(call).parameters.values()
+    except (TypeError, ValueError):  # no signature, or none that names three tensors
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters) - {"causal", "scale"}
+
+
 def _pair(result: Result) -> Pair:
     return result if isinstance(result, tuple) else (result, None)
 
 
+_FACTS = (*(x.name for x in fields(Claims)), "fastest", "prepares", "compiles")
 _impls: dict[str, Impl] = {}
 _broken: dict[str, str] = {}
 
@@ -129,10 +147,18 @@ def register(
         facts: the flags of ``Claims``, ``fastest``, ``prepares`` and ``compiles``.
 
     Raises:
+        TypeError: the name is no string, as where the decorator has no parentheses; a fact is
+            unknown; or what is decorated cannot be called.
         ValueError: another callable has that name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f'name: wanted a string, as in @register("mine"), got {name!r}')
+    for fact in facts.keys() - set(_FACTS):
+        raise TypeError(f"{fact}: wanted one of {', '.join(_FACTS)}")
 
     def decorate(call: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(call):
+            raise TypeError(f"{name}: wanted a callable, got {call!r}")
         if name == "auto" or name in _impls:
             msg = f"name: wanted one that is not taken, got {name!r}"
             raise ValueError(msg)

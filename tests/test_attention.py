@@ -6,20 +6,21 @@ import gc
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
-from flashattn import attention, registry
+from flashattn import api, attention, registry
+from flashattn.kernels import launch
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
 
-attention_module = import_module("flashattn.attention")  # the package's name is the function's
 OURS = pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=33, seq_kv=40, head_dim=16)
 
@@ -54,27 +55,6 @@ def test_bottom_right_is_not_top_left(name, device):
 
 
 @OURS
-def test_dead_rows(name, device):
-    """A query that sees no key has o = 0 and lse = -inf, and gives no gradient to anything."""
-    q, k, v = (x.requires_grad_() for x in tensors(device, seq_kv=8))
-    o, lse = attention(q, k, v, causal="bottom_right", return_lse=True, impl=name)
-    assert torch.equal(o[:, :, :12], torch.zeros_like(o[:, :, :12]))
-    assert (lse[:, :, :12] == -torch.inf).all()
-    for x in torch.autograd.grad((o[:, :, :12].sum(), lse[:, :, :12].sum()), (q, k, v)):
-        assert torch.equal(x, torch.zeros_like(x))
-
-
-@OURS
-def test_a_poisoned_future_is_not_seen(name, device):
-    """NaN and inf in keys that a query must not see leave its row bit-identical."""
-    q, k, v = tensors(device)
-    clean = attention(q, k, v, causal=True, impl=name)
-    for poison in (torch.nan, torch.inf, -torch.inf):
-        k[:, :, 13:] = poison
-        assert torch.equal(attention(q, k, v, causal=True, impl=name)[:, :, :13], clean[:, :, :13])
-
-
-@OURS
 def test_lse_alone_is_differentiable(name, device):
     """The gradient of the logsumexp alone is softmax(S) pulled back: dq = scale * P @ K."""
     q, k, v = (x.requires_grad_() for x in tensors(device))
@@ -99,8 +79,9 @@ def test_autocast_passes_all_on(device):
     asked = {"causal": "bottom_right", "scale": 0.3, "return_lse": True, "impl": "tiled"}
     with torch.autocast(device.type, dtype=torch.bfloat16):
         outputs = attention(q, k, v, **asked)
-        with pytest.raises(ValueError, match="precision: wanted one of auto"):
-            attention(q, k, v, impl="triton", precision="fp8")
+        for options, words in (({"precision": "fp8"}, "precision"), ({"deterministic": 2}, "det")):
+            with pytest.raises(ValueError, match=words):
+                attention(q, k, v, **options)
         with pytest.raises(ValueError, match="q: wanted a tensor, got list"):
             attention([1.0], k, v)
     exact = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **asked)
@@ -120,15 +101,15 @@ def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
         "slow": Impl(name="slow", fastest=lambda *_: None, **able),
         "fast": Impl(name="fast", fastest=lambda *_: {"split_keys": True}, **able),
     }
-    monkeypatch.setattr(attention_module, "_PLANS", {})
-    monkeypatch.setattr(attention_module, "FASTEST_FIRST", {device.type: ("slow", "fast")})
-    monkeypatch.setattr(attention_module.registry, "get", impls.get)
+    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: ("slow", "fast")})
+    monkeypatch.setattr(api.registry, "get", impls.get)
     inputs = tensors(device)
     attention(*inputs)
     attention(*inputs, split_keys=False)
     attention(*inputs, impl="slow")
     assert asked == [True, False, None]
-    monkeypatch.setattr(attention_module, "FASTEST_FIRST", {device.type: ("slow",)})
+    monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: ("slow",)})
     with pytest.raises(ValueError, match="slow is not the fastest here"):
         attention(*tensors(device, seq_q=30))
 
@@ -136,14 +117,10 @@ def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
 def test_auto(device):
     """On a GPU auto is ours; on a CPU PyTorch's own, or the reference where that has no answer."""
     q, k, v = tensors(device)
-    fastest = "triton" if device.type == "cuda" else "sdpa"
-    assert torch.equal(attention(q, k, v), attention(q, k, v, impl=fastest))
-    o, lse = attention(q, k, v, return_lse=True)
-    wanted = attention(
-        q, k, v, return_lse=True, impl="triton" if device.type == "cuda" else "reference"
-    )
-    assert torch.equal(o, wanted[0])
-    assert torch.equal(lse, wanted[1])
+    alone, pair = ("triton", "triton") if device.type == "cuda" else ("sdpa", "reference")
+    assert torch.equal(attention(q, k, v), attention(q, k, v, impl=alone))
+    how = {"return_lse": True}
+    assert all(map(torch.equal, attention(q, k, v, **how), attention(q, k, v, **how, impl=pair)))
 
 
 def test_auto_takes_fp64_and_large_heads(device):
@@ -164,43 +141,150 @@ def test_a_name_never_falls_back(device):
         attention(q, k, v, impl="nobody")
 
 
-def test_options_reach_the_implementation(device):
-    """Precision is Triton's own option, checked there."""
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", ["meta", "cpu", "cuda"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_shapes_without_numbers(dtype, kind, lse, device):
+    """Meta tensors, and fake ones of any device, give the shapes and dtypes of real ones."""
+    given = tensors(device, dtype=dtype, kv_heads=1, seq_kv=9)
+    grad = kind != "cuda" or device.type == "cuda"  # torch aborts in those of fake CUDA tensors
+    if not grad and dtype == "float64":
+        pytest.skip("torch cannot index fake CUDA tensors without CUDA, which tiled does")
+
+    def shapes(*inputs):
+        inputs = [x.requires_grad_(grad) for x in inputs]
+        o = attention(*inputs, causal=True, return_lse=lse)
+        outputs = o if lse else (o,)
+        gradients = torch.autograd.grad([x.sum() for x in outputs], inputs) if grad else ()
+        return [(x.shape, x.dtype, x.device.type) for x in (*outputs, *gradients)]
+
+    with nullcontext() if kind == "meta" else FakeTensorMode():
+        got = shapes(*(torch.empty(x.shape, dtype=x.dtype, device=kind) for x in given))
+    assert got == [(*facts[:2], kind) for facts in shapes(*given)]
+
+
+@OURS
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_lse_is_fp32(name, dtype, device):
+    """Of half precision, too: to merge parts takes more than 11 bits."""
+    q, k, v = tensors(device, dtype=dtype)
+    _, lse = attention(q, k, v, return_lse=True, impl=name)
+    exact = attention(*(x.double() for x in (q, k, v)), return_lse=True, impl="reference")[1]
+    torch.testing.assert_close(lse, exact.float())
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_who_has_no_gradient_is_told_of_each(device, which, monkeypatch):
+    """Without gradients any one tensor that wants some is refused, though its like was not."""
+    monkeypatch.setattr(registry, "_impls", dict(registry._impls))
+    registry.register("forward", grad=False)(lambda q, k, v, *, causal, scale: q.detach())
+    given = tensors(device)
+    attention(*given, impl="forward")
+    given[which].requires_grad_()
+    with pytest.raises(ValueError, match="impl: forward is not differentiable"):
+        attention(*given, impl="forward")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"return_lse": True}], ids=str)
+def test_a_second_derivative_is_right_or_refused(device, options):
+    """By auto, too: as the reference has it, or an error that names the reference; never a zero."""
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+
+    def second(**how):
+        o = attention(q, k, v, **options, **how)
+        o = o[0] if options.get("return_lse") else o
+        (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), (q, k, v))
+
+    if options.get("return_lse") and device.type == "cpu":
+        assert all(map(torch.equal, second(), second(impl="reference")))
+    else:
+        with pytest.raises(NotImplementedError, match='impl="reference"'):
+            second()
+
+
+def test_precision_reaches_the_kernels(device):
+    """Every precision that is known is one of the kernels', near enough to the definition."""
     q, k, v = tensors(device)
     exact = attention(q, k, v, impl="reference")
+    assert api.PRECISIONS == launch.PRECISIONS
     for precision in ("bf16x6", "tf32x3", "ieee"):
         torch.testing.assert_close(attention(q, k, v, impl="triton", precision=precision), exact)
-    with pytest.raises(ValueError, match="precision: wanted one of auto"):
-        attention(q, k, v, impl="triton", precision="fp8")
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton", "tiled", "sdpa", "reference"])
+def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
+    """Whomever it chooses, on whatever device, takes any precision and order, or ignores it."""
+    assert {name for names in api.FASTEST_FIRST.values() for name in names} == {
+        "hopper", "triton", "tiled", "sdpa", "reference",
+    }  # fmt: skip
+    given, how = tensors(device, head_dim=64), {"precision": "ieee", "deterministic": False}
+    if registry.get(name).why_not(Problem(head_dim=64), device) is not None:
+        assert "precision" in registry.get(name).options
+        return
+    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: (name,)})
+    torch.testing.assert_close(attention(*given, **how), attention(*given))
+
+
+BAD = {
+    "scale: wanted a finite number": [float("nan"), True, torch.ones(1)],
+    'causal: wanted False, True, "top_left" or "bottom_right"': ["left", [], None],
+    "precision: wanted one of auto, bf16x6": ["fp8", True, None, ["auto"], torch.ones(1)],
+    "deterministic: wanted one of False, True": ["no", 2, None, [True], torch.ones(1)],
+}
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
+@pytest.mark.parametrize("words", BAD)
+def test_bad_keywords(device, name, words):
+    """A bad value is refused by whomever is asked, after a good one of its like, too."""
+    given = tensors(device)
+    attention(*given, impl=name, scale=1)
+    for value in BAD[words]:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=words):
+                attention(*given, **({"impl": name, "scale": 1} | {words.split(":")[0]: value}))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"is_causal": True}, r'is_causal: no argument of attention\(impl="\w+"\); use causal'),
+        ({"sm_scale": 1.0}, "sm_scale: no argument of .*; use scale"),
+        ({"softmax_scale": 1.0}, "softmax_scale: no argument of .*; use scale"),
+        ({"retrun_lse": True}, "retrun_lse: no argument of .*; use return_lse"),
+        ({"attn_mask": None}, "attn_mask: .*; the only masks are those of causal"),
+        ({"window_size": (8, 8)}, "window_size: .*; the only masks are those of causal"),
+        ({"dropout_p": 0.0}, "dropout_p: .*; there is no dropout"),
+        ({"enable_gqa": True}, "enable_gqa: .*; k and v may have fewer heads than q"),
+        ({"split_keys": True}, r'split_keys: .*impl="\w+"\); its own options are '),
+    ],
+)
+def test_unknown_keywords(device, options, words):
+    """An argument that nobody knows is refused with the one to use, or what there is."""
+    for name in ("auto", "sdpa", "reference", "triton"):
+        with pytest.raises(TypeError, match=words):
+            attention(*tensors(device), impl=name, **options)
+    with pytest.raises(TypeError, match=r"precision: .*tiled.*; PyTorch's settings"):
+        attention(*tensors(device), impl="tiled", precision="ieee")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda q, k, v: (q, k.half(), v), "k: wanted q's dtype, torch.float32, got torch.float16"),
-        (
-            lambda q, k, v: (q, k, v[:, :, :-1]),
-            r"v: wanted shape \[2, 2, 20, 16\], got \[2, 2, 19, 16\]",
-        ),
-        (
-            lambda q, k, v: (q, k[:, :, :, :8], v),
-            r"k: wanted shape \[2, 2, 20, 16\], got \[2, 2, 20, 8\]",
-        ),
+        (lambda q, k, v: (q, k, v[:, :, :-1]), r"v: wanted .*2, 20, 16\], got \[2, 2, 19, 16\]"),
+        (lambda q, k, v: (q, k[..., :8], v), r"k: wanted .*2, 20, 16\], got \[2, 2, 20, 8\]"),
         (lambda q, k, v: (q[:1], k, v), r"k: wanted shape \[1, 2, 20, 16\]"),
-        (
-            lambda q, k, v: (q[:, :1], k, v),
-            "kv_heads: wanted a divisor of the 1 query heads, got 2",
-        ),
+        (lambda q, k, v: (q[:, :1], k, v), "kv_heads: wanted a divisor of the 1 .*, got 2"),
         (lambda q, k, v: (q.int(), k.int(), v.int()), "q: wanted dtype float64, float32"),
         (lambda q, k, v: (q, k[0], v), "k: wanted q's number of dimensions, 4, got 3"),
         (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]), "q: wanted .* got 2 dimensions"),
         (lambda q, k, v: (q.to_sparse(), k, v), "q: wanted a dense .* got torch.sparse_coo"),
         (lambda q, k, v: (q, k, [1.0]), "v: wanted a tensor, got list"),
         (lambda q, k, v: (q, k, v.to("meta")), "v: wanted q's device"),
-        (
-            lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]),
-            "head_dim: wanted at least 1, got 0",
-        ),
+        (lambda *qkv: [x[..., :0] for x in qkv], "head_dim: wanted at least 1, got 0"),
     ],
 )
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
@@ -218,19 +302,6 @@ def test_a_nested_tensor_is_refused(device):
         attention(ragged, ragged, ragged)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "words"),
-    [
-        ({"scale": float("nan")}, "scale: wanted a finite number"),
-        ({"causal": "left"}, "causal: wanted False"),
-    ],
-)
-def test_bad_keywords(keyword, words, device):
-    """So are a mask and a scale that are none."""
-    with pytest.raises(ValueError, match=words):
-        attention(*tensors(device), **keyword)
-
-
 def test_public_names():
     """The package exports its names, sorted, and each of them exists."""
     assert flashattn.__all__ == sorted(flashattn.__all__)
@@ -242,15 +313,12 @@ def test_triton_on_a_cpu_needs_the_interpreter():
     code = (
         "import torch, flashattn\n"
         "q = torch.randn(1, 1, 4, 4)\n"
-        "try:\n"
-        "    flashattn.attention(q, q, q, impl='triton')\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-        "x = torch.randn(2, 3)\n"
-        "try:\n"
-        "    flashattn.weighted_sum(x, x[0])\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
+        "for ask in (lambda: flashattn.attention(q, q, q, impl='triton'),"
+        " lambda: flashattn.weighted_sum(q[0, 0], q[0, 0, 0])):\n"
+        "    try:\n"
+        "        ask()\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
     )
     process = subprocess.run(
         [sys.executable, "-c", code], env={"PATH": ""}, capture_output=True, text=True, check=True
@@ -270,7 +338,7 @@ def prepared(monkeypatch):
 
     able = {"limits": lambda *_: None, "lse": True, "prepares": True}
     impls = {"prepares": Impl(name="prepares", call=prepare, **able)}
-    monkeypatch.setattr(attention_module, "_PLANS", {})
+    monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(registry, "_impls", registry._impls | impls)
     return asked
 
@@ -281,6 +349,7 @@ def shifted(x):
 
 
 CHANGES = {
+    "device": lambda *qkv: ([x.to("meta") for x in qkv], {}),
     "q's size": lambda q, k, v: ((q[:, :, 1:], k, v), {}),
     "keys": lambda q, k, v: ((q, k[:, :, 1:], v[:, :, 1:]), {}),
     "heads of keys": lambda q, k, v: ((q, k[:, :1], v[:, :1]), {}),
@@ -291,12 +360,14 @@ CHANGES = {
     "k's address": lambda q, k, v: ((q, shifted(k), v), {}),
     "v's address": lambda q, k, v: ((q, k, shifted(v)), {}),
     "dtype": lambda q, k, v: ((q.half(), k.half(), v.half()), {}),
-    "gradient": lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
+    "gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
     "one head": lambda q, k, v: ((q[:, 0], k[:, 0], v[:, 0]), {}),
     "mask": lambda q, k, v: ((q, k, v), {"causal": True}),
     "scale": lambda q, k, v: ((q, k, v), {"scale": 2.0}),
     "lse": lambda q, k, v: ((q, k, v), {"return_lse": True}),
     "option": lambda q, k, v: ((q, k, v), {"window": 1}),
+    "precision": lambda q, k, v: ((q, k, v), {"precision": "ieee"}),
+    "order": lambda q, k, v: ((q, k, v), {"deterministic": False}),
 }
 
 
@@ -328,16 +399,7 @@ def test_options_are_told_apart(device, prepared, options):
     for _ in range(2):
         attention(*given, impl="prepares", bias=torch.zeros(1))
     assert len(prepared) == 4
-    assert len(attention_module._PLANS) == 2
-
-
-def test_devices_are_told_apart(device):
-    """Tensors of other devices have other plans."""
-    given = tensors(device)
-    asked = False, None, False, "triton", {}
-    keys = [attention_module._key(*(x.to(d) for x in given), *asked) for d in (device, "meta")]
-    assert None not in keys
-    assert keys[0] != keys[1]
+    assert len(api._PLANS) == 2
 
 
 SETTINGS = {
@@ -376,20 +438,12 @@ def test_a_plan_is_of_its_implementation(device, prepared):
 def test_bad_arguments_are_refused_every_time(device, prepared):
     """Nothing is prepared for them, nor answered by what was prepared for good ones."""
     q, k, v = tensors(device)
-    attention(q, k, v, scale=1, impl="prepares")
-    for _ in range(2):
-        for given, options, words in (
-            ((q, k[..., 1:], v), {}, "k: wanted shape"),
-            ((None, k, v), {}, "q: wanted a tensor, got NoneType"),
-            ((q, k, v), {"causal": []}, "causal: wanted"),
-            ((q, k, v), {"scale": True}, "scale: wanted a finite number"),
-            ((q, k, v), {"scale": torch.ones(1)}, "scale: wanted a finite number"),
-            ((q, k, v), {"impl": "nobody"}, "impl: wanted one of"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                attention(*given, **({"impl": "prepares"} | options))
-    assert len(prepared) == 1
-    assert len(attention_module._PLANS) == 1
+    attention(q, k, v, impl="prepares")
+    wrong = ((q, k[..., 1:], v), "k: wanted shape"), ((None, k, v), "q: wanted a tensor, got None")
+    for given, words in wrong * 2:
+        with pytest.raises(ValueError, match=words):
+            attention(*given, impl="prepares")
+    assert len(prepared) == len(api._PLANS) == 1
 
 
 def test_who_watches_is_answered_anew(device, prepared):
@@ -407,7 +461,7 @@ def test_who_watches_is_answered_anew(device, prepared):
         call(*given)
     call(*(x.as_subclass(Kind) for x in given))
     assert len(prepared) == 5
-    assert len(attention_module._PLANS) == 2  # autocast's is of tensors in its dtype
+    assert len(api._PLANS) == 2  # autocast's is of tensors in its dtype
 
 
 class Shown(TorchDispatchMode):
@@ -436,9 +490,9 @@ def test_plans_hold_no_tensors(device, name):
 
 def test_plans_are_few(device, monkeypatch):
     """Lengths that keep changing do not fill the memory."""
-    monkeypatch.setattr(attention_module, "_PLANS", {})
-    monkeypatch.setattr(attention_module, "_MOST_PLANS", 3)
+    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "_MOST_PLANS", 3)
     for n in range(1, 9):
         q = torch.randn(1, 1, n, 16, device=device)
         attention(q, q, q, impl="reference")
-        assert len(attention_module._PLANS) <= 3
+        assert len(api._PLANS) <= 3

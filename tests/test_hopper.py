@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashattn import ops
-from flashattn.attention import FASTEST_FIRST
+from flashattn.api import FASTEST_FIRST
 from flashattn.kernels import backward as portable_backward
 from flashattn.kernels import forward as portable_forward
 from flashattn.kernels import launch

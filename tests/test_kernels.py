@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from flashattn import attention
+from flashattn import api, attention
 from flashattn.kernels import alone, backward, choice, cut, forward, launch, splitting
 from flashattn.kernels.alone import Recomputation
 from flashattn.kernels.tiles import pick
@@ -23,12 +22,10 @@ from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
 
-attention_module = import_module("flashattn.attention")  # the package's name is the function's
-
 
 def forget():
     """Plan anew whatever is launched next."""
-    attention_module._PLANS.clear()
+    api._PLANS.clear()
     for planned in (forward._plan, backward._plan, alone._alone, backward._delta):
         planned.cache_clear()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ ALLOWED = {
     "claims": {"problem"},
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "problem"},
-    "attention": {"impls", "registry", "problem", "watchers"},
+    "api": {"impls", "registry", "problem", "watchers"},
     "lm": set(),
     "costs": {"lm"},
     "training": {"lm"},
@@ -46,7 +48,7 @@ ALLOWED = {
     "counts": {"counts", "kernels", "ops", "problem", "testing"},
     "emulate": {"emulate", "kernels"},
     "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
-    "__init__": {"attention", "ops", "problem", "registry", "tiled", "weighted_sum"},
+    "__init__": {"api", "ops", "problem", "registry", "tiled", "weighted_sum"},
 }
 ONLY_IN = {
     "triton": {"kernels", "measure", "counts", "emulate", "sanitize", "testing"},
@@ -82,6 +84,20 @@ def test_imports_point_down(path):
         if top == "flashattn" and rest:
             assert rest.split(".")[0] in ALLOWED[room(path)], f"{name} in {path.name}"
         assert room(path) in ONLY_IN.get(top, {room(path)}), f"{name} in {path.name}"
+
+
+def test_version_and_types():
+    """The version is that of the package's source, and its types are marked as there."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", flashattn.__version__)
+    settings = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert 'path = "flashattn/__init__.py"' in settings
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_attention_is_one_thing():
+    """The function hides no module: ``flashattn.attention`` is the same by every way of asking."""
+    assert callable(flashattn.attention)
+    assert find_spec("flashattn.attention") is None
 
 
 def test_report_draws_without_torch():

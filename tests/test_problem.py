@@ -74,7 +74,7 @@ def test_names_are_unique():
         ({"head_dim": 0}, "head_dim: wanted at least 1, got 0"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads: wanted a divisor of the 3 query heads, got 2"),
         ({"heads": 3, "kv_heads": 0}, "kv_heads: wanted a divisor of the 3 query heads, got 0"),
-        ({"dtype": "int8"}, "dtype: wanted one of"),
+        ({"dtype": "int8"}, "dtype: wanted one of float64, float32, .*, got 'int8'"),
         ({"causal": "middle"}, "causal: wanted False, True"),
     ],
 )

@@ -48,6 +48,37 @@ def test_a_name_is_taken_once(name):
         registry.register(name)(lambda q, k, v, *, causal, scale: q)
 
 
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (
+            lambda: registry.register(print),
+            r'name: wanted a string, as in @register\("mine"\), got',
+        ),
+        (lambda: registry.register("fresh")(3), "fresh: wanted a callable, got 3"),
+        (lambda: registry.register("fresh", gradient=False), "gradient: wanted one of lse, grad, "),
+        (lambda: registry.register("fresh", limits=None), "limits: wanted one of lse, grad, "),
+    ],
+)
+def test_misuse(use, words):
+    """A decorator without parentheses, what cannot be called and unknown claims are sentences."""
+    with pytest.raises(TypeError, match=words):
+        use()
+    assert "fresh" not in registry.names()
+
+
+def test_options():
+    """What a callable takes beside q, k, v, causal and scale is read from its signature."""
+    for call, options in (
+        (lambda q, k, v, *, causal, scale: q, set()),
+        (lambda q, k, v, causal, scale, window=0: q, {"window"}),
+        (lambda q, k, v, **options: q, None),
+        (lambda *inputs: inputs[0], None),
+        (iter, None),  # it shows no signature
+    ):
+        assert registry.Impl(name="fresh", call=call, limits=print).options == options
+
+
 def test_sentences():
     """Limits are asked in order: gradients, logsumexp, then the implementation's own."""
     registry.register("poor", grad=False, why_not=lambda problem, device: f"poor has no {device}")(

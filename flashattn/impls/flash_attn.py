@@ -8,11 +8,15 @@ from __future__ import annotations
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashattn.problem import Causal, Problem
 from flashattn.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MODULES = {
     "flash_attn_2": "flash_attn",
@@ -30,21 +34,18 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
-    module: str,
-) -> torch.Tensor:
-    flash = import_module(module).flash_attn_func
-    result = flash(
-        *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=bool(causal)
-    )
-    o = result[0] if isinstance(result, tuple) else result
-    return o.transpose(1, 2)
+def _attending(module: str) -> Callable[..., torch.Tensor]:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float
+    ) -> torch.Tensor:
+        flash = import_module(module).flash_attn_func
+        result = flash(
+            *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=bool(causal)
+        )
+        o = result[0] if isinstance(result, tuple) else result
+        return o.transpose(1, 2)
+
+    return attend
 
 
 def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
@@ -68,6 +69,4 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 for _name, _module in MODULES.items():
-    register(_name, why_not=partial(_limits, name=_name), strict=False)(
-        partial(_attend, module=_module)
-    )
+    register(_name, why_not=partial(_limits, name=_name), strict=False)(_attending(_module))

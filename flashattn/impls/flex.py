@@ -54,12 +54,7 @@ def _group(problem: Problem) -> int:
 
 @register("flex", why_not=_limits, strict=False, compiles=True)
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
     mask = None if last is None else _block_mask(q.shape[2], k.shape[2], last, q.device)

@@ -48,12 +48,7 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
 
 @register("naive", why_not=partial(_limits, name="naive"), strict=False)
 def naive(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     last = diagonal(causal, q.shape[-2], k.shape[-2])
@@ -62,12 +57,7 @@ def naive(
 
 @register("compiled", why_not=partial(_limits, name="compiled"), strict=False, compiles=True)
 def compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     last = diagonal(causal, q.shape[-2], k.shape[-2])

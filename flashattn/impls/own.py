@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from flashattn import ops, tiled
 from flashattn.problem import Causal, check_scale, diagonal
 from flashattn.reference import reference_attention
 from flashattn.registry import register
 
-if TYPE_CHECKING:
-    import torch
-
-Pair = tuple["torch.Tensor", "torch.Tensor"]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @register("triton", why_not=ops.why_not, prepares=True, lse=True, denormals=False)
@@ -24,13 +21,8 @@ def triton(
     causal: Causal = False,
     scale: float | None = None,
     precision: str = "auto",
-    deterministic: bool = True,
 ) -> ops.Attend:
-    """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``).
-
-    It is deterministic, whatever is asked.
-    """
-    del deterministic
+    """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
     return ops.prepare(q, k, v, causal=causal, scale=scale, precision=precision)
 
 
@@ -91,5 +83,7 @@ def _reference(
     causal: Causal = False,
     scale: float | None = None,
 ) -> Pair:
-    last = diagonal(causal, q.shape[-2], k.shape[-2])
-    return reference_attention(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))
+    last, scale = diagonal(causal, q.shape[-2], k.shape[-2]), check_scale(scale, q.shape[-1])
+    wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
+    o, lse = reference_attention(*wide, diagonal=last, scale=scale)
+    return o.to(q.dtype), lse

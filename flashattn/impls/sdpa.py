@@ -34,12 +34,7 @@ def _mask(q: torch.Tensor, k: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def _sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
 ) -> torch.Tensor:
     last = diagonal(causal, q.shape[2], k.shape[2])
     if scale is not None and scale <= 0:
@@ -52,7 +47,22 @@ def _sdpa(
         options["is_causal"] = True
     elif last is not None:
         options["attn_mask"] = _mask(q, k, last)
-    return scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    o = scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    if o.is_cpu and not torch.compiler.is_compiling() and o.grad_fn is not None:
+        o.grad_fn.register_hook(_once)
+    return o
+
+
+def _once(gradients: tuple[torch.Tensor | None, ...], _: object) -> None:
+    """Let a second derivative that PyTorch lacks be refused by our sentence, not by its own."""
+    for x in gradients:
+        if x is not None and x.grad_fn is not None and x.grad_fn.name().endswith("NotImplemented"):
+            x.grad_fn.register_prehook(_refuse)
+
+
+def _refuse(_: object) -> None:
+    msg = 'scaled_dot_product_attention has no second derivative here; impl="reference" has'
+    raise NotImplementedError(msg)
 
 
 def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.problem import ALIGNMENT, Causal, Problem, check_scale
+from flashattn.problem import ALIGNMENT, Causal, Problem, check_among, check_scale
 from flashattn.watchers import unwatched
 
+_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
-FASTEST_FIRST = {"cuda": ("hopper", "triton", "tiled"), "cpu": ("sdpa", "reference")}
+FASTEST_FIRST = {
+    "cuda": ("hopper", "triton", "tiled"),
+    "cpu": ("sdpa", "reference"),
+    "meta": ("reference",),
+}
+PRECISIONS = ("auto", "bf16x6", "tf32x3", "tf32", "ieee")  # as in the kernels, which import Triton
+# What other libraries have and we call otherwise, or have not.
+INSTEAD = {
+    "attn_mask": "the only masks are those of causal",
+    "dropout_p": "there is no dropout",
+    "enable_gqa": "k and v may have fewer heads than q without it",
+    "precision": "PyTorch's settings say how it multiplies",
+    "softcap": "scores are scaled and masked, no more",
+    "softmax_scale": "use scale",
+    "window_size": "the only masks are those of causal",
+}
 
 
 def attention(
@@ -24,6 +41,8 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
+    precision: str = "auto",
+    deterministic: bool = True,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale * q @ k.T + mask) @ v without holding the score matrix.
@@ -46,33 +65,51 @@ def attention(
             solve the problem, on an H100 or H200 "hopper" where there is enough to do; on a CPU,
             where ours are for study, PyTorch's own scaled_dot_product_attention, or the reference
             where that cannot. A name never falls back to another.
-        options: the implementation's own, such as ``precision="ieee"`` of "triton", or
-            ``deterministic=False`` of "triton" and "hopper", which lets "hopper" sum the gradient
-            of q in any order; by default the same inputs give the same bits.
+        precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
+            "auto", which is "tf32" where torch's setting for products on CUDA allows it, else
+            "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: chosen by
+            ``impl="auto"`` they ignore this argument, named they refuse all but "auto".
+        deterministic: False lets "hopper" sum the gradient of q in any order, which is faster; all
+            others ignore it. By default "triton" and "hopper" give the same bits for the same
+            inputs.
+        options: the named implementation's own.
 
     Returns:
-        o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32. A query
-        that sees no key has o = 0 and lse = -inf and passes no gradient. Both are differentiable,
-        once (any number of times by ``impl="reference"``).
+        o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32 (fp64 for
+        fp64). A query that sees no key has o = 0 and lse = -inf and passes no gradient. Both are
+        differentiable, any number of times by ``impl="reference"``, once by "triton", "hopper" and
+        "tiled". Tensors on the device "meta", or fake ones, give the shapes.
 
     Raises:
         ValueError: an argument that does not fit, or a problem that ``impl`` cannot solve; the
             message names the argument, what was wanted and what came, or says why.
+        TypeError: an argument that neither this function nor the implementation has; the message
+            names what to use instead.
+        NotImplementedError: on a second derivative where there is none.
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    key = _key(q, k, v, causal, scale, return_lse, impl, options) if unwatched(q, k, v) else None
+    key = (
+        _key(q, k, v, causal, scale, return_lse, impl, precision, deterministic, options)
+        if unwatched(q, k, v)
+        else None
+    )
     try:
         attend = _PLANS[key] if key is not None else None
     except (KeyError, TypeError):  # TypeError: a mask of no hashable value
         attend = None
     if attend is None:
-        kind = _kind(q)
-        if torch.is_autocast_enabled(kind):
-            q, k, v = _cast(torch.get_autocast_dtype(kind), q, k, v)
+        dtype = _autocast_dtype(q)
+        if dtype is not None:
             options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
-            with torch.autocast(kind, enabled=False):
-                return attention(q, k, v, **options)
+            options |= {"precision": precision, "deterministic": deterministic}
+            with torch.autocast(q.device.type, enabled=False):
+                return attention(*_cast(dtype, q, k, v), **options)
+        check_among("precision", precision, PRECISIONS)
+        check_among("deterministic", deterministic, (False, True))
+        # An implementation's own defaults are these, too.
+        options |= {} if precision == "auto" else {"precision": precision}
+        options |= {} if deterministic else {"deterministic": False}
         attend = _prepare(q, k, v, causal, scale, return_lse, impl, options)
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
@@ -98,6 +135,8 @@ def _key(
     scale: float | None,
     return_lse: bool,  # noqa: FBT001 - by position costs less
     impl: str,
+    precision: str,
+    deterministic: bool,  # noqa: FBT001
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
     """Return all that a plan depends on, or None where that has no name."""
@@ -109,12 +148,13 @@ def _key(
         named = *options.items(), kinds
     try:
         return (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT, q.requires_grad,
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
             k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
             v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
-            causal, scale, type(scale), return_lse, named,
+            q.requires_grad or k.requires_grad or v.requires_grad,
+            causal, scale, type(scale), return_lse, precision, deterministic, named,
             impl if impl == "auto" else registry.get(impl),
-            torch.are_deterministic_algorithms_enabled(),
+            _deterministic(),
             q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
@@ -133,8 +173,10 @@ def _prepare(
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
     problem = Problem.of(q, k, v, causal=causal)
-    chosen, fastest = _choose(impl, problem, q, lse=return_lse)
-    how = {"causal": problem.causal, "scale": check_scale(scale, q.shape[-1]), **fastest, **options}
+    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
+    taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
+    how = {"causal": problem.causal, "scale": check_scale(scale, q.shape[-1]), **fastest, **taken}
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
@@ -146,11 +188,30 @@ def _prepare(
     return one_head
 
 
-def _kind(x: object) -> str:
-    """Return the type of a tensor's device; of a GPU without asking for its name, which is slow."""
-    if not isinstance(x, torch.Tensor):
-        return "cpu"  # left for the check that follows
-    return "cuda" if x.is_cuda else x.device.type
+def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
+    """Return whether an implementation takes an option, or can do without.
+
+    Raises:
+        TypeError: it does not know the option, which says what it must not ignore.
+    """
+    if impl.options is None or name in impl.options:
+        return True
+    if name == "deterministic" or (auto and name == "precision"):
+        return False
+    ours = ("causal", "scale", "return_lse", "impl", "precision", "deterministic")
+    near = get_close_matches(name, [*ours, *impl.options], n=1)
+    own = ", ".join(sorted(impl.options)) or "none"
+    instead = f"use {near[0]}" if near else f"its own options are {own}"
+    msg = f'{name}: no argument of attention(impl="{impl.name}"); {INSTEAD.get(name, instead)}'
+    raise TypeError(msg)
+
+
+def _autocast_dtype(x: object) -> torch.dtype | None:
+    """Return the dtype to which autocast casts x, or None; as PyTorch, it leaves meta alone."""
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        return None  # what is no tensor is left for the check that follows
+    kind = "cuda" if x.is_cuda else x.device.type  # of a GPU without its name, which is slow
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -164,16 +225,16 @@ def _cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def _choose(
-    name: str, problem: Problem, q: torch.Tensor, *, lse: bool
+    name: str, problem: Problem, device: torch.device, *, grad: bool, lse: bool
 ) -> tuple[registry.Impl, dict[str, Any]]:
     """Return the implementation called ``name``, or the first of "auto"'s that can, and options."""
-    asked = FASTEST_FIRST.get(q.device.type, ("tiled",)) if name == "auto" else (name,)
+    asked = FASTEST_FIRST.get(device.type, ("tiled",)) if name == "auto" else (name,)
     reasons = []
     for candidate in asked:
         impl = registry.get(candidate)
-        reason = impl.why_not(problem, q.device, grad=q.requires_grad, lse=lse)
+        reason = impl.why_not(problem, device, grad=grad, lse=lse)
         if reason is None:
-            options = impl.fastest(problem, q.device) if name == "auto" else {}
+            options = impl.fastest(problem, device) if name == "auto" else {}
             if options is not None:
                 return impl, options
             reason = f"{impl.name} is not the fastest here"

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from flashattn.problem import Problem, check_scale
+from flashattn.testing import law
 from flashattn.testing.accuracy import Question, assert_accurate, run_reference
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.strategies import layouts, problems, scales, values
@@ -58,6 +59,27 @@ BIG = [
 ]
 
 
+def unasked(impl, problem):
+    """Return why an implementation is not asked to solve a problem, or None."""
+    if impl.compiles and problem not in CASES[:COMPILED]:
+        return f"{impl.name} compiles for seconds at every new shape: a few will do"
+    return impl.why_not(problem, law.DEVICE)
+
+
+def unasked_if_small(impl, problem):
+    """Return likewise, or that size makes no difference to an implementation."""
+    same = impl.name in ("tiled", "reference")
+    return f"{impl.name} is the same code at any size" if same else unasked(impl, problem)
+
+
+def unasked_strictly(impl):
+    """Return why an implementation is not asked unusual inputs, or None."""
+    return law.unasked(impl, law.DEVICE, "strict")
+
+
+strictly = pytest.mark.why_not.with_args(unasked_strictly)
+
+
 def judge(impl, device, problem, **how):
     """Hold an implementation to its budgets, or skip with the sentence that says why not.
 
@@ -67,8 +89,6 @@ def judge(impl, device, problem, **how):
     if reason is not None:
         pytest.skip(reason)
     if impl.compiles:
-        if problem not in CASES[:COMPILED]:
-            pytest.skip(f"{impl.name} compiles for seconds at every new shape: a few will do")
         torch.compiler.reset()  # or it gives up compiling after some shapes
     question = Question(
         problem=problem,
@@ -90,27 +110,25 @@ def judge(impl, device, problem, **how):
 
 def judge_strictly(impl, device, problem, **how):
     """Judge on unusual inputs, which only implementations that claim the contract must take."""
-    if not impl.strict:
-        pytest.skip(f"{impl.name} does not claim the contract beyond ordinary inputs")
     judge(impl, device, impl.fit(problem), **how)
 
 
+@pytest.mark.why_not.with_args(unasked)
 @pytest.mark.parametrize("problem", CASES, ids=str)
 def test_cases(impl, device, problem):
     """Hand-picked problems stay within the budgets."""
     judge(impl, device, problem)
 
 
+@pytest.mark.gpu  # the interpreter would need minutes
+@pytest.mark.why_not.with_args(unasked_if_small)
 @pytest.mark.parametrize("problem", BIG, ids=str)
 def test_big_cases(impl, device, problem):
     """Problems of many tiles, which only a GPU has the time for, stay within the budgets."""
-    if device.type != "cuda":
-        pytest.skip("a GPU's problem: the interpreter would need minutes")
-    if impl.name in ("tiled", "reference"):
-        pytest.skip(f"{impl.name} is the same code at any size")
     judge(impl, device, problem)
 
 
+@strictly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", VALUES)
 def test_values(impl, device, name, dtype):
@@ -119,6 +137,7 @@ def test_values(impl, device, name, dtype):
     judge_strictly(impl, device, problem, values=name)
 
 
+@strictly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(impl, device, layout):
     """Inputs are read where they lie, whatever their strides."""
@@ -128,6 +147,7 @@ def test_layouts(impl, device, layout):
     judge_strictly(impl, device, problem, layout=layout)
 
 
+@strictly
 @pytest.mark.parametrize(  # so few that the backward is one launch, and more
     ("heads", "seq_kv"), [(2, 30), (4, 70)]
 )
@@ -145,6 +165,7 @@ def test_mixed_layouts(impl, device, heads, seq_kv):
     judge_strictly(dataclasses.replace(impl, call=call, prepares=False), device, problem)
 
 
+@strictly
 def test_far_below_zero(impl, device):
     """Where lse is below -88.7, and exp(-lse) inf, a key that only pads a tile gives no NaN."""
     problem = Problem(heads=2, seq_q=40, seq_kv=70, head_dim=64)
@@ -153,6 +174,7 @@ def test_far_below_zero(impl, device):
     judge_strictly(impl, device, problem, values="negative")
 
 
+@strictly
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-45, 3.0])
 def test_scales(impl, device, scale):
     """A scale may be zero, negative, denormal or large."""
@@ -160,17 +182,13 @@ def test_scales(impl, device, scale):
     judge_strictly(impl, device, problem, scale=scale)
 
 
+@strictly
 @pytest.mark.parametrize("share", range(SHARES))
 @hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // SHARES)
 @hypothesis.given(data=st.data(), seed=st.integers(0, 2**31))
 def test_any_problem(impl, device, share, data, seed):
     """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
     del share  # each draws examples of its own
-    if not impl.strict:
-        pytest.skip(f"{impl.name} does not claim the contract beyond ordinary inputs")
-    reasons = [impl.why_not(problem, device) for problem in CASES]
-    if None not in reasons:
-        pytest.skip(reasons[0])
     longest, heads = (80, 4) if device.type == "cpu" else (700, 12)
     problem = impl.fit(data.draw(problems(longest=longest), label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter

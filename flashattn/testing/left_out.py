@@ -45,8 +45,9 @@ def header(names: Iterable[str]) -> list[str]:
     lines = [] if DEVICE.type == "cuda" else ["left out: tests marked gpu: there is no CUDA GPU"]
     for impl in map(registry.get, names):
         limits = [said for need, said in LIMITS.items() if not getattr(impl, need)]
-        if never(impl.name):
-            lines.append(f"left out: {impl.name}: {never(impl.name)}")
+        why_not = never(impl.name)
+        if why_not:
+            lines.append(f"left out: {impl.name}: {why_not.removeprefix(f'{impl.name} ')}")
         elif limits or impl.compiles:
             limits += ["few shapes, as each is compiled"] * impl.compiles
             lines.append(f"asked less: {impl.name}: {', '.join(limits)}")

@@ -30,10 +30,11 @@ Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical
 tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
 three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
 eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
-the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. A score
-loses as much of its own size, t = D / 8 * eps32 * |S|, and its P changes by the factor 1 + t. That
-is another number for each score, so scores are carried as independent: dk and dv have a^2 + t^2 in
-place of a^2, and dq has one term more, which counts where a few large scores share a row::
+the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. Of a
+score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost (on an
+H200 the mean is 0.8 to 1.2 times that for TF32, and half of it for bf16), and P changes by the
+factor 1 + t. That is another number for each score, so scores are carried as independent: dk and dv
+have a^2 + t^2 in place of a^2, and dq has one term more::
 
     scale * root of (P * t * (dP - delta)) ** 2 @ (K ** 2)
 
@@ -287,7 +288,7 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
     summed = (q.shape[-1] + 2) ** 0.5 + truncated
     b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
-    t = scores.abs().nan_to_num(posinf=0.0) * truncated * accumulated.eps
+    t = scores.abs().nan_to_num(posinf=0.0) * truncated / 3 * accumulated.eps
     dp = (do @ v.mT - delta).abs()
     of_scores = (p * t * dp).square()  # of each dS
     dk = ((p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2

@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
-from flashattn.testing.chosen import choose
 from flashattn.testing.examples import Count
 from flashattn.testing.failures import Failures
+from flashattn.testing.plugin_file import choose
 
 pytest_plugins = ["pytester"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,30 +160,29 @@ class Allocator:
         self.peak = self.allocated()
 
     def snapshot(self):
-        """Return the history and what is live, beside another device's."""
+        """Return the history and what is live, beside a free block and another device's."""
         self.event("snapshot", 0, self.allocated())
         blocks = [
-            {"address": a, "size": -(-n // 512) * 512, "requested_size": n, "frames": []}
-            for a, n in self.blocks.items()
+            {"address": at, "requested_size": size, "state": state}
+            for (at, size), state in zip(
+                self.blocks.items(), cycle(["active_allocated", "active_pending_free"])
+            )
         ]
-        states = ["active_allocated", "active_pending_free"] * len(blocks)
-        blocks = [block | {"state": s} for block, s in zip(blocks, states, strict=False)]
-        free = {"address": 1 << 30, "size": 512, "requested_size": 9, "state": "inactive"}
-        other = blocks[:1] or [free]
-        return {
-            "device_traces": [self.trace, []],
-            "segments": [
-                {"device": 0, "blocks": [*blocks, free]},
-                {"device": 1, "blocks": [each | {"address": 7} for each in other]},
-            ],
-        }
+        others = [
+            {"address": 1 << 30, "requested_size": 9, "state": "inactive"},
+            {"address": 7, "requested_size": 64, "state": "active_allocated"},
+        ]
+        segments = [
+            {"device": 0, "blocks": [*blocks, others[0]]},
+            {"device": 1, "blocks": others[1:]},
+        ]
+        return {"device_traces": [self.trace, []], "segments": segments}
 
     def empty(self, size, *, dtype, device):
         """Return a block that is freed once its address was read."""
         assert (dtype, device) == (torch.uint8, CUDA)
         address = self.alloc(size, [])
         self.free(address)
-
         return SimpleNamespace(data_ptr=lambda: address)
 
 
@@ -312,30 +312,23 @@ def test_memory_is_live_from_its_allocation_until_it_is_free(
     assert [block.bytes for block in line.largest] == largest
 
 
-def test_a_short_history_is_an_error(allocator):
-    """A history that has lost its beginning is not taken for the whole."""
+def test_a_failed_recording_ends(allocator):
+    """A call that fails ends the recording, and so does a history that has lost its beginning."""
     gpu = allocator()
 
-    def call():
+    def lose():
         step(gpu)()
         del gpu.trace[:5]
 
-    with pytest.raises(RuntimeError, match="does not reach back to the start"):
-        record(call, CUDA)
-
-
-def test_recording_ends_with_an_error(allocator):
-    """A call that fails ends the recording, and phases afterwards mark nothing."""
-    gpu = allocator()
-
-    def call():
+    def fail():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        record(call, CUDA)
-    assert gpu.log[-1] == "history None"
+    for call, error in ((lose, "does not reach back to the start"), (fail, "out of memory")):
+        with pytest.raises(RuntimeError, match=error):
+            record(call, CUDA)
+        assert gpu.log[-1] == "history None"
     events = len(gpu.trace)
-    with phase("after"):
+    with phase("after"):  # marks nothing
         pass
     assert len(gpu.trace) == events
 
@@ -386,7 +379,7 @@ def test_thinning_keeps_ends_and_extremes():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_recorded(tmp_path):
-    """On a GPU a block is in the timeline while it is live, with its line and its phase."""
+    """On a GPU a block is in the timeline while it is live, with line and phase, and in a peak."""
     device = torch.device("cuda")
     older = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     before = torch.cuda.memory_allocated(device)
@@ -410,16 +403,9 @@ def test_a_gpu_is_recorded(tmp_path):
     assert line.points[-1][0] < 60
     assert (tmp_path / "snapshot.pickle").stat().st_size > 0
 
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_has_a_peak():
-    """On a GPU the peak is all that was live at once, and what is returned stays."""
-    device = torch.device("cuda")
-
-    def call():
+    def make():
         big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         return big[:16].clone()
 
-    peak, _ = peak_bytes(call, device)
-    assert peak.peak == peak.before + (1 << 20) + 512
-    assert peak.after == peak.before + 512
+    peak, _ = peak_bytes(make, device)
+    assert (peak.peak, peak.after) == (peak.before + (1 << 20) + 512, peak.before + 512)

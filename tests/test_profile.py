@@ -244,38 +244,29 @@ def test_profile_on_a_cpu_is_of_operators():
     assert 0 < result.matmul_share < 1
 
 
-def test_listeners_hear_both_ends():
-    """A listener hears the start and the end of phases inside its block only, an error or not."""
-    heard = []
+def test_phases_are_heard_and_carry_nvtx_ranges(monkeypatch):
+    """A listener hears both ends of phases inside its block only, and so does NVTX with a GPU.
+
+    They are closed on an error, too, and a name may have braces.
+    """
+    heard, ranges = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("pop"))
 
     def fail():
         with listening(lambda *what: heard.append(what)), phase("outer"):
-            with phase("inner"):
+            with phase("step{0}"):
                 pass
             raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
         fail()
+    edges = [("outer", "start"), ("step{0}", "start"), ("step{0}", "end"), ("outer", "end")]
+    assert ranges == ["outer", "step{0}", "pop", "pop"]
     with phase("unheard"):
         pass
-    edges = [("outer", "start"), ("inner", "start"), ("inner", "end"), ("outer", "end")]
     assert heard == edges
-
-
-def test_phases_carry_nvtx_ranges(monkeypatch):
-    """With a GPU a phase is an NVTX range too, closed on an error and with braces in its name."""
-    log = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", log.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
-
-    def fail():
-        with phase("step{0}"):
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert log == ["step{0}", "pop"]
 
 
 def test_profile_waits_at_the_ends_of_phases(monkeypatch):

@@ -38,6 +38,8 @@ def patch_interpreter() -> None:
     The builtins of the language are looked for once. Triton replaces them for as long as a kernel
     runs, and looks through every module for them whenever a jitted function calls another.
     """
+    for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        _builtins(owner)  # now: a kernel that runs has replaced some
     InterpreterBuilder.cast_impl = _cast_exactly
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     interpreter._patch_builtin = _patch  # noqa: SLF001

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 
 from flashattn import registry
 from flashattn.testing import examples, left_out, parallel
-from flashattn.testing.chosen import choose
 from flashattn.testing.failures import Failures
+from flashattn.testing.plugin_file import choose
 
 pytest_plugins = ["pytester"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flashattn.testing.cold import steps_in_a_new_process
 from flashattn.testing.sweep import grid
+from flashattn.testing.train_case import cold_steps
 
 MEASURED = 10
 WARM = [0, 1, 2, 5]
@@ -22,7 +22,7 @@ SWEEPS = {
 
 def bench_first_steps(device_benchmark, case, facts, device):
     """Time the steps that follow the warm-up, the first of them too."""
-    seconds = steps_in_a_new_process(
+    seconds = cold_steps(
         size=case.size,
         context=case.context,
         batch=case.batch,

@@ -28,7 +28,7 @@ from flashattn.report.table import tables
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.judge import Judge
 from flashattn.testing.progress import Progress
-from flashattn.testing.trained import Trained, costs, problem_of
+from flashattn.testing.train_case import Trained, costs, problem_of
 from flashattn.testing.trend import Trend
 
 if TYPE_CHECKING:

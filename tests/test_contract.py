@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,9 +144,7 @@ def test_an_error_is_a_refusal():
 
 def test_the_usual_problem_is_in_a_dtype_that_is_taken():
     """Clauses that are not of a dtype are tried in one that the implementation takes."""
-    picky = registry.Impl(
-        name="mine", call=good, limits=lambda p, _: None if p.dtype == "float32" else "fp32 only"
-    )
+    picky = replace(made(good), limits=lambda p, _: None if p.dtype == "float32" else "fp32 only")
     assert usual(picky, CPU).dtype == "float32"
     assert usual(made(good), CPU).dtype == "bfloat16"
 
@@ -158,12 +158,9 @@ def test_a_process_of_its_own_prints_lines(capsys):
     assert "impl: wanted one of" in capsys.readouterr().err
 
 
-class Done:
-    """What a process left."""
-
-    def __init__(self, returncode, *lines):
-        """Have printed ``lines``."""
-        self.returncode, self.stdout, self.stderr = returncode, "\n".join(lines), "impl: no"
+def left(returncode, *lines):
+    """Return what a process left that printed ``lines``."""
+    return SimpleNamespace(returncode=returncode, stdout="\n".join(lines), stderr="impl: no")
 
 
 def line(clause, word="keeps"):
@@ -179,10 +176,10 @@ def test_a_crash_is_a_verdict(monkeypatch):
     def fake(command, **_):
         asked.append(command[5:])
         if len(asked) == 1:  # ended without a word
-            return Done(-11, line(first))
+            return left(-11, line(first))
         if len(asked) == 2:  # ended itself, its context lost
-            return Done(1, line(third, "crashes"))
-        return Done(0, *map(line, rest))
+            return left(1, line(third, "crashes"))
+        return left(0, *map(line, rest))
 
     monkeypatch.setattr(contract.subprocess, "run", fake)
     found = verdicts(made(good), torch.device("cuda"))
@@ -194,6 +191,6 @@ def test_a_crash_is_a_verdict(monkeypatch):
 
 def test_a_name_that_a_process_does_not_know_is_an_error(monkeypatch):
     """A plugin's name that only this process knows is told, and not tried for ever."""
-    monkeypatch.setattr(contract.subprocess, "run", lambda *_, **__: Done(2))
+    monkeypatch.setattr(contract.subprocess, "run", lambda *_, **__: left(2))
     with pytest.raises(RuntimeError, match="a new process for the contract failed: impl: no"):
         verdicts(made(good), torch.device("cuda"))

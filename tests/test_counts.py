@@ -68,9 +68,11 @@ def interpret(folder, only="", *edits):
 
 
 def compile_(folder, case, edit):
-    """Hold a compiled case after an edit to what it was before."""
-    arguments = ("compiled", "--folder", folder / "expected", "--only", case)
-    assert count(folder, (), *arguments, "--rewrite").returncode == 0
+    """Hold a compiled case after an edit to what is expected, or was before it."""
+    expected = FOLDER if (FOLDER / compiled.FILE).exists() else folder / "expected"
+    arguments = ("compiled", "--folder", expected, "--only", case)
+    if expected != FOLDER:
+        assert count(folder, (), *arguments, "--rewrite").returncode == 0
     return count(folder, (edit,), *arguments)
 
 
@@ -122,15 +124,12 @@ NO_FIRST_QUERY = (
     "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
     "first = 0",
 )
-
-
 SKIPPED = f"{CAUSAL} descriptors"
+LOST_SKIPPING = (interpret, SKIPPED, NO_LAST_KEY, NO_FIRST_QUERY)
 
 
 @needs_the_interpreter
-@pytest.mark.parametrize(
-    "done", [(interpret, SKIPPED, NO_LAST_KEY, NO_FIRST_QUERY)], ids=[SKIPPED], indirect=True
-)
+@pytest.mark.parametrize("done", [LOST_SKIPPING], ids=[SKIPPED], indirect=True)
 def test_lost_causal_skipping(done):
     """A kernel that visits tiles that the mask hides does more products than expected."""
     kernels = "fwd", "fwd_split", *GRADIENTS
@@ -143,26 +142,20 @@ def test_lost_causal_skipping(done):
 
 
 END_OF_PASS = "    row = place * heads + head\n"
-SECOND_PASS = """\
-    for again in tl.range(0, end, BLOCK_KV):
+ONE_MORE = """\
         load_tile(
-            k, k_strides, batch, head // group, again, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
-        )
-        load_tile(
-            v, v_strides, batch, head // group, again, seq_kv,
+            {x}, {x}_strides, batch, head // group, again, seq_kv,
             head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
         )
 """
-
-
-TWO_PASSES = ("forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS)
+SECOND_PASS = "    for again in tl.range(0, end, BLOCK_KV):\n" + "".join(
+    ONE_MORE.format(x=x) for x in "kv"
+)
+TWO_PASSES = (interpret, f"fwd {PLAIN}", ("forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS))
 
 
 @needs_the_interpreter
-@pytest.mark.parametrize(
-    "done", [(interpret, f"fwd {PLAIN}", TWO_PASSES)], ids=[f"fwd {PLAIN}"], indirect=True
-)
+@pytest.mark.parametrize("done", [TWO_PASSES], ids=[f"fwd {PLAIN}"], indirect=True)
 def test_second_pass_over_keys(done):
     """A kernel that reads K and V once more loads more bytes than expected, and only that."""
     for loading in LAYOUTS:
@@ -214,7 +207,7 @@ def test_new_spill(done):
 
 
 def test_plain_counts_are_right(rows):
-    """Without masks and padding the counts are the algorithm's: whole tiles, each product once."""
+    """Without masks and padding each product is made once, however tiles are loaded."""
     o = kv = 128 * 64 * 2
     lse = 128 * 4
     products = PLAIN.flops() // 2
@@ -229,21 +222,17 @@ def test_plain_counts_are_right(rows):
             "loaded": loaded,
             "stored": stored,
         }
-
-
-def test_pointers_count_as_descriptors(rows):
-    """Both ways of loading do the same work."""
-    for problem, loading in CASES:
-        if loading == "pointers":
-            for kernel in KERNELS:
-                of = f"{kernel} {problem}"
-                assert rows[f"{of} pointers"] == rows[f"{of} descriptors"]
-    assert {loading for _, loading in CASES} == set(LAYOUTS)
+    for problem in (problem for problem, loading in CASES if loading == "pointers"):
+        for of in (f"{kernel} {problem}" for kernel in KERNELS):
+            assert rows[f"{of} pointers"] == rows[f"{of} descriptors"]
 
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_expectations(path):
-    """For every version: all variants are expected, on tensor cores, and none to spill."""
+    """All variants are expected, on tensor cores, none to spill; cut fp32 spills less than uncut.
+
+    On GPUs other than Hopper wide fp32 comes cut for that: nothing spills up to D = 128.
+    """
     expected = read(path)
     assert expected.keys() == {"ptxas", *map(str, variants())}
     for variant in variants():
@@ -254,14 +243,8 @@ def test_compiled_expectations(path):
             assert row.keys().isdisjoint(compiled.VARYING)
         else:
             assert row["stack"] == 0 or may_spill(variant, row["stack"])
-
-
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
-def test_cut_beforehand_wide_fp32_spills_less(path):
-    """On GPUs other than Hopper it comes cut for that: to D = 128 nothing spills, then less."""
-    expected = read(path)
-    rows = {name: row for name, row in expected.items() if "sm_90" not in name and " cut" in name}
-    wide = {name: row for name, row in rows.items() if row["tile"].endswith("by pointers")}
+    cut = {name: row for name, row in expected.items() if "sm_90" not in name and " cut" in name}
+    wide = {name: row for name, row in cut.items() if row["tile"].endswith("by pointers")}
     assert wide
     for name, row in wide.items():
         loaded = expected[name.replace(" cut", " pointers")]
@@ -274,10 +257,8 @@ def test_names_are_unique(rows):
     assert set(compiled.names()) == {"ptxas", *map(str, variants())}
     assert len(set(map(str, variants()))) == len(variants())
     assert len(rows) == len(CASES) * len(KERNELS)
-
-
-def test_supported_versions_are_expected():
-    """The oldest and the newest supported Triton have an expectation."""
+    assert {loading for _, loading in CASES} == set(LAYOUTS)
+    # The oldest and the newest supported Triton.
     assert {"compiled-triton-3.6", "compiled-triton-3.9"} <= {path.stem for path in COMPILED}
 
 
@@ -322,27 +303,19 @@ BEFORE = {"same": {"dots": 1}, "changed": {"dots": 1, "loaded": 2, "old": 3}, "g
 AFTER = {"same": {"dots": 1}, "changed": {"dots": 5, "loaded": 2, "new": 6}, "extra": {"dots": 7}}
 
 
-def test_differences():
-    """A changed number, a missing case and an extra one are each said, in both directions."""
-    assert differences(BEFORE, BEFORE) == []
+def test_differences(tmp_path):
+    """What is written is read again, a line a case; each way to differ from it is said."""
+    path = tmp_path / "new" / "expected.json"
+    write(path, BEFORE)
+    lines = [line.partition(":")[0] for line in path.read_text().splitlines()[1:-1]]
+    assert lines == ['"changed"', '"gone"', '"same"']
+    assert differences(read(path), BEFORE) == []
     assert differences(BEFORE, AFTER) == [
         "changed: dots: expected 1, got 5; new: expected None, got 6; old: expected 3, got None",
         "extra: not expected; got {'dots': 7}",
         "gone: missing; expected {'dots': 4}",
     ]
     assert "changed: dots: expected 5, got 1" in differences(AFTER, BEFORE)[0]
-
-
-def test_one_line_a_case(tmp_path):
-    """What is written is read again, and stands one line a case, in order."""
-    path = tmp_path / "new" / "expected.json"
-    write(path, BEFORE)
-    assert read(path) == BEFORE
-    assert [line.partition(":")[0] for line in path.read_text().splitlines()[1:-1]] == [
-        '"changed"',
-        '"gone"',
-        '"same"',
-    ]
 
 
 @pytest.fixture
@@ -365,14 +338,6 @@ def check(monkeypatch, tmp_path, capsys):
 
     run.counted, run.path = counted, tmp_path / "some.json"
     return run
-
-
-def test_without_an_expectation_nothing_is_proven(check):
-    """A version of Triton of which nothing is expected is UNPROVEN, never a pass."""
-    status, said = check()
-    assert (status, command.UNPROVEN) == (11, 11)
-    assert said.startswith(f"UNPROVEN: there is no {check.path}")
-    assert "python -m flashattn.counts --rewrite" in said
 
 
 def test_rewriting(check):
@@ -400,22 +365,21 @@ def test_what_is_wrong_fails_whatever_is_expected(check):
         assert said.startswith("FAILED gone: spills\n")
 
 
-def test_nothing_chosen_is_no_pass(check, capsys):
-    """A choice that fits no case is a wrong argument, and so is one without a kind."""
-    assert check("--only", "no such case")[0] == 2
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--only", "same"])
-    assert stopped.value.code == 2
-    assert "wanted a kind" in capsys.readouterr().err
-
-
-def test_where_the_interpreter_fails_nothing_is_proven(check, monkeypatch):
-    """That is UNPROVEN with the remedy, and rewrites nothing; a wrong argument stays wrong."""
+def test_what_cannot_be_counted_is_no_pass(check, capsys, monkeypatch):
+    """What is not expected of this Triton, or fails, is UNPROVEN; a wrong choice is an error."""
+    status, said = check()
+    assert (status, command.UNPROVEN) == (11, 11)
+    assert said.startswith(f"UNPROVEN: there is no {check.path}")
+    assert "python -m flashattn.counts --rewrite" in said
     monkeypatch.setattr(command, "INTERPRETER_FAILS", "it needs an older numpy")
     for arguments in ([], ["--rewrite"], ["--only", "same"]):
         assert check(*arguments) == (command.UNPROVEN, "UNPROVEN: it needs an older numpy\n")
     assert not check.path.exists()
     assert check("--only", "no such case")[0] == 2
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--only", "same"])
+    assert stopped.value.code == 2
+    assert "wanted a kind" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

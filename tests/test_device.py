@@ -1,9 +1,12 @@
-"""The machine's name and facts, with and without a GPU and its tools."""
+"""The machine's name and facts, and a GPU's clock over time, with and without a driver."""
 
 from __future__ import annotations
 
 import json
 import platform
+import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,95 +14,195 @@ import pytest
 import torch
 
 from flashattn.measure import device as module
-from flashattn.measure.device import (
-    accelerator,
-    gpu_facts,
-    machine_info,
-    out_of_memory,
-    slug,
-    sm_clock,
-)
+from flashattn.measure import monitor
+from flashattn.measure.device import accelerator, machine_info, out_of_memory, slug, sm_clock
+from flashattn.measure.monitor import Monitor, Reading, Sample
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-TWO_GPUS = """GPU-aaaa-1111, 580.1, 300.00, 1200
-GPU-bbbb-2222, 580.1, 700.00, 1980"""
+UNKNOWN = {"driver": None, "power_limit_watts": None}
+
+
+class FakeNvml:
+    """NVML of a machine with two GPUs, or of one without a driver."""
+
+    class NVMLError(Exception):
+        """What NVML raises."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self):
+        """Start with a driver, and with all that a GPU tells."""
+        self.driver, self.gpus = True, ["GPU-aaaa-1111", "GPU-bbbb-2222"]
+        self.facts = {
+            "PowerManagementLimit": {"GPU-aaaa-1111": 300_000, "GPU-bbbb-2222": 700_000},
+            "ClockInfo": {"GPU-aaaa-1111": 1200, "GPU-bbbb-2222": 1980},
+            "PowerUsage": {"GPU-bbbb-2222": 512_250},
+            "CurrentClocksThrottleReasons": {"GPU-bbbb-2222": 0x5},
+        }
+
+    def __getattr__(self, name):
+        """Answer ``nvmlDeviceGetX`` from the facts; what is not there is not supported."""
+        facts = self.facts.get(name.removeprefix("nvmlDeviceGet"), {})
+
+        def query(gpu, *_):
+            if gpu not in facts:
+                raise self.NVMLError
+            return facts[gpu]
+
+        return query
+
+    def nvmlInit(self):  # noqa: N802 - NVML's name
+        """Fail without a driver."""
+        if not self.driver:
+            raise self.NVMLError
+
+    def nvmlSystemGetDriverVersion(self):  # noqa: N802
+        """Return a version."""
+        return "580.1"
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        """Return the number of GPUs."""
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        """Return a GPU."""
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        """Return a GPU."""
+        if uuid not in self.gpus:
+            raise self.NVMLError
+        return uuid
 
 
 @pytest.fixture
-def nvidia(monkeypatch, tmp_path):
-    """Return a function that makes a machine whose nvidia-smi prints what it is given."""
-
-    def make(printed, *, uuid="bbbb-2222"):
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\n")
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-        properties = SimpleNamespace(
-            name="NVIDIA H200",
-            uuid=uuid,
-            multi_processor_count=132,
-            L2_cache_size=60 << 20,
-            total_memory=139 << 30,
-        )
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: properties.name)
-
-    return make
+def nvidia(monkeypatch):
+    """Return a machine's NVML; torch sees its second GPU."""
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        uuid="bbbb-2222",
+        multi_processor_count=132,
+        L2_cache_size=60 << 20,
+        total_memory=139 << 30,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: properties.name)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    module._handle.cache_clear()
+    yield sys.modules["pynvml"]
+    module._handle.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("Intel(R) Xeon(R) CPU @ 2.20GHz", "intel-r-xeon-r-cpu-2-20ghz"),
-    ],
-)
-def test_slug_is_a_folder_name(name, folder):
-    """A name becomes lower-case letters and digits with single dashes between."""
-    assert slug(name) == folder
-
-
-def test_folder_is_named_by_the_accelerator(nvidia):
+@pytest.mark.usefixtures("nvidia")
+def test_folder_is_named_by_the_accelerator():
     """A GPU's runs are kept under the GPU's name, a CPU's under the processor's."""
-    nvidia(TWO_GPUS)
     assert accelerator(CUDA) == "nvidia-h200"
     assert accelerator(CPU) == slug(f"cpu-{module.cpu_model()}")
+    assert slug("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-r-xeon-r-cpu-2-20ghz"
 
 
-def test_gpu_facts_are_those_of_the_device(nvidia):
+@pytest.mark.usefixtures("nvidia")
+def test_facts_are_those_of_the_visible_gpu():
     """Of several GPUs the facts are the visible one's, in watts, bytes and hertz."""
-    nvidia(TWO_GPUS)
     info = machine_info(CUDA)
     assert (info["gpu"], info["driver"], info["power_limit_watts"]) == ("NVIDIA H200", "580.1", 700)
     assert (info["sm_count"], info["l2_bytes"], info["memory_bytes"]) == (132, 60 << 20, 139 << 30)
     assert sm_clock(CUDA) == 1.98e9
+    assert Sample.of(CUDA)[1:] == (1.98e9, 512.25, 0x5)
 
 
-def test_one_gpu_needs_no_uuid(nvidia):
-    """A driver that names no uuid still has its facts read when it has one GPU only."""
-    nvidia(TWO_GPUS.splitlines()[0], uuid="unknown")
-    assert gpu_facts(CUDA)["power.limit"] == "300.00"
+@pytest.mark.parametrize(
+    ("change", "clock", "known"),
+    [
+        ({"gpus": ["GPU-aaaa-1111"]}, 1.2e9, {"driver": "580.1", "power_limit_watts": 300}),
+        ({"gpus": ["GPU-aaaa-1111", "GPU-cccc-3333"]}, None, UNKNOWN),
+        ({"facts": {}}, None, {"driver": "580.1", "power_limit_watts": None}),
+        ({"driver": False}, None, UNKNOWN),
+    ],
+    ids=["the only GPU needs no UUID", "hidden", "not supported", "no driver"],
+)
+def test_what_is_not_known_is_none(nvidia, change, clock, known):
+    """What the driver does not say of this device is None; without one nothing is sampled."""
+    vars(nvidia).update(change)
+    info, threads = machine_info(CUDA), threading.active_count()
+    assert {name: info[name] for name in known} == known
+    assert sm_clock(CUDA) == clock
+    with Monitor(CUDA) as monitored:
+        assert threading.active_count() == threads + (clock is not None)
+    assert threading.active_count() == threads
+    assert monitored.between(0, 0) == Reading()
 
 
-@pytest.mark.parametrize("printed", ["", "Failed to initialize NVML", TWO_GPUS])
-def test_missing_facts_are_none(nvidia, printed):
-    """What nvidia-smi does not say of this device is None, and no error."""
-    nvidia(printed, uuid="cccc-3333")
-    info = machine_info(CUDA)
-    assert info["driver"] is info["power_limit_watts"] is sm_clock(CUDA) is None
+def test_a_cpu_needs_no_nvml(monkeypatch):
+    """On a CPU NVML is not imported, and nothing is sampled."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import would raise
+    threads = threading.active_count()
+    with Monitor(CPU) as monitored:
+        assert threading.active_count() == threads
+    assert sm_clock(CPU) is None
+    assert monitored.between(0, time.perf_counter()) == Reading()
 
 
-def test_not_available_is_none(nvidia):
-    """A power limit that the card does not report is None."""
-    nvidia("GPU-bbbb-2222, 580.1, [N/A], [N/A]")
-    assert machine_info(CUDA)["power_limit_watts"] is None
+@pytest.mark.usefixtures("nvidia")
+def test_a_gpu_is_sampled_until_the_block_ends(monkeypatch):
+    """A thread samples what the GPU does meanwhile, stamped with the time, and ends on an error."""
+    monkeypatch.setattr(monitor, "PERIOD", 0.001)
+    threads, start, sampled = threading.active_count(), time.perf_counter(), Monitor(CUDA)
+
+    def fail():
+        with sampled:
+            while not sampled._samples:
+                time.sleep(0.001)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert threading.active_count() == threads
+    assert sampled.between(start, time.perf_counter()) == Reading(1.98e9, 512.25, ["power cap"])
+    assert sampled.between(0, start) == Reading()
 
 
-def test_no_tool_no_facts(nvidia, monkeypatch, tmp_path):
-    """Without nvidia-smi there are no facts, and no error."""
-    nvidia(TWO_GPUS)
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert gpu_facts(CUDA) == {}
+def test_reading_is_of_its_span():
+    """A reading is the median of the samples in its span, its ends included, and of no others."""
+    sampled = Monitor(CPU)
+    samples = [(1, 1e9, 100.0), (2, 1.2e9, 300.0), (3, 1.3e9, None), (4, 2e9, 700.0)]
+    sampled._samples += [Sample(at, hertz, watts, None) for at, hertz, watts in samples]
+    assert sampled.between(2, 3) == Reading(1.25e9, 300.0, [])
+    assert sampled.between(0, 9) == Reading(1.25e9, 300.0, [])
+    assert sampled.between(5, 9) == Reading(None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        ((0x1, 0x2, 0x10, 0x100), []),  # idle, set by the owner, synchronised, a display
+        ((0x0, 0x4, 0x5), ["power cap"]),
+        ((0x8, 0x20), ["hardware slowdown", "thermal slowdown"]),
+        ((0xC8,), ["hardware slowdown", "hardware thermal slowdown", "power brake"]),
+    ],
+)
+def test_throttling_is_named(bits, words):
+    """What held the clock down at any moment is named once; an idle or a set clock is not held."""
+    sampled = Monitor(CPU)
+    sampled._samples += [Sample(1.0, 1e9, 100.0, each) for each in bits]
+    assert sampled.between(0, 2).throttled == words
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_working_gpu_is_sampled():
+    """A working GPU's clock and power are sampled while it works."""
+    device = torch.device("cuda")
+    if sm_clock(device) is None:
+        pytest.skip("NVML says nothing of this GPU")
+    a = torch.randn(4096, 4096, device=device)
+    with Monitor(device) as sampled:
+        start = time.perf_counter()
+        while time.perf_counter() < start + 1.0:
+            torch.mm(a, a)
+            torch.cuda.synchronize()
+        reading = sampled.between(start, time.perf_counter())
+    assert 1e8 < reading.sm_hertz < 4e9
+    assert reading.watts > 10
 
 
 def test_machine_info_names_versions_and_no_host():

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flashattn import attention
 from flashattn.costs import Costs
 from flashattn.lm import SIZES, Config, RMSNorm, RoPE, TransformerLM, cross_entropy
-from flashattn.testing.live import Live
+from flashattn.testing.live_bytes import Live
 
 EXACT = {
     "small": 128_625_408,

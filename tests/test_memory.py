@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,38 +43,37 @@ def leaf(*shape, device=None):
     return torch.randn(*shape, device=device, requires_grad=True)
 
 
-def test_held_are_what_backward_reads():
-    """A product keeps its two factors, an addition nothing, an exponential its result."""
-    a, b = leaf(8, 16), leaf(16, 4)
-    assert held_bytes(partial(torch.mm, a, b))[0] == 4 * (8 * 16 + 16 * 4)
-    assert held_bytes(partial(torch.add, a, a))[0] == 0
-    held, result = held_bytes(a.exp)
-    assert (held, result.shape) == (4 * 8 * 16, a.shape)
+A, B, LAYER = leaf(8, 16), leaf(16, 4), torch.nn.Linear(16, 32)
 
 
-def test_a_storage_is_held_once_and_whole():
-    """Two views of a tensor hold its storage, all of it, and not each its own part."""
-    x = leaf(4, 64)
-    assert held_bytes(lambda: x[:1] * x[1:2])[0] == 4 * 4 * 64
+def let_go(x):
+    """Keep an exponential of which only one is returned."""
+    x.exp().sin().exp()
+    return x.exp()
 
 
-def test_parameters_and_inputs_are_left_out():
-    """Tensors named by the caller, or views of them, do not count; what is made of them does."""
-    layer, x = torch.nn.Linear(16, 32), torch.randn(8, 16)
-    hidden = 4 * 8 * 32
-    held, _ = held_bytes(lambda: layer(x).sigmoid(), without=[*layer.parameters(), x[1:]])
-    assert held == hidden
+def scores(q, k, v):
+    """Attend naively."""
+    return torch.softmax(q @ k.mT, -1) @ v
 
 
-def test_what_the_graph_lets_go_is_not_held():
-    """What only an intermediate that was thrown away would have kept is not held at the end."""
-    x = leaf(64)
-
-    def call():
-        x.exp().sin().exp()
-        return x.exp()
-
-    assert held_bytes(call)[0] == 4 * 64
+@pytest.mark.parametrize(
+    ("call", "without", "held"),
+    [
+        (partial(torch.mm, A, B), [], 8 * 16 + 16 * 4),  # its two factors
+        (partial(torch.add, A, A), [], 0),
+        (A.exp, [], 8 * 16),  # its result
+        (torch.no_grad()(A.exp), [], 0),
+        (lambda: A[:1] * A[1:2], [], 8 * 16),  # a storage once and whole, and not each view's part
+        (lambda: LAYER(A).sigmoid(), [*LAYER.parameters(), A[1:]], 8 * 32),  # not what is named
+        (partial(let_go, A), [], 8 * 16),  # not what only a tensor that was thrown away would keep
+        (lambda: checkpoint(let_go, A * 2, use_reentrant=False), [], 8 * 16),  # its input alone
+        (leaf(1 << 20, 1 << 20, device="meta").exp, [], 1 << 40),  # without a byte of memory
+    ],
+)
+def test_held_are_what_backward_reads(call, without, held):
+    """What is kept for the backward pass counts, each storage once and whole."""
+    assert held_bytes(call, without=without)[0] == 4 * held
 
 
 def test_gradients_are_unchanged_by_counting():
@@ -91,7 +92,7 @@ def test_an_autograd_function_holds_what_it_saves():
     q, k, v = (leaf(1, n, d) for _ in range(3))
     flash, _ = held_bytes(lambda: FlashAttentionPyTorch.apply(q, k, v), without=[q, k, v])
     assert flash == 4 * (n * d + n)
-    naive, _ = held_bytes(lambda: torch.softmax(q @ k.mT, -1) @ v, without=[q, k, v])
+    naive, _ = held_bytes(lambda: scores(q, k, v), without=[q, k, v])
     assert naive == 4 * n * n
 
 
@@ -102,33 +103,6 @@ def test_a_compiled_function_holds_what_it_saves():
     held, y = held_bytes(partial(compiled, x), without=[x])
     assert held == 4 * 64
     y.sum().backward()
-
-
-def test_a_checkpoint_holds_its_input():
-    """A checkpointed function keeps its input alone, to compute all else again."""
-    x = leaf(64)
-
-    def call():
-        return checkpoint(lambda y: y.exp().sin().exp(), x * 2, use_reentrant=False)
-
-    assert held_bytes(call)[0] == 4 * 64
-
-
-def test_held_bytes_need_no_memory():
-    """What a model would hold is counted without its bytes, on the meta device."""
-    x = leaf(1 << 20, 1 << 20, device="meta")
-    assert held_bytes(x.exp)[0] == 4 << 40
-
-
-def test_no_graph_holds_nothing():
-    """Without gradients nothing is held."""
-    x = leaf(8)
-
-    def call():
-        with torch.no_grad():
-            return x.exp()
-
-    assert held_bytes(call)[0] == 0
 
 
 class Allocator:
@@ -143,12 +117,17 @@ class Allocator:
             self.alloc(size)
         self.trace.clear()
         self.peak = self.allocated()
-        for name in ("synchronize", "memory_allocated", "max_memory_allocated"):
-            patch.setattr(torch.cuda, name, getattr(self, name))
-        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda.memory, "_record_memory_history", self.history)
-        patch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
+        stands_in = {
+            "synchronize": lambda _: self.log.append("wait"),
+            "memory_allocated": lambda _: self.allocated(),
+            "max_memory_allocated": lambda _: self.peak,
+            "reset_peak_memory_stats": self.reset,
+            "current_device": lambda: 0,
+            "memory._record_memory_history": lambda on, **_: self.log.append(f"history {on}"),
+            "memory._snapshot": self.snapshot,
+        }
+        for name, function in stands_in.items():
+            patch.setattr(f"torch.cuda.{name}", function)
         patch.setattr(module.torch, "empty", self.empty)
 
     def event(self, action, address, size, frames=()):
@@ -175,57 +154,36 @@ class Allocator:
         """Return the bytes that are live."""
         return sum(self.blocks.values())
 
-    def synchronize(self, _):
-        """Note that the device was awaited."""
-        self.log.append("wait")
-
-    def memory_allocated(self, _):
-        """Return what torch does under this name."""
-        return self.allocated()
-
-    def max_memory_allocated(self, _):
-        """Return what torch does under this name."""
-        return self.peak
-
     def reset(self, _):
         """Forget the peak."""
         self.log.append("reset")
         self.peak = self.allocated()
 
-    def history(self, enabled, **_):
-        """Note that the history is switched."""
-        self.log.append(f"history {enabled}")
-
     def snapshot(self):
-        """Return the history and what is live, beside another device's."""
+        """Return the history and what is live, beside a free block and another device's."""
         self.event("snapshot", 0, self.allocated())
         blocks = [
-            {"address": a, "size": -(-n // 512) * 512, "requested_size": n, "frames": []}
-            for a, n in self.blocks.items()
+            {"address": at, "requested_size": size, "state": state}
+            for (at, size), state in zip(
+                self.blocks.items(), cycle(["active_allocated", "active_pending_free"])
+            )
         ]
-        states = ["active_allocated", "active_pending_free"] * len(blocks)
-        blocks = [block | {"state": s} for block, s in zip(blocks, states, strict=False)]
-        free = {"address": 1 << 30, "size": 512, "requested_size": 9, "state": "inactive"}
-        other = blocks[:1] or [free]
-        return {
-            "device_traces": [self.trace, []],
-            "segments": [
-                {"device": 0, "blocks": [*blocks, free]},
-                {"device": 1, "blocks": [each | {"address": 7} for each in other]},
-            ],
-        }
+        others = [
+            {"address": 1 << 30, "requested_size": 9, "state": "inactive"},
+            {"address": 7, "requested_size": 64, "state": "active_allocated"},
+        ]
+        segments = [
+            {"device": 0, "blocks": [*blocks, others[0]]},
+            {"device": 1, "blocks": others[1:]},
+        ]
+        return {"device_traces": [self.trace, []], "segments": segments}
 
     def empty(self, size, *, dtype, device):
         """Return a block that is freed once its address was read."""
         assert (dtype, device) == (torch.uint8, CUDA)
         address = self.alloc(size, [])
         self.free(address)
-
-        class Empty:
-            def data_ptr(self):
-                return address
-
-        return Empty()
+        return SimpleNamespace(data_ptr=lambda: address)
 
 
 @pytest.fixture
@@ -275,10 +233,10 @@ def step(gpu):
     return call
 
 
-def test_timeline_is_of_live_bytes(allocator):
-    """A timeline starts with what was live, follows every block, and shows no mark's own bytes."""
+def test_timeline_is_of_live_bytes(allocator, tmp_path):
+    """A timeline starts with what was live and follows every block, no mark's own, in phases."""
     gpu = allocator(live=[200, 60])
-    line = record(step(gpu), CUDA)
+    line = record(step(gpu), CUDA, tmp_path / "snapshot.pickle")
     live = [260, 1260, 2260, 3260, 3300, 3307, 3807, 2807, 1807, 807, 767, 267]
     assert [point[1] for point in line.points] == live
     times = [point[0] for point in line.points]
@@ -286,15 +244,11 @@ def test_timeline_is_of_live_bytes(allocator):
     assert times == sorted(times)
     assert times[-1] == pytest.approx(30e-6, abs=10e-6)
     assert gpu.log == ["wait", "history all", "wait", "history None"]
-
-
-def test_timeline_marks_the_phases(allocator):
-    """Phases are in the timeline's seconds: their blocks are inside and outer ones come first."""
-    gpu = allocator()
-    line = record(step(gpu), CUDA)
     assert [name for name, _, _ in line.phases] == ["forward", "loss", "backward"]
     (_, start, end), (_, loss, loss_end), (_, backward, _) = line.phases
-    assert 0 < start < line.points[1][0] < loss < line.points[4][0] < loss_end < end < backward
+    assert 0 < start < times[1] < loss < times[4] < loss_end < end < backward
+    kept = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())  # noqa: S301 - just written
+    assert kept["device_traces"][0] == gpu.trace  # as torch gives it, for its viewer
 
 
 def test_largest_blocks_are_those_at_the_peak(allocator):
@@ -317,81 +271,66 @@ def test_ten_kinds_of_blocks_are_enough(allocator):
     assert [block.bytes for block in line.largest] == list(range(30, 20, -1))
 
 
-def test_blocks_from_before_may_be_freed(allocator):
-    """A block older than the recording counts until it is freed in it, also where it is reused."""
-    gpu = allocator(live=[900, 50])
+def reused(gpu):
+    """Free a block of before, whose address is given away again."""
     (first, _) = gpu.blocks
-
-    def call():
-        gpu.free(first)
-        assert gpu.alloc(100) == first
-
-    line = record(call, CUDA)
-    assert [point[1] for point in line.points] == [950, 50, 150]
-    assert line.largest == [Block(900, None, "before"), Block(50, None, "before")]
+    gpu.free(first)
+    assert gpu.alloc(100) == first
 
 
-def test_memory_is_live_until_its_last_stream_is_done(allocator):
-    """A block that another stream still reads is live after it was given back."""
+def read_by_a_stream(gpu):
+    """Give a block back that another stream still reads."""
+    address = gpu.alloc(100)
+    gpu.event("free_requested", address, 100)
+    gpu.alloc(10)
+    gpu.event("free_completed", address, gpu.blocks.pop(address))
+
+
+def nothing(gpu):
+    """Do what changes no live byte."""
+    for action in ("segment_alloc", "segment_map", "segment_free", "snapshot"):
+        gpu.event(action, 1 << 40, 2 << 20)
+    gpu.event("oom", None, 1 << 40)
+    del gpu.trace[-1]["addr"]
+
+
+@pytest.mark.parametrize(
+    ("call", "before", "live", "largest"),
+    [
+        (reused, [900, 50], [950, 50, 150], [900, 50]),
+        (read_by_a_stream, [], [0, 100, 110, 10], [100, 10]),
+        (nothing, [100], [100], [100]),
+    ],
+)
+def test_memory_is_live_from_its_allocation_until_it_is_free(
+    allocator, call, before, live, largest
+):
+    """A block of before counts until it is freed, one in use until its last stream is done."""
+    gpu = allocator(live=before)
+    line = record(partial(call, gpu), CUDA)
+    assert [point[1] for point in line.points] == live
+    assert [block.bytes for block in line.largest] == largest
+
+
+def test_a_failed_recording_ends(allocator):
+    """A call that fails ends the recording, and so does a history that has lost its beginning."""
     gpu = allocator()
 
-    def call():
-        address = gpu.alloc(100)
-        gpu.event("free_requested", address, 100)
-        gpu.alloc(10)
-        gpu.event("free_completed", address, gpu.blocks.pop(address))
-
-    assert [point[1] for point in record(call, CUDA).points] == [0, 100, 110, 10]
-
-
-def test_other_events_change_nothing(allocator):
-    """Segments, snapshots and failed allocations are no change of live bytes."""
-    gpu = allocator(live=[100])
-
-    def call():
-        for action in ("segment_alloc", "segment_map", "segment_free", "snapshot"):
-            gpu.event(action, 1 << 40, 2 << 20)
-        gpu.event("oom", None, 1 << 40)
-        del gpu.trace[-1]["addr"]
-
-    assert [point[1] for point in record(call, CUDA).points] == [100]
-
-
-def test_a_short_history_is_an_error(allocator):
-    """A history that has lost its beginning is not taken for the whole."""
-    gpu = allocator()
-
-    def call():
+    def lose():
         step(gpu)()
         del gpu.trace[:5]
 
-    with pytest.raises(RuntimeError, match="does not reach back to the start"):
-        record(call, CUDA)
-
-
-def test_recording_ends_with_an_error(allocator):
-    """A call that fails ends the recording, and phases afterwards mark nothing."""
-    gpu = allocator()
-
-    def call():
+    def fail():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        record(call, CUDA)
-    assert gpu.log[-1] == "history None"
+    for call, error in ((lose, "does not reach back to the start"), (fail, "out of memory")):
+        with pytest.raises(RuntimeError, match=error):
+            record(call, CUDA)
+        assert gpu.log[-1] == "history None"
     events = len(gpu.trace)
-    with phase("after"):
+    with phase("after"):  # marks nothing
         pass
     assert len(gpu.trace) == events
-
-
-def test_a_snapshot_is_kept_for_the_viewer(allocator, tmp_path):
-    """The pickle is the snapshot as torch gives it."""
-    gpu = allocator()
-    path = tmp_path / "snapshot.pickle"
-    record(step(gpu), CUDA, path)
-    kept = pickle.loads(path.read_bytes())  # noqa: S301 - written above
-    assert kept["device_traces"][0] == gpu.trace
 
 
 def test_another_device_has_its_own_history(allocator):
@@ -424,6 +363,7 @@ def test_line_is_the_innermost_outside_torch(frames, expected):
 
 def test_thinning_keeps_ends_and_extremes():
     """Of many points few are left, in their order, with the ends, the peak and the lowest."""
+    assert thinned([(0.0, 3), (1.0, 1), (2.0, 2)], 3) == [(0.0, 3), (1.0, 1), (2.0, 2)]
     points = [(float(i), 1000 + i % 7) for i in range(10_000)]
     points[1234], points[7777] = (1234.0, 9999), (7777.0, 1)
     few = thinned(points, 200)
@@ -437,15 +377,9 @@ def test_thinning_keeps_ends_and_extremes():
     )
 
 
-def test_few_points_are_left_alone():
-    """As many points as are wanted stay as they are."""
-    points = [(0.0, 3), (1.0, 1), (2.0, 2)]
-    assert thinned(points, 3) == points
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_recorded(tmp_path):
-    """On a GPU a block is in the timeline while it is live, with its line and its phase."""
+    """On a GPU a block is in the timeline while it is live, with line and phase, and in a peak."""
     device = torch.device("cuda")
     older = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     before = torch.cuda.memory_allocated(device)
@@ -469,16 +403,9 @@ def test_a_gpu_is_recorded(tmp_path):
     assert line.points[-1][0] < 60
     assert (tmp_path / "snapshot.pickle").stat().st_size > 0
 
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_has_a_peak():
-    """On a GPU the peak is all that was live at once, and what is returned stays."""
-    device = torch.device("cuda")
-
-    def call():
+    def make():
         big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         return big[:16].clone()
 
-    peak, _ = peak_bytes(call, device)
-    assert peak.peak == peak.before + (1 << 20) + 512
-    assert peak.after == peak.before + 512
+    peak, _ = peak_bytes(make, device)
+    assert (peak.peak, peak.after) == (peak.before + (1 << 20) + 512, peak.before + 512)

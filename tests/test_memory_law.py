@@ -19,7 +19,7 @@ from flashattn.kernels.passes import ROW_PADDING
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.inputs import make_grads, make_inputs
-from flashattn.testing.live import Live
+from flashattn.testing.live_bytes import Live
 
 FP32, HALF = 4, 2
 

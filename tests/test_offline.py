@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flashattn.kernels.offline import matrix_instructions
+from flashattn.kernels.offline import Variant, compile_variant, matrix_instructions
+from flashattn.kernels.primitives import INTERPRETED
+from flashattn.kernels.tiles import Tile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-CODE = """
-from flashattn.kernels.offline import Variant, compile_variant
-from flashattn.kernels.tiles import Tile
-tiles = Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, registers=64)
-for arch, tile in itertools.product(ARCHITECTURES, tiles):
-    variant = Variant(arch, "fwd", 2, 64, tile, True)
-    resources = compile_variant(variant)
-    assert resources.registers > 16 and resources.shared > 0, resources
-    assert resources.code > 1024 and resources.code % 128 == 0, resources
-    assert sum(resources.matrix.values()) > 0, resources
-    print(resources.complaint(variant.arch))
-"""
-CODE = f"import itertools; ARCHITECTURES = {ARCHITECTURES}\n{CODE}"
-
-
-ODD = """
+CODE = f"""
 from flashattn.kernels import offline
 from flashattn.kernels.tiles import Tile
+for arch in {ARCHITECTURES}:
+    for tile in Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, registers=64):
+        variant = offline.Variant(arch, "fwd", 2, 64, tile, True)
+        resources = offline.compile_variant(variant)
+        assert resources.registers > 16 and resources.shared > 0, resources
+        assert resources.code > 1024 and resources.code % 128 == 0, resources
+        assert sum(resources.matrix.values()) > 0, resources
+        print(resources.complaint(variant.arch))
 for head_dim in (64, 40, 20):
     variant = offline.Variant("sm_90", "fwd", 2, head_dim, Tile(64, 64, 4, 2), True)
     ptx = offline.compiled_kernel(variant).asm["ptx"]
@@ -37,48 +30,28 @@ for head_dim in (64, 40, 20):
 """
 
 
-@pytest.fixture(scope="module")
-def side_by_side():
-    """Start Python where Triton compiles, and where it interprets; return how both ended."""
-    interprets = "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, (CODE, interprets + CODE)))
+def test_spills_and_loads_are_seen(monkeypatch):
+    """A tile that fits is without complaint, and spills with half of its registers.
 
-
-def run(code):
-    """Run Python where Triton compiles, as it does not in a process that interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-
-
-def test_spills_are_seen(side_by_side):
-    """A tile that fits is without complaint; with half of the registers it spills, which shows."""
-    done, _ = side_by_side
-    complaints = done.stdout.splitlines()
+    Of 64 and 40 columns 16 bytes are loaded at a time, of 20 eight; none is loaded alone.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a process that interprets cannot
+    command = [sys.executable, "-W", "ignore", "-c", CODE]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    *complaints, wide, odd, narrow = done.stdout.splitlines() or [done.stderr]
     assert len(complaints) == 2 * len(ARCHITECTURES), done.stderr
     assert set(complaints[::2]) == {"None"}
     assert all(bad.startswith("spills: ") for bad in complaints[1::2])
+    assert [wide, odd] == [f"{columns} False True False" for columns in (64, 40)]
+    assert narrow == "20 False False True"
 
 
-def test_columns_are_loaded_together():
-    """Of 64 and 40 columns 16 bytes at a time, of 20 eight; none is loaded alone."""
-    assert run(ODD).stdout.splitlines() == [
-        "64 False True False",
-        "40 False True False",
-        "20 False False True",
-    ]
-
-
-def test_an_interpreting_process_is_refused(side_by_side):
+@pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
+def test_an_interpreting_process_is_refused():
     """Where Triton interprets, the reason is said instead of a crash in the compiler."""
-    _, done = side_by_side
-    assert "wanted a process without TRITON_INTERPRET=1" in done.stderr
+    variant = Variant("sm_90", "fwd", 2, 64, Tile(64, 64, 4, 2), causal=True)
+    with pytest.raises(RuntimeError, match="wanted a process without TRITON_INTERPRET=1"):
+        compile_variant(variant)
 
 
 PTX = """

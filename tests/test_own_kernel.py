@@ -12,7 +12,7 @@ import pytest
 
 from flashattn import registry
 from flashattn.testing import repro
-from flashattn.testing.chosen import asked, choose
+from flashattn.testing.plugin_file import asked, choose
 
 ROOT = Path(registry.__file__).parents[1]
 KERNELS = """

@@ -1,4 +1,4 @@
-"""The interpreter does what it did before, though it looks for the same things once."""
+"""The interpreter is exact and strict, and replaces what it did before in less time."""
 
 from __future__ import annotations
 
@@ -14,49 +14,25 @@ from triton.runtime import interpreter
 from flashattn.kernels.primitives import INTERPRETED
 from flashattn.testing import patching
 
-BUILDER = interpreter.interpreter_builder
-
 
 def replaced(patch, owner):
     """Return what ``patch`` replaces of an owner, which is then as it was before."""
     scope = interpreter._LangPatchScope()
-    patch(owner, BUILDER, scope)
+    patch(owner, interpreter.interpreter_builder, scope)
     names = [name for _, name, _ in scope._changes]
     scope.restore()
     return names
 
 
-@pytest.mark.parametrize(
-    "owner", [tl, tl.tensor, tl.math, tl.core, tl.core.tensor_descriptor_base], ids=str
-)
-def test_the_same_is_replaced(owner):
-    """Of every module and class it is what Triton replaces, each time anew."""
-    wanted = replaced(patching._look_and_patch, owner)
-    assert wanted
-    for _ in range(2):
-        assert replaced(patching._patch, owner) == wanted
-
-
-def test_it_looks_once(monkeypatch):
-    """What is replaced is not replaced again, nor looked for; what a kernel restored is."""
-
-    class Owner:
-        @tl.core.builtin
-        def load(self, _semantic=None):
-            """Do nothing."""
-
-        def other(self):
-            """Be no builtin."""
-
-    looks, look = [], inspect.getmembers
-    monkeypatch.setattr(inspect, "getmembers", lambda x: looks.append(x) or look(x))
+@pytest.mark.parametrize("owner", [tl, tl.tensor, tl.math, tl.core], ids=str)
+def test_all_builtins_are_replaced_once(owner):
+    """Of a module or a class it is every builtin, each time anew, but none that is replaced."""
+    wanted = [name for name, x in inspect.getmembers(owner) if tl.core.is_builtin(x)]
+    assert replaced(patching._patch, owner) == replaced(patching._patch, owner) == wanted != []
     scope = interpreter._LangPatchScope()
-    for _ in range(2):
-        patching._patch(Owner, BUILDER, scope)
-    assert [name for _, name, _ in scope._changes] == ["load"]
+    patching._patch(owner, interpreter.interpreter_builder, scope)
+    assert replaced(patching._patch, owner) == []
     scope.restore()
-    assert replaced(patching._patch, Owner) == ["load"]
-    assert looks == [Owner]
 
 
 def of_a_module(**known):
@@ -84,14 +60,12 @@ def test_what_a_kernel_calls_replaces_what_is_left(known, monkeypatch):
         assert changes[0] == changes[1]
 
 
-def test_dtypes_are_the_same():
-    """Numbers, pointers and blocks of them have the dtypes of numpy that they had, each time."""
-    numbers = [tl.int1, tl.int8, tl.uint16, tl.int64, tl.float16, tl.bfloat16, tl.float32]
-    pointers = [tl.pointer_type(dtype) for dtype in (tl.float16, tl.int64)]
-    for dtype in [*numbers, *pointers]:
-        for of in (dtype, tl.block_type(dtype, [16]), tl.block_type(dtype, [4, 8])):
-            wanted = patching._look_up(of)
-            assert [patching._np_dtype(of) for _ in range(2)] == [wanted] * 2
+def test_a_kernel_replaces_all_whatever_is_left(monkeypatch):
+    """A module that is left replaced does not keep the next kernel from replacing the tensors."""
+    monkeypatch.setattr(tl.core, "range", range)
+    scope = patching._patch_once(of_a_module(core=tl.core))
+    assert tl.tensor.T is not patching._PLAIN_T
+    scope.restore()
 
 
 @pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
@@ -99,7 +73,6 @@ def test_tests_do_so():
     """Kernels under test are interpreted so."""
     assert interpreter._patch_builtin is patching._patch
     assert interpreter._patch_lang is patching._patch_once
-    assert interpreter._get_np_dtype is patching._np_dtype
     assert interpreter.InterpreterBuilder.cast_impl is patching._cast_exactly
 
 

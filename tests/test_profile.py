@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,100 +15,19 @@ from flashattn.measure import profile as module
 from flashattn.measure.profile import category, listening, phase, profile, short, summary
 
 CPU = torch.device("cpu")
+NATIVE, ANONYMOUS = "void at::native::", "(anonymous namespace)::"
 LAMBDA = "(at::TensorIteratorBase&)::{lambda()#1}::operator()() const::{lambda(float)#1}"
-ADD = (
-    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
-    "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
-)
-MUL = (
-    "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::"
-    "BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float> > >"
-    "(at::TensorIteratorBase&, at::native::BinaryFunctor<float, float, float, at::native::"
-    "binary_internal::MulFunctor<float> > const&)::{lambda(int)#1}>(int, at::native::lambda)"
-)
-COPY = (
-    "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda"
-    f"{LAMBDA}, std::array<char*, 2ul>, 4, TrivialOffsetCalculator<1, unsigned int>>(int)"
-)
-CAST = (
-    "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda"
-    f"{LAMBDA}, std::array<char*, 2ul> >(int)"
-)
-SUM = (
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t"
-    "<float, at::native::sum_functor<float, float, float>::operator()(at::TensorIterator&)::"
-    "{lambda(float, float)#1}>, unsigned int, float, 4, 4> >(at::native::ReduceOp<float>)"
-)
-MEAN = (
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, "
-    "float, float, float>, unsigned int, float, 4, 4> >(at::native::ReduceOp<float>)"
-)
-ADAM = (
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
-    "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::"
-    "FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>, float const*, double>(...)"
-)
-FOREACH = (
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
-    "namespace)::TensorListMetadata<2>, at::native::(anonymous namespace)::"
-    "BinaryOpListAlphaFunctor<float, 2, 2, 0>, std::plus<float>, float>(...)"
-)
-SOFTMAX = (
-    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>"
-    "(float*, float const*, int, int, int, bool const*, int, bool)"
-)
-CROSS_ENTROPY = (
-    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, "
-    "at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>(float*, float const*, int)"
-)
-FLASH_3 = (
-    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<"
-    "flash::CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1>>>>>>(flash::Params)"
-)
-FLASH_2 = (
-    "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>, "
-    "false, true>(pytorch_flash::Flash_fwd_params)"
-)
-EFFICIENT = (
-    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<"
-    "cutlass::bfloat16_t, cutlass::arch::Sm80, true, 64, 128, 128>::Params)"
-)
-SPLIT_K = (
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, "
-    "true, false, false>(cublasLt::cublasSplitKParams<float>, float const*)"
-)
-GEMV = (
-    "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, float, float, float, "
-    "false, true, false>(cublasGemvParamsEx<int>)"
-)
-ARANGE = (
-    "void (anonymous namespace)::elementwise_kernel_with_index<int, at::native::arange_cuda_out"
-    "(c10::Scalar const&, at::Tensor&)::{lambda()#1}>(int)"
-)
-INDEX = (
-    "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::"
-    "index_kernel_impl<at::native::OpaqueType<4> >(at::TensorIteratorBase&)>>(long)"
-)
-CAT = (
-    "void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<at::native::(anonymous "
-    "namespace)::OpaqueType<4u>, unsigned int, 3, 128, 1, 16, 4>(char*)"
-)
-ZEROS = (
-    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, "
-    "std::array<char*, 1ul> >(int, at::native::FillFunctor<float>, std::array<char*, 1ul>)"
-)
-CUTLASS = (
-    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4>"
-    "(cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4::Params)"
-)
-
+VECTORIZED, REDUCE = f"{NATIVE}vectorized_elementwise_kernel<4, ", f"{NATIVE}reduce_kernel<512, 1, "
+MULTI_TENSOR = f"{NATIVE}{ANONYMOUS}multi_tensor_apply_kernel<at::native::{ANONYMOUS}"
+ADD = f"{VECTORIZED}at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"
+# Kernels as the profilers name them, by category, with their short names where these differ.
 CATEGORIES = {
     "ours": ["flashattn_fwd", "flashattn_bwd_dkdv", "flashattn_fwd_0", "flashattn::forward"],
     "attention": [
-        FLASH_2,
-        FLASH_3,
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 4>>(int)",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<2>>>(int)",
         "void flash::prepare_varlen_num_blocks_kernel<1, true>(int, int, int const*)",
-        EFFICIENT,
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<64>)",
         "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64>>(...)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_k0",
         "void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16, 128>(...)",
@@ -115,82 +36,70 @@ CATEGORIES = {
         "aten::_scaled_dot_product_flash_attention_for_cpu",
     ],
     "matmul": [
-        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
-        "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_execute_kernel__5x_cublas",
-        "ampere_sgemm_128x64_tn",
-        CUTLASS,
-        SPLIT_K,  # a reduction that only products have
-        GEMV,
+        *[
+            "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+            "ampere_sgemm_128x64_tn",
+        ],
+        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4>(int)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(int)",  # only products have it
+        "std::enable_if<!(false), void>::type internal::gemvx::kernel<int>(cublasGemvParamsEx)",
         "triton_tem_fused_addmm_relu_0",
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "mkldnn::_linear_pointwise",
+        *["aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise"],
     ],
     "softmax": [
-        SOFTMAX,
-        CROSS_ENTROPY,
+        f"void {ANONYMOUS}softmax_warp_forward<float, float, float, 10, false, false>(int)",
+        f"{NATIVE}{ANONYMOUS}cunn_SoftMaxForward<4, at::native::LogSoftMaxForwardEpilogue>(int)",
         "triton_per_fused__softmax_masked_fill_1",
-        "aten::_softmax",
-        "aten::_log_softmax_backward_data",
+        *["aten::_softmax", "aten::_log_softmax_backward_data"],
     ],
     "reduction": [
-        SUM,
-        MEAN,
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)",
-        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float>()",
-        "triton_red_fused_add_mean_mul_pow_rsqrt_3",
-        "triton_per_fused_sum_0",
-        "aten::sum",
-        "aten::mean",
+        f"{REDUCE}at::native::ReduceOp<float, func_wrapper_t<at::native::sum_functor<int>>(int)",
+        f"{REDUCE}at::native::ReduceOp<float, at::native::MeanOps<float, float> > >(int)",
+        f"{NATIVE}{ANONYMOUS}vectorized_layer_norm_kernel<float, float>(int)",
+        f"{NATIVE}{ANONYMOUS}nll_loss_forward_reduce_cuda_kernel_2d<float>()",
+        *["triton_red_fused_add_mean_mul_pow_rsqrt_3", "triton_per_fused_sum_0"],
+        *["aten::sum", "aten::mean"],
     ],
     "elementwise": [
         ADD,
-        MUL,
-        ARANGE,  # with an index of its own, but gathering nothing
-        "void at::native::triu_tril_kernel<float, int, false, 4, false>(...)",
+        f"{NATIVE}elementwise_kernel<128, at::native::gpu_kernel_impl<BinaryFunctor<MulFunctor>>",
+        f"void {ANONYMOUS}elementwise_kernel_with_index<at::native::arange_cuda_out(int)>(int)",
+        f"{NATIVE}triu_tril_kernel<float, int, false, 4, false>(...)",
         "triton_poi_fused__softmax_mul_silu_2",  # one loop over what the softmax left
         "triton_poi_fused__to_copy_embedding_0",
-        "aten::add",
-        "aten::mul_",
-        "aten::silu",
-        "aten::tril",
-        "aten::silu_backward",
+        f"{NATIVE}{ANONYMOUS}fused_dropout_kernel_vec<float, float>(...)",
+        *["aten::add", "aten::mul_", "aten::silu", "aten::tril", "aten::silu_backward"],
         "aten::masked_fill_",
-        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float>(...)",
     ],
     "copy": [
-        COPY,
-        CAST,
-        CAT,
-        ZEROS,
+        f"{NATIVE}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda{LAMBDA}>(int)",
+        f"{VECTORIZED}at::native::bfloat16_copy_kernel_cuda{LAMBDA} >(int)",
+        f"{NATIVE}{ANONYMOUS}CatArrayBatchedCopy_vectorized<OpaqueType<4u>, 3, 128>(char*)",
+        f"{VECTORIZED}at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)",
         "Memcpy DtoD (Device -> Device)",
-        "Memcpy HtoD (Pageable -> Device)",
         "Memset (Device)",
-        "aten::copy_",
-        "aten::cat",
-        "aten::fill_",
+        *["aten::copy_", "aten::cat", "aten::fill_"],
     ],
     "indexing": [
-        INDEX,
-        "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long>(...)",
-        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)",
-        "void at::native::_scatter_gather_elementwise_kernel<128, 8>(int)",
-        "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float>(...)",
-        "void at::native::(anonymous namespace)::krn_partials_per_segment<long>(...)",
-        "void at::native::(anonymous namespace)::compute_grad_weight<float, long>(...)",
+        f"{NATIVE}index_elementwise_kernel<128, 4, at::native::index_kernel_impl<Opaque>>(long)",
+        f"{NATIVE}{ANONYMOUS}indexSelectLargeIndex<float, long>(...)",
+        f"{NATIVE}vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)",
+        f"{NATIVE}_scatter_gather_elementwise_kernel<128, 8>(int)",
+        f"{NATIVE}{ANONYMOUS}embedding_backward_feature_kernel<float>(...)",
+        f"{NATIVE}{ANONYMOUS}krn_partials_per_segment<long>(...)",
+        f"{NATIVE}{ANONYMOUS}compute_grad_weight<float, long>(...)",
         "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>(...)",  # of its tokens
-        "aten::embedding_dense_backward",
-        "aten::gather",
-        "aten::scatter_",
-        "aten::index",
-        "aten::index_select",
+        *["aten::embedding_dense_backward", "aten::gather", "aten::scatter_", "aten::index"],
     ],
-    "optimizer": [ADAM, FOREACH, "aten::_fused_adamw_", "aten::_foreach_add_"],
+    "optimizer": [
+        f"{MULTI_TENSOR}FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>(...)",
+        f"{MULTI_TENSOR}TensorListMetadata<2>, BinaryOpListAlphaFunctor<float, 2, 2, 0>>(...)",
+        *["aten::_fused_adamw_", "aten::_foreach_add_"],
+    ],
     "other": ["aten::empty", "ncclDevKernel_AllGather_RING_LL", "my_kernel"],
 }
+ADAM = CATEGORIES["optimizer"][0]
 
 
 @pytest.mark.parametrize(
@@ -214,32 +123,31 @@ def test_every_category_rule_is_needed():
             assert [category(name) for name in names] != whole, rule
 
 
-@pytest.mark.parametrize(
-    ("kernel", "expected"),
-    [
-        (ADD, "vectorized_elementwise_kernel[CUDAFunctor_add]"),
-        (MUL, "elementwise_kernel[MulFunctor]"),
-        (COPY, "unrolled_elementwise_kernel[direct_copy_kernel_cuda]"),
-        (SUM, "reduce_kernel[sum_functor]"),
-        (MEAN, "reduce_kernel[MeanOps]"),
-        (ADAM, "multi_tensor_apply_kernel[FusedAdamMathFunctor]"),
-        (SOFTMAX, "softmax_warp_forward"),
-        (CROSS_ENTROPY, "cunn_SoftMaxForward[LogSoftMaxForwardEpilogue]"),
-        (FLASH_3, "device_kernel[FlashAttnFwdSm90]"),
-        (EFFICIENT, "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
-        (GEMV, "gemvx::kernel"),
-        (CUTLASS, "Kernel2[cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4]"),
-        (ARANGE, "elementwise_kernel_with_index[arange_cuda_out]"),
-        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
-        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNN", "nvjet_tst_64x8_64x16_4x1_v_bz_TNN"),
-        ("aten::mm", "aten::mm"),
-        ("## Call CompiledFxGraph fb4c4xhv5s5wc33e ##", "CompiledFxGraph"),
-    ],
-)
+SHORT = {
+    ADD: "vectorized_elementwise_kernel[CUDAFunctor_add]",
+    CATEGORIES["elementwise"][1]: "elementwise_kernel[MulFunctor]",
+    CATEGORIES["elementwise"][2]: "elementwise_kernel_with_index[arange_cuda_out]",
+    CATEGORIES["copy"][0]: "unrolled_elementwise_kernel[direct_copy_kernel_cuda]",
+    CATEGORIES["reduction"][0]: "reduce_kernel[sum_functor]",
+    CATEGORIES["reduction"][1]: "reduce_kernel[MeanOps]",
+    ADAM: "multi_tensor_apply_kernel[FusedAdamMathFunctor]",
+    CATEGORIES["softmax"][0]: "softmax_warp_forward",
+    CATEGORIES["softmax"][1]: "cunn_SoftMaxForward[LogSoftMaxForwardEpilogue]",
+    CATEGORIES["attention"][1]: "device_kernel[FlashAttnFwdSm90]",
+    CATEGORIES["attention"][3]: "fmha_cutlassF_bf16_aligned_64x128_rf_sm80",
+    CATEGORIES["matmul"][3]: "Kernel2[cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4]",
+    CATEGORIES["matmul"][5]: "gemvx::kernel",
+    "Memcpy DtoD (Device -> Device)": "Memcpy DtoD",
+    "nvjet_tst_64x8_64x16_4x1_v_bz_TNN": "nvjet_tst_64x8_64x16_4x1_v_bz_TNN",
+    "aten::mm": "aten::mm",
+    "## Call CompiledFxGraph fb4c4xhv5s5wc33e ##": "CompiledFxGraph",
+}
+
+
+@pytest.mark.parametrize(("kernel", "expected"), SHORT.items(), ids=SHORT.values())
 def test_short_name_says_what_a_kernel_does(kernel, expected):
     """A short name has the template and what it computes, and is its own short name."""
-    assert short(kernel) == expected
-    assert short(expected) == expected
+    assert short(kernel) == short(expected) == expected
 
 
 def event(name, start, end, *, device=DeviceType.CUDA, annotation=False):
@@ -285,9 +193,9 @@ def test_summary_sums_kernels_longest_first():
 
 def test_summary_is_of_one_call():
     """Two calls are halved: times, counts and phases; a count that does not divide says so."""
-    result = summary([*EVENTS, event("once", 0, 1)], where=DeviceType.CUDA, phases=["forward"])
-    halves = summary(
-        [*EVENTS, event("once", 0, 1)], where=DeviceType.CUDA, phases=["forward"], calls=2
+    events = [*EVENTS, event("once", 0, 1)]
+    result, halves = (
+        summary(events, where=DeviceType.CUDA, phases=["forward"], calls=n) for n in (1, 2)
     )
     assert halves.device_seconds == pytest.approx(result.device_seconds / 2)
     assert halves.phases["forward"] == pytest.approx(result.phases["forward"] / 2)
@@ -306,8 +214,10 @@ def test_phases_hold_the_kernels_that_run_in_them():
 
 
 def test_nothing_run_is_no_share():
-    """A profile without kernels has a share of 0 and no division by it."""
+    """A profile without kernels has a share of 0; one of no call is refused."""
     assert summary([], where=DeviceType.CUDA).matmul_share == 0.0
+    with pytest.raises(ValueError, match="calls: wanted at least 1, got 0"):
+        profile(lambda: None, CPU, calls=0)
 
 
 def test_profile_on_a_cpu_is_of_operators():
@@ -334,73 +244,43 @@ def test_profile_on_a_cpu_is_of_operators():
     assert 0 < result.matmul_share < 1
 
 
-def test_profile_wants_calls():
-    """Not calling at all is no profile."""
-    with pytest.raises(ValueError, match="calls: wanted at least 1, got 0"):
-        profile(lambda: None, CPU, calls=0)
+def test_phases_are_heard_and_carry_nvtx_ranges(monkeypatch):
+    """A listener hears both ends of phases inside its block only, and so does NVTX with a GPU.
 
-
-def test_listeners_hear_both_ends():
-    """A listener hears the start and the end of phases inside its block only, an error or not."""
-    heard = []
+    They are closed on an error, too, and a name may have braces.
+    """
+    heard, ranges = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("pop"))
 
     def fail():
         with listening(lambda *what: heard.append(what)), phase("outer"):
-            with phase("inner"):
+            with phase("step{0}"):
                 pass
             raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
         fail()
+    edges = [("outer", "start"), ("step{0}", "start"), ("step{0}", "end"), ("outer", "end")]
+    assert ranges == ["outer", "step{0}", "pop", "pop"]
     with phase("unheard"):
         pass
-    edges = [("outer", "start"), ("inner", "start"), ("inner", "end"), ("outer", "end")]
     assert heard == edges
-
-
-def test_phases_carry_nvtx_ranges(monkeypatch):
-    """With a GPU a phase is an NVTX range too, closed on an error and with braces in its name."""
-    log = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", log.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
-
-    def fail():
-        with phase("step{0}"):
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert log == ["step{0}", "pop"]
 
 
 def test_profile_waits_at_the_ends_of_phases(monkeypatch):
     """On a GPU the device is awaited before a phase begins and before it ends, and at the end."""
     log = []
 
-    class Recorded:
-        """What torch's profiler records, with its start and end noted."""
+    @contextmanager
+    def noted(*names, activities=(), **_):
+        log.append([*names, *sorted(kind.name for kind in activities)])
+        yield SimpleNamespace(events=lambda: EVENTS)
+        log.append("stop")
 
-        def __init__(self, activities, **_):
-            log.append(sorted(kind.name for kind in activities))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            log.append("stop")
-
-        def events(self):
-            return EVENTS
-
-    class Annotation(Recorded):
-        """torch's annotation, with its ends noted."""
-
-        def __init__(self, name):
-            log.append(name)
-
-    monkeypatch.setattr(torch.profiler, "profile", Recorded)
-    monkeypatch.setattr(torch.profiler, "record_function", Annotation)
+    monkeypatch.setattr(torch.profiler, "profile", noted)
+    monkeypatch.setattr(torch.profiler, "record_function", noted)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("wait"))
 
     def call():
@@ -408,7 +288,7 @@ def test_profile_waits_at_the_ends_of_phases(monkeypatch):
             log.append("work")
 
     result = profile(call, torch.device("cuda", 0))
-    in_phase = ["wait", "forward", "work", "wait", "stop"]
+    in_phase = ["wait", ["forward"], "work", "wait", "stop"]
     assert log == ["wait", ["CPU", "CUDA"], *in_phase, "wait", "stop"]
     assert result.phases == {"forward": pytest.approx(40e-6)}
 

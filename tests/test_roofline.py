@@ -27,19 +27,8 @@ class TwoSeconds:
         return [2.0] * calls, call()
 
 
-def test_roofs_are_work_over_time():
-    """A product of n x n counts 2 n^3 flops, and a copy counts its bytes twice."""
-    roofs = measure_roofs(CPU, sizes=SMALL, clock=TwoSeconds())
-    assert roofs == {
-        "bfloat16": 64**3,
-        "tf32": 64**3,
-        "float32": 64**3,
-        "copy": 4096,
-    }
-
-
 @pytest.fixture
-def setting():
+def settings():
     """PyTorch's own setting for fp32 products, put back after the test."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
@@ -47,23 +36,20 @@ def setting():
     settings.fp32_precision = before
 
 
-def test_only_the_tf32_roof_uses_tf32(setting):
-    """fp32 products are IEEE's unless TF32 is what is measured, and the setting is put back."""
-    setting.fp32_precision, clock = "tf32", TwoSeconds()
-    measure_roofs(CPU, sizes=Sizes(side=8, copied=64, kinds=("tf32", "float32")), clock=clock)
+def test_roofs_are_work_over_time(settings, monkeypatch):
+    """A product of n x n counts 2 n^3 flops, and a copy its bytes twice; only tf32 is in TF32.
+
+    No operand of a product is constant: zeros need less power and run faster.
+    """
+    settings.fp32_precision, clock, spreads = "tf32", TwoSeconds(), []
+    monkeypatch.setattr(roofline.torch, "mm", lambda a, b: spreads.extend([a.std(), b.std()]))
+    roofs = measure_roofs(CPU, sizes=SMALL, clock=clock)
+    assert roofs == {"bfloat16": 64**3, "tf32": 64**3, "float32": 64**3, "copy": 4096}
     warm_and_timed = 2
-    assert clock.modes[:4] == ["tf32"] * warm_and_timed + ["ieee"] * warm_and_timed
-    assert setting.fp32_precision == "tf32"
-
-
-def test_roofs_are_measured_on_random_data(monkeypatch):
-    """No operand of a product is constant: zeros need less power and run faster."""
-    spreads = []
-    monkeypatch.setattr(
-        roofline.torch, "mm", lambda a, b: spreads.extend([a.float().std(), b.float().std()])
-    )
-    measure_roofs(CPU, sizes=SMALL, clock=TwoSeconds())
-    assert spreads == pytest.approx([1.0] * len(spreads), rel=0.1)
+    modes = ["ieee", "tf32", "ieee", "tf32"]  # of the copy the one that was set before
+    assert clock.modes == [mode for mode in modes for _ in range(warm_and_timed)]
+    assert settings.fp32_precision == "tf32"
+    assert [x.float() for x in spreads] == pytest.approx([1.0] * len(spreads), rel=0.1)
     assert len(spreads) >= 2 * len(SMALL.kinds)
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from flashattn.sanitize import __main__ as command
-from flashattn.sanitize import cases, tools
-from flashattn.sanitize.parse import Finding, parse
-from flashattn.sanitize.tools import FOUND, TOOLS, Answer, Tool, ask, judge
+from flashattn.sanitize import cases
+from flashattn.sanitize.__main__ import FOUND, ask, judge
 
 NAMES = list(cases.cases())
 RAN = "\n".join(f"case {name}\ndone {name}" for name in NAMES) + "\n"
@@ -43,118 +42,75 @@ ASSERTED = (
     "/somewhere/flashattn/kernels/forward.py:60: flashattn_fwd: block: [1,0,0], thread: [{},0,0] "
     "Assertion `Buffer being accessed has outstanding writes.` failed.\n"
 )
-MEMCHECK, CONSAN = (tool for tool in TOOLS if tool.name in ("memcheck", "consan"))
-
-
-def test_clean_is_a_summary_of_nothing():
-    """A summary of 0 is no finding, and each case that ended is known by its name."""
-    said = parse(BANNER + RAN + NONE)
-    assert (said.findings, said.total, said.done) == ([], 0, NAMES)
-    assert parse(BANNER + RAN + NO_RACE).total == 0
-
-
-def test_silence_is_no_summary():
-    """Without a summary the total is unknown; what was left unprinted is no second summary."""
-    assert parse(RAN).total is None
-    both = "========= ERROR SUMMARY: 257 errors\n"
-    both += "========= ERROR SUMMARY: 157 errors were not printed. Use --print-limit option\n"
-    assert parse(both).total == 257
-    assert (
-        parse("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n").total == 1
-    )
-
-
-def test_findings_of_a_kind_are_one():
-    """What differs only by thread and address is one finding with a count, of its case."""
-    text = "case a\n" + INVALID.format(at="1f0", thread=3) + INVALID.format(at="2f0", thread=4)
-    text += "done a\ncase b\n" + INVALID.format(at="1f0", thread=3) + "done b\n"
-    what = "Invalid __global__ read of size 2 bytes"
-    assert parse(text).findings == [
-        Finding(what, "flashattn_bwd_dq", "a", 2),
-        Finding(what, "flashattn_bwd_dq", "b", 1),
-    ]
-
-
-def test_kernels_are_ours_or_not():
-    """A finding in a kernel of another library is not ours; in a kernel without a name it is."""
-    theirs, ours = parse(UNINITIALIZED + RACE).findings
-    assert (theirs.kernel, theirs.ours) == ("at::native::vectorized_elementwise_kernel", False)
-    assert (ours.kernel, ours.ours) == ("flashattn_fwd", True)
-    assert ours.what.startswith("Error: Race reported between Write access at flashattn_fwd in")
-    (unnamed,) = parse("========= Invalid __shared__ write of size 16 bytes\n").findings
-    assert (unnamed.kernel, unnamed.ours) == (None, True)
-
-
-def test_assertions_of_triton_are_findings():
-    """What instrumentation asserts, once for each thread, is one finding of its kernel."""
-    text = "case a\n" + ASSERTED.format(0) + ASSERTED.format(1)
-    what = "Buffer being accessed has outstanding writes."
-    assert parse(text).findings == [Finding(what, "flashattn_fwd", "a", 2)]
+CLEAN = BANNER + RAN + NONE
+INVALIDS = INVALID.format(at="1f0", thread=3) + INVALID.format(at="2f0", thread=4)
+THEIRS = "Uninitialized __global__ memory read of size 4 bytes in at::native::vectorized_"
+RACING = "Error: Race reported between Write access at flashattn_fwd in forward.py:60"
 
 
 @pytest.mark.parametrize(
-    ("output", "status", "verdict", "said"),
+    ("tool", "output", "status", "verdict", "said"),
     [
-        (BANNER + RAN + NONE, 0, "clean", None),
-        (BANNER + RAN + INVALID.format(at="1", thread=0) + NONE, FOUND, "findings", None),
-        (
-            BANNER + RAN + UNINITIALIZED + "========= ERROR SUMMARY: 1 error\n",
-            FOUND,
-            "others'",
-            None,
-        ),
-        (BANNER + RAN + "========= ERROR SUMMARY: 3 errors\n", FOUND, "findings", None),
-        (BANNER + RAN, 0, "failed", "exit status 0: done bf16-b2h1"),  # without a summary
-        (BANNER + NONE, 0, "failed", "exit status 0: COMPUTE-SANITIZER"),  # without a case
-        (BANNER + RAN + NONE, 1, "failed", "exit status 1: done bf16-b2h1"),
-        ("========= Error: Device not supported\n", 255, "failed", "255: Error: Device not supp"),
-        ("", -9, "failed", "exit status -9: without a word"),
+        ("memcheck", CLEAN, 0, "clean", None),
+        ("racecheck", RAN + NO_RACE, 0, "clean", None),
+        ("memcheck", BANNER + INVALIDS + RAN + ONE, FOUND, "findings", None),
+        ("initcheck", RAN + UNINITIALIZED + ONE, FOUND, "others'", None),
+        ("initcheck", RAN + UNINITIALIZED + "flashattn_fwd[grid]\n" + ONE, FOUND, "others'", None),
+        ("initcheck", RAN + UNINITIALIZED + RACE + ONE, FOUND, "findings", None),
+        ("memcheck", RAN + "========= Invalid __shared__ write\n" + ONE, FOUND, "findings", None),
+        ("memcheck", BANNER + RAN + ONE, FOUND, "findings", None),  # none of which was printed
+        ("memcheck", BANNER + RAN, 0, "failed", "exit status 0: done bf16-b2h1"),  # no summary
+        ("memcheck", BANNER + NONE, 0, "failed", "exit status 0: COMPUTE-SANITIZER"),  # no case
+        ("memcheck", CLEAN, 1, "failed", "exit status 1: done bf16-b2h1"),
+        ("memcheck", "========= Error: Device not supported\n", 255, "failed", "255: Error: Dev"),
+        ("memcheck", "", -9, "failed", "exit status -9: without a word"),
+        ("consan", RAN, 0, "clean", None),  # it has no summary
+        ("consan", "case a\n" + ASSERTED.format(0) + "RuntimeError: CUDA\n", 1, "findings", None),
+        ("consan", "case a\nRuntimeError: no allocator was set", 1, "failed", "no allocator"),
     ],
 )
-def test_only_all_cases_and_a_summary_are_clean(output, status, verdict, said):
+def test_only_all_cases_and_a_summary_are_clean(tool, output, status, verdict, said):
     """A tool that ends early, or is silent, failed; a finding is one whatever else happened."""
-    answer = judge(MEMCHECK, NAMES, output, status, 1.0)
-    assert answer.verdict == verdict
-    assert (said in answer.said) if said else answer.said is None
+    answer = judge(tool, NAMES, output, status)
+    assert answer["verdict"] == verdict
+    assert (said in answer["said"]) if said else answer["said"] is None
 
 
-def test_triton_s_own_has_no_summary():
-    """Consan is clean if all cases ran, and found something if it asserted, though it then died."""
-    assert judge(CONSAN, NAMES, RAN, 0, 1.0).verdict == "clean"
-    died = (
-        "case a\n" + ASSERTED.format(0) + "RuntimeError: CUDA error: device-side assert triggered"
-    )
-    assert judge(CONSAN, NAMES, died, 1, 1.0).verdict == "findings"
-    assert (
-        judge(CONSAN, NAMES, "case a\nRuntimeError: no allocator was set", 1, 1.0).verdict
-        == "failed"
-    )
+@pytest.mark.parametrize(
+    ("output", "findings"),
+    [
+        (f"case a\n{INVALIDS}done a\n{RACE}case b\n{INVALIDS}done b\n{UNINITIALIZED}", [
+            "Invalid __global__ read of size 2 bytes in flashattn_bwd_dq, a, printed 2 times",
+            f"{RACING} in flashattn_fwd, between cases, printed 1 times",
+            "Invalid __global__ read of size 2 bytes in flashattn_bwd_dq, b, printed 2 times",
+            f"{THEIRS}elementwise_kernel, between cases, printed 1 times",
+        ]),
+        ("case a\n" + ASSERTED.format(0) + ASSERTED.format(1), [
+            "Buffer being accessed has outstanding writes. in flashattn_fwd, a, printed 2 times"
+        ]),
+        ("case a\nDeadlock detected in flashattn_fwd\n", [
+            "Deadlock detected in flashattn_fwd in flashattn_fwd, a, printed 1 times"
+        ]),
+    ],
+)  # fmt: skip
+def test_findings_of_a_kind_are_one(output, findings):
+    """What differs only by thread and address is one finding with a count, its kernel and case."""
+    assert judge("memcheck", [], output, 0)["findings"] == findings
 
 
-def test_missing_tools_say_so(monkeypatch):
-    """A program that is not on the PATH, and a mode that Triton lacks, are sentences."""
-    monkeypatch.setenv("PATH", "")
-    answer = ask(MEMCHECK, "", 1)
-    assert answer.verdict == "missing"
-    assert "compute-sanitizer is not on the PATH" in answer.said
-    assert tools.instrumentation_modes() == ["consan"]
-    monkeypatch.setattr(tools, "instrumentation_modes", list)
-    assert "no instrumentation mode consan" in ask(CONSAN, "", 1).said
-
-
-def test_tools_are_bounded():
-    """A tool that takes too long has failed, and says after how long."""
-    sleep = Tool("sleep", "nothing", (sys.executable, "-c", "import time; time.sleep(60)"))
-    answer = ask(sleep, "", 0.2)
-    assert (answer.verdict, answer.said) == ("failed", "it took longer than 0 s")
+def test_a_summary_counts_what_was_not_printed():
+    """A summary's count is the total; what was left unprinted is no second summary."""
+    both = "========= ERROR SUMMARY: 257 errors\n"
+    both += "========= ERROR SUMMARY: 157 errors were not printed. Use --print-limit option\n"
+    assert judge("memcheck", [], both, FOUND)["total"] == 257
+    assert judge("memcheck", [], NO_RACE, FOUND)["total"] == 0
+    assert judge("memcheck", [], RAN, FOUND)["total"] is None
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """Return what makes a compute-sanitizer that says something, on a GPU that is none."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    here = cases.here()
-    monkeypatch.setattr(cases, "here", lambda: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "machine_info", lambda _: {"accelerator": "nvidia-made-up"})
     monkeypatch.setattr(command, "accelerator", lambda _: "nvidia-made-up")
@@ -177,7 +133,7 @@ def fake(tmp_path, monkeypatch):
 
 def test_a_clean_tool_is_status_0(fake, capsys):
     """A clean answer is a line, a row of the JSON beside the GPU's runs, and exit status 0."""
-    folder = fake(BANNER + RAN + NONE, 0)
+    folder = fake(CLEAN, 0)
     assert command.main(["--tool", "memcheck", "--tool", "initcheck"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines if " clean " in line] == [
@@ -192,56 +148,56 @@ def test_a_clean_tool_is_status_0(fake, capsys):
     assert [line.split()[:2] for line in asked] == [["--tool", "memcheck"], ["--tool", "initcheck"]]
 
 
-def test_a_finding_is_status_1(fake, capsys):
-    """A finding is told with its kernel and its case, and kept; the exit status is 1."""
-    first = NAMES[0]
-    text = BANNER + f"case {first}\n" + INVALID.format(at="1", thread=0)
-    folder = fake(text + ONE, FOUND)
-    assert command.main(["--tool", "memcheck", "--output", "found.json"]) == 1
-    told = (
-        f"memcheck: Invalid __global__ read of size 2 bytes in flashattn_bwd_dq, {first}, printed"
-    )
+@pytest.mark.parametrize(
+    ("text", "exits", "status", "told"),
+    [
+        (INVALIDS + ONE, FOUND, 1, "memcheck: Invalid __global__ read of size 2 bytes in flashatt"),
+        (RAN + UNINITIALIZED + ONE, FOUND, 0, f"memcheck: {THEIRS}"),
+        ("========= Error: Device not supported\n", 255, 11, "memcheck: exit status 255: Error: D"),
+    ],
+)
+def test_exit_statuses(fake, capsys, text, exits, status, told):
+    """A finding of ours is 1, others' alone are 0, and no answer is UNPROVEN; all are told."""
+    folder = fake(text, exits)
+    assert command.main(["--tool", "memcheck", "--output", "found.json"]) == status
     assert told in capsys.readouterr().out
-    (row,) = json.loads((folder / "found.json").read_text())["tools"]
-    assert row["findings"][0]["kernel"] == "flashattn_bwd_dq"
-    assert (row["total"], row["cases"]) == (1, 0)
+    assert len(json.loads((folder / "found.json").read_text())["tools"]) == 1
 
 
-def test_no_answer_is_unproven(fake, capsys):
-    """A tool that refuses the device proves nothing: exit status 11, with what it said."""
-    fake("========= Error: Device not supported\n", 255)
-    assert command.main(["--tool", "racecheck"]) == 11
-    assert (
-        "racecheck failed: exit status 255: Error: Device not supported" in capsys.readouterr().out
-    )
+def test_a_finding_counts_more_than_a_failure(fake, monkeypatch):
+    """Whatever else failed, one finding of ours is exit status 1."""
+    fake("", 0)
+    answers = iter([judge("memcheck", [], text, 1) for text in ("", INVALIDS, "")])
+    common = {"tool": "", "checks": "", "seconds": 0.0}
+    monkeypatch.setattr(command, "ask", lambda *_: next(answers) | common)
+    assert command.main(["--tool", "memcheck", "--tool", "consan", "--tool", "plain"]) == 1
 
 
-def test_a_finding_counts_more_than_a_failure():
-    """Whatever else failed, one finding of ours is exit status 1; others' alone are 0."""
-    answers = [Answer(tool="x", checks="", verdict=word) for word in ("failed", "findings")]
-    assert command.status(answers) == 1
-    assert command.status([Answer(tool="x", checks="", verdict="others'")]) == 0
+def test_tools_are_missing_or_bounded(monkeypatch):
+    """A program that is not on the PATH is a sentence, and so is one that takes too long."""
+    slow = ask("plain", "", 0.01, "triton")
+    assert (slow["verdict"], slow["said"]) == ("failed", "it took longer than 0 s")
+    monkeypatch.setenv("PATH", "")
+    absent = ask("memcheck", "", 1, "triton")
+    assert absent["verdict"] == "missing"
+    assert "compute-sanitizer is not on the PATH" in absent["said"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [([], "wanted a CUDA GPU, got none"), (["--tool", "valgrind"], "invalid choice")],
+    ("arguments", "gpu", "words"),
+    [
+        ([], False, "wanted a CUDA GPU, got none"),
+        (["--tool", "valgrind"], True, "invalid choice"),
+        (["--only", "d65"], True, "--only: no case of triton has 'd65' in its name"),
+    ],
 )
-def test_mistakes_are_status_2(arguments, words, monkeypatch, capsys):
-    """Without a GPU, or with an unknown tool, nothing runs and a line says why."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_mistakes_are_status_2(arguments, gpu, words, monkeypatch, capsys):
+    """Without a GPU, or with an unknown tool or case, nothing runs and a line says why."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
-
-
-def test_no_case_of_that_name_is_a_mistake(fake, capsys):
-    """``--only`` with what is in no name is a mistake."""
-    fake("", 0)
-    with pytest.raises(SystemExit):
-        command.main(["--only", "d65"])
-    assert "--only: no case of triton has 'd65' in its name" in capsys.readouterr().err
 
 
 def test_cases_are_those_an_implementation_can_run(monkeypatch):

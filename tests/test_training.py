@@ -35,21 +35,14 @@ def test_training_learns(device):
     assert losses[-1] < losses[0] - 2
 
 
-def test_forward_has_no_graph():
-    """``forward`` gives the model's logits and keeps nothing for backward."""
+def test_forward_and_loss():
+    """``forward`` gives logits without a graph; ``loss`` their cross-entropy, with its graph."""
     trainer = trainer_of()
-    logits = trainer.forward()
-    assert logits.grad_fn is None
+    logits, loss = trainer.forward(), trainer.loss()
     assert not logits.requires_grad
     assert torch.equal(logits, trainer.model(trainer.tokens))
-
-
-def test_loss_is_of_the_targets():
-    """``loss`` is the cross-entropy of the logits and the targets, with its graph."""
-    trainer = trainer_of()
-    loss = trainer.loss()
     assert loss.grad_fn is not None
-    assert torch.equal(loss, cross_entropy(trainer.forward(), trainer.targets))
+    assert torch.equal(loss, cross_entropy(logits, trainer.targets))
     assert not torch.equal(trainer.tokens, trainer.targets)
 
 
@@ -66,8 +59,8 @@ def test_forward_backward_replaces_gradients():
         torch.testing.assert_close(x.grad, 2 * a)
 
 
-def test_train_is_adamw():
-    """``train`` is ``forward_backward`` and one step of torch's own AdamW."""
+def test_train_is_adamw(device):
+    """``train`` is ``forward_backward`` and one step of torch's own AdamW, fused on a GPU only."""
     trainer, other = trainer_of(), trainer_of()
     loss = trainer.train()
     optimizer = torch.optim.AdamW(other.model.parameters())
@@ -76,10 +69,6 @@ def test_train_is_adamw():
     optimizer.step()
     assert all(map(torch.equal, weights_of(trainer), weights_of(other)))
     assert not any(map(torch.equal, weights_of(trainer), before))
-
-
-def test_optimizer_is_fused_on_a_gpu_only(device):
-    """On a GPU the optimizer is one kernel; on a CPU it is torch's default."""
     fused = trainer_of(device=device).optimizer.defaults["fused"]
     assert bool(fused) == (device.type == "cuda")
 
@@ -118,19 +107,14 @@ def test_seed():
     assert not torch.equal(a.tokens, c.tokens)
 
 
-@pytest.mark.parametrize(
-    ("precision", "logits"),
-    [
-        ("fp32", torch.float32),
-        ("tf32", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-    ],
-)
+LOGITS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize(("precision", "logits"), LOGITS.items())
 def test_precisions(precision, logits):
     """Autocast decides the logits' dtype; loss, parameters and gradients are fp32 always."""
     trainer = trainer_of(precision=precision)
-    assert trainer.forward().dtype == logits
+    assert trainer.forward().dtype == getattr(torch, logits)
     assert trainer.train().dtype == torch.float32
     for x in trainer.model.parameters():
         assert x.dtype == x.grad.dtype == torch.float32
@@ -148,31 +132,23 @@ def setting():
 @pytest.mark.parametrize(("precision", "mode"), [("tf32", "tf32"), ("fp32", "ieee")])
 @pytest.mark.parametrize("before", ["ieee", "tf32", "none"])
 def test_products_mode(setting, precision, mode, before):
-    """Forward and backward run in the precision's mode, whatever it was, and put that back."""
+    """Every part runs in the precision's mode, which is then put back, also after a failure."""
     setting.fp32_precision, seen = before, []
 
     @contextmanager
-    def phase(_):
+    def phase(name):
         seen.append(setting.fp32_precision)
         yield
+        if len(seen) > 4:
+            raise ArithmeticError(name)
 
     trainer = trainer_of(precision=precision, phase=phase)
     trainer.forward()
     trainer.forward_backward()
     assert seen == [mode] * 4
+    with pytest.raises(ArithmeticError):
+        trainer.forward()
     assert setting.fp32_precision == before
-
-
-def test_products_mode_after_a_failure(setting):
-    """A step that fails puts the mode back, too."""
-    setting.fp32_precision = "ieee"
-
-    def broken(*_):
-        raise RuntimeError(setting.fp32_precision)
-
-    with pytest.raises(RuntimeError, match="tf32"):
-        trainer_of(precision="tf32", attention=broken).train()
-    assert setting.fp32_precision == "ieee"
 
 
 def test_compiled(monkeypatch):

@@ -9,15 +9,17 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-GPU_FACTS = ("uuid", "driver_version", "power.limit", "clocks.sm")
+T = TypeVar("T")
 
 
 def accelerator(device: torch.device) -> str:
@@ -65,13 +67,14 @@ def machine_info(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return info
     properties = torch.cuda.get_device_properties(device)
-    facts = gpu_facts(device)
     return info | {
         "gpu": properties.name,
         "sm_count": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
-        "driver": facts.get("driver_version"),
-        "power_limit_watts": _number(facts.get("power.limit")),
+        "driver": nvml(device, lambda ask, _: ask.nvmlSystemGetDriverVersion()),
+        "power_limit_watts": nvml(
+            device, lambda ask, gpu: ask.nvmlDeviceGetPowerManagementLimit(gpu) / 1e3
+        ),
     }
 
 
@@ -84,32 +87,50 @@ def memory_bytes(device: torch.device) -> int:
 
 def sm_clock(device: torch.device) -> float | None:
     """Return the clock of the GPU's multiprocessors at this moment in hertz, None if unknown."""
+    return nvml(device, lambda ask, gpu: ask.nvmlDeviceGetClockInfo(gpu, ask.NVML_CLOCK_SM) * 1e6)
+
+
+def nvml(device: torch.device, query: Callable[[Any, Any], T]) -> T | None:
+    """Ask the driver about a GPU.
+
+    Args:
+        device: which.
+        query: called with the module ``pynvml`` and NVML's handle of ``device``.
+
+    Returns:
+        What ``query`` returned; None for a CPU, without a driver, and for what a GPU does not tell.
+    """
     if device.type != "cuda":
         return None
-    megahertz = _number(gpu_facts(device).get("clocks.sm"))
-    return None if megahertz is None else megahertz * 1e6
+    import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - only where there is a GPU
+
+    try:
+        return query(pynvml, _handle(device))
+    except pynvml.NVMLError:
+        return None
 
 
-def gpu_facts(device: torch.device) -> dict[str, str]:
-    """Return what nvidia-smi says of ``device``, by the names in ``GPU_FACTS``; {} if nothing."""
-    query = ("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits")
-    lines = [line.split(", ") for line in _output(*query).splitlines()]
-    whole = [line for line in lines if len(line) == len(GPU_FACTS)]
-    gpus = [dict(zip(GPU_FACTS, line, strict=True)) for line in whole]
-    # CUDA_VISIBLE_DEVICES renumbers what torch sees, not what nvidia-smi sees; the uuid holds.
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", "unknown"))
-    ours = [gpu for gpu in gpus if uuid in gpu["uuid"]] or (gpus if len(gpus) == 1 else [])
-    return ours[0] if ours else {}
+@cache
+def _handle(device: torch.device) -> Any:
+    import pynvml  # noqa: PLC0415
+
+    pynvml.nvmlInit()
+    if pynvml.nvmlDeviceGetCount() == 1:
+        return pynvml.nvmlDeviceGetHandleByIndex(0)
+    # CUDA_VISIBLE_DEVICES renumbers what torch sees, not what NVML sees; the UUID holds.
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 
 def ptxas_version() -> str | None:
     """Return the version of the assembler that Triton ships, found without importing Triton."""
     spec = find_spec("triton")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        ptxas = Path(folder, "backends", "nvidia", "bin", "ptxas")
-        found = re.search(r"V(\d[\d.]*)", _output(str(ptxas), "--version"))
-        if found:
-            return found[1]
+        ptxas = str(Path(folder, "backends", "nvidia", "bin", "ptxas"))
+        with suppress(OSError):
+            done = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
+            found = re.search(r"V(\d[\d.]*)", done.stdout)
+            return found[1] if found else None
     return None
 
 
@@ -118,24 +139,6 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def _output(*command: str) -> str:
-    """Run a command; what it prints, or nothing where it is missing or fails."""
-    try:
-        done = subprocess.run(  # noqa: S603 - the programs are named above
-            command, capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text or "")
-    except ValueError:  # nvidia-smi's [N/A]
-        return None
 
 
 def _installed(package: str) -> str | None:

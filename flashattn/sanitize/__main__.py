@@ -16,69 +16,115 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flashattn.measure.device import accelerator, machine_info
-from flashattn.sanitize.cases import OURS, cases
-from flashattn.sanitize.tools import FAILED, FINDINGS, MISSING, TOOLS, Answer, ask
+from flashattn.sanitize.cases import cases
 
-COMMAND = "python -m flashattn.sanitize"
-LIMIT = 300.0  # seconds for one tool
-FOUND, UNPROVEN = 1, 11
+TOOLS = {
+    "plain": "whether the cases run at all",
+    "memcheck": "reads and writes outside of what was allocated",
+    "initcheck": "reads of global memory that nobody has written",
+    "racecheck": "shared memory read or written by two threads in no order",
+    "consan": "shared memory used while an asynchronous copy or product may still use it",
+}
+OWN = {"plain": {}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
+# PyTorch hands out memory again, which hides reads beyond an end and before a write.
+NVIDIAS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+FOUND = 33  # compute-sanitizer's exit status for findings
+# Not what a library asks the CUDA API in vain, and not the assembler that Triton starts.
+OPTIONS = "--report-api-errors no --target-processes application-only --print-limit 1000"
+# What begins a piece of the output: a case, a finding, a summary, or an assertion of consan's.
+PIECE = re.compile(
+    r"""^(?:(?P<edge>case|done)\ (?P<name>.*)
+    |=========\s?(?P<what>(?:Invalid|Uninitialized|Misaligned|Program\ hit|Barrier\ error|Leaked
+        |Internal|(?:Error|Warning):\ (?:Race\ reported|Potential\ \w+\ hazard)).*)
+    |=========\s?(?:ERROR|RACECHECK|INITCHECK)\ SUMMARY:\ (?P<total>\d+)\ \w+\b(?!\ were)
+    |.*(?:Assertion\ `(?P<asserted>.*?)`\ failed|(?P<deadlock>Deadlock\ detected\ .*)))""",
+    re.VERBOSE | re.MULTILINE,
+)
+OURS = re.compile(r"\bflashattn_\w+")
+NAMED = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(?:void )?([A-Za-z_][\w:]*)")
+# Numbers of a thread or an address: they make many findings of one.
+PARTICULARS = re.compile(r"\+0x[0-9a-f]+|0x[0-9a-f]+|\(\d+,\d+,\d+\)|\[\d+ hazards\]")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known = [tool.name for tool in TOOLS]
-    parser.add_argument("--tool", action="append", choices=known, help="(default: all; repeat it)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
-    parser.add_argument(
-        "--impl", default=OURS, choices=("triton", "hopper"), help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="for one tool"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="JSON (default: sanitizers-IMPL.json beside the runs of this GPU in .benchmarks)",
-    )
-    return parser
+def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> dict[str, Any]:
+    """Say what an output and an exit status mean: silence is not clean unless all wanted cases ran.
+
+    Returns:
+        ``verdict``: clean; findings, some in our kernels, or in none that is named; others', all in
+        other kernels; or failed, with what was ``said``, as not all ``cases`` got to their end.
+        ``total``: what a summary counts, None without one. ``findings``: each kind once.
+    """
+    found: Counter[str] = Counter()
+    done, case, total, ours = set[str](), "between cases", None, False
+    pieces = list(PIECE.finditer(output))
+    ends = [piece.start() for piece in pieces[1:]] + [len(output)]
+    for piece, end in zip(pieces, ends, strict=False):
+        if piece["edge"] == "case":
+            case = piece["name"]
+        elif piece["edge"] == "done":
+            done, case = done | {piece["name"]}, "between cases"
+        elif piece["total"]:
+            total = int(piece["total"])
+        else:
+            first, *rest = output[piece.start() : end].splitlines()
+            block = "\n".join([first, *(line for line in rest if line.startswith("====="))])
+            our, other = OURS.search(block), NAMED.search(block)
+            ours |= our is not None or other is None
+            kernel = our[0] if our else other[1] if other else "an unnamed kernel"
+            what = PARTICULARS.sub("", piece["what"] or piece["asserted"] or piece["deadlock"])
+            found[f"{' '.join(what.split())} in {kernel}, {case}"] += 1
+    findings = [f"{finding}, printed {count} times" for finding, count in found.items()]
+    verdict, said = "others'" if found else "clean", None
+    ended = done == set(wanted) and status in (0, FOUND) and (tool in OWN or total is not None)
+    if ours or (total and not found):
+        verdict = "findings"
+    elif not ended:
+        lines = [line.removeprefix("=========").strip() for line in output.splitlines()]
+        told = [line for line in lines if line and "SUMMARY" not in line] or ["without a word"]
+        verdict, said = "failed", f"exit status {status}: {told[-1]}"
+    facts = {"cases": len(done), "total": total, "findings": findings}
+    return {"verdict": verdict, "said": said} | facts
 
 
-def table(answers: Sequence[Answer]) -> str:
-    """Return a line for each tool, and below them each finding and each reason."""
-    lines = [f"{'tool':<10} {'verdict':<9} {'cases':>5} {'findings':>8} {'seconds':>7}  checks"]
-    for answer in answers:
-        count = "" if answer.total is None else str(answer.total)
-        lines.append(
-            f"{answer.tool:<10} {answer.verdict:<9} {answer.cases:>5} {count:>8} "
-            f"{answer.seconds:>7.0f}  {answer.checks}"
+def ask(tool: str, text: str, limit: float, impl: str) -> dict[str, Any]:
+    """Run the cases of ``impl`` with ``text`` in their names under a tool, for so many seconds."""
+    command = [sys.executable, "-m", "flashattn.sanitize.cases", text, impl]
+    if tool not in OWN:
+        options = f"--tool {tool} {OPTIONS} --error-exitcode {FOUND}".split()
+        command = ["compute-sanitizer", *options, *command]
+    start = time.perf_counter()
+    row = {"tool": tool, "checks": TOOLS[tool], "cases": 0, "total": None, "findings": []}
+    try:
+        done = subprocess.run(  # noqa: S603 - the programs are named above
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # in the order in which they come
+            text=True,
+            errors="replace",
+            env=os.environ | OWN.get(tool, NVIDIAS),
+            timeout=limit,
+            check=False,
         )
-    for answer in answers:
-        if answer.said:
-            lines.append(f"{answer.tool} {answer.verdict}: {answer.said}")
-        lines += [
-            f"{answer.tool}: {found.what} in {found.kernel or 'an unnamed kernel'}, "
-            f"{found.case or 'between cases'}, printed {found.count} times"
-            for found in answer.findings
-        ]
-    return "\n".join(lines)
-
-
-def status(answers: Sequence[Answer]) -> int:
-    """Return the exit status."""
-    verdicts = {answer.verdict for answer in answers}
-    if FINDINGS in verdicts:
-        return FOUND
-    return UNPROVEN if verdicts & {FAILED, MISSING} else 0
+        row |= judge(tool, cases(text, impl), done.stdout, done.returncode)
+    except FileNotFoundError:
+        said = f"{command[0]} is not on the PATH; it comes with the CUDA toolkit"
+        row |= {"verdict": "missing", "said": said}
+    except subprocess.TimeoutExpired:
+        row |= {"verdict": "failed", "said": f"it took longer than {limit:.0f} s"}
+    return row | {"seconds": time.perf_counter() - start}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,29 +133,41 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: of the command line; None means the process's own.
     """
-    parser = _parser()
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m flashattn.sanitize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tool", action="append", choices=TOOLS, help="(default: all; repeat it)")
+    add("--only", default="", metavar="TEXT", help="cases with this in their names")
+    add("--impl", default="triton", choices=("triton", "hopper"), help="(default: %(default)s)")
+    add("--limit", type=float, default=300.0, metavar="SECONDS", help="for one tool")
+    default = ".benchmarks/{gpu}/sanitizers-{impl}.json"
+    add("--output", default=default, metavar="FILE", help="JSON (default: %(default)s)")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("wanted a CUDA GPU, got none: sanitizers watch a GPU's memory")
     wanted = list(cases(options.only, options.impl))
     if not wanted:
         parser.error(f"--only: no case of {options.impl} has {options.only!r} in its name")
-    asked = [tool for tool in TOOLS if options.tool is None or tool.name in options.tool]
-    answers = []
-    for tool in asked:
-        print(f"{tool.name}: {tool.checks} ...", flush=True)
-        answers.append(ask(tool, options.only, options.limit, options.impl))
-    print(table(answers))
+    rows = []
+    print(f"{'tool':<10} {'verdict':<9} {'cases':>5} {'findings':>8} {'seconds':>7}  checks")
+    for tool in [tool for tool in TOOLS if tool in (options.tool or TOOLS)]:
+        row = ask(tool, options.only, options.limit, options.impl)
+        line = "{tool:<10} {verdict:<9} {cases:>5} {total!s:>8} {seconds:>7.0f}  {checks}"
+        said = [row["said"]] if row["said"] else row["findings"]
+        print("\n".join([line.format(**row), *(f"{tool}: {each}" for each in said)]), flush=True)
+        rows.append(row)
     device = torch.device("cuda")
-    path = options.output or Path(
-        ".benchmarks", accelerator(device), f"sanitizers-{options.impl}.json"
-    )
+    path = Path(options.output.format(gpu=accelerator(device), impl=options.impl))
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = {"machine": machine_info(device), "impl": options.impl, "only": options.only}
-    rows = {"cases": wanted, "tools": [answer.row() for answer in answers]}
-    path.write_text(json.dumps(said | rows, indent=1) + "\n", encoding="utf-8")
+    facts = {"machine": machine_info(device), "impl": options.impl, "only": options.only}
+    facts |= {"cases": wanted, "tools": rows}
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     print(f"Written: {path}")
-    return status(answers)
+    verdicts = {row["verdict"] for row in rows}
+    return 1 if "findings" in verdicts else 11 if verdicts & {"failed", "missing"} else 0
 
 
 if __name__ == "__main__":

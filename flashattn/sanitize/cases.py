@@ -20,8 +20,7 @@ from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.accuracy import Question, run
 
-BEGIN, END = "case", "done"
-OURS = "triton"
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POINTERS = "misaligned"  # what no descriptor can address; tiny problems go by pointers, too
 HALF: dict[str, Any] = {"dtype": "float16"}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
@@ -56,61 +55,37 @@ PROBLEMS = {
 }
 
 
-def cases(text: str = "", impl: str = OURS) -> dict[str, tuple[Problem, str]]:
+def cases(text: str = "", impl: str = "triton") -> dict[str, tuple[Problem, str]]:
     """Return the problems and layouts of the cases of an implementation, by their names.
 
     Args:
         text: only those with this in their names.
         impl: whose; what it cannot do on the machine at hand is none of its cases.
     """
+    named = {f"{problem}-{layout}": (problem, layout) for problem, layout in PROBLEMS.items()}
     can = get(impl)
-    device = here()
     return {
-        f"{problem}-{layout}": (problem, layout)
-        for problem, layout in PROBLEMS.items()
-        if text in f"{problem}-{layout}" and can.why_not(problem, device, grad=True) is None
+        name: case
+        for name, case in named.items()
+        if text in name and can.why_not(case[0], HERE, grad=True) is None
     }
 
 
-def here() -> torch.device:
-    """Return where cases run."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _give_scratch(device: torch.device) -> None:
-    """Give instrumented kernels the memory that they ask Triton for, and keep to one thread.
-
-    The allocator is one thread's own, and autograd would launch from another.
-    """
-    import triton  # noqa: PLC0415 - not before the environment says whether to interpret
-
-    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        del alignment, stream
-        return torch.zeros(size, dtype=torch.int8, device=device)
-
-    triton.set_allocator(allocate)
-    torch.autograd.set_multithreading_enabled(False)
-
-
-def main(text: str = "", impl: str = OURS) -> None:
-    """Run the cases.
-
-    Args:
-        text: only those with this in their names.
-        impl: whose.
-    """
-    device = here()
+def main(text: str = "", impl: str = "triton") -> None:
+    """Run the cases; see ``cases``."""
     if os.environ.get("TRITON_INSTRUMENTATION_MODE"):
-        _give_scratch(device)
+        import triton  # noqa: PLC0415 - only here
+
+        # Instrumented kernels ask an allocator of their thread for memory: keep to one thread.
+        triton.set_allocator(lambda size, *_: torch.zeros(size, dtype=torch.int8, device=HERE))
+        torch.autograd.set_multithreading_enabled(False)
     for name, (problem, layout) in cases(text, impl).items():
-        sys.stdout.write(f"{BEGIN} {name}\n")
-        sys.stdout.flush()
-        case = Question(problem=problem, device=device, layout=layout).draw()
+        print(f"case {name}", flush=True)  # noqa: T201 - for the reader of the sanitizer's output
+        case = Question(problem=problem, device=HERE, layout=layout).draw()
         run(partial(get(impl), causal=problem.causal, scale=case.scale), case)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        sys.stdout.write(f"{END} {name}\n")
-        sys.stdout.flush()
+        if HERE.type == "cuda":
+            torch.cuda.synchronize(HERE)
+        print(f"done {name}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 from flashattn import registry
 from flashattn.testing import repro
-from flashattn.testing.chosen import asked
+from flashattn.testing.plugin_file import asked
 
 if TYPE_CHECKING:
     from flashattn.testing.accuracy import Question

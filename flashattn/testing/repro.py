@@ -21,8 +21,8 @@ import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
-from flashattn.testing.chosen import asked, choose
 from flashattn.testing.inputs import LAYOUTS, VALUES
+from flashattn.testing.plugin_file import asked, choose
 from flashattn.testing.shrink import shrink
 
 

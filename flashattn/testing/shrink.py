@@ -1,105 +1,86 @@
-"""Makes a question smaller for as long as an implementation still fails on it."""
+"""Lets Hypothesis make a question smaller for as long as an implementation still fails on it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
-from flashattn.problem import Causal
+import hypothesis
+from hypothesis import strategies as st
+
 from flashattn.testing.accuracy import Question
+from flashattn.testing.strategies import MASKS
 
+T = TypeVar("T")
+
+TRIES = 100  # each may compile a kernel
 SECONDS = 20.0  # interpreted kernels are slow; what is found by then is small enough
-Questions = Iterator[Question]
+OWN = 50  # to 1: how often a drawn fact is the question's own
 
 
 def shrink(
-    question: Question, fails: Callable[[Question], bool], *, seconds: float = SECONDS
+    question: Question,
+    fails: Callable[[Question], bool],
+    *,
+    tries: int = TRIES,
+    seconds: float = SECONDS,
 ) -> Question:
     """Return the smallest question found on which it fails, ``question`` itself at worst.
 
     Args:
         question: one on which it fails.
         fails: whether it fails on another.
-        seconds: after which no other is tried.
+        tries: how many others are tried at most, ...
+        seconds: ... and for how long.
     """
     end = time.perf_counter() + seconds
-    before = None
-    while question != before:  # what is one step's limit may fall once others were taken
-        before = question
-        for step in STEPS:
-            found: Question | None = question
-            while found is not None:
-                question = found
-                candidates = (
-                    candidate for candidate in step(question) if time.perf_counter() < end
-                )
-                found = next((candidate for candidate in candidates if fails(candidate)), None)
-    return question
+    known = {question: True}
 
+    def still(other: Question) -> bool:
+        if other not in known:
+            known[other] = len(known) <= tries and time.perf_counter() < end and fails(other)
+        return known[other]
 
-def _plainer(question: Question) -> Questions:
-    plain: dict[str, Any] = {"values": "normal", "layout": "contiguous", "scale": None, "seed": 0}
-    for name, value in plain.items():
-        if getattr(question, name) != value:
-            yield replace(question, **{name: value})
-
-
-def _shorter(question: Question) -> Questions:
-    p = question.problem
-    if p.seq_q == p.seq_kv:
-        yield from _with(question, *({"seq_q": n, "seq_kv": n} for n in _less(p.seq_q)))
-
-
-def _of_one_group(question: Question) -> Questions:
-    p = question.problem
-    if p.kv_heads > 1:
-        yield from _with(question, {"heads": p.heads // p.kv_heads, "kv_heads": 1})
-
-
-def _of_fewer_heads(question: Question) -> Questions:
-    p = question.problem
-    yield from _with(
-        question, *({"heads": p.kv_heads * n} for n in _less(p.heads // max(p.kv_heads, 1)))
+    settings = hypothesis.settings(
+        max_examples=100,  # until one is ``question``, where shrinking begins; most are
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
     )
+    return hypothesis.find(_up_to(question), still, settings=settings)
 
 
-def _less_masked(question: Question) -> Questions:
-    masks: list[Causal] = [False, "top_left", "bottom_right"]
-    simple = masks[: masks.index(question.problem.causal)]
-    yield from _with(question, *({"causal": mask} for mask in simple))
+@st.composite
+def _up_to(draw: st.DrawFn, question: Question) -> Question:
+    """Draw a question that is no larger and no less plain in any fact, most often the same."""
 
+    def one(facts: Sequence[T]) -> T:
+        """Draw one of some facts, the plainest first and the question's own last."""
+        return facts[min(draw(st.integers(0, OWN * len(facts))), len(facts) - 1)]
 
-def _wider(question: Question) -> Questions:
-    if question.problem.dtype != "float32":
-        yield from _with(question, {"dtype": "float32"})
+    def size(own: int) -> int:
+        return one(range(min(own, 1), own + 1))
 
-
-def _less_of(size: str) -> Callable[[Question], Questions]:
-    def step(question: Question) -> Questions:
-        return _with(question, *({size: n} for n in _less(getattr(question.problem, size))))
-
-    return step
-
-
-STEPS = (
-    _shorter,
-    *map(_less_of, ("batch", "seq_q", "seq_kv", "head_dim")),
-    _of_one_group,
-    _of_fewer_heads,
-    _less_masked,
-    _wider,
-    _plainer,
-)
-
-
-def _with(question: Question, *changes: dict[str, Any]) -> Questions:
-    """Yield the question with each of the changes to its problem."""
-    for change in changes:
-        yield replace(question, problem=replace(question.problem, **change))
-
-
-def _less(n: int) -> list[int]:
-    """Return numbers from 1 to n - 1: the least, half, the power of two below, one less."""
-    return sorted({m for m in (1, n // 2, 1 << max(n - 1, 1).bit_length() - 1, n - 1) if 0 < m < n})
+    p = question.problem
+    problem = replace(
+        p,
+        seq_q=size(p.seq_q),
+        seq_kv=size(p.seq_kv),
+        batch=size(p.batch),
+        head_dim=size(p.head_dim),
+        kv_heads=(kv_heads := size(p.kv_heads)),
+        heads=kv_heads * size(p.heads // max(p.kv_heads, 1)),
+        causal=one(MASKS[: MASKS.index(p.causal) + 1]),
+        dtype=one(("float32", p.dtype)),
+    )
+    return replace(
+        question,
+        problem=problem,
+        values=one(("normal", question.values)),
+        layout=one(("contiguous", question.layout)),
+        scale=one((None, question.scale)),
+        seed=one((0, question.seed)),
+    )

@@ -1,8 +1,17 @@
-"""Training as benchmarks ask for it: a Trainer by names, its costs, and its steps as callables."""
+"""Training as benchmarks ask for it: a Trainer by names, its costs, and its steps as callables.
+
+    python -m flashattn.testing.train_case JSON
+
+is the process of its own in which ``cold_steps`` measures what a first step costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +22,7 @@ from flashattn import registry
 from flashattn.costs import Costs
 from flashattn.lm import SIZES, Attention
 from flashattn.measure.memory import allocated_bytes
+from flashattn.measure.timing import clock_of
 from flashattn.problem import Problem
 from flashattn.training import Trainer
 
@@ -61,23 +71,15 @@ class Trained:
     ) -> None:
         """Make it; this is where a model that is too large runs out of memory."""
         self.ground = allocated_bytes(device)  # not the model's
-        self.costs = costs(
-            size=size,
-            context=context,
-            batch=batch,
-            precision=precision,
-            impl=impl,
-            device=device,
-        )
+        facts: dict[str, Any] = {"context": context, "batch": batch, "precision": precision}
+        self.costs = costs(size=size, impl=impl, device=device, **facts)
         self.trainer = Trainer(
             SIZES[size],
             attention=attend(impl),
-            batch=batch,
-            context=context,
-            precision=precision,
             device=device,
             compiled=compiled,
             phase=phase,
+            **facts,
         )
 
     def timed(self, step: str) -> tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]:
@@ -101,15 +103,10 @@ class Trained:
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and the optimizer's state, as they are now."""
         parameters = list(self.trainer.model.parameters())
-        state = [
-            x
-            for entry in self.trainer.optimizer.state.values()
-            for x in entry.values()
-            if isinstance(x, torch.Tensor)
-        ]
+        state = (x for entry in self.trainer.optimizer.state.values() for x in entry.values())
         return {
             "parameters": _bytes(parameters),
-            "gradients": _bytes([p.grad for p in parameters if p.grad is not None]),
+            "gradients": _bytes(p.grad for p in parameters),
             "optimizer": _bytes(state),
         }
 
@@ -146,5 +143,44 @@ def problem_of(costs: Costs) -> Problem:
     )
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+def _bytes(tensors: Iterable[object]) -> int:
+    return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
+
+
+def cold_steps(**facts: Any) -> list[float]:
+    """Return the seconds of training steps that follow a warm-up in a process that did nothing yet.
+
+    Host time, each step waited for: most of a first step is spent on the host.
+
+    Args:
+        facts: size, context, batch, precision, see ``Trained``; ``device``, its type;
+            ``warm_steps``, taken before the clock starts; ``measured``, how many steps are timed.
+
+    Raises:
+        RuntimeError: the process failed; the message has the end of what it said.
+    """
+    command = [sys.executable, "-m", "flashattn.testing.train_case", json.dumps(facts)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise RuntimeError(f"a new process for cold steps failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _steps(*, warm_steps: int, measured: int, device: str, **facts: Any) -> list[float]:
+    where = torch.device(device)
+    trainer = Trained(impl="naive", device=where, **facts).trainer
+    wait = clock_of(where).synchronize
+    for _ in range(warm_steps):
+        trainer.train()
+    seconds = []
+    for _ in range(measured):
+        wait()
+        start = time.perf_counter()
+        trainer.train()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_steps(**json.loads(sys.argv[1]))) + "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashattn.testing.cold import steps_in_a_new_process
-from flashattn.testing.trained import Trained, attend, costs, problem_of
+from flashattn.testing import train_case
+from flashattn.testing.train_case import Trained, attend, cold_steps, costs, problem_of
 
 TINY = {"size": "tiny", "context": 16, "batch": 2, "precision": "fp32"}
 
@@ -73,13 +73,13 @@ def test_costs_by_name(device):
     assert problem.causal == "top_left"
 
 
-def test_cold_steps():
+def test_cold_steps(monkeypatch):
     """A new process gives as many seconds as asked, and its failure is told with what it said."""
     facts = TINY | {"warm_steps": 1, "measured": 3, "device": "cpu"}
-    with ThreadPoolExecutor() as pool:  # side by side
-        right = pool.submit(steps_in_a_new_process, **facts)
-        wrong = pool.submit(steps_in_a_new_process, **facts | {"precision": "fp3"})
-    assert len(right.result()) == 3
-    assert all(0 < second < 60 for second in right.result())
-    with pytest.raises(RuntimeError, match="precision: wanted one of"):
-        wrong.result()
+    seconds = cold_steps(**facts)
+    assert len(seconds) == 3
+    assert all(second > 0 for second in seconds)
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="ValueError: precision")
+    monkeypatch.setattr(train_case.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="cold steps failed: ValueError: precision"):
+        cold_steps(**facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import hypothesis
@@ -38,27 +37,8 @@ for _profile, _on_cpu, _on_gpu in (("quick", 5, 20), ("default", 20, 100), ("tho
 hypothesis.settings.load_profile("default")
 
 
-def _part(text: str) -> tuple[int, int]:
-    """Return I and N of ``"I/N"``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not that, or I is not one of 1 ... N.
-    """
-    index, slash, parts = text.partition("/")
-    if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
-        msg = f"wanted I/N with I from 1 to N, as in 1/8, got {text!r}"
-        raise argparse.ArgumentTypeError(msg)
-    return int(index), int(parts)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare which implementations take part, and which part of all there is."""
-    parser.addoption(
-        "--part",
-        type=_part,
-        metavar="I/N",
-        help="the I-th of N parts: of all tests, or of the sweep, as for an array of jobs",
-    )
+    """Declare which implementations take part."""
     parser.addoption(
         "--impl",
         action="append",
@@ -110,16 +90,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what --impl takes part in, and a part; move what changes its process to the end."""
+    """Keep what --impl takes part in; move what changes its process to the end."""
     if config.option.impl:
         config.hook.pytest_deselected(items=[item for item in items if not _has_impl(item)])
         items[:] = [item for item in items if _has_impl(item)]
-    if config.option.part:
-        index, parts = config.option.part
-        tests = [item for item in items if not item.name.startswith("bench_")]
-        others = {item for i, item in enumerate(tests, 1) if i % parts != index % parts}
-        config.hook.pytest_deselected(items=list(others))
-        items[:] = [item for item in items if item not in others]
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 

@@ -50,13 +50,6 @@ class Failures:
         """Start with none."""
         self._config, self._failed = config, dict[str, Failed]()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Say at once what failed in a part of all tests: it may be killed before it ends."""
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and self._config.option.part and terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(f"{report.nodeid}: {report.longreprtext}")
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]

@@ -95,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gate-against",
         metavar="REVISION",
         help="time nothing but the gate's cases, here and in another revision, in turns; fail what"
-        " is slower (exit status 10: something is ambiguous; 11: this machine proves nothing)",
+        " is slower (exit status 10: something is ambiguous; 11: nothing is proven)",
     )
     parser.addoption(
         "--gate-selftest",

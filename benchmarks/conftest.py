@@ -302,8 +302,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
     finally:
         config, broken = session.config, {}
         if config.stash[LIMITS] and config.stash[HELD_BACK]:
-            held = hold(*_compared(config), config.stash[LIMITS])
-            config.stash[INSIDE], broken = held.inside, held.broken
+            broken, config.stash[INSIDE] = hold(*_compared(config), config.stash[LIMITS])
         _let_go(config, broken)
 
 

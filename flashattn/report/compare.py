@@ -3,10 +3,10 @@
 The machine changes between two runs, so a change counts only beside cases whose code is unchanged,
 the controls: the peers' attention (naive, PyTorch's, FlexAttention, flash-attn) under equal
 versions, and every case if both runs are of the same sources. The model: a case of ours is faster
-or slower if its change, divided by the median change of the controls beside it, exceeds twice the
-largest deviation of any steady control, twice the width of the middle half of its own samples in
-both runs, and 3%. The cases of one implementation and pass are held together in the same way, by
-their median against those of the peers, which shows smaller changes.
+or slower if its change, divided by the median change of the controls of its study and pass, exceeds
+twice the largest deviation of any steady one of them, twice the width of the middle half of its own
+samples in both runs, and 3%. The cases of one implementation and pass are held together in the same
+way, by their median against those of the peers, which shows smaller changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import geometric_mean, median
+from functools import cached_property
+from statistics import geometric_mean, median, stdev
 from typing import Any, Protocol
 
 from flashattn.report.origin import VERSIONS, circumstances
@@ -27,16 +28,15 @@ from flashattn.report.table import markdown
 from flashattn.report.units import digits, ms, percent, times
 
 PEERS = re.compile(r"naive|compiled|flex|sdpa(_\w+)?|flash_attn_\w+|floor.*")
-BESIDE = 3  # controls that say how much faster or slower the machine was for a case
+FEWEST = 3  # controls that say how much faster or slower the machine was
 ENOUGH = 8  # controls that say how much unchanged code varies
 TWICE = 2  # noise over the largest deviation of a control
+ERRORS = 4  # standard errors by which a family's median may differ from the peers'
 LEAST = 0.03  # noise at the least
 UNCONTROLLED = 0.10  # noise at the least where there are not enough controls
+BUSY = 1.0  # noise of the controls at which a machine is too busy for any verdict
 FASTER, SLOWER, SAME, CONTROL, ONCE = "faster", "slower", "same", "control", "timed once"
-# pytest's own statuses are 0 to 5, the gate's 10 to 12.
-EXIT_INSIDE_NOISE = 13
-
-Case = tuple[str, str]  # study and name
+EXIT_INSIDE_NOISE = 13  # pytest's own statuses are 0 to 5, the gate's 10 to 12
 
 
 class Limit(Protocol):
@@ -53,117 +53,126 @@ class Change:
     """What became of one case.
 
     Args:
-        study: of the case.
-        name: of the case in its study.
+        a: its row in the first run, None where it has none.
+        b: its row in the second.
+        same_versions: whether both runs are of the same driver, torch, Triton ...
+        same_code: whether they are of the same sources, too.
         verdict: faster, slower, same, control, timed once, new, gone, still or now without a time.
-        before: seconds in the first run, None where it has none.
-        after: seconds in the second.
-        shift: after over before that the controls beside it show.
-        noise: share by which unchanged code differs from that; 0 where nothing is to be compared.
+        shift: logarithm of how much longer its controls took.
+        noise: by how much the logarithm of unchanged code differs; 0 where nothing is compared.
         controls: how many the noise was estimated from.
-        same_code: whether both runs are of the same sources.
-        family: its study, pass and implementation.
     """
 
-    study: str
-    name: str
-    verdict: str
-    before: float | None = None
-    after: float | None = None
-    shift: float = 1.0
+    a: Row | None
+    b: Row | None
+    same_versions: bool = False
+    same_code: bool = False
+    verdict: str = SAME
+    shift: float = 0.0
     noise: float = 0.0
     controls: int = 0
-    same_code: bool = False
-    family: tuple[Any, ...] = ()
+
+    @property
+    def row(self) -> Row:
+        """The newer row."""
+        return self.b or self.a or {}
+
+    @property
+    def case(self) -> tuple[str, str]:
+        """The study, and the name in it."""
+        return self.row["study"], self.row["name"]
+
+    @cached_property
+    def seconds(self) -> tuple[float | None, float | None]:
+        """Before and after, None where there is no time."""
+        rows = [row if row and row["status"] == "ok" else {} for row in (self.a, self.b)]
+        return rows[0].get("seconds") or None, rows[1].get("seconds") or None
 
     @property
     def ratio(self) -> float | None:
         """Seconds after over before."""
-        return self.after / self.before if self.before and self.after else None
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """One case with a time in both runs."""
-
-    case: Case
-    before: Row
-    after: Row
-    same_versions: bool
-    same_code: bool
+        before, after = self.seconds
+        return after / before if before and after else None
 
     @property
     def log(self) -> float:
-        return math.log(self.after["seconds"] / self.before["seconds"])
+        """The logarithm of the ratio."""
+        return math.log(self.ratio or 1.0)
 
-    @property
+    @cached_property
     def peer(self) -> bool:
         """Whether it times a peer's attention: not in our model, nor behind our entry point."""
-        row, name = self.after, self.after.get("impl") or ""
-        ours = "size" in row or (row["study"], name) == ("launch", "naive")
-        return self.same_versions and PEERS.fullmatch(name) is not None and not ours
-
-    @property
-    def control(self) -> bool:
-        return (self.peer or self.same_code) and not self.once
+        study, name = self.case[0], self.row.get("impl") or ""
+        ours = "size" in self.row or (study, name) == ("launch", "naive")
+        return self.same_versions and bool(PEERS.fullmatch(name)) and not ours
 
     @property
     def once(self) -> bool:
-        return 1 in (self.before.get("rounds"), self.after.get("rounds"))
+        """Whether it is of one sample, which has no spread."""
+        return any(row and row.get("rounds") == 1 for row in (self.a, self.b))
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:
-        """What it shares with its controls, from the narrowest to the widest."""
-        row = self.after
-        beside = row["name"].replace(str(row.get("impl")), "", 1)
-        clock, kind = row.get("clock"), row.get("pass") or row.get("step")
-        return (clock, row["study"], kind, beside), (clock, row["study"], kind), (clock,)
+        """What it shares with its controls: the study and the pass, or the clock alone."""
+        clock, kind = self.row.get("clock"), self.row.get("pass") or self.row.get("step")
+        return (clock, self.case[0], kind), (clock,)
 
     @property
     def width(self) -> float:
         """How far apart the quartiles of its samples are, in both runs together."""
-        rows = self.before, self.after
-        return sum(math.log(row["q3"] / row["q1"]) for row in rows if row.get("q1"))
+        rows = (row for row in (self.a, self.b) if row and row.get("q1"))
+        return sum(math.log(row["q3"] / row["q1"]) for row in rows)
 
 
 class _Machine:
     """What the controls say about the machine.
 
     Args:
-        pairs: of which some are controls.
+        changes: of which some are controls.
     """
 
-    def __init__(self, pairs: Iterable[_Pair]) -> None:
-        """Collect the controls' changes, then how far each is from those beside it."""
-        controls = [pair for pair in pairs if pair.control]
-        self._logs: dict[tuple[Any, ...], dict[Case, float]] = defaultdict(dict)
+    def __init__(self, changes: Iterable[Change]) -> None:
+        """Collect the controls' changes, then how far each is from the median of the others."""
+        controls = [c for c in changes if (c.peer or c.same_code) and not c.once]
+        self._logs: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
         self._deviations: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-        for pair in controls:
-            for level in pair.levels:
-                self._logs[level][pair.case] = pair.log
-        for pair in controls:
-            if steady(pair.before) and steady(pair.after):
-                for level in pair.levels[1:]:
-                    self._deviations[level].append(abs(pair.log - self.shift(pair)))
+        for control in controls:
+            for level in control.levels:
+                self._logs[level][control.case] = control.log
+        for control in controls:
+            if all(steady(row) for row in (control.a, control.b) if row):
+                for level in control.levels:
+                    self._deviations[level].append(abs(control.log - self._shift(control)))
 
-    def shift(self, pair: _Pair) -> float:
-        """Return the logarithm of the median change of the other controls beside a case."""
-        for level in pair.levels:
-            others = [log for case, log in self._logs[level].items() if case != pair.case]
-            if len(others) >= BESIDE:
+    def judge(self, change: Change) -> Change:
+        """Return the change of a case that has both times, with its verdict."""
+        shift, (noise, controls) = self._shift(change), self._noise(change)
+        busy = controls >= ENOUGH and noise > math.log1p(BUSY)
+        noise = max(noise, TWICE * change.width)
+        if change.once:
+            return replace(change, verdict=ONCE, shift=shift)
+        verdict = SAME
+        if not change.same_code:
+            beyond = abs(change.log - shift) > noise and not busy
+            ours = (FASTER if change.log < shift else SLOWER) if beyond else SAME
+            verdict = CONTROL if change.peer else ours
+        return replace(change, verdict=verdict, shift=shift, noise=noise, controls=controls)
+
+    def _shift(self, change: Change) -> float:
+        for level in change.levels:
+            others = [log for case, log in self._logs[level].items() if case != change.case]
+            if len(others) >= FEWEST:
                 return median(others)
         return 0.0
 
-    def noise(self, pair: _Pair) -> tuple[float, int]:
-        """Return by how much the logarithm of unchanged code differs, and the controls it is of."""
+    def _noise(self, change: Change) -> tuple[float, int]:
         least, found = UNCONTROLLED, list[float]()
-        for level in pair.levels[1:]:
+        for level in change.levels:
             found = self._deviations[level]
             if len(found) >= ENOUGH:
                 least = LEAST
                 break
-        widest = TWICE * max(pair.width, *found, 0.0)
-        return max(math.log1p(least), widest), len(found)
+        return max(math.log1p(least), TWICE * max(found, default=0.0)), len(found)
 
 
 def compare(a: Run, b: Run) -> list[Change]:
@@ -179,62 +188,25 @@ def compare(a: Run, b: Run) -> list[Change]:
     if a.accelerator != b.accelerator:
         raise ValueError(f"b: wanted a run of {a.accelerator}, got one of {b.accelerator}")
     before, after = ({(row["study"], row["name"]): row for row in run.rows} for run in (a, b))
-    pairs = {
-        case: _pair(case, a.origin(before[case]), before[case], b, after[case])
-        for case in after
-        if case in before and _timed(before[case]) and _timed(after[case])
-    }
-    machine = _Machine(pairs.values())
+    changes = []
+    for case in {**after, **before}:
+        row = before.get(case)
+        old = a.origin(row) if row else a
+        versions = all(old.machine.get(name) == b.machine.get(name) for name in VERSIONS)
+        code = versions and old.sources is not None and old.sources == b.sources
+        changes.append(Change(a=row, b=after.get(case), same_versions=versions, same_code=code))
+    machine = _Machine(change for change in changes if change.ratio)
     return [
-        _change(pairs[case], machine)
-        if case in pairs
-        else _untimed(case, before.get(case), after.get(case))
-        for case in {**after, **before}
+        machine.judge(change) if change.ratio else replace(change, verdict=_untimed(change))
+        for change in changes
     ]
 
 
-def _timed(row: Row) -> bool:
-    return bool(row["status"] == "ok" and row.get("seconds"))
-
-
-def _pair(case: Case, a: Run, before: Row, b: Run, after: Row) -> _Pair:
-    same_versions = all(a.machine.get(name) == b.machine.get(name) for name in VERSIONS)
-    same_code = same_versions and a.sources is not None and a.sources == b.sources
-    return _Pair(case, before, after, same_versions, same_code)
-
-
-def _change(pair: _Pair, machine: _Machine) -> Change:
-    shift, (noise, controls) = machine.shift(pair), machine.noise(pair)
-    change = Change(
-        study=pair.case[0],
-        name=pair.case[1],
-        verdict=SAME,
-        before=pair.before["seconds"],
-        after=pair.after["seconds"],
-        shift=math.exp(shift),
-        noise=math.expm1(noise),
-        controls=controls,
-        same_code=pair.same_code,
-        family=(*pair.levels[1][1:], pair.after.get("impl")),
-    )
-    if pair.once:
-        return replace(change, verdict=ONCE, noise=0.0)
-    if pair.same_code:
-        return change
-    if pair.peer:
-        return replace(change, verdict=CONTROL)
-    if abs(pair.log - shift) <= noise:
-        return change
-    return replace(change, verdict=FASTER if pair.log < shift else SLOWER)
-
-
-def _untimed(case: Case, a: Row | None, b: Row | None) -> Change:
-    before, after = (row["seconds"] if row and _timed(row) else None for row in (a, b))
-    if a is None or b is None:
-        verdict = "gone" if b is None else "new"
-    else:
-        verdict = f"{'still' if a['status'] == b['status'] else 'now'} {b['status']}"
-    return Change(study=case[0], name=case[1], verdict=verdict, before=before, after=after)
+def _untimed(change: Change) -> str:
+    if change.a is None or change.b is None:
+        return "gone" if change.b is None else "new"
+    now = change.b["status"]
+    return f"still {now}" if change.a["status"] == now else f"now {now}"
 
 
 def summary(changes: Sequence[Change]) -> str:
@@ -250,59 +222,54 @@ def summary(changes: Sequence[Change]) -> str:
     return " ".join(parts + _noise(changes) + _together(changes))
 
 
-def _together(changes: Iterable[Change]) -> list[str]:
-    """Say who is faster or slower in a pass: a median of cases is less noisy than a case."""
-    logs: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for change in changes:
-        if change.noise and change.ratio and not change.same_code:
-            family = (*change.family, change.verdict == CONTROL)
-            logs[family].append(math.log(change.ratio / change.shift))
-    medians = {family: median(found) for family, found in logs.items() if len(found) >= ENOUGH}
-    said = []
-    for (study, kind, impl, peer), log in medians.items():
-        beside = [
-            abs(m) for family, m in medians.items() if family[:2] == (study, kind) and family[3]
-        ]
-        if peer or len(beside) < BESIDE:
-            continue
-        noise = max(math.log1p(LEAST), TWICE * max(beside))
-        if abs(log) > noise:
-            count = len(logs[study, kind, impl, peer])
-            said.append(
-                f"Taken together, {study} {kind} of {impl} is {FASTER if log < 0 else SLOWER}:"
-                f" {times(math.exp(log))} in the median of {count} cases beside the controls,"
-                f" ±{percent(math.expm1(noise))}."
-            )
-    return said
-
-
 def _noise(changes: Sequence[Change]) -> list[str]:
     """Say what the noise was estimated from, and how large it is."""
-    known = [change for change in changes if change.noise]
-    same = [abs(c.ratio / c.shift - 1) for c in known if c.ratio and c.same_code]
-    said = []
+    known, said = [change for change in changes if change.noise], list[str]()
+    same = [math.expm1(abs(change.log - change.shift)) for change in known if change.same_code]
     if same:
         said.append(
             "The code is the same as before, so what differs is this machine's noise: half of"
             f" {len(same)} cases by more than {percent(median(same))}, one by {percent(max(same))}."
         )
-    ours = [c for c in known if not c.same_code and c.verdict != CONTROL]
-    held = [c for c in ours if c.controls >= ENOUGH]
+    ours = [change for change in known if not change.same_code and change.verdict != CONTROL]
+    held = [change for change in ours if change.controls >= ENOUGH]
     if held:
-        low, high = (pick(c.noise for c in held) for pick in (min, max))
-        between = percent(high) if percent(low) == percent(high) else f"{low:.1%} to {high:.1%}"
-        shifts = median(c.shift for c in held)
+        low, high = (percent(math.expm1(pick(c.noise for c in held))) for pick in (min, max))
+        shift = times(math.exp(median(change.shift for change in held)))
         said.append(
-            f"The controls, whose code is unchanged, took {times(shifts)} as long in the median;"
-            " a case is faster or slower if it differs from those beside it by more than its noise,"
-            f" {between}: twice their largest deviation, or twice the width of the middle halves"
-            " of its own samples."
+            f"The controls, whose code is unchanged, took {shift} as long in the median; a case is"
+            f" faster or slower if it differs from that by more than its noise, {low} to {high}:"
+            " twice their largest deviation, or twice the width of the middle half of its own"
+            f" samples. Where the controls' noise exceeds {BUSY:.0%} nothing can be said."
         )
     if len(held) < len(ours):
         said.append(
             f"{len(ours) - len(held)} cases have fewer than {ENOUGH} controls: their noise is"
             f" {UNCONTROLLED:.0%} at the least, and a busy machine can exceed it."
         )
+    return said
+
+
+def _together(changes: Iterable[Change]) -> list[str]:
+    """Say who is faster or slower in a pass: a median of cases is less noisy than a case."""
+    logs: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for change in changes:
+        if change.noise and not change.same_code:
+            family = (change.levels[0], change.row.get("impl"), change.peer)
+            logs[family].append(change.log - change.shift)
+    medians = {family: median(found) for family, found in logs.items() if len(found) >= ENOUGH}
+    said = []
+    for (kind, impl, peer), log in medians.items():
+        beside = [abs(m) for (other, _, control), m in medians.items() if control and other == kind]
+        own = logs[kind, impl, peer]
+        error = ERRORS * stdev(own) / math.sqrt(len(own))
+        noise = max(math.log1p(LEAST), TWICE * max(beside, default=0.0), error)
+        if not peer and len(beside) >= FEWEST and abs(log) > noise:
+            said.append(
+                f"Taken together, {kind[1]} {kind[2]} of {impl} is {FASTER if log < 0 else SLOWER}:"
+                f" {times(math.exp(log))} in the median of {len(own)} cases"
+                f" beside the controls, ±{percent(math.expm1(noise))}."
+            )
     return said
 
 
@@ -335,59 +302,53 @@ def report(a: Run, b: Run, *, every: bool = False) -> str:
 
 
 def _line(change: Change) -> list[str]:
-    case, shift, noise = f"{change.study}: {change.name}", "", ""
+    beside = ["", ""]
     if change.noise:
-        shift, noise = digits(change.shift), f"±{percent(change.noise)}"
-    seconds = ms(change.before), ms(change.after)
-    return [case, *seconds, digits(change.ratio), shift, noise, change.verdict]
+        beside = [digits(math.exp(change.shift)), f"±{percent(math.expm1(change.noise))}"]
+    seconds = (ms(each) for each in change.seconds)
+    return [": ".join(change.case), *seconds, digits(change.ratio), *beside, change.verdict]
 
 
-@dataclass(frozen=True)
-class Held:
-    """What limits say of a run.
-
-    Args:
-        broken: by case, the sentence that says which limit it surely breaks.
-        inside: a sentence for each limit that lies inside the noise of some cases.
-    """
-
-    broken: dict[Case, str]
-    inside: list[str]
-
-
-def hold(a: Run, b: Run, limits: Iterable[Limit]) -> Held:
+def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str], str], list[str]]:
     """Hold the cases of ours in ``b`` to limits on how much slower than in ``a`` they may be.
 
     Args:
         a: the run before; its rows have ``stats``, the statistics that a limit may be on.
         b: the run after, likewise.
         limits: of pytest-benchmark.
+
+    Returns:
+        By case, the sentence that says which limit it breaks, beyond the noise; and a sentence for
+        each limit that lies inside the noise of some cases.
     """
-    held = Held({}, [])
+    broken, inside = dict[tuple[str, str], str](), list[str]()
     for limit in limits:
-        field, inside = limit.field, list[float]()
-        changes = compare(_on(a, field), _on(b, field))
-        ours = [c for c in changes if c.noise and c.verdict != CONTROL]
+        field, blurred = limit.field, list[float]()
+        ours = [
+            c for c in compare(_on(a, field), _on(b, field)) if c.noise and c.verdict != CONTROL
+        ]
         for change in ours:
-            if not (change.before and change.after):
-                continue
-            before, after = {field: change.before}, {field: change.after / change.shift}
-            edge = {field: change.before * (1 + change.noise)}
-            if change.verdict == SLOWER and limit.fails(after, before):
-                held.broken[change.study, change.name] = (
-                    f"slower than in the kept runs: {field} {after[field] / change.before - 1:+.1%}"
-                    " beside the controls, more than the limit and than the noise of"
-                    f" {percent(change.noise)}"
+            # A limit may be in seconds, so it is asked about seconds without the machine's shift.
+            before = {field: change.seconds[0]}
+            moved, edge = (
+                {field: (change.seconds[0] or 0.0) * math.exp(log)}
+                for log in (change.log - change.shift, change.noise)
+            )
+            if change.verdict == SLOWER and limit.fails(moved, before):
+                broken[change.case] = (
+                    f"slower than in the kept runs: {field}"
+                    f" {math.expm1(change.log - change.shift):+.1%} beside the controls, more than"
+                    f" the limit and than the noise of {percent(math.expm1(change.noise))}"
                 )
             elif limit.fails(edge, before):
-                inside.append(change.noise)
-        if inside:
-            held.inside.append(
+                blurred.append(change.noise)
+        if blurred:
+            inside.append(
                 f"--benchmark-compare-fail: the limit on the {field} lies inside the noise of"
-                f" {len(inside)} of {len(ours)} cases, {percent(max(inside))} at most, and"
-                " proves nothing about them; allow more, or use --gate-against"
+                f" {len(blurred)} of {len(ours)} cases, {percent(math.expm1(max(blurred)))} at"
+                " most, and proves nothing about them; allow more, or use --gate-against"
             )
-    return held
+    return broken, inside
 
 
 def _on(run: Run, field: str) -> Run:
@@ -395,9 +356,7 @@ def _on(run: Run, field: str) -> Run:
     spread = () if field in ("min", "mean", "median") else ("q1", "q3")
     rows = [
         {name: fact for name, fact in row.items() if name not in spread}
-        | {"seconds": row["stats"][field]}
-        if "stats" in row
-        else row
+        | {"seconds": row["stats"][field] if "stats" in row else row.get("seconds")}
         for row in run.rows
     ]
     return replace(run, rows=rows)

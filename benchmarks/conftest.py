@@ -158,6 +158,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if module and gated != config.pluginmanager.has_plugin("gate") else None
 
 
+@cache
 def _writable(folder: Path, config: pytest.Config) -> Path:
     """Return a folder, or a temporary one in its place, with a sentence, if it is read-only."""
     try:
@@ -200,14 +201,13 @@ def _journal(config: pytest.Config, folder: Path) -> Journal:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Leave out the folder named by the Python version; watch the GPU's clock."""
-    session.config._benchmarksession.storage.default_machine_id = None  # noqa: SLF001
-    session.config.stash[MONITOR] = Monitor(DEVICE)
-    session.config.stash[MONITOR].__enter__()
+    """Leave out the folder named by the Python version; load the baseline; watch the clock."""
     config, storage = session.config, session.config._benchmarksession.storage  # noqa: SLF001
+    storage.default_machine_id = None
+    config.stash[MONITOR] = Monitor(DEVICE)
+    config.stash[MONITOR].__enter__()
     config.stash[BASELINE] = _baseline(config)
-    own = storage.path != config.stash[JOURNAL].path.parent
-    storage.path = _writable(storage.path, config) if own else storage.path
+    storage.path = _writable(storage.path, config)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter and reporter._show_progress_info:  # noqa: SLF001
         # Most cases are skipped at once: a share of all cases says nothing about the time left.
@@ -287,6 +287,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """With a limit, hold back what passed: the noise is known once all controls are timed."""
     if not item.config.stash[LIMITS]:
         return None
+    item.config.get_terminal_writer().line(item.name)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     item.config.stash[HELD_BACK].append((item, reports))
     if any(report.failed for report in reports):

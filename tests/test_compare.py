@@ -169,12 +169,24 @@ def test_controls_are_the_peers_attention(facts, control):
 
 
 def test_a_busy_machine_has_no_verdict():
-    """Where unchanged code varies by more than double, not even tenfold times are the code's."""
-    before = made(0, spread=0.5, sources="a")
-    busy = made(1, spread=0.5, slower=10.0, sources="b")
-    assert set(verdicts(before, busy)) == {"same"}
-    quiet = made(0, spread=0.01, sources="a"), made(1, spread=0.01, slower=10.0, sources="b")
-    assert set(verdicts(*quiet)) == {"slower"}
+    """Where unchanged code varies by more than double, no time, however long, is the code's."""
+    for spread, wanted in ((0.5, "same"), (0.01, "slower")):
+        before = made(0, spread=spread, sources="a")
+        after = made(1, spread=spread, slower=1e9, sources="b")
+        assert set(verdicts(before, after)) == {wanted}
+
+
+@pytest.mark.parametrize(("unsteady", "wanted"), [(9, "same"), (3, "slower")])
+def test_most_controls_say_how_steady_a_machine_is(unsteady, wanted):
+    """Unsteady controls do not count among steady ones, and are the machine where they are most."""
+    before = [row(name=f"{n}", impl="sdpa", q1=0.99, q3=1.01) for n in range(12)]
+    after = [row(1.4, name=f"{n}", impl="sdpa", q1=1.0, q3=2.0) for n in range(unsteady // 2)]
+    after += [
+        row(0.8, name=f"{n}", impl="sdpa", q1=0.6, q3=1.1) for n in range(len(after), unsteady)
+    ]
+    after += before[unsteady:]
+    ours = row(name="ours", q1=0.99, q3=1.01), row(1.3, name="ours", q1=1.29, q3=1.31)
+    assert verdicts(run(*before, ours[0]), run(*after, ours[1])) == [wanted]
 
 
 def test_every_case_is_told_once():

@@ -4,9 +4,10 @@ The machine changes between two runs, so a change counts only beside cases whose
 the controls: the peers' attention (naive, PyTorch's, FlexAttention, flash-attn) under equal
 versions, and every case if both runs are of the same sources. The model: a case of ours is faster
 or slower if its change, divided by the median change of the controls of its study and pass, exceeds
-twice the largest deviation of any steady one of them, twice the width of the middle half of its own
-samples in both runs, and 3%. The cases of one implementation and pass are held together in the same
-way, by their median against those of the peers, which shows smaller changes.
+twice the largest deviation of any of them (of the steady ones, if most are), twice the width of the
+middle half of its own samples in both runs, and 3%. The cases of one implementation and pass are
+held together in the same way, by their median against those of the peers, which shows smaller
+changes.
 """
 
 from __future__ import annotations
@@ -135,14 +136,14 @@ class _Machine:
         """Collect the controls' changes, then how far each is from the median of the others."""
         controls = [c for c in changes if (c.peer or c.same_code) and not c.once]
         self._logs: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
-        self._deviations: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        self._deviations: dict[tuple[Any, ...], list[tuple[bool, float]]] = defaultdict(list)
         for control in controls:
             for level in control.levels:
                 self._logs[level][control.case] = control.log
         for control in controls:
-            if all(steady(row) for row in (control.a, control.b) if row):
-                for level in control.levels:
-                    self._deviations[level].append(abs(control.log - self._shift(control)))
+            firm = all(steady(row) for row in (control.a, control.b) if row)
+            for level in control.levels:
+                self._deviations[level].append((firm, abs(control.log - self._shift(control))))
 
     def judge(self, change: Change) -> Change:
         """Return the change of a case that has both times, with its verdict."""
@@ -166,13 +167,16 @@ class _Machine:
         return 0.0
 
     def _noise(self, change: Change) -> tuple[float, int]:
-        least, found = UNCONTROLLED, list[float]()
+        least, found = UNCONTROLLED, list[tuple[bool, float]]()
         for level in change.levels:
             found = self._deviations[level]
             if len(found) >= ENOUGH:
                 least = LEAST
                 break
-        return max(math.log1p(least), TWICE * max(found, default=0.0)), len(found)
+        firm = [deviation for is_firm, deviation in found if is_firm]
+        few = 2 * len(firm) < len(found)  # most are unsteady: then so is the machine
+        largest = max([deviation for _, deviation in found] if few else firm, default=0.0)
+        return max(math.log1p(least), TWICE * largest), len(found)
 
 
 def compare(a: Run, b: Run) -> list[Change]:

@@ -554,13 +554,3 @@ def test_other_words_do_the_same_work(tmp_path, study):
     assert one.startswith(before)
     assert added
     assert all(isinstance(node, ast.FunctionDef) for node in added)
-
-
-def test_a_study_goes_on_where_it_stopped(tmp_path, study):
-    """Pairs are read back as they were written; those of another machine are refused."""
-    path, header, made = tmp_path / "gate.json", {"rounds": 60}, [{"injected": 0.0, "seed": None}]
-    assert study.made_before(path, header) == []
-    path.write_text(study.written(header, made * 2))
-    assert study.made_before(path, header) == made * 2
-    with pytest.raises(SystemExit, match="wanted pairs made with"):
-        study.made_before(path, {"rounds": 40})

@@ -288,7 +288,7 @@ def test_nothing_can_be_written(bench, pytester, monkeypatch):
     assert "\n".join(result.outlines).count("cannot be written") == 1
     assert len(load(path).rows) == 3
     told = [
-        "*| *good*",
+        "*fp32-b4h4-q64-d64-full*",
         "Compared with nothing: no run was kept before on *",
         f"*.benchmarks/{FOLDER} cannot be written (*): see */scratch/*",
         "Kept in scratch/*/0001_sources-*.json",

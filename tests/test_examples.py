@@ -21,7 +21,6 @@ CHOOSE = (
     "ignore_glob",
     "impl",
     "lf",
-    "part",
     "stepwise",
 )
 
@@ -70,37 +69,6 @@ def test_given(impl, again, number):
 def test_law(impl, question):
     pass
 """
-
-
-def test_a_part_of_all_tests(pytester, request):
-    """The last of three parts has every third test, of every file."""
-    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
-    many = "import pytest\n\n@pytest.mark.parametrize('i', range(6))\ndef test_x(i):\n    pass\n"
-    pytester.makepyfile(test_a=many, test_b=many)
-    result = pytester.runpytest_subprocess("--collect-only", "-q", "--part", "3/3")
-    names = [line for line in result.outlines if "::" in line]
-    assert names == [f"test_{file}.py::test_x[{i}]" for file in "ab" for i in (2, 5)]
-
-
-KILLED = """
-import os
-
-def test_fails():
-    assert "what is wrong" == ""
-
-def test_is_killed():
-    os._exit(9)
-"""
-
-
-@pytest.mark.parametrize("part", [("--part", "1/1"), ()])
-def test_a_part_says_at_once_what_failed(pytester, request, part):
-    """A part that is killed has said what failed until then; elsewhere that comes at the end."""
-    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
-    pytester.makepyfile(KILLED)
-    result = pytester.runpytest_subprocess("-q", *part)
-    assert result.ret == 9
-    assert ("what is wrong" in result.stdout.str()) == bool(part)
 
 
 def test_summary(pytester, request, device):

@@ -315,9 +315,10 @@ def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
         for made in reports:
             told = made
             if complaint and made.when == "call":
-                fail = partial(pytest.fail, f"{item.name}: {complaint}", pytrace=False)
+                fail = partial(pytest.fail, complaint, pytrace=False)
                 call = pytest.CallInfo.from_call(fail, "call")
                 told = pytest.TestReport.from_item_and_call(item, call)
+                told.longrepr.reprcrash.message = complaint  # without "Failed: "
             item.ihook.pytest_runtest_logreport(report=told)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     config.stash[HELD_BACK].clear()

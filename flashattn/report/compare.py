@@ -340,9 +340,9 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
             )
             if change.verdict == SLOWER and limit.fails(moved, before):
                 broken[change.case] = (
-                    f"slower than in the kept runs: {field}"
-                    f" {math.expm1(change.log - change.shift):+.1%} beside the controls, more than"
-                    f" the limit and than the noise of {percent(math.expm1(change.noise))}"
+                    f"SLOWER {math.expm1(change.log - change.shift):+.1%} than in the kept runs:"
+                    f" {field} beside the controls, beyond the limit and the noise of"
+                    f" {percent(math.expm1(change.noise))}"
                 )
             elif limit.fails(edge, before):
                 blurred.append(change.noise)

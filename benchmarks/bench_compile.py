@@ -36,7 +36,7 @@ SWEEPS = {
     "smoke": {
         "bench_attention": attentions(head_dim=[64], seq=[256], dtype=["float32"], impl=["naive"]),
         "bench_model": models(
-            size=["tiny"], context=[32], precision=["fp32"], impl=["naive"], step=["train"]
+            size=["tiny"], context=[32], precision=["fp32"], impl=["naive"], step=["forward"]
         ),
     },
     "default": {

@@ -1,18 +1,22 @@
-"""What every benchmark shares: the sweep, the clock, resuming, and what is kept of a run."""
+"""What every benchmark shares: the sweep, the clock, resuming, keeping and comparing a run."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import time
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile, mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 from pytest_benchmark.utils import get_commit_info
 
 from flashattn.gate.plugin import Gate
@@ -22,14 +26,13 @@ from flashattn.measure.roofline import measure_roofs
 from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of, interprets
 from flashattn.problem import Problem
 from flashattn.registry import get
+from flashattn.report.compare import EXIT_INSIDE_NOISE, hold, report
 from flashattn.report.gate import ROUNDS
-from flashattn.report.runs import Journal, Run, load
+from flashattn.report.runs import Journal, Run, merge
 from flashattn.report.table import tables
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.judge import Judge
-from flashattn.testing.progress import Progress
 from flashattn.testing.train_case import Trained, costs, problem_of
-from flashattn.testing.trend import Trend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,15 +50,39 @@ JOURNAL = pytest.StashKey[Journal]()
 HEADER = pytest.StashKey[dict[str, Any]]()
 MONITOR = pytest.StashKey[Monitor]()
 MADE_BEFORE = pytest.StashKey[dict[str, dict[str, Any]]]()
-COMPARE = pytest.StashKey[tuple[str | bool, list[Any]]]()
-TREND = pytest.StashKey[Trend | None]()
+COMPARE = pytest.StashKey[str | bool]()
+LIMITS = pytest.StashKey[list[Any]]()
+BASELINE = pytest.StashKey[Run | None]()
+COLLECTED = pytest.StashKey[set[str]]()
+HELD_BACK = pytest.StashKey[list[tuple[pytest.Item, list[pytest.TestReport]]]]()
+INSIDE = pytest.StashKey[list[str]]()  # which limits prove nothing
+TOLD = pytest.StashKey[list[str]]()  # sentences for the end
 MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 STARTED = pytest.StashKey[float]()
 STOCK_STORAGE = "file://./.benchmarks"
 
 
+def _part(text: str) -> tuple[int, int]:
+    """Return I and N of ``"I/N"``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that, or I is not one of 1 ... N.
+    """
+    index, slash, parts = text.partition("/")
+    if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
+        msg = f"wanted I/N with I from 1 to N, as in 1/8, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return int(index), int(parts)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what is swept, and going on after a stop."""
+    """Declare what is swept, going on after a stop, and the gate."""
+    parser.addoption(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="the I-th of N parts of the sweep, as for an array of jobs",
+    )
     parser.addoption(
         "--sweep",
         choices=SWEEPS,
@@ -68,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gate-against",
         metavar="REVISION",
         help="time nothing but the gate's cases, here and in another revision, in turns; fail what"
-        " is slower (exit status 10: something is ambiguous; 11: this machine proves nothing)",
+        " is slower (exit status 10: something is ambiguous; 11: nothing is proven)",
     )
     parser.addoption(
         "--gate-selftest",
@@ -86,8 +113,13 @@ def sweep_name(config: pytest.Config) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep runs in a folder named by the accelerator, under the commit's name, with raw samples."""
+    """Keep runs in a folder named by the accelerator, under the commit's name."""
     option = config.option
+    if getattr(option, "numprocesses", None) or getattr(option, "dist", "no") != "no":
+        raise pytest.UsageError(
+            "pytest benchmarks runs in one process, or cases would slow each other down; wanted no"
+            " -n and no --dist (of pytest-xdist)"
+        )
     if option.gate_against is not None or option.gate_selftest:
         revision, rounds, selftest = option.gate_against, option.gate_rounds, option.gate_selftest
         gate = Gate(config.rootpath, revision, DEVICE, rounds=rounds, selftest=selftest)
@@ -98,7 +130,8 @@ def pytest_configure(config: pytest.Config) -> None:
     said = " ".join(config.invocation_params.args).replace(str(config.rootpath), ".")
     facts |= {"datetime": datetime.now(timezone.utc).isoformat(), "command": f"pytest {said}"}
     config.stash[HEADER] = facts | {"roofs": {}, "clocks": {}}
-    config.stash[JOURNAL] = _journal(config, folder)
+    config.stash[TOLD], config.stash[INSIDE], config.stash[HELD_BACK] = [], [], []
+    config.stash[JOURNAL] = _journal(config, _writable(folder, config))
     made = config.stash[JOURNAL].rows
     config.stash[MADE_BEFORE] = {r["fullname"]: r for r in made if r["status"] != "failed"}
     if option.benchmark_storage == STOCK_STORAGE:
@@ -107,14 +140,15 @@ def pytest_configure(config: pytest.Config) -> None:
         versioned = commit["id"] != "unknown"  # as where only the files were copied
         name = commit["id"][:10] if versioned else f"sources-{facts['sources'][:10]}"
         option.benchmark_autosave = name + "-dirty" * commit["dirty"] + _part_suffix(config)
-    option.benchmark_save_data = True
     option.benchmark_quiet = True  # our tables have a column for each implementation
     # Comparing is ours: the plugin's has no verdicts, and says "regression" in a traceback.
-    config.stash[COMPARE] = option.benchmark_compare, option.benchmark_compare_fail or []
+    config.stash[COMPARE] = option.benchmark_compare
+    config.stash[LIMITS] = option.benchmark_compare_fail or []
     option.benchmark_compare, option.benchmark_compare_fail = [], []
     # Peers compile inside torch; what torch says to itself there is no failure of theirs.
     config.addinivalue_line("filterwarnings", r"default:::torch\..*")
     config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch\..*")
+    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestCacheWarning")  # read-only
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -122,6 +156,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     gated = collection_path.name == "bench_gate.py"
     module = collection_path.parent == HERE and collection_path.suffix == ".py"
     return True if module and gated != config.pluginmanager.has_plugin("gate") else None
+
+
+@cache
+def _writable(folder: Path, config: pytest.Config) -> Path:
+    """Return a folder, or a temporary one in its place, with a sentence, if it is read-only."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        scratch = Path(mkdtemp(prefix="flashattn-benchmarks-"))
+        config.stash[TOLD].append(f"{folder} cannot be written ({error.strerror}): see {scratch}")
+        return scratch
 
 
 def _part_suffix(config: pytest.Config) -> str:
@@ -154,46 +201,132 @@ def _journal(config: pytest.Config, folder: Path) -> Journal:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Leave out the folder named by the Python version; watch the GPU's clock."""
-    session.config._benchmarksession.storage.default_machine_id = None  # noqa: SLF001
-    session.config.stash[MONITOR] = Monitor(DEVICE)
-    session.config.stash[MONITOR].__enter__()
-    session.config.stash[TREND] = _trend(session.config)
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter and not session.config.getoption("benchmark_disable"):
-        known = session.config.stash[MADE_BEFORE]
-        session.config.pluginmanager.register(Progress(reporter, known), "progress")
+    """Leave out the folder named by the Python version; load the baseline; watch the clock."""
+    config, storage = session.config, session.config._benchmarksession.storage  # noqa: SLF001
+    storage.default_machine_id = None
+    config.stash[MONITOR] = Monitor(DEVICE)
+    config.stash[MONITOR].__enter__()
+    config.stash[BASELINE] = _baseline(config)
+    storage.path = _writable(storage.path, config)
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and reporter._show_progress_info:  # noqa: SLF001
+        # Most cases are skipped at once: a share of all cases says nothing about the time left.
+        reporter._show_progress_info = "times"  # noqa: SLF001
 
 
-def _trend(config: pytest.Config) -> Trend | None:
-    """Return what --benchmark-compare compares with, None if nothing was kept.
+def _baseline(config: pytest.Config) -> Run | None:
+    """Return the clean runs that --benchmark-compare compares with as one, None if there is none.
 
     Raises:
-        pytest.UsageError: no run has the name that was asked for, a run is another accelerator's,
-            or there is none to hold --benchmark-compare-fail against.
+        pytest.UsageError: no clean run has the name that was asked for, a run is another
+            accelerator's, or there is none to hold --benchmark-compare-fail against.
     """
-    compare, checks = config.stash[COMPARE]
+    compare = config.stash[COMPARE]
     named = isinstance(compare, str) and compare
     storage = config._benchmarksession.storage  # noqa: SLF001
-    found = list(storage.load(*[compare] if named else [])) if compare else []
-    if named and not found:
-        raise pytest.UsageError(f"--benchmark-compare: no kept run is called {compare}")
-    if checks and not found:
+    found = [saved for _, saved in storage.load(*[compare] if named else [])] if compare else []
+    clean = [saved for saved in found if not saved.get("commit_info", {}).get("dirty")]
+    if named and not clean:
+        why = "has a clean commit, and others are no baseline" if found else f"is called {compare}"
+        raise pytest.UsageError(f"--benchmark-compare: no kept run {why}")
+    if config.stash[LIMITS] and not clean:
         raise pytest.UsageError("--benchmark-compare-fail: wanted --benchmark-compare and a run")
     ours = config.stash[HEADER]["machine_info"]["accelerator"]
-    for _, saved in found:
+    for saved in clean:
         theirs = saved["machine_info"].get("accelerator", "a machine it does not name")
         if theirs != ours:
             raise pytest.UsageError(
                 f"--benchmark-compare: wanted a run made on {ours}, got {theirs}"
             )
-    if not found:
+    if compare and not clean:
+        why = "every kept run has uncommitted changes" if found else "no run was kept before"
+        config.stash[TOLD].append(f"Compared with nothing: {why} on {ours}")
+    runs = []
+    for saved in clean:
+        rows = [
+            _with_stats(case["extra_info"], case["stats"])
+            for case in saved["benchmarks"]
+            if "study" in case["extra_info"]
+        ]
+        runs.append(Run.of(saved, rows + saved.get("unmeasured", [])))
+    return merge(runs) if runs else None
+
+
+def _with_stats(row: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
+    return {"q1": stats["q1"], "q3": stats["q3"], "stats": stats} | row
+
+
+def _compared(config: pytest.Config) -> tuple[Run, Run]:
+    """Return what the kept runs have of this session's cases, or should have; and this session."""
+    journal, before = config.stash[JOURNAL], config.stash[BASELINE]
+    assert before is not None
+    stats = {
+        case.fullname: case.stats.as_dict()
+        for case in config._benchmarksession.benchmarks  # noqa: SLF001
+        if case
+    }
+    rows = [
+        _with_stats(row, stats[row["fullname"]])
+        if row["status"] == "ok" and row["fullname"] in stats
+        else row
+        for row in journal.rows
+    ]
+    measured, collected = {row["fullname"] for row in rows}, config.stash[COLLECTED]
+    whole = {name.partition("::")[0] for name in collected if "::" not in "".join(config.args)}
+
+    def gone(row: dict[str, Any]) -> bool:
+        ours = row.get("sweep") == sweep_name(config) and row["fullname"] not in collected
+        return ours and row["fullname"].partition("::")[0] in whole
+
+    belong = [row for row in before.rows if row["fullname"] in measured or gone(row)]
+    return replace(before, rows=belong), Run.of(config.stash[HEADER], rows)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """With a limit, hold back what passed: the noise is known once all controls are timed."""
+    if not item.config.stash[LIMITS]:
         return None
-    stats = {case["fullname"]: case["stats"] for _, saved in found for case in saved["benchmarks"]}
-    runs = [load(storage.path / path) for path, _ in found]
-    trend = Trend(runs, stats, checks, sweep_name(config))
-    config.pluginmanager.register(trend, "trend")
-    return trend
+    item.config.get_terminal_writer().line(item.name)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    item.config.stash[HELD_BACK].append((item, reports))
+    if any(report.failed for report in reports):
+        _let_go(item.config, {})
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
+    """Fail the cases that break a limit, now that the noise is known."""
+    try:
+        return (yield)
+    finally:
+        config, broken = session.config, {}
+        if config.stash[LIMITS] and config.stash[HELD_BACK]:
+            broken, config.stash[INSIDE] = hold(*_compared(config), config.stash[LIMITS])
+        _let_go(config, broken)
+
+
+def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
+    """Report what was held back; a case in ``broken`` has failed."""
+    for item, reports in config.stash[HELD_BACK]:
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        complaint = broken.get(_case(item))
+        for made in reports:
+            told = made
+            if complaint and made.when == "call":
+                fail = partial(pytest.fail, complaint, pytrace=False)
+                call = pytest.CallInfo.from_call(fail, "call")
+                told = pytest.TestReport.from_item_and_call(item, call)
+                told.longrepr.reprcrash.message = complaint  # without "Failed: "
+            item.ihook.pytest_runtest_logreport(report=told)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    config.stash[HELD_BACK].clear()
+
+
+def _case(item: pytest.Item) -> tuple[str, str]:
+    """Return the study of a case and its name in it."""
+    return item.path.stem.removeprefix("bench_"), item.name.removeprefix("bench_")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -221,6 +354,7 @@ def _for_impls(swept: list[Any], config: pytest.Config) -> list[Any]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put implementations of one case side by side: a clock that drifts hits them alike."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     ours = [item for item in items if item.path.parent == HERE and hasattr(item, "callspec")]
     place: dict[tuple[str, ...], int] = {}
     for item in ours:
@@ -273,8 +407,7 @@ def device_benchmark(
     del roofs  # measured first, so that the journal can name them
     ours, item = DeviceBenchmark.adopt(benchmark, clock), request.node
     ours.extra_info |= {
-        "study": item.path.stem.removeprefix("bench_"),
-        "name": item.name.removeprefix("bench_"),
+        **dict(zip(("study", "name"), _case(item), strict=True)),
         "fullname": item.nodeid,
         "sweep": sweep_name(item.config),
     }
@@ -431,11 +564,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed or (call.excinfo and call.excinfo.errisinstance(pytest.xfail.Exception)):
         said = call.excinfo.exconly().splitlines()[0]
         facts |= {"status": "failed", "reason": f"{item.name}: {said}"}
-    trend = item.config.stash[TREND]
-    if trend and report.passed and benchmark.stats:
-        complaint = trend.complaint(item.nodeid, benchmark.stats.stats)
-        if complaint:
-            report.outcome, report.longrepr = "failed", f"{item.name}: {complaint}"
     if "status" in facts:
         reading = item.config.stash[MONITOR].between(item.stash[STARTED], time.perf_counter())
         facts |= {"sm_hertz": reading.sm_hertz, "throttled": reading.throttled}
@@ -465,6 +593,9 @@ def _sources(config: pytest.Config) -> str:
         for path in sorted((config.rootpath / folder).rglob("*.py")):
             digest.update(path.relative_to(config.rootpath).as_posix().encode())
             digest.update(path.read_bytes())
+    for name in config.option.impl or ():
+        path = config.invocation_params.dir / f"{name.partition('.py')[0]}.py"
+        digest.update(path.read_bytes() if path.is_file() else name.encode())
     return digest.hexdigest()[:16]
 
 
@@ -487,7 +618,8 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
     output_json["unmeasured"] = [row for row in rows if row["status"] != "ok"]
     for case in output_json["benchmarks"]:
         case["params"] = {name: str(value) for name, value in (case["params"] or {}).items()}
-        case["stats"]["data"] = _rounded(case["stats"]["data"])
+        if "data" in case["stats"]:  # with --benchmark-save-data or --benchmark-json
+            case["stats"]["data"] = _rounded(case["stats"]["data"])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -496,15 +628,19 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[N
     session.config.stash[HEADER]["clocks"]["after"] = sm_clock(DEVICE)
     session.config.stash[MONITOR].__exit__(None, None, None)
     plugin: BenchmarkSession = session.config._benchmarksession  # noqa: SLF001
-    if exitstatus != pytest.ExitCode.OK or not plugin.benchmarks:
+    green = exitstatus == pytest.ExitCode.OK
+    if not (green and plugin.benchmarks):
         plugin.save = plugin.autosave = plugin.json = None
-    return (yield)
+    result = yield
+    if green and session.config.stash[INSIDE]:
+        session.exitstatus = EXIT_INSIDE_NOISE
+    return result
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the tables, and where the run is."""
+    """Print the tables, the comparison, and where the run is."""
     journal, plugin = config.stash[JOURNAL], config._benchmarksession  # noqa: SLF001
     if not journal.rows:
         return
@@ -512,16 +648,13 @@ def pytest_terminal_summary(
     terminalreporter.write_line(tables(Run.of(config.stash[HEADER], journal.rows)))
     name = plugin.save or plugin.autosave
     kept = max(plugin.storage.path.glob(f"*_{name}.json"), default=None) if name else None
+    if config.stash[BASELINE]:
+        terminalreporter.section("compared with the runs kept before")
+        terminalreporter.write_line(report(*_compared(config), every=True))
     if kept:
         journal.path.unlink()  # all of it is in the kept run
-    verdict = "Kept in" if kept else "Not kept; every row is in"
     path = os.path.relpath(kept or journal.path, config.rootpath)
-    trend = config.stash[TREND]
-    if trend:
-        terminalreporter.section("compared with the runs kept before")
-        terminalreporter.write_line(trend.table(Run.of(config.stash[HEADER], journal.rows)))
-    elif config.stash[COMPARE][0]:
-        terminalreporter.write_line(
-            "\nCompared with nothing: no run of this accelerator was kept before"
-        )
-    terminalreporter.write_line(f"\n{verdict} {path}")
+    verdict = "Kept in" if kept else "Not kept; every row is in"
+    dirty = ", of uncommitted code: no baseline" if kept and name.endswith("-dirty") else ""
+    told = [*config.stash[INSIDE], *config.stash[TOLD], f"{verdict} {path}{dirty}"]
+    terminalreporter.write_line("\n".join(["", *told]))

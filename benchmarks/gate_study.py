@@ -1,12 +1,12 @@
 """How often the gate errs: pairs of unchanged code, and of slower code, on a loaded machine.
 
-    python benchmarks/gate_study.py --null 30 --reworded 10 --injected 20 --output gate.json
+    python benchmarks/gate_study.py --null 30 --reworded 10 --injected 20 --output gate.jsonl
 
 A pair holds the working tree against itself, so whatever it calls SLOWER in a null pair is wrong.
 A reworded pair has functions in the new tree that nobody calls: the same work from another text,
 which comes to lie elsewhere in memory, as after any commit. An injected pair slows the new one down
-by work that is really done. Meanwhile other processes load the machine, in bursts. Every outcome is
-on disk before the next pair starts, and pairs that are there already are not made again.
+by work that is really done. Meanwhile other processes load the machine, in bursts. Every pair is
+a line on disk before the next one starts, beside those of earlier studies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from flashattn.gate.cases import CASES, Case
 from flashattn.gate.pair import Pair, terminable
 from flashattn.measure.device import accelerator
-from flashattn.report.gate import ROUNDS, Outcome
+from flashattn.report.gate import ROUNDS
 from flashattn.report.study import Table
 from flashattn.report.table import markdown
 
@@ -118,13 +118,7 @@ def outcomes_of(
         outcomes = [pair.judge(case, rounds=rounds, injected=injected) for case in cases]
     finally:
         pair.close()
-    return [told(outcome) for outcome in outcomes]
-
-
-def told(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON's own types."""
-    facts = asdict(outcome) | {"difference": outcome.difference}
-    return json.loads(json.dumps(facts), parse_float=lambda text: round(float(text), 6))
+    return [asdict(outcome) | {"difference": outcome.difference} for outcome in outcomes]
 
 
 def kind(run: dict[str, Any]) -> str:
@@ -162,12 +156,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a first collection")
     parser.add_argument("--load", type=int, default=1, help="processes that load the machine")
     parser.add_argument("--load-gpu", action="store_true", help="they load the GPU, not the cores")
-    parser.add_argument("--output", type=Path, default=Path("gate.json"))
+    parser.add_argument("--output", type=Path, default=Path("gate.jsonl"))
     return parser.parse_args()
 
 
 def main() -> None:
-    """Make what is missing of the pairs, and print the table."""
+    """Make the pairs, and print the table."""
     options, device = arguments(), "cuda" if torch.cuda.is_available() else "cpu"
     cases = [case for case in CASES[device] if str(case) in FOUR[device]]
     header = {
@@ -175,49 +169,24 @@ def main() -> None:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "rounds": options.rounds,
-        "load": f"{options.load} on the {'GPU' if options.load_gpu else 'cores'}",
+        "loaded": f"{options.load} on the {'GPU' if options.load_gpu else 'cores'}",
     }
-    made = made_before(options.output, header)
     wanted: list[tuple[float, int | None]] = [(0.0, None)] * options.null
     wanted += [(0.0, seed) for seed in range(options.reworded)]
     wanted += [(options.share, None)] * options.injected
-    for run in made:
-        if (run["injected"], run["seed"]) in wanted:
-            wanted.remove((run["injected"], run["seed"]))
     random.Random(0).shuffle(wanted)  # noqa: S311 - a machine's mood is shared by all kinds
+    made = []
     with terminable(), loaded(options.load, "cuda" if options.load_gpu else "cpu"):
         for injected, seed in wanted:
             start, load = time.perf_counter(), os.getloadavg()[0]
-            run = {"injected": injected, "seed": seed, "load": round(load, 1)}
-            run["outcomes"] = outcomes_of(
-                cases, device, options.rounds, injected=injected, seed=seed
-            )
-            made.append(run | {"seconds": round(time.perf_counter() - start, 1)})
-            options.output.write_text(written(header, made))
-            words = ", ".join(outcome["difference"] for outcome in run["outcomes"])
-            print(f"{kind(run)} {made[-1]['seconds']} s, load {load:.1f}: {words}", flush=True)
+            outcomes = outcomes_of(cases, device, options.rounds, injected=injected, seed=seed)
+            run = {"injected": injected, "seed": seed, "load": load, "outcomes": outcomes}
+            made.append(run | {"seconds": time.perf_counter() - start})
+            with options.output.open("a") as file:
+                file.write(json.dumps(header | made[-1]) + "\n")
+            words = ", ".join(outcome["difference"] for outcome in outcomes)
+            print(f"{kind(run)} {made[-1]['seconds']:.0f} s, load {load:.1f}: {words}", flush=True)
     print(summary(made))
-
-
-def made_before(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the pairs that a file has.
-
-    Raises:
-        SystemExit: they were made elsewhere, or otherwise.
-    """
-    if not path.exists():
-        return []
-    kept = json.loads(path.read_text())
-    made = kept.pop("pairs")
-    if kept != header:
-        raise SystemExit(f"--output: wanted pairs made with {header}, got {kept}")
-    return made
-
-
-def written(header: dict[str, Any], made: Sequence[dict[str, Any]]) -> str:
-    """Return the study as JSON with a line for each pair."""
-    lines = ",\n".join(json.dumps(run) for run in made)
-    return f'{json.dumps(header)[:-1]}, "pairs": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":

@@ -139,12 +139,13 @@ def test_what_the_null_arm_shows_is_not_the_codes_doing():
         (1.029, 1.05, 1.10, "AMBIGUOUS"),  # surely slower, but perhaps by less than the margin
         (0.99, 1.05, 1.10, "AMBIGUOUS"),
         (0.90, 0.95, 0.970, "FASTER"),
-        (0.90, 0.95, 0.972, "AMBIGUOUS"),
+        (0.90, 0.95, 0.972, "SAME"),  # perhaps faster, and surely not slower
+        (0.50, 0.90, 1.029, "SAME"),
         (0.90, 1.0, 1.10, "AMBIGUOUS"),
     ],
 )
 def test_verdict_of_an_interval(low, median, high, verdict):
-    """SLOWER is surely slower and by more than the margin; SAME is surely within it."""
+    """SLOWER is surely slower and by more than the margin; SAME is surely not."""
     assert Interval(low=low, median=median, high=high).verdict == verdict
 
 
@@ -185,8 +186,8 @@ def test_only_twice_slower_is_slower(shown, verdict, collections):
 
 def outcome(verdict, injected=0.0):
     """Return an outcome with that verdict."""
-    if verdict == "NEW":
-        return Outcome(case="a", reason="there was no such thing")
+    if verdict in ("NEW", "DEAD"):
+        return Outcome(case="a", reason="there was no such thing", dead=verdict == "DEAD")
     sign = {"SLOWER": "S", "MISSED": "=", "SEEN": "S", "SAME": "=", "FASTER": "F"}
     sign |= {"AMBIGUOUS": "?", "UNPROVEN": "U"}
     how = {"noise": 0.01} | SHIFTS[sign[verdict]]
@@ -203,6 +204,7 @@ def outcome(verdict, injected=0.0):
         (["SLOWER", "SAME", "UNPROVEN"], 1),
         (["AMBIGUOUS", "SAME"], 10),
         (["AMBIGUOUS", "UNPROVEN"], 11),
+        (["SAME", "DEAD"], 11),
     ],
 )
 def test_exit_status_tells(verdicts, status):
@@ -257,18 +259,19 @@ def test_table_has_what_a_verdict_rests_on():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "said"),
+    ("verdict", "begins", "said"),
     [
-        ("SLOWER", "seen twice"),
-        ("AMBIGUOUS", "neither surely"),
-        ("UNPROVEN", "differs from itself"),
-        ("NEW", "there was no such thing"),
+        ("SLOWER", "SLOWER +9.9% (+9.", "seen twice"),
+        ("AMBIGUOUS", "AMBIGUOUS ", "neither surely"),
+        ("UNPROVEN", "UNPROVEN ", "differs from itself"),
+        ("NEW", "NEW: ", "there was no such thing"),
+        ("DEAD", "UNPROVEN: ", "there was no such thing"),
     ],
 )
-def test_a_verdict_is_a_short_sentence(verdict, said):
-    """What fails, and what is not proven, says why in one line."""
+def test_a_verdict_is_a_short_sentence(verdict, begins, said):
+    """What fails, and what is not proven, says why in one line, which begins with the verdict."""
     text = str(outcome(verdict))
-    assert text.startswith(f"a is {verdict}")
+    assert text.startswith(begins)
     assert said in text
     assert len(text) < 250
     assert "\n" not in text

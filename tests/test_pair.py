@@ -137,7 +137,7 @@ def test_unchanged_code_is_the_same(repository, monkeypatch):
         if not undecided(result):  # on a host that is busy with something else
             break
     if undecided(result):  # all that the gate may say there is that it does not know
-        result.stdout.fnmatch_lines(["| quick *AMBIGUOUS |", "*quick is AMBIGUOUS: *"])
+        result.stdout.fnmatch_lines(["| quick *AMBIGUOUS |", "*AMBIGUOUS *: quick, *"])
     else:
         result.assert_outcomes(passed=1)
         assert result.ret == 0
@@ -177,12 +177,13 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
         [
             "| slow * 15 + 30 | *SLOWER |",
             "| model-train *NEW |",
-            "*model-train is NEW: * (ModuleNotFoundError: *training*)",
+            "*NEW: the old revision cannot run model-train (ModuleNotFoundError: *training*)",
         ]
     )
     tests, failures, said = junit(folder / "junit.xml")
     assert (tests, failures) == (3, 1)
-    assert said[0].startswith("Failed: slow is SLOWER: +")
+    assert said[0].startswith("SLOWER +")
+    result.stdout.fnmatch_lines(["FAILED benchmarks/bench_gate.py::bench_gate[[]slow] - SLOWER +*"])
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*pytest.fail(*")
 
@@ -201,7 +202,7 @@ def test_a_dirty_null_arm_proves_nothing(repository, monkeypatch):
     result = run(repository, "--gate-against=HEAD")
     result.assert_outcomes(skipped=1)
     assert result.ret == gate.EXIT_UNPROVEN
-    result.stdout.fnmatch_lines(["| quick *15 + 15 | UNPROVEN |", "*quick is UNPROVEN*"])
+    result.stdout.fnmatch_lines(["| quick *15 + 15 | UNPROVEN |", "*UNPROVEN *: quick, *"])
 
 
 def test_a_dead_worker_tells_why(repository):
@@ -216,6 +217,32 @@ def test_a_dead_worker_tells_why(repository):
     result.stdout.fnmatch_lines(
         ["*new: died at 'prepare'*farewell*", "*new: cannot run other: AttributeError:*"]
     )
+
+
+@pytest.mark.parametrize(
+    ("broken", "outcomes", "status"),
+    [("old", {"skipped": 2}, gate.EXIT_UNPROVEN), ("new", {"failed": 2}, 1)],
+)
+def test_a_revision_that_cannot_be_imported(repository, monkeypatch, broken, outcomes, status):
+    """An old revision that does not start proves nothing; a new one that does not is a failure."""
+    starts, start = [], Pair._start
+    monkeypatch.setattr(Pair, "_start", lambda both: (starts.append(both), start(both)))
+    init = repository.path / "flashattn" / "__init__.py"
+    sound = init.read_text()
+    init.write_text(sound + "\nraise RuntimeError('broken')\n")
+    if broken == "old":
+        commit(repository.path)
+        init.write_text(sound)
+    set_cases(QUICK, replace(QUICK, name="other"))
+    result = run(repository, "--gate-against=HEAD")
+    result.assert_outcomes(**outcomes)
+    assert result.ret == status
+    if broken == "old":
+        assert len(starts) == 1  # it is not tried again for each case
+        said = "UNPROVEN: the old revision cannot run quick (ref: died at 'hello'; RuntimeError: *)"
+        result.stdout.fnmatch_lines(["| other *UNPROVEN |", f"*{said}"])
+    else:
+        result.stdout.fnmatch_lines(["*new: died at 'hello'*", "*RuntimeError: broken*"])
 
 
 @pytest.mark.alone
@@ -530,13 +557,3 @@ def test_other_words_do_the_same_work(tmp_path, study):
     assert one.startswith(before)
     assert added
     assert all(isinstance(node, ast.FunctionDef) for node in added)
-
-
-def test_a_study_goes_on_where_it_stopped(tmp_path, study):
-    """Pairs are read back as they were written; those of another machine are refused."""
-    path, header, made = tmp_path / "gate.json", {"rounds": 60}, [{"injected": 0.0, "seed": None}]
-    assert study.made_before(path, header) == []
-    path.write_text(study.written(header, made * 2))
-    assert study.made_before(path, header) == made * 2
-    with pytest.raises(SystemExit, match="wanted pairs made with"):
-        study.made_before(path, {"rounds": 40})

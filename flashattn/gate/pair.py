@@ -53,7 +53,17 @@ TOLD = 2000  # characters of a dead worker's last words
 
 
 class WorkerError(RuntimeError):
-    """A worker has died or does not answer; the message has the end of what it wrote."""
+    """A worker has died or does not answer; the message has the end of what it wrote.
+
+    Args:
+        arm: whose.
+        said: what happened.
+    """
+
+    def __init__(self, arm: str, said: str) -> None:
+        """Note the arm: the old revision's death is not the new one's fault."""
+        super().__init__(f"{arm}: {said}")
+        self.arm = arm
 
 
 class Worker:
@@ -86,12 +96,12 @@ class Worker:
         """Wait until it has imported its revision, and make sure that it is the right one."""
         found = Path(self.answer("hello")["flashattn"])
         if not found.is_relative_to(self.tree):
-            raise WorkerError(f"{self.name}: wanted flashattn of its own revision, got {found}")
+            raise WorkerError(self.name, f"wanted flashattn of its own revision, got {found}")
 
     def tell(self, do: str, **request: Any) -> None:
         """Send a request."""
         if self._process.stdin is None:
-            raise WorkerError(f"{self.name}: has no stdin")
+            raise WorkerError(self.name, "has no stdin")
         with suppress(BrokenPipeError):  # it has died, which its answer will tell
             self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
             self._process.stdin.flush()
@@ -111,10 +121,10 @@ class Worker:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
             said = f"no answer to {to!r} in {patience:.0f} s; {self._last_words()}"
-            raise WorkerError(f"{self.name}: {said}")
+            raise WorkerError(self.name, said)
         line = answers.readline()
         if not line.endswith("\n"):
-            raise WorkerError(f"{self.name}: died at {to!r}; its last words: {self._last_words()}")
+            raise WorkerError(self.name, f"died at {to!r}; its last words: {self._last_words()}")
         return json.loads(line)
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
@@ -155,6 +165,7 @@ class Pair:
         """Write the trees; the processes start when they are needed."""
         self.device, self._shuffled, self._started = device, random.Random(0), 0  # noqa: S311
         self._workers: dict[str, Worker] = {}
+        self._started_once, self._stillborn = False, ""  # why the old one cannot be imported
         self._left = ExitStack()
         folder = Path(self._left.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
         # Names of one length: a longer path is a longer string, and all behind it lies elsewhere.
@@ -193,8 +204,10 @@ class Pair:
             injected: share of its own time by which the new revision is made slower.
 
         Raises:
-            WorkerError: the new revision cannot run the case, or a process has died.
+            WorkerError: the new revision cannot run the case, or its process has died.
         """
+        if self._stillborn:
+            return Outcome(case=str(case), reason=self._stillborn, dead=True)
         try:
             reason = self._prepare(case, slowdown=injected)
             if reason is not None:
@@ -207,9 +220,13 @@ class Pair:
                 return self._collect(count)
 
             readings = settle(collect, rounds)
-        except BaseException:
+        except BaseException as error:
             self.renew()  # an answer may be on its way to a question that nobody remembers
-            raise
+            if not isinstance(error, WorkerError) or error.arm == "new":
+                raise
+            if not self._started_once:
+                self._stillborn = _in_a_line(error)
+            return Outcome(case=str(case), reason=_in_a_line(error), dead=True)
         return Outcome(case=str(case), readings=readings, injected=injected)
 
     def _start(self) -> None:
@@ -219,6 +236,7 @@ class Pair:
             self._workers[arm] = Worker(arm, tree, self.device, self._started)
         for worker in self._workers.values():
             worker.greet()
+        self._started_once = True
 
     def _prepare(self, case: Case, *, slowdown: float) -> str | None:
         """Make the case in each process and warm it up; return why the old revision cannot."""
@@ -228,7 +246,7 @@ class Pair:
             worker.tell("prepare", case=message(case))
         cannot = {arm: w.answer("prepare").get("cannot") for arm, w in self._workers.items()}
         if cannot["new"]:
-            raise WorkerError(f"new: cannot run {case}: {cannot['new']}")
+            raise WorkerError("new", f"cannot run {case}: {cannot['new']}")
         if slowdown:
             self._workers["new"].ask("slow", share=slowdown)
         return cannot["ref"] or cannot["again"]
@@ -248,6 +266,12 @@ class Pair:
                 told = self._workers[arm].ask("sample", calls=calls, core=core)["seconds"]
                 seconds[arm].append(self._typical(told))
         return Collection(**seconds)
+
+
+def _in_a_line(error: WorkerError) -> str:
+    """Return what happened, and of its last words the last line."""
+    lines = str(error).splitlines()
+    return "; ".join([lines[0].partition("; ")[0], *lines[1:][-1:]])
 
 
 def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:

@@ -115,6 +115,15 @@ class Gate:
             self._pair = None
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Let a failure begin with its verdict where pytest has one line for it."""
+        report = yield
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if crash is not None:
+            crash.message = crash.message.removeprefix("Failed: ")
+        return report
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         """Leave no process and no tree behind, however it ends."""
         with terminable():

@@ -1,20 +1,52 @@
-"""Two runs side by side, case by case, with a verdict in a word."""
+"""Two runs side by side, case by case, with a verdict in a word.
+
+The machine changes between two runs, so a change counts only beside cases whose code is unchanged,
+the controls: the peers' attention (naive, PyTorch's, FlexAttention, flash-attn) under equal
+versions, and every case if both runs are of the same sources. The model: a case of ours is faster
+or slower if its change, divided by the median change of the controls of its study and pass, exceeds
+twice the largest deviation of any of them (of the steady ones, if most are), twice the width of the
+middle half of its own samples in both runs, and 3%. The cases of one implementation and pass are
+held together in the same way, by their median against those of the peers, which shows smaller
+changes.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import geometric_mean, median, stdev
+from typing import Any, Protocol
 
-from flashattn.report.fit import geometric_mean
-from flashattn.report.origin import circumstances
+from flashattn.report.origin import VERSIONS, circumstances
+from flashattn.report.rows import steady
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table
 from flashattn.report.table import markdown
-from flashattn.report.units import digits, ms, times
+from flashattn.report.units import digits, ms, percent, times
 
-NOISE = 0.03  # what medians of unchanged code differ by at the least, from run to run
-TIMED = ("faster", "slower", "same")
+PEERS = re.compile(r"naive|compiled|flex|sdpa(_\w+)?|flash_attn_\w+|floor.*")
+FEWEST = 3  # controls that say how much faster or slower the machine was
+ENOUGH = 8  # controls that say how much unchanged code varies
+TWICE = 2  # noise over the largest deviation of a control
+ERRORS = 4  # standard errors by which a family's median may differ from the peers'
+LEAST = 0.03  # noise at the least
+UNCONTROLLED = 0.10  # noise at the least where there are not enough controls
+BUSY = 1.0  # noise of the controls at which a machine is too busy for any verdict
+FASTER, SLOWER, SAME, CONTROL, ONCE = "faster", "slower", "same", "control", "timed once"
+EXIT_INSIDE_NOISE = 13  # pytest's own statuses are 0 to 5, the gate's 10 to 12
+
+
+class Limit(Protocol):
+    """What --benchmark-compare-fail asks for, such as ``median:10%``."""
+
+    field: str
+
+    def fails(self, current: Any, compared: Any) -> str | None:
+        """Return a sentence if the current statistics are worse than asked, else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,31 +54,136 @@ class Change:
     """What became of one case.
 
     Args:
-        study: of the case.
-        name: of the case in its study.
-        before: seconds in the first run, None where it has none.
-        after: seconds in the second.
-        ratio: after over before.
-        verdict: faster, slower, same, new, gone, still or now without a time, timed again.
+        a: its row in the first run, None where it has none.
+        b: its row in the second.
+        same_versions: whether both runs are of the same driver, torch, Triton ...
+        same_code: whether they are of the same sources, too.
+        verdict: faster, slower, same, control, timed once, new, gone, still or now without a time.
+        shift: logarithm of how much longer its controls took.
+        noise: by how much the logarithm of unchanged code differs; 0 where nothing is compared.
+        controls: how many the noise was estimated from.
     """
 
-    study: str
-    name: str
-    before: float | None
-    after: float | None
-    ratio: float | None
-    verdict: str
+    a: Row | None
+    b: Row | None
+    same_versions: bool = False
+    same_code: bool = False
+    verdict: str = SAME
+    shift: float = 0.0
+    noise: float = 0.0
+    controls: int = 0
+
+    @property
+    def row(self) -> Row:
+        """The newer row."""
+        return self.b or self.a or {}
+
+    @property
+    def case(self) -> tuple[str, str]:
+        """The study, and the name in it."""
+        return self.row["study"], self.row["name"]
+
+    @cached_property
+    def seconds(self) -> tuple[float | None, float | None]:
+        """Before and after, None where there is no time."""
+        rows = [row if row and row["status"] == "ok" else {} for row in (self.a, self.b)]
+        return rows[0].get("seconds") or None, rows[1].get("seconds") or None
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds after over before."""
+        before, after = self.seconds
+        return after / before if before and after else None
+
+    @property
+    def log(self) -> float:
+        """The logarithm of the ratio."""
+        return math.log(self.ratio or 1.0)
+
+    @cached_property
+    def peer(self) -> bool:
+        """Whether it times a peer's attention: not in our model, nor behind our entry point."""
+        study, name = self.case[0], self.row.get("impl") or ""
+        ours = "size" in self.row or (study, name) == ("launch", "naive")
+        return self.same_versions and bool(PEERS.fullmatch(name)) and not ours
+
+    @property
+    def once(self) -> bool:
+        """Whether it is of one sample, which has no spread."""
+        return any(row and row.get("rounds") == 1 for row in (self.a, self.b))
+
+    @property
+    def levels(self) -> tuple[tuple[Any, ...], ...]:
+        """What it shares with its controls: the study and the pass, or the clock alone."""
+        clock, kind = self.row.get("clock"), self.row.get("pass") or self.row.get("step")
+        return (clock, self.case[0], kind), (clock,)
+
+    @property
+    def width(self) -> float:
+        """How far apart the quartiles of its samples are, in both runs together."""
+        rows = (row for row in (self.a, self.b) if row and row.get("q1"))
+        return sum(math.log(row["q3"] / row["q1"]) for row in rows)
+
+
+class _Machine:
+    """What the controls say about the machine.
+
+    Args:
+        changes: of which some are controls.
+    """
+
+    def __init__(self, changes: Iterable[Change]) -> None:
+        """Collect the controls' changes, then how far each is from the median of the others."""
+        controls = [c for c in changes if (c.peer or c.same_code) and not c.once]
+        self._logs: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
+        self._deviations: dict[tuple[Any, ...], list[tuple[bool, float]]] = defaultdict(list)
+        for control in controls:
+            for level in control.levels:
+                self._logs[level][control.case] = control.log
+        for control in controls:
+            firm = all(steady(row) for row in (control.a, control.b) if row)
+            for level in control.levels:
+                self._deviations[level].append((firm, abs(control.log - self._shift(control))))
+
+    def judge(self, change: Change) -> Change:
+        """Return the change of a case that has both times, with its verdict."""
+        shift, (noise, controls) = self._shift(change), self._noise(change)
+        busy = controls >= ENOUGH and noise > math.log1p(BUSY)
+        noise = max(noise, TWICE * change.width)
+        if change.once:
+            return replace(change, verdict=ONCE, shift=shift)
+        verdict = SAME
+        if not change.same_code:
+            beyond = abs(change.log - shift) > noise and not busy
+            ours = (FASTER if change.log < shift else SLOWER) if beyond else SAME
+            verdict = CONTROL if change.peer else ours
+        return replace(change, verdict=verdict, shift=shift, noise=noise, controls=controls)
+
+    def _shift(self, change: Change) -> float:
+        for level in change.levels:
+            others = [log for case, log in self._logs[level].items() if case != change.case]
+            if len(others) >= FEWEST:
+                return median(others)
+        return 0.0
+
+    def _noise(self, change: Change) -> tuple[float, int]:
+        least, found = UNCONTROLLED, list[tuple[bool, float]]()
+        for level in change.levels:
+            found = self._deviations[level]
+            if len(found) >= ENOUGH:
+                least = LEAST
+                break
+        firm = [deviation for is_firm, deviation in found if is_firm]
+        few = 2 * len(firm) < len(found)  # most are unsteady: then so is the machine
+        largest = max([deviation for _, deviation in found] if few else firm, default=0.0)
+        return max(math.log1p(least), TWICE * largest), len(found)
 
 
 def compare(a: Run, b: Run) -> list[Change]:
     """Return what became of every case of ``a`` and of ``b``, in ``b``'s order, gone ones last.
 
-    Times differ by less than the noise, and are the same, while the medians are within 3% or the
-    middle halves of the samples overlap. Seconds that were stored are a trend and not a gate: the
-    machine has changed since in ways that no statistics of its own can tell.
-
     Args:
-        a: the run before.
+        a: the run before; rows of a merged one remember their own.
         b: the run after.
 
     Raises:
@@ -55,56 +192,89 @@ def compare(a: Run, b: Run) -> list[Change]:
     if a.accelerator != b.accelerator:
         raise ValueError(f"b: wanted a run of {a.accelerator}, got one of {b.accelerator}")
     before, after = ({(row["study"], row["name"]): row for row in run.rows} for run in (a, b))
-    return [_change(before.get(case), after.get(case), *case) for case in {**after, **before}]
+    changes = []
+    for case in {**after, **before}:
+        row = before.get(case)
+        old = a.origin(row) if row else a
+        versions = all(old.machine.get(name) == b.machine.get(name) for name in VERSIONS)
+        code = versions and old.sources is not None and old.sources == b.sources
+        changes.append(Change(a=row, b=after.get(case), same_versions=versions, same_code=code))
+    machine = _Machine(change for change in changes if change.ratio)
+    return [
+        machine.judge(change) if change.ratio else replace(change, verdict=_untimed(change))
+        for change in changes
+    ]
 
 
-def _change(a: Row | None, b: Row | None, study: str, name: str) -> Change:
-    before, after = (
-        row.get("seconds") if row and row["status"] == "ok" else None for row in (a, b)
-    )
-    return Change(
-        study=study,
-        name=name,
-        before=before,
-        after=after,
-        ratio=after / before if before and after else None,
-        verdict=_verdict(a, b),
-    )
-
-
-def _verdict(a: Row | None, b: Row | None) -> str:
-    if a is None:
-        return "new"
-    if b is None:
-        return "gone"
-    if a["status"] != b["status"]:
-        return f"now {b['status']}"
-    if not (a["status"] == "ok" and a.get("seconds") and b.get("seconds")):
-        return f"still {a['status']}"
-    if _within_noise(a, b):
-        return "same"
-    return "faster" if b["seconds"] < a["seconds"] else "slower"
-
-
-def _within_noise(a: Row, b: Row) -> bool:
-    low, high = sorted((a["seconds"], b["seconds"]))
-    if high <= low * (1 + NOISE):
-        return True
-    if not all("q1" in row and "q3" in row for row in (a, b)):
-        return False
-    return bool(a["q1"] <= b["q3"] and b["q1"] <= a["q3"])
+def _untimed(change: Change) -> str:
+    if change.a is None or change.b is None:
+        return "gone" if change.b is None else "new"
+    now = change.b["status"]
+    return f"still {now}" if change.a["status"] == now else f"now {now}"
 
 
 def summary(changes: Sequence[Change]) -> str:
-    """Return how many cases have which verdict, and the geometric mean of the times' ratios."""
+    """Return how many cases have which verdict, the mean of their ratios, and the noise."""
     counts = Counter(change.verdict for change in changes)
-    order = [*TIMED, *sorted(set(counts) - set(TIMED))]
+    order = dict.fromkeys([FASTER, SLOWER, SAME, CONTROL, ONCE, *sorted(counts)])
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
-    ratios = [change.ratio for change in changes if change.ratio is not None]
-    if not ratios:
-        return f"{said or 'no cases'}."
-    mean = geometric_mean(ratios)
-    return f"{said}. Times after over before: {times(mean)} in the geometric mean of {len(ratios)}."
+    parts = [f"{said or 'no cases'}."]
+    ratios = [c.ratio for c in changes if c.ratio and c.verdict != CONTROL]
+    if ratios:
+        mean = f"{times(geometric_mean(ratios))} in the geometric mean of {len(ratios)}"
+        parts.append(f"Times after over before: {mean}.")
+    return " ".join(parts + _noise(changes) + _together(changes))
+
+
+def _noise(changes: Sequence[Change]) -> list[str]:
+    """Say what the noise was estimated from, and how large it is."""
+    known, said = [change for change in changes if change.noise], list[str]()
+    same = [math.expm1(abs(change.log - change.shift)) for change in known if change.same_code]
+    if same:
+        said.append(
+            "The code is the same as before, so what differs is this machine's noise: half of"
+            f" {len(same)} cases by more than {percent(median(same))}, one by {percent(max(same))}."
+        )
+    ours = [change for change in known if not change.same_code and change.verdict != CONTROL]
+    held = [change for change in ours if change.controls >= ENOUGH]
+    if held:
+        low, high = (percent(math.expm1(pick(c.noise for c in held))) for pick in (min, max))
+        shift = times(math.exp(median(change.shift for change in held)))
+        said.append(
+            f"The controls, whose code is unchanged, took {shift} as long in the median; a case is"
+            f" faster or slower if it differs from that by more than its noise, {low} to {high}:"
+            " twice their largest deviation, or twice the width of the middle half of its own"
+            f" samples. Where the controls' noise exceeds {BUSY:.0%} nothing can be said."
+        )
+    if len(held) < len(ours):
+        said.append(
+            f"{len(ours) - len(held)} cases have fewer than {ENOUGH} controls: their noise is"
+            f" {UNCONTROLLED:.0%} at the least, and a busy machine can exceed it."
+        )
+    return said
+
+
+def _together(changes: Iterable[Change]) -> list[str]:
+    """Say who is faster or slower in a pass: a median of cases is less noisy than a case."""
+    logs: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for change in changes:
+        if change.noise and not change.same_code:
+            family = (change.levels[0], change.row.get("impl"), change.peer)
+            logs[family].append(change.log - change.shift)
+    medians = {family: median(found) for family, found in logs.items() if len(found) >= ENOUGH}
+    said = []
+    for (kind, impl, peer), log in medians.items():
+        beside = [abs(m) for (other, _, control), m in medians.items() if control and other == kind]
+        own = logs[kind, impl, peer]
+        error = ERRORS * stdev(own) / math.sqrt(len(own))
+        noise = max(math.log1p(LEAST), TWICE * max(beside, default=0.0), error)
+        if not peer and len(beside) >= FEWEST and abs(log) > noise:
+            said.append(
+                f"Taken together, {kind[1]} {kind[2]} of {impl} is {FASTER if log < 0 else SLOWER}:"
+                f" {times(math.exp(log))} in the median of {len(own)} cases"
+                f" beside the controls, ±{percent(math.expm1(noise))}."
+            )
+    return said
 
 
 def report(a: Run, b: Run, *, every: bool = False) -> str:
@@ -113,24 +283,84 @@ def report(a: Run, b: Run, *, every: bool = False) -> str:
     Args:
         a: the run before.
         b: the run after.
-        every: give each timed case a line, and not only those that are not the same.
+        every: give each timed case a line, and not only those that changed.
     """
     changes = compare(a, b)
-    told = [
-        change
-        for change in changes
-        if "still" not in change.verdict and (every or change.verdict != "same")
-    ]
+    quiet = () if every else (SAME, CONTROL, ONCE)
+    told = [c for c in changes if "still" not in c.verdict and c.verdict not in quiet]
     sides = [f"Before: {circumstances(a)}.", f"After: {circumstances(b)}."]
     parts = ["\n".join(sides), summary(changes)]
     if told:
-        header = ["case", "before, ms", "after, ms", "after / before", "verdict"]
+        header = [
+            "case",
+            "before, ms",
+            "after, ms",
+            "after / before",
+            "controls",
+            "noise",
+            "verdict",
+        ]
         lines = [_line(change) for change in told]
         parts.append(markdown(Table(caption="", header=header, lines=lines, rows=[])))
     return "\n\n".join(parts)
 
 
 def _line(change: Change) -> list[str]:
-    ratio = digits(change.ratio)
-    case = f"{change.study}: {change.name}"
-    return [case, ms(change.before), ms(change.after), ratio, change.verdict]
+    beside = ["", ""]
+    if change.noise:
+        beside = [digits(math.exp(change.shift)), f"±{percent(math.expm1(change.noise))}"]
+    seconds = (ms(each) for each in change.seconds)
+    return [": ".join(change.case), *seconds, digits(change.ratio), *beside, change.verdict]
+
+
+def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str], str], list[str]]:
+    """Hold the cases of ours in ``b`` to limits on how much slower than in ``a`` they may be.
+
+    Args:
+        a: the run before; its rows have ``stats``, the statistics that a limit may be on.
+        b: the run after, likewise.
+        limits: of pytest-benchmark.
+
+    Returns:
+        By case, the sentence that says which limit it breaks, beyond the noise; and a sentence for
+        each limit that lies inside the noise of some cases.
+    """
+    broken, inside = dict[tuple[str, str], str](), list[str]()
+    for limit in limits:
+        field, blurred = limit.field, list[float]()
+        ours = [
+            c for c in compare(_on(a, field), _on(b, field)) if c.noise and c.verdict != CONTROL
+        ]
+        for change in ours:
+            # A limit may be in seconds, so it is asked about seconds without the machine's shift.
+            before = {field: change.seconds[0]}
+            moved, edge = (
+                {field: (change.seconds[0] or 0.0) * math.exp(log)}
+                for log in (change.log - change.shift, change.noise)
+            )
+            if change.verdict == SLOWER and limit.fails(moved, before):
+                broken[change.case] = (
+                    f"SLOWER {math.expm1(change.log - change.shift):+.1%} than in the kept runs:"
+                    f" {field} beside the controls, beyond the limit and the noise of"
+                    f" {percent(math.expm1(change.noise))}"
+                )
+            elif limit.fails(edge, before):
+                blurred.append(change.noise)
+        if blurred:
+            inside.append(
+                f"--benchmark-compare-fail: the limit on the {field} lies inside the noise of"
+                f" {len(blurred)} of {len(ours)} cases, {percent(math.expm1(max(blurred)))} at"
+                " most, and proves nothing about them; allow more, or use --gate-against"
+            )
+    return broken, inside
+
+
+def _on(run: Run, field: str) -> Run:
+    """Return the run with another statistic in the median's place."""
+    spread = () if field in ("min", "mean", "median") else ("q1", "q3")
+    rows = [
+        {name: fact for name, fact in row.items() if name not in spread}
+        | {"seconds": row["stats"][field] if "stats" in row else row.get("seconds")}
+        for row in run.rows
+    ]
+    return replace(run, rows=rows)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import geometric_mean, linear_regression
 
 from flashattn.report.units import times
+
+__all__ = ["exponent", "geometric_mean", "in_words"]
 
 
 def exponent(points: Iterable[tuple[float, float]]) -> float | None:
@@ -17,16 +20,7 @@ def exponent(points: Iterable[tuple[float, float]]) -> float | None:
     logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in logs}) < 2:  # noqa: PLR2004 - a line has two points
         return None
-    mean_x = math.fsum(x for x, _ in logs) / len(logs)
-    mean_y = math.fsum(y for _, y in logs) / len(logs)
-    along = math.fsum((x - mean_x) * (y - mean_y) for x, y in logs)
-    return along / math.fsum((x - mean_x) ** 2 for x, _ in logs)
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    """Return the mean of ratios: twice as fast and half as fast make one."""
-    logs = [math.log(ratio) for ratio in ratios]
-    return math.exp(math.fsum(logs) / len(logs))
+    return linear_regression(*zip(*logs, strict=True)).slope
 
 
 def in_words(ratios: Mapping[str, float]) -> str:

@@ -25,7 +25,8 @@ CONFIDENCE = 0.99
 RESAMPLES = 4000
 AGAIN = 2  # how much longer a case is collected again
 SLOWER, FASTER, SAME, AMBIGUOUS = "SLOWER", "FASTER", "SAME", "AMBIGUOUS"
-UNPROVEN, NEW = "UNPROVEN", "NEW"  # the null arm differs; the old revision cannot run the case
+# The null arm differs, or the old revision does not run at all; it cannot run this one case.
+UNPROVEN, NEW = "UNPROVEN", "NEW"
 SEEN, MISSED = "SEEN", "MISSED"  # of a slow-down made on purpose
 # pytest's own are 0 to 5, of which 1 says that something is SLOWER.
 EXIT_AMBIGUOUS, EXIT_UNPROVEN, EXIT_BROKEN = 10, 11, 12
@@ -50,13 +51,13 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """SLOWER, FASTER: surely, and by more than the margin. SAME: surely by less than it."""
+        """SLOWER, FASTER: surely, and by more than the margin. SAME: surely not slower by it."""
         most = 1 + MARGIN
         if self.low > most:
             return SLOWER
         if self.high < 1 / most:
             return FASTER
-        return SAME if 1 / most < self.low and self.high < most else AMBIGUOUS
+        return SAME if self.high < most else AMBIGUOUS
 
     def __str__(self) -> str:
         """Return the three as signed percents."""
@@ -94,6 +95,7 @@ class Outcome:
         case: its name.
         readings: in their order; none where the old revision cannot run it.
         reason: why it cannot.
+        dead: whether its process has died or does not answer, so that nothing can be compared.
         injected: share by which the new revision was made slower on purpose.
         attempts: of the self-test, of which these readings are the last.
     """
@@ -101,13 +103,16 @@ class Outcome:
     case: str
     readings: Sequence[Reading] = ()
     reason: str | None = None
+    dead: bool = False
     injected: float = 0.0
     attempts: int = 1
 
     @property
     def difference(self) -> str:
         """SLOWER, FASTER, SAME, AMBIGUOUS, UNPROVEN or NEW: the last word; see ``settle``."""
-        return self.readings[-1].verdict if self.readings else NEW
+        if self.readings:
+            return self.readings[-1].verdict
+        return UNPROVEN if self.dead else NEW
 
     @property
     def verdict(self) -> str:
@@ -116,7 +121,7 @@ class Outcome:
         MISSED is the gate's fault: it called the slow-down what it surely is not, or did not know
         though its interval was narrow. What a noisy machine blurs is UNPROVEN.
         """
-        if not self.injected or self.difference == NEW:
+        if not (self.injected and self.readings):
             return self.difference
         if self.difference == SLOWER:
             return SEEN
@@ -130,21 +135,25 @@ class Outcome:
         return last.verdict != UNPROVEN and last.change.high / last.change.low < room
 
     def __str__(self) -> str:
-        """Return a sentence."""
+        """Return a sentence that begins with the verdict and the change, as a line may be cut."""
         if not self.readings:
-            return f"{self.case} is {NEW}: the old revision cannot run it ({self.reason})"
+            return f"{self.verdict}: the old revision cannot run {self.case} ({self.reason})"
         last = self.readings[-1]
-        said = f"{last.change}, null arm {last.null}, {last.rounds} rounds"
+        said = f"{self.case}, null arm {last.null}, {last.rounds} rounds"
+        why = EXPLAINED.get(self.verdict, "")
         if self.injected:
-            was = f"a slow-down of {self.injected:.0%} made on purpose was {SAID[self.verdict]}"
-            return f"{self.case}: {was}: {self.difference}, {said}"
-        return f"{self.case} is {self.verdict}: {said}{EXPLAINED.get(self.verdict, '')}"
+            why = f"; a slow-down of {self.injected:.0%} made on purpose {SAID[self.verdict]}"
+        return f"{self.verdict} {last.change}: {said}{why}"
 
 
-SAID = {SEEN: SEEN, MISSED: MISSED, UNPROVEN: "not seen on a machine as noisy as this one is now"}
+SAID = {
+    SEEN: "was seen",
+    MISSED: "was not seen",
+    UNPROVEN: "was not seen on a machine as noisy as this one is now",
+}
 EXPLAINED = {
     SLOWER: f"; seen twice, each time surely more than {MARGIN:.0%}",
-    AMBIGUOUS: f"; neither surely within {MARGIN:.0%} nor twice surely beyond it",
+    AMBIGUOUS: f"; neither surely below {MARGIN:.0%} nor twice surely beyond it",
     UNPROVEN: "; the old revision differs from itself, so this machine tells nothing now",
 }
 

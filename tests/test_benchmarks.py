@@ -161,10 +161,9 @@ def test_rows_are_on_disk_before_the_next_case(bench, pytester):
     assert set(seen) == {"good"}
 
 
+@pytest.mark.interpreter
 def test_interpreted_kernels_have_no_speed(bench, pytester):
     """A Triton kernel that was interpreted is a row with a reason, under whatever name."""
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU kernels are not interpreted")
     plugin = made_impl("mine", registry.get("triton"))
     bench({"mine": plugin}, *ONE).assert_outcomes(skipped=3)
     rows = load(journal(pytester)).rows

@@ -1,10 +1,9 @@
-"""What continuous integration makes of the gate's word, and of many GPUs."""
+"""What continuous integration makes of the gate's word."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,19 +18,18 @@ def checkout(tmp_path):
     folder, programs = tmp_path / "checkout", tmp_path / "programs"
     (folder / ".ci").mkdir(parents=True)
     programs.mkdir()
-    for name in ("gate", "gpu"):
-        (folder / ".ci" / name).write_text((SCRIPTS / name).read_text())
+    (folder / ".ci" / "gate").write_text((SCRIPTS / "gate").read_text())
     (programs / "pytest").write_text('#!/bin/sh\necho "pytest $*"\nexit "$STATUS"\n')
     (programs / "pytest").chmod(0o755)
     return folder
 
 
-def run(folder, status=0, command=GATE, **settings):
+def run(folder, status=0, **settings):
     """Return how a script ends, and what it says."""
     path = f"{folder.parent / 'programs'}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "STATUS": str(status)} | settings
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        GATE, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     return done.returncode, done.stdout
 
@@ -91,62 +89,3 @@ def test_without_a_parent_the_gate_tests_itself(checkout, tree):
     first, second = output.splitlines()
     assert first.startswith("No parent commit here")
     assert second == "pytest benchmarks --gate-selftest --gate-rounds=40"
-
-
-TESTED = """#!/bin/sh
-echo "$CUDA_VISIBLE_DEVICES: $*" >> called
-echo "===== 7 passed in 0.1s ====="
-case "$*" in *--part=$BROKEN) echo "FAILED tests/test_x.py::test_y - z"; exit 1;; esac
-"""
-
-
-@pytest.fixture
-def gpus(checkout):
-    """Return the folder, with two GPUs and a pytest that notes how it was called."""
-    programs = checkout.parent / "programs"
-    for name, text in {
-        "pytest": TESTED,
-        "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
-    }.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    return checkout
-
-
-def test_every_part_runs_on_one_of_the_gpus(gpus):
-    """The gate's tests and the largest run first; then the others' parts, dealt to the GPUs."""
-    ended, output = run(gpus, command=("bash", ".ci/gpu", "3", "logs"), CUDA_VISIBLE_DEVICES="")
-    assert ended == 0
-    called = (gpus / "called").read_text().splitlines()
-    first = "tests/test_pair.py tests/test_kernels.py -k test_pair or more_than_2_31"
-    others = "tests --ignore=tests/test_pair.py -k not more_than_2_31"
-    assert sorted(called[:2]) == [f"{i % 2}: {first} --part={i}/2" for i in (2, 1)]
-    assert sorted(called[2:]) == sorted(f"{i % 2}: {others} --part={i}/6" for i in range(1, 7))
-    assert len(output.splitlines()) == len(list((gpus / "logs").iterdir())) == 8
-
-
-def test_a_part_that_fails_is_told(gpus):
-    """One failure in one part is in the output, beside all summaries, and the end is red."""
-    ended, output = run(gpus, command=("bash", ".ci/gpu", "2", "logs"), BROKEN="3/4")
-    assert ended == 1
-    assert "logs/part-3.log:FAILED tests/test_x.py::test_y - z" in output.splitlines()
-    assert output.count("7 passed") == 6
-
-
-def test_a_part_that_hangs_is_aborted(gpus):
-    """A part that does not end is told with the line where it was; the others run to their end."""
-    hung = f'case "$*" in *--ignore*--part=2/2) exec {sys.executable} -X faulthandler -c \''
-    hung += "import time\ntime.sleep(60)';; esac\n"
-    programs = gpus.parent / "programs"
-    (programs / "pytest").write_text(TESTED + hung)
-    ended, output = run(gpus, command=("bash", ".ci/gpu", "1", "logs", "3"))
-    assert ended == 1
-    assert "logs/part-2.log:exit status 124" in output.splitlines()
-    assert 'File "<string>", line 2 in <module>' in (gpus / "logs" / "part-2.log").read_text()
-    assert output.count("7 passed") == 4
-
-
-def test_parts_that_say_nothing_are_no_success(gpus):
-    """Where no part ends with a summary the end is red, whatever it was that ran."""
-    (gpus.parent / "programs" / "pytest").write_text("#!/bin/sh\n")
-    assert run(gpus, command=("bash", ".ci/gpu", "1", "logs"))[0] == 1

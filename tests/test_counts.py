@@ -25,12 +25,10 @@ from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
 from flashattn.kernels.backward import KERNELS as GRADIENTS
 from flashattn.kernels.offline import FIXED, variants
-from flashattn.kernels.primitives import INTERPRETED
 from flashattn.ops import INTERPRETER_FAILS
 
 FOLDER = Path(__file__).parent / "counts"
 COMPILED = sorted(FOLDER.glob("compiled-*.json"))
-interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
 needs_the_interpreter = pytest.mark.skipif(
     INTERPRETER_FAILS is not None, reason=str(INTERPRETER_FAILS)
 )
@@ -272,7 +270,7 @@ def move(x, y, n, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):  # noqa: N803 - as
         tl.atomic_add(y, 1.0)
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_masked_elements_do_not_count(dtype):
     """Bytes are those of the elements that a mask lets through, and of what has no mask."""
@@ -286,7 +284,7 @@ def test_masked_elements_do_not_count(dtype):
     assert counts.loaded == moved  # it no longer counts
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_what_is_not_counted_is_refused():
     """A kernel whose work would go uncounted is an error, and the interpreter is left as it was."""
     x, y = torch.ones(16), torch.zeros(16)

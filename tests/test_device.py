@@ -188,7 +188,7 @@ def test_throttling_is_named(bits, words):
     assert sampled.between(0, 2).throttled == words
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_working_gpu_is_sampled():
     """A working GPU's clock and power are sampled while it works."""
     device = torch.device("cuda")

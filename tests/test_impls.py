@@ -166,9 +166,13 @@ def test_mixed_layouts(impl, device, heads, seq_kv):
 
 
 @strictly
-def test_far_below_zero(impl, device):
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(heads=2, seq_q=40, seq_kv=70, head_dim=64), Problem(seq_q=2, head_dim=1)],
+    ids=str,
+)
+def test_far_below_zero(impl, device, problem):
     """Where lse is below -88.7, and exp(-lse) inf, a key that only pads a tile gives no NaN."""
-    problem = Problem(heads=2, seq_q=40, seq_kv=70, head_dim=64)
     exact = run_reference(Question(problem=problem, device=device, values="negative").draw())
     assert exact["lse"].max() < -88.7
     judge_strictly(impl, device, problem, values="negative")

@@ -377,7 +377,7 @@ def test_thinning_keeps_ends_and_extremes():
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_gpu_is_recorded(tmp_path):
     """On a GPU a block is in the timeline while it is live, with line and phase, and in a peak."""
     device = torch.device("cuda")

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from flashattn.kernels.offline import Variant, compile_variant, matrix_instructions
-from flashattn.kernels.primitives import INTERPRETED
 from flashattn.kernels.tiles import Tile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -46,7 +45,7 @@ def test_spills_and_loads_are_seen(monkeypatch):
     assert narrow == "20 False False True"
 
 
-@pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
+@pytest.mark.interpreter
 def test_an_interpreting_process_is_refused():
     """Where Triton interprets, the reason is said instead of a crash in the compiler."""
     variant = Variant("sm_90", "fwd", 2, 64, Tile(64, 64, 4, 2), causal=True)

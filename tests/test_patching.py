@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from flashattn.kernels.primitives import INTERPRETED
 from flashattn.testing import patching
 
 
@@ -68,7 +67,7 @@ def test_a_kernel_replaces_all_whatever_is_left(monkeypatch):
     scope.restore()
 
 
-@pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here")
+@pytest.mark.interpreter
 def test_tests_do_so():
     """Kernels under test are interpreted so."""
     assert interpreter._patch_builtin is patching._patch
@@ -92,7 +91,7 @@ def combine(x, y, out, HOW: tl.constexpr):  # noqa: N803 - as in kernels
 LARGEST = 2**31 - 1
 
 
-@pytest.mark.skipif(not INTERPRETED.value, reason="a GPU's integers overflow without a word")
+@pytest.mark.interpreter  # a GPU's integers overflow without a word
 @pytest.mark.parametrize(
     ("how", "a", "b", "fits"),
     [

@@ -293,7 +293,7 @@ def test_profile_waits_at_the_ends_of_phases(monkeypatch):
     assert result.phases == {"forward": pytest.approx(40e-6)}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_profile_on_a_gpu_is_of_its_kernels():
     """On a GPU a product is one matmul kernel, and all kernels are in the phases they ran in."""
     device = torch.device("cuda")

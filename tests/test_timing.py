@@ -272,10 +272,9 @@ def test_disabled_benchmark_calls_once(simulated, ours):
     assert (ours.kept, ours.extra_info) == ([], {})
 
 
+@pytest.mark.interpreter
 def test_interpreted_kernels_are_recognised():
     """A Triton kernel that the interpreter would run is told from one that runs, and not run."""
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU kernels are not interpreted")
     q = torch.randn(1, 1, 16, 16)
     done = []
 
@@ -290,7 +289,7 @@ def test_interpreted_kernels_are_recognised():
     assert done == ["tiled"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_cuda_clock_tells_device_time():
     """On a real device ten products take ten times as long as one, although they queue at once."""
     clock = timing.clock_of(torch.device("cuda"))

@@ -13,11 +13,12 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 # There is no public way to any of these.
 _patch_language = interpreter._patch_lang  # noqa: SLF001
 _cast = InterpreterBuilder.cast_impl
+_call = GridExecutor.__call__
 # Of each module, and of the tensors that both have, something that is not replaced yet.
 _PLAIN = {tl: tl.range, tl.core: tl.core.range}
 _PLAIN_T = tl.tensor.__dict__["T"]
@@ -35,15 +36,25 @@ def patch_interpreter() -> None:
     Sums, differences and products of integers fail that do not fit their dtype. Triton computes
     each of them a second time to find out, and then says nothing, unless it debugs.
 
+    What overflows in a kernel is inf or NaN without a warning, as on a GPU: rows beyond the last
+    hold such numbers, which nobody stores.
+
     The builtins of the language are looked for once. Triton replaces them for as long as a kernel
     runs, and looks through every module for them whenever a jitted function calls another.
     """
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins(owner)  # now: a kernel that runs has replaced some
+    GridExecutor.__call__ = _call_silently
     InterpreterBuilder.cast_impl = _cast_exactly
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     interpreter._patch_builtin = _patch  # noqa: SLF001
     interpreter._patch_lang = _patch_once  # noqa: SLF001
+
+
+def _call_silently(kernel: Any, *arguments: Any, **options: Any) -> None:
+    """Run a kernel without numpy's warnings."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        _call(kernel, *arguments, **options)
 
 
 def _cast_exactly(builder: Any, x: Any, wanted: Any) -> Any:

@@ -47,11 +47,14 @@ def pytest_report_header():
 
 
 @pytest.fixture
-def pytester(pytester):
+def pytester(pytester, monkeypatch):
     """Keep what an inner run imports: torch's and Triton's modules cannot be imported twice."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+        monkeypatch.delenv(name)  # an inner run is no worker
+    own = ("test_", "bench_", "conftest", "benchmarks")
 
     def snapshot():
-        return SysModulesSnapshot(lambda name: not name.startswith(("test_", "bench_", "conftest")))
+        return SysModulesSnapshot(lambda name: not name.rpartition(".")[2].startswith(own))
 
     pytester._sys_modules_snapshot = snapshot()
     pytester._Pytester__take_sys_modules_snapshot = snapshot

@@ -75,7 +75,7 @@ def test_enough_examples(pytester, request, drawn, chosen, status):
     """A run of all tests that draws fewer examples than it promises fails."""
     conftest = (request.config.rootpath / "conftest.py").read_text()
     pytester.makeconftest(
-        conftest + f"\nexamples.promised = lambda: 8\nexamples.Count.passed = {drawn}\n"
+        conftest + f"\nexamples.promised = lambda: 8\nexamples.Count.all = {drawn}\n"
     )
     pytester.mkdir("tests").joinpath("test_a.py").write_text("def test_a():\n    pass\n")
     result = pytester.runpytest_subprocess("tests", "-n0", *chosen)

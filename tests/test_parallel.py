@@ -88,7 +88,7 @@ SPANS = """
 
 def pytest_runtest_logreport(report):
     spans = dict(report.user_properties)
-    if report.when == "call" and spans and hasattr(report, "node"):  # here, of a worker
+    if report.when == "call" and "begin" in spans and hasattr(report, "node"):  # of a worker
         print("\\nSPAN", report.nodeid.split("::")[1], spans["begin"], spans["end"])
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import wraps
 from typing import Any
 
@@ -17,9 +17,10 @@ CHOOSE = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "impl", "l
 
 
 class Count:
-    """How many examples passed, here and in the workers that ended."""
+    """How many examples passed: of the test that runs, and of all that were reported."""
 
     passed = 0
+    all = 0
 
     @classmethod
     def of(cls, check: Check) -> Check:
@@ -43,30 +44,36 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         property_.inner_test = Count.of(property_.inner_test)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note in the report, which a worker sends, how many examples the test ran."""
+    report = yield
+    if call.when == "call" and Count.passed:
+        report.user_properties.append(("examples", Count.passed))
+        Count.passed = 0
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add them up."""
+    if report.when == "call":
+        Count.all += sum(int(str(n)) for name, n in report.user_properties if name == "examples")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Hand a worker's count over; fail a whole run that drew fewer examples than it promises."""
-    config = session.config
-    if hasattr(config, "workerinput"):
-        config.workeroutput["examples"] = Count.passed  # type: ignore[attr-defined] # of xdist
-    elif exitstatus == 0 and _whole(config) and Count.passed < promised():
+    """Fail a whole run that drew fewer examples than it promises."""
+    if exitstatus == 0 and _too_few(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Add what a worker counted."""
-    Count.passed += getattr(node, "workeroutput", {}).get("examples", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many examples passed."""
-    if _whole(terminalreporter.config) and Count.passed < promised():
-        said = f", too few: wanted {promised()}"
-    else:
-        said = ""
-    if Count.passed or said:
-        terminalreporter.write_line(f"hypothesis: {Count.passed} examples passed{said}")
+    said = f", too few: wanted {promised()}" if _too_few(terminalreporter.config) else ""
+    if Count.all or said:
+        terminalreporter.write_line(f"hypothesis: {Count.all} examples passed{said}")
 
 
 def promised() -> int:
@@ -75,6 +82,7 @@ def promised() -> int:
     return PROMISED[device] * hypothesis.settings().max_examples
 
 
-def _whole(config: pytest.Config) -> bool:
+def _too_few(config: pytest.Config) -> bool:
     whole = config.args in (["tests"], [str(config.rootpath / "tests")])
-    return whole and not any(config.getoption(name, None) for name in CHOOSE)
+    chosen = any(config.getoption(name, None) for name in CHOOSE) or hasattr(config, "workerinput")
+    return whole and not chosen and Count.all < promised()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 from _pytest.pytester import SysModulesSnapshot
@@ -58,4 +59,6 @@ def pytester(pytester, monkeypatch):
 
     pytester._sys_modules_snapshot = snapshot()
     pytester._Pytester__take_sys_modules_snapshot = snapshot
-    return pytester
+    profile = hypothesis.settings.get_current_profile_name()
+    yield pytester
+    hypothesis.settings.load_profile(profile)  # which an inner run's conftest replaces

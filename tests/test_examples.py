@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from flashattn import registry
+from flashattn.testing import examples
 from flashattn.testing.examples import Count
 from flashattn.testing.law import share
 
@@ -57,11 +58,12 @@ def test_law(impl, question):
 """
 
 
-def test_summary(pytester, request, device):
+def test_summary(pytester, request, device, monkeypatch):
     """The summary says how many examples passed, of properties and of laws, which draw a share."""
     pytester.makepyfile(COUNTED)
     pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
-    result = pytester.runpytest_subprocess(
+    monkeypatch.setattr(Count, "all", 0)
+    result = pytester.runpytest_inprocess(
         "--impl", "reference", "--hypothesis-profile", "quick", "-p", "no:cacheprovider"
     )
     of_the_law = share(registry.get("reference"), device, "quick")
@@ -71,13 +73,12 @@ def test_summary(pytester, request, device):
 @pytest.mark.parametrize(
     ("drawn", "chosen", "status"), [(0, (), 1), (9, (), 0), (0, ("-k", "a"), 0)]
 )
-def test_enough_examples(pytester, request, drawn, chosen, status):
+def test_enough_examples(pytester, request, monkeypatch, drawn, chosen, status):
     """A run of all tests that draws fewer examples than it promises fails."""
-    conftest = (request.config.rootpath / "conftest.py").read_text()
-    pytester.makeconftest(
-        conftest + f"\nexamples.promised = lambda: 8\nexamples.Count.all = {drawn}\n"
-    )
+    monkeypatch.setattr(Count, "all", drawn)
+    monkeypatch.setattr(examples, "promised", lambda: 8)
+    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
     pytester.mkdir("tests").joinpath("test_a.py").write_text("def test_a():\n    pass\n")
-    result = pytester.runpytest_subprocess("tests", "-n0", *chosen)
+    result = pytester.runpytest_inprocess("tests", "-n0", *chosen)
     assert result.ret == status
     assert ("too few: wanted 8" in result.stdout.str()) == (status == 1)

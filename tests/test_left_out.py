@@ -38,7 +38,7 @@ def test_what_cannot_run_is_left_out(pytester, request, shown, skipped):
     pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
     impls = ("--impl=naive", "--impl=reference", "--impl=hopper")
-    result = pytester.runpytest_subprocess(*impls, *shown, "-rs")
+    result = pytester.runpytest_inprocess(*impls, *shown, "-rs")
     result.assert_outcomes(passed=3, skipped=skipped)
     result.stdout.fnmatch_lines(["left out: hopper: needs *"])
     if shown:

@@ -27,7 +27,7 @@ LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "alone: looks at a clock, so other workers wait")
-    config.addinivalue_line("markers", "gpu_memory: wants a GPU's memory, so there they wait, too")
+    config.addinivalue_line("markers", "gpu_memory: wants much of a GPU's memory, so one at a time")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,8 +97,7 @@ def _drawn(item: pytest.Item) -> bool:
 
 
 def _alone(item: pytest.Item) -> bool:
-    names = ("alone", "gpu_memory") if torch.cuda.is_available() else ("alone",)
-    return any(item.get_closest_marker(name) for name in names)
+    return item.get_closest_marker("alone") is not None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest-timeout's clock
@@ -107,11 +106,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     folder = getattr(item.config, "workerinput", {}).get("locks")
     if folder is None:
         return (yield)
-    # A test that waits for the room keeps the door, so that those after it cannot starve it.
-    with (Path(folder) / "room").open("w") as room:
-        with (Path(folder) / "door").open("w") as door:
-            fcntl.flock(door, fcntl.LOCK_EX)
-            fcntl.flock(room, fcntl.LOCK_EX if _alone(item) else fcntl.LOCK_SH)
+    memory, door, room = (Path(folder) / name for name in ("memory", "door", "room"))
+    with memory.open("w") as large, room.open("w") as shared:
+        if item.get_closest_marker("gpu_memory"):
+            fcntl.flock(large, fcntl.LOCK_EX)
+        # A test that waits for the room keeps the door, so that those after it cannot starve it.
+        with door.open("w") as single:
+            fcntl.flock(single, fcntl.LOCK_EX)
+            fcntl.flock(shared, fcntl.LOCK_EX if _alone(item) else fcntl.LOCK_SH)
         try:
             return (yield)
         finally:

@@ -146,7 +146,6 @@ def test_unchanged_code_is_the_same(repository, monkeypatch):
     assert not list(scratch.iterdir())
 
 
-@pytest.mark.alone
 def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     """What is slower fails with a sentence that JUnit counts; what is faster or new does not.
 
@@ -188,7 +187,6 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     result.stdout.no_fnmatch_line("*pytest.fail(*")
 
 
-@pytest.mark.alone
 def test_a_dirty_null_arm_proves_nothing(repository, monkeypatch):
     """Where the old revision is slower than itself the status says so, though nothing failed."""
 

@@ -220,6 +220,7 @@ def test_nothing_run_is_no_share():
         profile(lambda: None, CPU, calls=0)
 
 
+@pytest.mark.alone
 def test_profile_on_a_cpu_is_of_operators():
     """On a CPU a product's profile is its operators, per call, and their phases."""
     a = torch.randn(256, 256)

@@ -53,6 +53,7 @@ def test_roofs_are_work_over_time(settings, monkeypatch):
     assert len(spreads) >= 2 * len(SMALL.kinds)
 
 
+@pytest.mark.alone
 def test_cpu_roofs_are_plausible(monkeypatch):
     """The real clock on this machine's processor gives a number above 0 for each of its roofs."""
     monkeypatch.setitem(roofline.SIZES, "cpu", Sizes(side=128, copied=2**16, kinds=("float32",)))

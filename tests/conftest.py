@@ -62,3 +62,13 @@ def pytester(pytester, monkeypatch):
     profile = hypothesis.settings.get_current_profile_name()
     yield pytester
     hypothesis.settings.load_profile(profile)  # which an inner run's conftest replaces
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List every mutant, the test that caught it, and how long that took."""
+    reports = [report for of in terminalreporter.stats.values() for report in of]
+    calls = [report for report in reports if getattr(report, "when", "") == "call"]
+    told = [dict(report.user_properties).get("verdict") for report in calls]
+    if any(told):
+        terminalreporter.section("mutants")
+        terminalreporter.write_line("\n".join(filter(None, told)))

@@ -121,13 +121,3 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_mutant(item):
     return item.get_closest_marker("mutants") is not None
-
-
-def pytest_terminal_summary(terminalreporter):
-    """List every mutant, the test that caught it, and how long that took."""
-    reports = [report for of in terminalreporter.stats.values() for report in of]
-    calls = [report for report in reports if getattr(report, "when", "") == "call"]
-    told = [dict(report.user_properties).get("verdict") for report in calls]
-    if any(told):
-        terminalreporter.section("mutants")
-        terminalreporter.write_line("\n".join(filter(None, told)))

@@ -31,10 +31,10 @@ tensor cores"), so what is lost has one sign and adds up. An fp32 product of len
 three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
 eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
 the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. Of a
-score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost (on an
-H200 the mean is 0.8 to 1.2 times that for TF32, and half of it for bf16), and P changes by the
-factor 1 + t. That is another number for each score, so scores are carried as independent: dk and dv
-have a^2 + t^2 in place of a^2, and dq has one term more::
+score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost
+(measured in docs/tuning-log.md), and P changes by the factor 1 + t. That is another number for each
+score, so scores are carried as independent: dk and dv have a^2 + t^2 in place of a^2, and dq has
+one term more::
 
     scale * root of (P * t * (dP - delta)) ** 2 @ (K ** 2)
 

@@ -11,12 +11,10 @@ from functools import cache
 from inspect import signature
 
 import pytest
-import torch
 
 from flashattn import registry
-from flashattn.testing.law import unasked
+from flashattn.testing.law import DEVICE, unasked
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MARKERS = (
     "gpu: needs a CUDA GPU",
     "interpreter: needs kernels to be interpreted",

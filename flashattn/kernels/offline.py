@@ -279,6 +279,11 @@ def code_bytes(cubin: bytes) -> int:
     return sum(length for _, _, flags, _, _, length in sections if flags & EXECUTABLE)
 
 
+def source_of(variant: Variant | HopperVariant) -> ASTSource:
+    """Return the kernel of one variant with its arguments' types, as Triton compiles it."""
+    return _source(variant) if isinstance(variant, Variant) else variant.source
+
+
 def compiled_kernel(variant: Variant | HopperVariant) -> Any:
     """Return what Triton makes of one variant.
 
@@ -292,8 +297,7 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
         )
         raise RuntimeError(msg)
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
-    source = _source(variant) if isinstance(variant, Variant) else variant.source
-    return triton.compile(source, target=target, options=variant.options)
+    return triton.compile(source_of(variant), target=target, options=variant.options)
 
 
 def resources_of(compiled: Any) -> Resources:

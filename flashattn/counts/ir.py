@@ -1,0 +1,113 @@
+"""Hash what each kernel is lowered to, to prove that a refactoring changed no machine code.
+
+    python -m flashattn.counts.ir > before.txt
+    python -m flashattn.counts.ir > after.txt
+    python -m flashattn.counts.ir --same before.txt after.txt
+
+Each variant of every kernel is compiled as far as Triton's GPU dialect (TTGIR) and hashed without
+the names of functions, values and source lines, so that only what is computed counts. The names of
+variants may change, too: the hashes of two lists are compared as multisets.
+
+Exit status: 0 the same; 1 different, or a variant does not compile; 2 a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported, which is next
+
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+
+from flashattn.kernels.offline import Variant, source_of, variants
+
+SOURCE_LINE = re.compile(r"(^#loc.*$)|\s*loc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
+SYMBOL = re.compile(r"@[\w$.]+")
+VALUE = re.compile(r"%[\w$.]+")
+
+
+def canonical(module: str) -> str:
+    """Return a module's text with functions and values numbered in their order, without lines."""
+    numbers: dict[str, str] = {}
+
+    def number(found: re.Match[str]) -> str:
+        return numbers.setdefault(found[0], f"{found[0][0]}{len(numbers)}")
+
+    text = SOURCE_LINE.sub("", module)
+    return VALUE.sub(number, SYMBOL.sub(number, text))
+
+
+def lowered(variant: Any) -> str:
+    """Return the TTGIR of a variant as Triton prints it."""
+    target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
+    source, backend = source_of(variant), make_backend(target)
+    options = backend.parse_options(dict(variant.options) | source.parse_options())
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    metadata: dict[str, Any] = {}
+    for name in list(stages)[list(stages).index(source.ext) :]:
+        module = stages[name](module, metadata)
+        if name == "ttgir":
+            break
+    return str(module)
+
+
+def _hash(variant: Variant) -> str:
+    try:
+        text = canonical(lowered(variant))
+    except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
+        return f"FAILED {type(error).__name__}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rows(path: Path) -> dict[str, str]:
+    """Return the hash of each variant in a list."""
+    rows = (line.split(" ", 1) for line in path.read_text("utf-8").splitlines())
+    return {name: value for value, name in rows}
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Return a sentence for each variant whose hash the other list lacks."""
+    had, have = Counter(before.values()), Counter(after.values())
+    gone = [f"only before: {name}" for name, value in before.items() if had[value] > have[value]]
+    return gone + [
+        f"only after: {name}" for name, value in after.items() if have[value] > had[value]
+    ]
+
+
+def main() -> int:
+    """Print the list, or compare two; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m flashattn.counts.ir", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", default="", metavar="TEXT", help="variants with this in a name")
+    parser.add_argument("--same", nargs=2, type=Path, metavar="LIST", help="compare two lists")
+    options = parser.parse_args()
+    if options.same:
+        found = differences(*map(_rows, options.same))
+        print("\n".join(found) or "the same")
+        return bool(found)
+    wanted = [variant for variant in variants() if options.only in str(variant)]
+    with ProcessPoolExecutor() as pool:
+        hashes = list(pool.map(_hash, wanted, chunksize=4))
+    for variant, value in zip(wanted, hashes, strict=True):
+        print(value, variant)
+    return any(value.startswith("FAILED") for value in hashes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,8 +5,9 @@
     python -m flashattn.counts.ir --same before.txt after.txt
 
 Each variant of every kernel is compiled as far as Triton's GPU dialect (TTGIR) and hashed without
-the names of functions, values and source lines, so that only what is computed counts. The names of
-variants may change, too: the hashes of two lists are compared as multisets.
+the names of functions, values and source lines, and without unused arguments, so that only what is
+computed counts. The names of variants may change, too: the hashes of two lists are compared as
+multisets.
 
 Exit status: 0 the same; 1 different, or a variant does not compile; 2 a wrong argument.
 """
@@ -32,19 +33,27 @@ from triton.compiler.compiler import make_backend
 from flashattn.kernels.offline import Variant, source_of, variants
 
 SOURCE_LINE = re.compile(r"(^#loc.*$)|\s*loc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
-SYMBOL = re.compile(r"@[\w$.]+")
-VALUE = re.compile(r"%[\w$.]+")
+SIGNATURE = re.compile(r"tt\.func public @[\w$.]+\((.*?)\) attributes", re.DOTALL)
+NAME = re.compile(r"[%@][\w$.]+")
 
 
 def canonical(module: str) -> str:
-    """Return a module's text with functions and values numbered in their order, without lines."""
+    """Return a module's text without source lines and names.
+
+    Functions and values are numbered in the order of the body; arguments that the body does not use
+    are left out, and the others listed in that order.
+    """
     numbers: dict[str, str] = {}
 
     def number(found: re.Match[str]) -> str:
         return numbers.setdefault(found[0], f"{found[0][0]}{len(numbers)}")
 
     text = SOURCE_LINE.sub("", module)
-    return VALUE.sub(number, SYMBOL.sub(number, text))
+    signature = SIGNATURE.search(text)
+    arguments = re.split(r", (?=%)", signature[1]) if signature else []
+    body = NAME.sub(number, SIGNATURE.sub("", text))
+    used = [NAME.sub(number, one) for one in arguments if NAME.match(one)[0] in numbers]  # type: ignore[index]
+    return "\n".join([*sorted(used), body])
 
 
 def lowered(variant: Any) -> str:

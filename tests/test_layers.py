@@ -45,7 +45,7 @@ ALLOWED = {
     "measure": {"measure", "problem"},
     "report": {"report"},
     "gate": {"gate", "report", "lm", "training"},
-    "counts": {"counts", "kernels", "ops", "problem", "testing"},
+    "counts": {"counts", "api", "kernels", "ops", "problem", "registry", "testing"},
     "emulate": {"emulate", "kernels"},
     "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
     "__init__": {"api", "ops", "problem", "registry", "tiled", "weighted_sum"},

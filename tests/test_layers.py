@@ -20,6 +20,7 @@ ALLOWED = {
     "watchers": set(),
     "reference": set(),
     "tiled": {"problem"},
+    "plan": {"plan", "problem"},
     "kernels": {"kernels"},
     "ops": {"problem", "watchers", "kernels"},
     "weighted_sum": {"kernels"},

@@ -14,8 +14,7 @@ from triton import knobs
 
 from flashattn.counts.addresses import findings
 from flashattn.counts.expect import Rows
-from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.offline import (
+from flashattn.counts.offline import (
     ARCHITECTURES,
     Resources,
     Variant,
@@ -24,6 +23,7 @@ from flashattn.kernels.offline import (
     sass_of,
     variants,
 )
+from flashattn.kernels.hopper.offline import HopperVariant
 
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.
 MINOR = ".".join(triton.__version__.split(".")[:2])

@@ -18,8 +18,8 @@ import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flashattn.counts.expect import Rows
-from flashattn.kernels import backward, forward
-from flashattn.kernels.alone import Recomputation
+from flashattn.counts.single_kernel import Recomputation
+from flashattn.kernels.portable import backward, forward
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter

@@ -17,24 +17,15 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels import choice, launch, splitting
-from flashattn.kernels.cut import cut_all, cut_like
+from flashattn.kernels.constants import LOG2E, SIZES
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.primitives import (
-    LOG2E,
-    SIZES,
-    WIDE_FP32,
-    add_compensated,
-    banded_tile,
-    cut_parts,
-    dot,
-    dot_transposed,
-    load_tile,
-    normalized,
-    seen_keys,
-    store_rows,
-    store_tile,
-    visited_keys,
-)
+from flashattn.kernels.portable import combine
+from flashattn.kernels.portable.bf16x3 import cut_all, cut_like
+from flashattn.kernels.portable.mask import seen_keys, visited_keys
+from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
+from flashattn.kernels.portable.mma import WIDE_FP32, cut_parts, dot, dot_transposed
+from flashattn.kernels.portable.scheduler import banded_tile
+from flashattn.kernels.portable.softmax import add_compensated, normalized
 from flashattn.kernels.tiles import Tile
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
@@ -424,6 +415,6 @@ def _fill(
     )
     if parts == 1:
         return Cut(fold, cut) if cut else fold
-    merge = splitting.merging(parts, q.shape, o_strides)
+    merge = combine.merging(parts, q.shape, o_strides)
     split = _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
     return Cut(split, cut) if cut else split

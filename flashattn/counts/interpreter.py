@@ -144,7 +144,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     counts = {}
     with counting() as counts["fwd"]:
         o, lse = forward.forward(q, k, v, parts=1, **options)
-    with counting() as counts["fwd_split"]:  # and merged
+    with counting() as counts["fwd_split"]:  # and combined
         forward.forward(q, k, v, parts=2, **options)
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, parts=1, **options

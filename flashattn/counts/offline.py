@@ -37,25 +37,25 @@ from flashattn.kernels.tiles import (
     padding,
 )
 
-Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
+Untiled = Literal["combine", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_few", "fwd_short", "decode"), forward.flashattn_fwd),
-    "merge": combine.flashattn_merge,
+    "combine": combine.flashattn_combine,
     "cut": bf16x3.flashattn_cut,
     "bwd_delta": preprocess.flashattn_bwd_delta,
     "bwd_sum": combine.flashattn_bwd_sum,
     **{str(kernel): fn for kernel, fn in backward.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
-    "merge": (combine.MERGE_BLOCK, combine.MERGE_WARPS),
+    "combine": (combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
     "cut": (bf16x3.BLOCK, bf16x3.WARPS),
     "bwd_delta": (preprocess.DELTA_BLOCK, preprocess.DELTA_WARPS),
     "bwd_sum": (combine.SUM_BLOCK, combine.SUM_WARPS),
 }
 ROWS = (
     "lse",
-    "lse_parts",
-    "o_parts",
+    "lse_partial",
+    "o_partial",
     "dk_terms",
     "dv_terms",
     "dq_terms",

@@ -136,7 +136,7 @@ MUTANTS = [
         SPLIT,
     ),
     Mutant(
-        "split_merged_in_base_e",
+        "split_combined_in_base_e",
         "kernels/portable/combine.py",
         "weight = tl.exp2(m_part - finite)",
         "weight = tl.exp(m_part - finite)",

@@ -1,8 +1,4 @@
-"""Splits put together: o by their largest scores, gradients by their sum, in one order.
-
-flashattn_merge puts parts of o together by their largest scores, flashattn_bwd_sum adds up those of
-a gradient; always in the same order.
-"""
+"""Results of splits combined: o by a weighted mean, gradients by a sum, in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from flashattn.kernels.launch import Launch
 from flashattn.kernels.portable.memory import multiple, tile_mask
 from flashattn.kernels.portable.softmax import normalized
 
-MERGE_BLOCK, MERGE_WARPS = 4, 1  # rows of o that a program of flashattn_merge puts together
+COMBINE_BLOCK, COMBINE_WARPS = 4, 1  # rows of o that a program of flashattn_combine puts together
 SUM_BLOCK, SUM_WARPS = 16, 4  # likewise of flashattn_bwd_sum
 
 
@@ -34,9 +30,9 @@ def store_dense(x, strides, row, heads, size, cols, tile, mask, PADDED: tl.const
 
 
 @triton.jit(do_not_specialize=SIZES)
-def flashattn_merge(
-    o_parts,
-    lse_parts,
+def flashattn_combine(
+    o_partial,
+    lse_partial,
     o,
     lse,
     o_strides,
@@ -56,18 +52,18 @@ def flashattn_merge(
     mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     for part in range(parts):
-        m_part = tl.load(lse_parts + part * rows + row, mask=row < rows, other=float("-inf"))
+        m_part = tl.load(lse_partial + part * rows + row, mask=row < rows, other=float("-inf"))
         m = tl.maximum(m, m_part)
     finite = tl.where(m == float("-inf"), 0.0, m)  # a row that sees no key
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK], tl.float32)
     for part in range(parts):
         at = part * rows + row
-        m_part = tl.load(lse_parts + at, mask=row < rows, other=float("-inf"))
+        m_part = tl.load(lse_partial + at, mask=row < rows, other=float("-inf"))
         weight = tl.exp2(m_part - finite)
-        l += weight * tl.load(lse_parts + parts * rows + at, mask=row < rows, other=0.0)
+        l += weight * tl.load(lse_partial + parts * rows + at, mask=row < rows, other=0.0)
         origin = at.to(tl.int64)[:, None] * multiple(head_dim, PADDED)
-        acc += weight[:, None] * tl.load(o_parts + origin + cols, mask=mask, other=0.0)
+        acc += weight[:, None] * tl.load(o_partial + origin + cols, mask=mask, other=0.0)
     acc, lse_rows = normalized(acc, m, l)
     store_dense(o, o_strides, row, heads, seq_q, cols, acc, mask, PADDED)
     tl.store(lse + row, lse_rows, mask=row < rows)
@@ -187,16 +183,16 @@ class Written(NamedTuple):
 Tensors = Sequence[torch.Tensor]
 
 
-def merging(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
-    """Prepare the launch of flashattn_merge for o of this shape and strides."""
+def combine_launch(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
+    """Prepare the launch of flashattn_combine for o of this shape and strides."""
     batch, heads, seq_q, head_dim = shape
     rows = batch * heads * seq_q
     return Launch(
-        flashattn_merge,
-        triton.cdiv(rows, MERGE_BLOCK),
+        flashattn_combine,
+        triton.cdiv(rows, COMBINE_BLOCK),
         [None] * 4,
         (strides[:3], parts, rows, heads, seq_q),
-        launch.row_options(head_dim, [strides[:3]], MERGE_BLOCK, MERGE_WARPS),
+        launch.row_options(head_dim, [strides[:3]], COMBINE_BLOCK, COMBINE_WARPS),
     )
 
 

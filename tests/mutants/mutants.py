@@ -67,21 +67,21 @@ MUTANTS = [
     # The online softmax
     Mutant(
         "forward_acc_not_rescaled",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "acc * alpha[:, None], PRECISION",
         "acc, PRECISION",
         "o is wrong where a later tile of keys raises the maximum",
     ),
     Mutant(
         "forward_sum_not_rescaled",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "add_compensated(l * alpha, lost * alpha, tl.sum(p, 1))",
         "add_compensated(l, lost, tl.sum(p, 1))",
         "rows do not add up to one where a later tile of keys raises the maximum",
     ),
     Mutant(
         "forward_maximum_from_zero",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         'm = tl.full([BLOCK_Q], float("-inf"), tl.float32)',
         "m = tl.zeros([BLOCK_Q], tl.float32)",
         "rows whose scores are all far below zero underflow; others are right",
@@ -89,21 +89,21 @@ MUTANTS = [
     ),
     Mutant(
         "forward_dead_rows_exponent",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         'finite = tl.where(m_new == float("-inf"), 0.0, m_new)',
         "finite = m_new",
         "NaN in rows that have seen no key yet",
     ),
     Mutant(
         "forward_dead_rows_division",
-        "kernels/primitives.py",
+        "kernels/portable/softmax.py",
         "dead = l == 0.0\n    l = tl.where(dead, 1.0, l)\n",
         "dead = l == 0.0\n",
         "0 / 0 in rows that see no key",
     ),
     Mutant(
         "forward_negative_scale",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         '"POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE',
         '"POSITIVE_SCALE": True',
         "a scale below zero takes the least score for the largest; a scale of zero gives NaN",
@@ -129,15 +129,15 @@ MUTANTS = [
     # Split keys
     Mutant(
         "split_counts_keys_twice",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "full = tl.maximum(tl.minimum(full, first + chunk), first)",
         "full = tl.minimum(full, first + chunk)",
         "a part that lies behind the mask's whole tiles folds the keys before it, too",
         SPLIT,
     ),
     Mutant(
-        "split_merged_in_base_e",
-        "kernels/splitting.py",
+        "split_combined_in_base_e",
+        "kernels/portable/combine.py",
         "weight = tl.exp2(m_part - finite)",
         "weight = tl.exp(m_part - finite)",
         "parts are weighted by powers of e of a logarithm in base 2",
@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "split_sums_unweighted",
-        "kernels/splitting.py",
+        "kernels/portable/combine.py",
         "l += weight * tl.load(",
         "l += tl.load(",
         "sums of exponentials of parts are added as they are, whatever their largest scores",
@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "split_gradients_forget_a_part",
-        "kernels/splitting.py",
+        "kernels/portable/combine.py",
         "    for part in range(parts):\n        origin",
         "    for part in range(1, parts):\n        origin",
         "gradients lack what the first part of the queries, or keys, gives",
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "one_sum_for_all_gradients",
-        "kernels/splitting.py",
+        "kernels/portable/combine.py",
         "*(dk.parts, dq.parts, written[0].shape[0]),",
         "*(dk.parts, dk.parts, written[0].shape[0]),",
         "as many parts of dq are added up as dk and dv have",
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "both_passes_split_alike",
-        "kernels/backward.py",
+        "kernels/portable/backward.py",
         'constants["SPLIT_KV"] = ways[1].split',
         'constants["SPLIT_KV"] = ways[0].split',
         "queries walk over all keys where these alone are in parts, or over parts that are not",
@@ -177,21 +177,21 @@ MUTANTS = [
     ),
     Mutant(
         "both_passes_overlap",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "SPLIT_KV, program - owners",
         "SPLIT_KV, program",
         "the programs that own queries begin behind the last of them: rows of dq are not written",
     ),
     Mutant(
         "cut_keys_for_values",
-        "kernels/cut.py",
+        "kernels/portable/bf16x3.py",
         "program - of_keys, v, cut_v, v_strides",
         "program - of_keys, k, cut_v, k_strides",
         "fp32 that comes cut has the keys for values",
     ),
     Mutant(
         "cut_loses_the_last_bits",
-        "kernels/primitives.py",
+        "kernels/portable/mma.py",
         "low = rest - middle",
         "low = rest - rest",
         "fp32 that is cut has 16 bits",
@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "split_forgets_the_group",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "(x.squeeze(2).unflatten(1, (kv_heads, -1)) for x in (q, o))",
         "(x.squeeze(2).unflatten(1, (-1, kv_heads)).transpose(1, 2) for x in (q, o))",
         "one query of grouped heads: heads are dealt to the keys' heads in turns",
@@ -216,28 +216,28 @@ MUTANTS = [
     # Scales and bases
     Mutant(
         "forward_natural_scale",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "scale_log2 = scale * LOG2E.value",
         "scale_log2 = scale",
         "powers of two where powers of e are meant: a softer softmax",
     ),
     Mutant(
         "forward_lse_in_base_2",
-        "kernels/primitives.py",
+        "kernels/portable/softmax.py",
         "(m + tl.log2(l)) * LN2)",
         "m + tl.log2(l))",
         "o is right, the logsumexp is 1.44 times too large",
     ),
     Mutant(
         "dq_scale_in_base_2",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "acc * scale, head_dim, PADDED",
         "acc * scale_log2, head_dim, PADDED",
         "dq is 1.44 times too large",
     ),
     Mutant(
         "dk_not_scaled",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "dk_acc * scale,",
         "dk_acc,",
         "dk lacks the factor on the scores",
@@ -253,7 +253,7 @@ MUTANTS = [
     # Masks and tiles
     Mutant(
         "keys_tail_dropped",
-        "kernels/primitives.py",
+        "kernels/portable/mask.py",
         "    end = seq_kv\n",
         "    end = full\n",
         "keys after the last whole tile are not seen",
@@ -267,42 +267,42 @@ MUTANTS = [
     ),
     Mutant(
         "padding_keys_counted",
-        "kernels/primitives.py",
+        "kernels/portable/mask.py",
         "last = tl.full([BLOCK_Q], seq_kv - 1, tl.int32)",
         "last = tl.full([BLOCK_Q], seq_kv, tl.int32)",
         "one key that does not exist, of score 0, is in the sum of ragged rows",
     ),
     Mutant(
         "mask_sees_one_ahead",
-        "kernels/primitives.py",
+        "kernels/portable/mask.py",
         "tl.arange(0, BLOCK_Q) + diagonal)\n    return",
         "tl.arange(0, BLOCK_Q) + diagonal + 1)\n    return",
         "each query sees the key after its last",
     ),
     Mutant(
         "mask_hides_the_diagonal",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "[:, None] <= rows + diagonal, p, 0.0)",
         "[:, None] < rows + diagonal, p, 0.0)",
         "dk and dv lack what the last key of each query gives",
     ),
     Mutant(
         "causal_tile_taken_for_whole",
-        "kernels/primitives.py",
+        "kernels/portable/mask.py",
         "tl.maximum(start_q + diagonal + 1, 0) // BLOCK_KV * BLOCK_KV)",
         "tl.cdiv(tl.maximum(start_q + diagonal + 1, 0), BLOCK_KV) * BLOCK_KV)",
         "the tile on the diagonal is not masked: the future leaks",
     ),
     Mutant(
         "causal_tile_skipped",
-        "kernels/primitives.py",
+        "kernels/portable/mask.py",
         "tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0)",
         "tl.maximum(start_q + diagonal, 0)",
         "the last tile of keys that queries see is left out",
     ),
     Mutant(
         "dkdv_tile_skipped",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
         "first = tl.cdiv(tl.maximum(start_kv - diagonal, 0) + 1, BLOCK_Q) * BLOCK_Q",
         "dk and dv lack the first tile of queries that see them",
@@ -325,7 +325,7 @@ MUTANTS = [
     # Heads and strides
     Mutant(
         "forward_heads_interleaved",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "batch, head // group,\n        start_q, full, end",
         "batch, head % (heads // group),\n        start_q, full, end",
         "query heads read the keys of other groups",
@@ -333,21 +333,21 @@ MUTANTS = [
     ),
     Mutant(
         "dkdv_heads_interleaved",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "for head in tl.range(kv_head * group, kv_head * group + group):",
         "for head in tl.range(kv_head, heads, kv_heads):",
         "dk and dv are summed over the query heads of other groups",
     ),
     Mutant(
         "dkdv_one_head_of_a_group",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "for head in tl.range(kv_head * group, kv_head * group + group):",
         "for head in tl.range(kv_head * group, kv_head * group + 1):",
         "dk and dv are those of the first query head of each group",
     ),
     Mutant(
         "values_at_keys_strides",
-        "kernels/forward.py",
+        "kernels/portable/forward.py",
         "v, v_strides, batch, kv_head, start_kv",
         "v, k_strides, batch, kv_head, start_kv",
         "v is read by the strides of k: wrong where they lie differently in memory",
@@ -355,7 +355,7 @@ MUTANTS = [
     ),
     Mutant(
         "grad_o_taken_for_dense",
-        "kernels/backward.py",
+        "kernels/portable/backward.py",
         "if not readable(likes[:5], likes[5:]):",
         "if not readable([*likes[:3], likes[4]], likes[5:]):",
         "an expanded gradient, as that of a sum, is read beyond its one element",
@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         "offsets_of_32_bits",
-        "kernels/primitives.py",
+        "kernels/portable/memory.py",
         "    rows = start + tl.arange(0, BLOCK)\n    return x + origin",
         "    origin = origin.to(tl.int32)\n"
         "    rows = start + tl.arange(0, BLOCK)\n    return x + origin",
@@ -395,7 +395,7 @@ MUTANTS = [
     ),
     Mutant(
         "last_band_as_wide_as_others",
-        "kernels/primitives.py",
+        "kernels/portable/scheduler.py",
         "width = tl.minimum(BAND, programs // blocks - first)",
         "width = BAND",
         "of 35 heads some tiles are not computed, and memory that is none of o's is written",
@@ -403,7 +403,7 @@ MUTANTS = [
     ),
     Mutant(
         "second_part_of_two_lost",
-        "kernels/primitives.py",
+        "kernels/portable/mma.py",
         "parts = high.to(tl.bfloat16), rest.to(tl.bfloat16)",
         "parts = high.to(tl.bfloat16), (rest * 0.0).to(tl.bfloat16)",
         "where TF32 will do fp32 is multiplied with 8 bits of one of the factors",
@@ -411,7 +411,7 @@ MUTANTS = [
     ),
     Mutant(
         "product_of_two_parts_less",
-        "kernels/primitives.py",
+        "kernels/portable/mma.py",
         's = multiply(a[0], b[1], None, "ieee")',
         's = multiply(a[1], b[1], None, "ieee")',
         "where TF32 will do fp32 is multiplied with 8 bits of one of the factors",
@@ -420,28 +420,28 @@ MUTANTS = [
     # The backward pass
     Mutant(
         "delta_forgotten",
-        "kernels/gradients.py",
+        "kernels/portable/preprocess.py",
         "delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)",
         "delta_rows = tl.zeros([BLOCK], tl.float32)",
         "dq and dk miss the term by which rows of dS sum to zero",
     ),
     Mutant(
         "delta_outside_of_p",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "ds = p * (dp - delta_rows[None, :])",
         "ds = p * dp - delta_rows[None, :]",
         "dk takes delta whole from every key",
     ),
     Mutant(
         "grad_lse_added",
-        "kernels/gradients.py",
+        "kernels/portable/preprocess.py",
         "delta_rows -= tl.load(delta + offsets",
         "delta_rows += tl.load(delta + offsets",
         "the logsumexp's gradient has the wrong sign",
     ),
     Mutant(
         "o_lies_like_its_gradient",
-        "kernels/backward.py",
+        "kernels/portable/backward.py",
         "o.strides[:3] if whole else None",
         "inputs[3].strides[:3] if whole else None",
         "dq and dk of a tiny problem are wrong where o and its gradient lie differently in memory",
@@ -449,21 +449,21 @@ MUTANTS = [
     ),
     Mutant(
         "lse_is_not_padded",
-        "kernels/gradients.py",
+        "kernels/portable/preprocess.py",
         "offsets = row.to(tl.int64) * seq_q + rows\n        lse_rows",
         "offsets = row.to(tl.int64) * pitch + rows\n        lse_rows",
         "gradients of all heads but the first are those of other rows",
     ),
     Mutant(
         "backward_dead_rows",
-        "kernels/gradients.py",
+        "kernels/portable/preprocess.py",
         'tl.where(dead, float("inf"), lse_rows * LOG2E)',
         "lse_rows * LOG2E",
         "P is inf in rows that see no key or only pad: NaN in dk and dv",
     ),
     Mutant(
         "upstream_nan_below_88",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "if MASKED:  # keys that do not exist, too",
         "if CAUSAL:  # keys that do not exist, too",
         "NaN in dq where the logsumexp is below -88.7 and the last tile of keys is ragged: exp(0 -"
@@ -472,7 +472,7 @@ MUTANTS = [
     ),
     Mutant(
         "upstream_dq_of_large_logits",
-        "kernels/gradients.py",
+        "kernels/portable/gradients.py",
         "p = tl.exp2(s * scale_log2 - lse2_rows[:, None])",
         "p = tl.exp2(tl.minimum(s * scale_log2, 100.0) - lse2_rows[:, None])",
         "dq is right on normal inputs and several times too small where logits are large: forward"

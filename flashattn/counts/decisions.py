@@ -195,7 +195,10 @@ class Noted:
         precision = options.get("PRECISION", "")
         self.words.append(" ".join(filter(None, [name, precision, loads, *known, *parts])))
         self.numbers += [name, launch._grid[0]]  # noqa: SLF001
-        self.numbers += [None if x is None else tuple(x.shape) for x in tensors]
+        shared = [i for i, key in enumerate(kernel.arg_names) if key in ("k", "v")]
+        self.numbers += [
+            None if x is None or i in shared else x.numel() for i, x in enumerate(tensors)
+        ]
         self.numbers += [options[key] for key in NUMBERS if isinstance(options.get(key), int)]
 
 
@@ -267,12 +270,12 @@ LAUNCH: Any = None
 def on(card: str) -> Iterator[None]:
     """Have everything that asks for the GPU be told of this one."""
     global LAUNCH  # noqa: PLW0603
-    from flashattn.kernels import (  # noqa: PLC0415
+    from flashattn.kernels import launch, tiles  # noqa: PLC0415
+    from flashattn.kernels.portable import (  # noqa: PLC0415
         backward,
-        cut,
+        bf16x3,
         forward,
-        launch,
-        tiles,
+        preprocess,
     )
     from flashattn.kernels.hopper import backward as hopper_backward  # noqa: PLC0415
     from flashattn.kernels.hopper import forward as hopper_forward  # noqa: PLC0415
@@ -289,7 +292,7 @@ def on(card: str) -> Iterator[None]:
         for key, tile in part.items()
     }  # fmt: skip
     for planned in (
-        forward._plan, backward._plan, backward._delta, cut._plan,  # noqa: SLF001
+        forward._plan, backward._plan, preprocess.delta_launch, bf16x3._plan,  # noqa: SLF001
         hopper_forward._plan, hopper_backward._plan, tiles.pick, tiles.pick_tf32,  # noqa: SLF001
     ):  # fmt: skip
         planned.cache_clear()

@@ -1,0 +1,276 @@
+"""Steps of the Hopper kernels: each launch's arguments, from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashattn.kernels.constants import LOG2E
+from flashattn.kernels.hopper import backward as half
+from flashattn.kernels.hopper import backward_cut as fp32
+from flashattn.kernels.hopper import backward_wide as d256
+from flashattn.kernels.hopper import forward_cut as forward_fp32
+from flashattn.kernels.hopper.copies import WARPS, Numbers, Tiles
+from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
+from flashattn.kernels.launch import Launch, Step
+from flashattn.kernels.portable import steps as portable
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
+from flashattn.plan.portable import padded_rows
+from flashattn.plan.spec import Options, TensorSpec, dense_strides
+from flashattn.plan.splits import cdiv
+from flashattn.plan.tile import (
+    WARPGROUP_Q,
+    HopperBackwardTile,
+    HopperD256Tile,
+    HopperFp32Tile,
+    HopperTile,
+    block_d,
+    head_dim_split,
+)
+
+INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
+
+
+def forward(
+    plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
+) -> list[Step]:
+    """Return the launches that fill o and lse."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    group, last, scale_log2 = heads // kv_heads, options.diagonal or 0, options.scale * LOG2E.value
+    tile = plan.tile
+    if isinstance(tile, HopperFp32Tile):
+        steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
+        launch = Launch(
+            forward_fp32.flashattn_hopper_cut_fwd,
+            plan.programs,
+            [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
+            (q.like().strides[:3], heads, group, seq_q, seq_kv, last, scale_log2, head_dim),
+            forward_fp32_constants(head_dim, causal=options.causal, terms=plan.terms),
+        )
+        return [*steps, Step(launch, (*names, "o", "lse"))]
+    assert isinstance(tile, HopperTile)
+    queries, keys = Tiles(WARPGROUP_Q), Tiles(tile.block_kv)
+    blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
+    launch = Launch(
+        flashattn_hopper_fwd,
+        plan.programs,
+        [queries, keys, keys, queries, None, None],
+        (
+            *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
+            *(seq_q, seq_kv, last, scale_log2),
+        ),
+        forward_constants(tile, head_dim, causal=options.causal, dynamic=dynamic),
+    )
+    return [Step(launch, ("q", "k", "v", "o", "lse", "tile_count" if dynamic else None))]
+
+
+def forward_constants(
+    tile: HopperTile, head_dim: int, *, causal: bool, dynamic: bool
+) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_fwd."""
+    first, rest = head_dim_split(head_dim)
+    return {
+        "BLOCK_KV": tile.block_kv,
+        "FIRST": first,
+        "REST": rest,
+        "GROUPS": tile.consumers,
+        "SLOTS": tile.stages,
+        "CAUSAL": causal,
+        "DRAWN": dynamic,
+        "STAGED": tile.own_o,
+        "REGISTERS": tile.registers,
+        "PINNED": tile.barrier,
+        "num_warps": WARPS,
+    }
+
+
+def forward_fp32_constants(head_dim: int, *, causal: bool, terms: int) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_cut_fwd."""
+    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "PARTS": terms, "num_warps": WARPS}
+
+
+def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
+    """Return the launches that fill dk, dv and dq.
+
+    Args:
+        plan: of the Hopper kernels.
+        specs: of q, k, v, grad_o and o, and others that are not asked.
+        options: what is asked.
+    """
+    q, k, v, grad_o, o, *_ = specs
+    rows, splits = portable.preprocessing(o, grad_o), plan.gqa_splits
+    tile = plan.passes[0].tile
+    summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
+    if isinstance(tile, HopperBackwardTile):
+        return [rows, _one_pass(plan, tile, q, k, options), *summing, _postprocess(plan, q, options)]
+    if isinstance(tile, HopperD256Tile):
+        return [
+            rows,
+            _d256_dkdv(plan, tile, q, k, options),
+            *summing,
+            _d256_dq(plan, tile, q, k, options),
+        ]
+    decomposing, *_ = portable.terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
+    passes = [_fp32(one, specs, options) for one in plan.passes]
+    of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
+    summing = portable.sum_partials(
+        {"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)}
+    )
+    return [rows, *decomposing, *passes, *summing]
+
+
+def _gqa(k: TensorSpec, splits: int) -> tuple[tuple[Any, ...], tuple[str, str]]:
+    """Return how a kernel is told of GQA splits, and what it fills."""
+    if splits == 1:
+        return (None, None, None), ("dk", "dv")
+    return (splits, k.shape[3], dense_strides(k.shape)[:3]), ("dk_partials", "dv_partials")
+
+
+def _one_pass(
+    plan: BackwardPlan, tile: HopperBackwardTile, q: TensorSpec, k: TensorSpec, options: Options
+) -> Step:
+    """Return the launch of flashattn_hopper_bwd."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    splits, grads = _gqa(k, plan.gqa_splits)
+    owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    (programs,) = plan.passes[0].programs
+    block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
+    queries, keys, numbers = Tiles(block_q), Tiles(WARPGROUP_Q), Numbers(block_q)
+    launch = Launch(
+        half.flashattn_hopper_bwd,
+        programs,
+        [
+            *(queries, keys, keys, queries, numbers, numbers),
+            half.Lines(half.box_lines(head_dim)),
+            *[keys if plan.gqa_splits == 1 else None] * 2,
+            None,
+        ],
+        (
+            *(blocks * batch * owners, blocks, owners, *splits),
+            *(tile.section, programs if rotates else 1, tile.stagger),
+            *(blocks if options.deterministic else 1, plan.dq_accumulators),
+            *(heads // owners, seq_q, seq_kv, options.diagonal or 0),
+            *(options.scale, options.scale * LOG2E.value),
+        ),
+        # Programs wait for those before them: these run, or they are started in their order.
+        backward_constants(tile, head_dim, causal=options.causal)
+        | {"launch_cooperative_grid": tile.persistent},
+    )
+    return Step(launch, (*INPUTS, "dq_accum", *grads, "dq_semaphore"))
+
+
+def backward_constants(
+    tile: HopperBackwardTile, head_dim: int, *, causal: bool
+) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_bwd."""
+    first, rest = head_dim_split(head_dim)
+    return {
+        "BLOCK_Q": tile.block_q(head_dim),
+        "FIRST": first,
+        "REST": rest,
+        "SLOTS": tile.stages,
+        "CAUSAL": causal,
+        "num_warps": WARPS,
+    }
+
+
+def _postprocess(plan: BackwardPlan, q: TensorSpec, options: Options) -> Step:
+    """Return the launch of flashattn_hopper_bwd_dq, which scales and rounds dq."""
+    batch, heads, seq_q, head_dim = q.shape
+    block_q = HopperBackwardTile.block_q(head_dim)
+    blocks = cdiv(seq_q, block_q) * (block_q // WARPGROUP_Q)
+    launch = Launch(
+        half.flashattn_hopper_bwd_dq,
+        batch * heads * blocks,
+        [None, None],
+        (
+            *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
+            *(seq_q, options.diagonal or 0, options.scale),
+        ),
+        postprocess_constants(head_dim, causal=options.causal),
+    )
+    return Step(launch, ("dq_accum", "dq"))
+
+
+def postprocess_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
+    """Return the arguments of flashattn_hopper_bwd_dq that are given by name."""
+    return {
+        "head_dim": head_dim,
+        "BLOCK_Q": HopperBackwardTile.block_q(head_dim),
+        "COLUMNS": sum(head_dim_split(head_dim)),
+        "CAUSAL": causal,
+        "num_warps": WARPS,
+    }
+
+
+def _d256_dkdv(
+    plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
+) -> Step:
+    """Return the launch of flashattn_hopper_wide_dkdv."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    splits, grads = _gqa(k, plan.gqa_splits)
+    owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
+    launch = Launch(
+        d256.flashattn_hopper_wide_dkdv,
+        sum(plan.passes[0].programs),
+        [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
+        (
+            *(blocks * batch * owners, blocks, owners, *splits, tile.section),
+            *(heads // owners, seq_q, seq_kv, options.diagonal or 0),
+            *(options.scale, options.scale * LOG2E.value),
+        ),
+        d256_constants(head_dim, causal=options.causal),
+    )
+    return Step(launch, (*INPUTS, *grads))
+
+
+def _d256_dq(
+    plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
+) -> Step:
+    """Return the launch of flashattn_hopper_wide_dq."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
+    launch = Launch(
+        d256.flashattn_hopper_wide_dq,
+        sum(plan.passes[1].programs),
+        [*[rows] * 4, None, None, rows],
+        (
+            *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
+            *(seq_q, seq_kv, padded_rows(seq_q), options.diagonal or 0),
+            *(options.scale, options.scale * LOG2E.value),
+        ),
+        d256_constants(head_dim, causal=options.causal),
+    )
+    return Step(launch, (*INPUTS, "dq"))
+
+
+def d256_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
+    """Return the constexpr arguments of both kernels for D from 129 to 256."""
+    first, rest = head_dim_split(head_dim)
+    return {"FIRST": first, "REST": rest, "CAUSAL": causal, "num_warps": WARPS}
+
+
+def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
+    """Return the launch of flashattn_hopper_cut_dkdv, or of flashattn_hopper_cut_dq."""
+    (q, k, v), tile = specs[:3], one.tile
+    assert isinstance(tile, HopperFp32Tile)
+    own, other = Tiles(tile.own), Tiles(tile.other)
+    function, loads = fp32.flashattn_hopper_cut_dkdv, [other, own, own, other]
+    if one.kernel.endswith("_dq"):
+        function, loads = fp32.flashattn_hopper_cut_dq, [own, other, other, own]
+    grads, strides = portable.written(one, q, k, v)
+    launch = Launch(
+        function,
+        sum(one.programs),
+        [*loads, *[None] * (2 + len(grads))],
+        (*strides, *portable.sizes(q, k, [one.splits[0].length], options), q.shape[3]),
+        fp32_constants(causal=options.causal, split=one.splits[0].num > 1, terms=one.terms),
+    )
+    names = [f"{name}_terms" for name in portable.INPUTS]
+    return Step(launch, (*names, "lse_log2", "delta", *grads))
+
+
+def fp32_constants(*, causal: bool, split: bool, terms: int) -> dict[str, Any]:
+    """Return the constexpr arguments of both fp32 kernels of the backward."""
+    return {"CAUSAL": causal, "SPLIT": split, "PARTS": terms, "num_warps": WARPS}

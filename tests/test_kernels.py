@@ -85,7 +85,7 @@ def test_loading_changes_no_bit(device, layout, dtype):
     problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype=dtype, causal=True)
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad_o, grad_lse = make_grads(problem, device=device)
-    how = {"diagonal": problem.diagonal, "scale": 0.2}
+    how = {"diagonal": problem.band.right, "scale": 0.2}
     results = []
     for descriptors in (True, False):
         tile = launch.Tile(32, 32, 4, 1, descriptors, cut=dtype == "float32")

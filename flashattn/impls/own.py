@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashattn import ops, tiled
-from flashattn.problem import Causal, check_scale, diagonal
+from flashattn.mask import Causal, Mask
+from flashattn.problem import check_scale
 from flashattn.reference import reference_attention
 from flashattn.registry import register
 
@@ -83,7 +84,7 @@ def _reference(
     causal: Causal = False,
     scale: float | None = None,
 ) -> Pair:
-    last, scale = diagonal(causal, q.shape[-2], k.shape[-2]), check_scale(scale, q.shape[-1])
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
-    o, lse = reference_attention(*wide, diagonal=last, scale=scale)
+    scale = check_scale(scale, q.shape[-1])
+    o, lse = reference_attention(*wide, mask=Mask.of(causal), scale=scale)
     return o.to(q.dtype), lse

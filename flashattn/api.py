@@ -9,7 +9,8 @@ import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.problem import ALIGNMENT, Causal, Problem, check_among, check_scale
+from flashattn.mask import Causal
+from flashattn.problem import ALIGNMENT, Problem, check_among, check_scale
 from flashattn.watchers import unwatched
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower

@@ -22,7 +22,7 @@ class Claims:
         bottom_right: it masks at the bottom right.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
-        dead_rows: a query that sees no key gets o = 0 and passes no gradient.
+        fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
         denormals: on a CPU, fp32 below 2^-126 counts as any other; on a GPU nobody is held to that.
         dtypes: names of those it takes; None is all.
         head_dims: those it takes, as ``(64, 128)`` or ``range(8, 257, 8)``; None is all.
@@ -35,7 +35,7 @@ class Claims:
     bottom_right: bool = True
     grouped: bool = True
     empty: bool = True
-    dead_rows: bool = True
+    fully_masked_rows: bool = True
     denormals: bool = True
     dtypes: Collection[str] | None = None
     head_dims: Collection[int] | None = None
@@ -48,8 +48,8 @@ class Claims:
             and not self.bottom_right,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": _is_empty(problem) and not self.empty,
-            "claims nothing for queries that see no key": problem.dead_rows > 0
-            and not self.dead_rows,
+            "claims nothing for queries that see no key": problem.fully_masked_rows > 0
+            and not self.fully_masked_rows,
             f"takes dtypes {_listed(self.dtypes)}": not _among(problem.dtype, self.dtypes),
             f"takes head dimensions {_listed(self.head_dims)}": not _among(
                 problem.head_dim, self.head_dims
@@ -78,7 +78,7 @@ class Claims:
             larger = [d for d in self.head_dims or () if d > problem.head_dim]
             changes["head_dim"] = min(larger or self.head_dims or ())
         fitted = replace(problem, **changes)
-        if not self.dead_rows and fitted.dead_rows > 0:
+        if not self.fully_masked_rows and fitted.fully_masked_rows > 0:
             fitted = replace(fitted, seq_kv=max(fitted.seq_q, fitted.seq_kv))
         return fitted
 

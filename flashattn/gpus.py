@@ -11,7 +11,8 @@ import torch
 
 from flashattn.plan.gpu import CARDS, Gpu
 
-TRITON = tuple(map(int, version("triton").split(".")[:2]))
+_MAJOR, _MINOR = map(int, version("triton").split(".")[:2])
+TRITON = _MAJOR, _MINOR
 
 
 @cache

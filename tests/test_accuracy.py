@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.accuracy import (
@@ -28,7 +29,7 @@ QUESTION = Question(problem=PROBLEM, scale=0.2)
 
 def naive(q, k, v, scale=0.2, last=0):
     """The reference with a scale and a mask that can be got wrong."""
-    return reference_attention(q, k, v, diagonal=last, scale=scale)
+    return reference_attention(q, k, v, mask=Mask(right=last), scale=scale)
 
 
 def test_naive_is_within():
@@ -102,7 +103,7 @@ def test_the_mean_is_judged():
 
 
 def test_infinities_are_compared():
-    """A dead row's lse is -inf, and neither a number nor +inf will do."""
+    """A fully masked row's lse is -inf, and neither a number nor +inf will do."""
     case = Question(
         problem=Problem(seq_q=4, seq_kv=2, head_dim=4, causal="bottom_right"), grad=False
     ).draw()

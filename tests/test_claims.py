@@ -12,7 +12,7 @@ from flashattn.problem import Problem
 from flashattn.testing.strategies import problems
 
 CPU = torch.device("cpu")
-FLAGS = ("bottom_right", "grouped", "empty", "dead_rows")
+FLAGS = ("bottom_right", "grouped", "empty", "fully_masked_rows")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ FLAGS = ("bottom_right", "grouped", "empty", "dead_rows")
         ({"empty": False}, {"batch": 0}, "claims no empty problems"),
         ({"empty": False}, {"seq_q": 0, "seq_kv": 8}, "claims no empty problems"),
         (
-            {"dead_rows": False},
+            {"fully_masked_rows": False},
             {"seq_q": 8, "seq_kv": 4, "causal": "bottom_right"},
             "claims nothing for queries that see no key",
         ),

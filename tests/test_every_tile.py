@@ -192,13 +192,13 @@ def test_every_case_is_more_than_the_ordinary_ones():
 
 
 def test_shapes_are_what_they_say():
-    """No tile divides a ragged length, every tile a whole one, and tall ones have dead rows."""
+    """No tile divides a ragged length, every tile a whole one, and tall ones have masked rows."""
     blocks = {size for tile in TABLES["sm_90"].values() for size in (tile.block_q, tile.block_kv)}
     for name, wanted in (("ragged", False), ("tall", False), ("whole", True)):
         for length in (SHAPES[name]["seq_q"], SHAPES[name]["seq_kv"]):
             assert {length % block == 0 for block in blocks} == {wanted}
     tall = Problem(**SHAPES["tall"], causal="bottom_right")
-    assert tall.dead_rows == 200
+    assert tall.fully_masked_rows == 200
 
 
 def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):

@@ -36,7 +36,8 @@ from flashattn.kernels.launch import Like
 from flashattn.kernels.portable import backward as portable_backward
 from flashattn.kernels.portable import forward as portable_forward
 from flashattn.kernels.tiles import block_d
-from flashattn.problem import Problem, check_scale, diagonal
+from flashattn.mask import Mask
+from flashattn.problem import Problem, check_scale
 from flashattn.registry import get
 from flashattn.testing.accuracy import Question, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs
@@ -75,7 +76,7 @@ on_hopper = pytest.mark.why_not.with_args(not_here)
 
 def call(config, q, k, v, *, causal, scale):
     """Attend with a config."""
-    last = diagonal(causal, q.shape[2], k.shape[2])
+    last = Mask.of(causal).over(q.shape[2], k.shape[2]).right
     scale = check_scale(scale, q.shape[3])
     return forward.forward(q, k, v, diagonal=last, scale=scale, config=config)
 
@@ -86,7 +87,10 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale, how):
         """Attend."""
-        ctx.how = how | {"diagonal": diagonal(causal, q.shape[2], k.shape[2]), "scale": scale}
+        ctx.how = how | {
+            "diagonal": Mask.of(causal).over(q.shape[2], k.shape[2]).right,
+            "scale": scale,
+        }
         o, lse = call(None, q, k, v, causal=causal, scale=scale)
         ctx.save_for_backward(q, k, v, o, lse)
         return o, lse

@@ -34,7 +34,7 @@ SMALL = Config(block_kv=64)
 
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
-    options = {"diagonal": problem.diagonal, "scale": check_scale(None, problem.head_dim)}
+    options = {"diagonal": problem.band.right, "scale": check_scale(None, problem.head_dim)}
     options["precision"] = precision
 
     class Attend(torch.autograd.Function):

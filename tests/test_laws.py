@@ -38,9 +38,8 @@ def with_inputs(q=None, k=None, v=None):
 
 def seen(case):
     """Return which keys each query sees [T, S]."""
-    mask = torch.ones(case.problem.seq_q, case.problem.seq_kv, dtype=torch.bool)
-    mask = mask if case.problem.diagonal is None else mask.tril(case.problem.diagonal)
-    return mask.to(case.inputs[0].device)
+    t, s = (torch.arange(x.shape[2], device=x.device) for x in case.inputs[:2])
+    return case.problem.band.sees(t[:, None], s).expand(len(t), -1)
 
 
 def alive(case):
@@ -135,11 +134,10 @@ def test_outputs_are_means_of_values(impl, question):
 def test_the_future_is_not_seen(impl, question, poison):
     """Poison in the keys that a query must not see leaves its row, and all before, the same."""
     problem = question.problem
-    last = problem.diagonal
     # Row i is the last to be compared; what it does not see is poisoned.
-    rows = max(1, min(problem.seq_q, problem.seq_kv - 1 - last))
+    rows = max(1, min(problem.seq_q, problem.seq_kv - 1 - problem.band.right))
     i = int(torch.randint(rows, (), generator=generator(question)))
-    first = max(0, i + last + 1)
+    _, first = problem.band.keys_of(i)
 
     def poisoned(k):
         k = k.clone(memory_format=torch.contiguous_format)
@@ -268,24 +266,24 @@ def test_gradients_of_expanded_inputs_add_up(impl, question):
     asked={"shortest": 0, "masks": ("bottom_right",), "batches": (1,)},
     needs="strict",
 )
-def test_dead_rows(impl, question):
+def test_fully_masked_rows(impl, question):
     """A query that sees no key has o = 0 and lse = -inf, exactly, and gives no gradient."""
 
-    def only_dead(case):
-        dead = 1 - alive(case)
+    def only_masked(case):
+        masked = 1 - alive(case)
         grads = (None if x is None else x for x in (case.grad_o, case.grad_lse))
         grad_o, grad_lse = grads
         if grad_o is not None:
-            grad_o = grad_o * dead.to(grad_o.dtype)[:, None]
+            grad_o = grad_o * masked.to(grad_o.dtype)[:, None]
         if grad_lse is not None:
-            grad_lse = grad_lse * dead.to(grad_lse.dtype)
+            grad_lse = grad_lse * masked.to(grad_lse.dtype)
         return replace(case, grad_o=grad_o, grad_lse=grad_lse)
 
-    answer = ask(impl, question, only_dead)
-    dead = ~alive(answer.case).bool()
-    assert not answer.got.pop("o")[:, :, dead].any()
+    answer = ask(impl, question, only_masked)
+    masked = ~alive(answer.case).bool()
+    assert not answer.got.pop("o")[:, :, masked].any()
     if "lse" in answer.got:
-        assert (answer.got.pop("lse")[:, :, dead] == -torch.inf).all()
+        assert (answer.got.pop("lse")[:, :, masked] == -torch.inf).all()
     for name, x in answer.got.items():
         assert not x.any(), name
 
@@ -299,15 +297,14 @@ def test_the_same_again(impl, question):
 
 
 def row(t):
-    """Return the change of a causal case to one of its queries and the keys that it sees."""
+    """Return the change of a masked case to one of its queries and the keys that it sees."""
 
     def change(case):
         q, k, v = case.inputs
-        end = min(max(0, t + case.problem.diagonal + 1), case.problem.seq_kv)
-        problem = replace(case.problem, seq_q=1, seq_kv=end, causal=False)
-        return replace(
-            case, problem=problem, inputs=(q[:, :, t : t + 1], k[:, :, :end], v[:, :, :end])
-        )
+        keys = slice(*case.problem.band.keys_of(t))
+        k, v = k[:, :, keys], v[:, :, keys]
+        problem = replace(case.problem, seq_q=1, seq_kv=k.shape[2], causal=False)
+        return replace(case, problem=problem, inputs=(q[:, :, t : t + 1], k, v))
 
     return change
 

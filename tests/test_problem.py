@@ -8,31 +8,19 @@ import hypothesis
 import pytest
 import torch
 
-from flashattn.problem import DTYPES, Problem, check_scale, diagonal
+from flashattn.mask import Mask
+from flashattn.problem import DTYPES, Problem, check_scale
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.strategies import problems
 
 
-def seen(problem):
-    """Return the mask [T, S] by its definition."""
+@hypothesis.given(problem=problems(longest=40))
+def test_pairs_and_rows(problem):
+    """Pairs are those that the mask lets through in every head; rows are those of one head."""
     t, s = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_kv)[None, :]
-    return {
-        False: torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool),
-        "top_left": s <= t,
-        "bottom_right": s <= t + problem.seq_kv - problem.seq_q,
-    }[problem.causal]
-
-
-@hypothesis.given(problem=problems(longest=40))
-def test_pairs(problem):
-    """Score pairs are those that the mask lets through, one by one."""
-    assert problem.pairs == problem.batch * problem.heads * int(seen(problem).sum())
-
-
-@hypothesis.given(problem=problems(longest=40))
-def test_dead_rows(problem):
-    """Dead rows are those of the mask that let nothing through."""
-    assert problem.dead_rows == int((~seen(problem).any(-1)).sum())
+    seen = problem.band.sees(t, s).expand(problem.seq_q, problem.seq_kv)
+    assert problem.pairs == problem.batch * problem.heads * int(seen.sum())
+    assert problem.fully_masked_rows == int((~seen.any(-1)).sum())
 
 
 def test_costs():
@@ -47,9 +35,9 @@ def test_costs():
 
 def test_alignments_differ_only_off_the_square():
     """Top-left and bottom-right are one mask when T = S, and two otherwise."""
-    assert diagonal("top_left", 5, 5) == diagonal("bottom_right", 5, 5) == diagonal(True, 5, 5) == 0
-    assert (diagonal("top_left", 5, 8), diagonal("bottom_right", 5, 8)) == (0, 3)
-    assert diagonal(False, 5, 8) is None
+    masks = [Mask.of(causal) for causal in ("top_left", "bottom_right", True, False)]
+    assert [mask.over(5, 5).right for mask in masks] == [0, 0, 0, None]
+    assert [mask.over(5, 8).right for mask in masks] == [0, 3, 0, None]
 
 
 @hypothesis.given(problem=problems())

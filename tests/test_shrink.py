@@ -31,7 +31,10 @@ LEAST = Problem(seq_q=1, head_dim=1)
         (lambda q: q.problem.heads != q.problem.kv_heads, {"heads": 2, "kv_heads": 1}),
         (lambda q: q.problem.causal, {"causal": "top_left"}),
         (lambda q: q.problem.dtype == "bfloat16", {"dtype": "bfloat16"}),
-        (lambda q: q.problem.dead_rows, {"seq_q": 2, "seq_kv": 1, "causal": "bottom_right"}),
+        (
+            lambda q: q.problem.fully_masked_rows,
+            {"seq_q": 2, "seq_kv": 1, "causal": "bottom_right"},
+        ),
         (lambda q: q.problem.seq_q * q.problem.seq_kv >= 64 * 65, {"seq_q": 33, "seq_kv": 127}),
     ],
 )

@@ -16,33 +16,33 @@ import argparse
 import hashlib
 import json
 import lzma
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from flashattn import api, ops, registry
+from flashattn.kernels import execute
+from flashattn.kernels.launch import Launch
+from flashattn.plan import support
+from flashattn.plan.gpu import Gpu
 from flashattn.problem import Problem
 
 COUNT, BLOCK, SEED = 20_000, 20, 1
 DIGEST = 4  # hexadecimal digits
 INTERPRETER = "interpreter"
-# Compute capability, multiprocessors, and the version of Triton.
-CARDS: dict[str, tuple[tuple[int, int] | None, int, tuple[int, int]]] = {
-    "h200": ((9, 0), 132, (3, 6)),
-    "h200-later": ((9, 0), 132, (3, 9)),
-    "a100": ((8, 0), 108, (3, 6)),
-    "b200": ((10, 0), 148, (3, 6)),
-    INTERPRETER: (None, 1, (3, 6)),
+CARDS = {
+    "h200": Gpu((9, 0), 132, (3, 6)),
+    "h200-later": Gpu((9, 0), 132, (3, 9)),
+    "a100": Gpu((8, 0), 108, (3, 6)),
+    "b200": Gpu((10, 0), 148, (3, 6)),
+    INTERPRETER: Gpu.INTERPRETER,
 }
 DTYPES: tuple[str, ...] = ("bfloat16",) * 4 + ("float16", "float32", "float32", "float32")
 HEAD_DIMS: tuple[Any, ...] = (64, 128) * 6 + (
@@ -231,7 +231,7 @@ def answer(question: Question, card: str) -> tuple[str, str]:
     options: dict[str, Any] = {"causal": causal, "scale": question.scale}
     try:
         if card == INTERPRETER:
-            if problem.dtype == "float64" or problem.head_dim > ops.LARGEST_HEAD_DIM:
+            if problem.dtype == "float64" or problem.head_dim > support.LARGEST_HEAD_DIM:
                 return "refused", ""
             fastest: dict[str, Any] = {}
             impl = registry.get("triton" if question.impl == "auto" else question.impl)
@@ -250,7 +250,7 @@ def answer(question: Question, card: str) -> tuple[str, str]:
         tensor((problem.batch, *n, problem.head_dim), dtype, layout)
         for n, layout in zip(rows, question.layouts[:3], strict=True)
     )
-    with patch.object(LAUNCH.Launch, "__call__", lambda *given: noted.note(given[0], given[1:])):
+    with patch.object(Launch, "__call__", lambda *given: noted.note(given[0], given[1:])):
         prepared: Any = impl.prepared(q, k, v, **options)
         o, lse = prepared(q, k, v)
         noted.words.append("|")
@@ -263,49 +263,17 @@ def answer(question: Question, card: str) -> tuple[str, str]:
     return "; ".join(noted.words), repr(noted.numbers)
 
 
-LAUNCH: Any = None
-
-
 @contextmanager
 def on(card: str) -> Iterator[None]:
     """Have everything that asks for the GPU be told of this one."""
-    global LAUNCH  # noqa: PLW0603
-    from flashattn.kernels import launch, tiles  # noqa: PLC0415
-    from flashattn.kernels.portable import (  # noqa: PLC0415
-        backward,
-        bf16x3,
-        forward,
-        preprocess,
-    )
-    from flashattn.kernels.hopper import backward as hopper_backward  # noqa: PLC0415
-    from flashattn.kernels.hopper import forward as hopper_forward  # noqa: PLC0415
-
-    LAUNCH = launch
-    capability, sms, version = CARDS[card]
-    table = {
-        key: tile
-        for part in (
-            tiles.H200_DESCRIPTORS, tiles.H200_NARROW, tiles.H200_POINTERS, tiles.H200_FEW,
-            tiles.H200_FP32, tiles.H200_CUT, tiles.H200_BOTH,
-            tiles.H200_LATER if version > tiles.MEASURED_TRITON else {},
-        )
-        for key, tile in part.items()
-    }  # fmt: skip
-    for planned in (
-        forward._plan, backward._plan, preprocess.delta_launch, bf16x3._plan,  # noqa: SLF001
-        hopper_forward._plan, hopper_backward._plan, tiles.pick, tiles.pick_tf32,  # noqa: SLF001
-    ):  # fmt: skip
-        planned.cache_clear()
-    properties = SimpleNamespace(multi_processor_count=sms)
+    gpu = CARDS[card]
+    bound = (execute.bind_forward, execute.bind_backward)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(tiles.TABLES, {"sm_90": table}))
-        stack.enter_context(patch.object(launch, "multiprocessors", lambda _: sms))
-        for name, told in (
-            ("is_available", lambda: True),
-            ("get_device_capability", lambda _: capability),
-            ("get_device_properties", lambda _: properties),
-        ):
-            stack.enter_context(patch.object(torch.cuda, name, told))
+        for module in (execute, ops):
+            stack.enter_context(patch.object(module, "gpu_of", lambda _: gpu))
+        for function in bound:
+            function.cache_clear()
+            stack.callback(function.cache_clear)
         yield
 
 
@@ -320,28 +288,13 @@ def decisions(card: str, blocks: Sequence[int]) -> list[list[Any]]:
     return found
 
 
-def asked_apart(blocks: Sequence[int]) -> dict[str, list[list[Any]]]:
-    """Return each card's, from processes in which Triton is interpreted, or not."""
-    found: dict[str, Any] = {}
-    for interpreted in (False, True):
-        cards = [card for card in CARDS if (card == INTERPRETER) is interpreted]
-        command = [sys.executable, "-W", "ignore", "-m", "flashattn.counts.decisions", "--cards"]
-        ran = subprocess.run(  # noqa: S603 - this module
-            [*command, *cards, "--blocks", *map(str, blocks)],
-            env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))},
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        found |= json.loads(ran.stdout)
-    return found
-
-
 def write(path: Path) -> None:
     """Store the list: launches, sequences of these, and what each question is answered with."""
     launches: dict[str, int] = {}
     sequences: dict[tuple[int, ...], int] = {}
     cards: dict[str, Any] = {}
-    for card, found in asked_apart(range(COUNT // BLOCK)).items():
+    for card in CARDS:
+        found = decisions(card, range(COUNT // BLOCK))
         words = [one.split("; ") for block, _ in found for one in block]
         numbered = [tuple(launches.setdefault(x, len(launches)) for x in one) for one in words]
         indices = [sequences.setdefault(one, len(sequences)) for one in numbered]
@@ -355,10 +308,9 @@ def differences(path: Path, blocks: Sequence[int]) -> list[str]:
     """Return a paragraph for each decision of these blocks that is not the stored one."""
     with lzma.open(path, "rt") as file:
         stored = json.load(file)
-    found, asked, lines = asked_apart(blocks), questions(), []
-    for card, answers in found.items():
-        known = stored["cards"][card]
-        for block, (words, digest) in zip(blocks, answers, strict=True):
+    asked, lines = questions(), []
+    for card, known in stored["cards"].items():
+        for block, (words, digest) in zip(blocks, decisions(card, blocks), strict=True):
             wanted = [
                 "; ".join(stored["launches"][i] for i in stored["sequences"][index])
                 for index in known["sequences"][block * BLOCK : (block + 1) * BLOCK]
@@ -381,11 +333,7 @@ def main() -> int:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--write", type=Path, metavar="FILE", help="store the list")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with all of a list")
-    parser.add_argument("--cards", nargs="+", choices=CARDS, help="print their answers as JSON")
-    parser.add_argument("--blocks", nargs="+", type=int, help="of questions, to print")
     options = parser.parse_args()
-    if options.cards:
-        print(json.dumps({card: decisions(card, options.blocks) for card in options.cards}))
     if options.write:
         write(options.write)
     lines = differences(options.check, range(COUNT // BLOCK)) if options.check else []

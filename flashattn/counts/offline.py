@@ -21,30 +21,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import launch
+from flashattn.gpus import TRITON
 from flashattn.kernels.constants import SIZES
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.portable import backward, bf16x3, combine, forward, preprocess
-from flashattn.kernels.tiles import (
-    HEAD_DIMS,
-    OPTIONAL,
-    TABLES,
-    TF32,
-    Kernel,
-    Tile,
-    block_d,
-    padding,
-)
+from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, steps
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.portable import terms_of
+from flashattn.plan.precision import TERMS, input_precision
+from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
+from flashattn.plan.tables import rows_of
+from flashattn.plan.tile import Tile, block_d, padding
 
 Untiled = Literal["combine", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
-    **dict.fromkeys(("fwd", "fwd_few", "fwd_short", "decode"), forward.flashattn_fwd),
+    **dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
     "cut": bf16x3.flashattn_cut,
     "bwd_delta": preprocess.flashattn_bwd_delta,
     "bwd_sum": combine.flashattn_bwd_sum,
-    **{str(kernel): fn for kernel, fn in backward.KERNELS.items()},
+    **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "combine": (combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
@@ -73,9 +69,10 @@ SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
 # Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
 # short and whole is what is not split.
-SPLIT = {"decode": (True,), "fwd_short": (False,), "bwd_whole": (False,)}
-TAKE_O = ("fwd", "fwd_few", "fwd_short", "decode", "bwd_whole")
+SPLIT = {"decode": (True,), "fwd_short_kv": (False,), "bwd_one_launch": (False,)}
+TAKE_O = ("fwd", "fwd_small_grid", "fwd_short_kv", "decode", "bwd_one_launch")
 ARCHITECTURES = tuple(SHARED_LIMIT)
+TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
 # wgmma.mma_async.sync.aligned.m64n64k16 ... .bf16, tcgen05.mma.cta_group::1.kind::f16.
@@ -97,7 +94,7 @@ class Variant:
         causal: whether scores are masked.
         describable: whether it serves inputs that can have descriptors; the tile may do without.
         split: whether a program has a part of the rows only that it would walk over.
-        precision: as ``launch.input_precision`` takes it.
+        precision: as ``precision.input_precision`` takes it.
     """
 
     arch: str
@@ -125,18 +122,16 @@ class Variant:
     def cut(self) -> int:
         """Into how many parts its operands are cut beforehand; 0: they are whole."""
         dtype = DTYPES[self.size]
-        precision = launch.input_precision(self.precision, dtype)
-        return 0 if self.tile is None else launch.cuts(self.tile, dtype, precision)
+        precision = input_precision(self.precision, dtype)
+        return 0 if self.tile is None else terms_of(self.tile, dtype, precision)
 
     @property
     def launch(self) -> str:
         """The tile in short: block_q x block_kv, warps, stages."""
         if self.tile is None:
             return "{} w{}".format(*self._fixed)
-        numbers = "{block_q}x{block_kv} w{warps} s{stages}".format(**vars(self.tile))
-        numbers += f" r{self.tile.registers}" * bool(self.tile.registers)
         without = self.describable and not self.tile.descriptors
-        return f"{numbers} by pointers" if without else numbers
+        return f"{self.tile} by pointers" if without else str(self.tile)
 
     @property
     def _fixed(self) -> tuple[int, int]:
@@ -155,8 +150,8 @@ class Variant:
         if self.tile is None:
             d = block_d(self.head_dim)
             block = self._fixed[0]
-            precision = launch.input_precision(self.precision, DTYPES[self.size])
-            parts = launch.PARTS.get(precision, 0)
+            precision = input_precision(self.precision, DTYPES[self.size])
+            parts = TERMS.get(precision, 0)
             return {
                 "PADDED": padding(self.head_dim, []),
                 "BLOCK": block,
@@ -171,9 +166,7 @@ class Variant:
             **dict.fromkeys(("program", "programs")),
             **({} if self.kernel in TAKE_O else dict.fromkeys(("o", "o_strides"))),
             "PRECISION": (
-                f"cut{self.cut}"
-                if self.cut
-                else launch.input_precision(self.precision, DTYPES[self.size])
+                f"cut{self.cut}" if self.cut else input_precision(self.precision, DTYPES[self.size])
             ),
             **self.tile.options(self.head_dim, []),
         }
@@ -325,8 +318,10 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
 
 
 def _ways(arch: str, kernel: Kernel, size: int, head_dim: int, *, causal: bool) -> tuple[bool, ...]:
-    """Return whether a kernel is launched split, and whether not; "fwd" never beside "fwd_few"."""
-    few = kernel == "fwd" and ("fwd_few", size, head_dim, causal, False) in TABLES[arch]
+    """Return whether a kernel is launched split, and whether not; "fwd" not if small grids are."""
+    few = (
+        kernel == "fwd" and ("fwd_small_grid", size, head_dim, causal, False) in TABLES[arch].tiles
+    )
     return (False,) if few else SPLIT.get(kernel, (False, True))
 
 
@@ -335,20 +330,20 @@ def variants() -> list[Variant | HopperVariant]:
     tiled = [
         Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
         for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
         for split in _ways(arch, kernel, size, head_dim, causal=causal)
     ]
     tiled += [
         Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
-        for arch in TF32.keys() & set(ARCHITECTURES)
-        for table in TF32[arch].values()
+        for arch in ARCHITECTURES
+        for table in TABLES[arch].tf32
         for (kernel, head_dim), tile in table.items()
         for causal, split in product((False, True), (False, True))
     ]
     columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
         Variant(arch, kernel, size, 1, tile, causal, describable, split)
         for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
         if (head_dim, describable) == (HEAD_DIMS[0], False) and kernel not in OPTIONAL
         for split in _ways(arch, kernel, size, 1, causal=causal)
     ]

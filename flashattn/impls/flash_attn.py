@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashattn.problem import Causal, Problem
+from flashattn.mask import Causal
+from flashattn.problem import Problem
 from flashattn.registry import register
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         and problem.seq_q != problem.seq_kv,
         "is not asked for empty problems": 0
         in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
-        "does not test its gradients where a query sees no key": problem.dead_rows > 0,
+        "does not test its gradients where a query sees no key": problem.fully_masked_rows > 0,
         "needs a Hopper GPU": name != "flash_attn_2"
         and torch.cuda.get_device_capability(device) < HOPPER,
     }

@@ -13,7 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashattn.problem import Causal, Problem, diagonal
+from flashattn.mask import Band, Causal, Mask
+from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
 
 if TYPE_CHECKING:
@@ -28,25 +29,26 @@ BACKENDS = {
 }
 
 
-def _mask(q: torch.Tensor, k: torch.Tensor, last: int) -> torch.Tensor:
-    t = torch.arange(q.shape[2], device=q.device)[:, None]
-    return torch.arange(k.shape[2], device=q.device)[None, :] <= t + last
+def _mask(band: Band, device: torch.device) -> torch.Tensor:
+    t, s = (torch.arange(n, device=device) for n in (band.seq_q, band.seq_kv))
+    seen: torch.Tensor = band.sees(t[:, None], s)
+    return seen
 
 
 def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
 ) -> torch.Tensor:
-    last = diagonal(causal, q.shape[2], k.shape[2])
+    band = Mask.of(causal).over(q.shape[2], k.shape[2])
     if scale is not None and scale <= 0:
         # The CPU's kernel multiplies its -inf mask by the scale: NaN at 0, +inf below (PyTorch
         # 2.13).
         q, scale = q * scale, 1.0
     # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if last == 0:
+    if band.right == 0:
         options["is_causal"] = True
-    elif last is not None:
-        options["attn_mask"] = _mask(q, k, last)
+    elif band.right is not None:
+        options["attn_mask"] = _mask(band, q.device)
     o = scaled_dot_product_attention(q, k, v, scale=scale, **options)
     if o.is_cpu and not torch.compiler.is_compiling() and o.grad_fn is not None:
         o.grad_fn.register_hook(_once)
@@ -76,7 +78,7 @@ def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
 
 
 def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") -> str | None:
-    own_mask = problem.diagonal not in (None, 0)
+    own_mask = problem.band.right not in (None, 0)
     grouped = problem.heads != problem.kv_heads
     fused = backend not in ("sdpa", "sdpa_math")
     on_cuda = device.type == "cuda"
@@ -94,7 +96,7 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
         "takes head dimensions up to 256 in multiples of 8": on_cuda
         and fused
         and (problem.head_dim > 256 or problem.head_dim % 8 != 0),  # noqa: PLR2004
-        "does not promise zeros for a query that sees no key": problem.dead_rows > 0,
+        "does not promise zeros for a query that sees no key": problem.fully_masked_rows > 0,
     }
     return next((f"{backend} {reason}" for reason, holds in reasons.items() if holds), None)
 

@@ -6,7 +6,7 @@ longer than a whole SDPA call. So a bound plan keeps its launches, and these wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any
@@ -23,6 +23,7 @@ from flashattn.plan.spec import Family, Options, Signature, TensorSpec, signatur
 
 BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
 
+Allocate = Callable[[Sequence[Any]], torch.Tensor]
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Grads = tuple[torch.Tensor, torch.Tensor | None]
@@ -33,18 +34,18 @@ class Bound:
     """A plan with its launches: takes inputs, allocates outputs and workspaces, launches.
 
     Args:
-        plan: what was decided.
         inputs: names of what a call takes.
         outputs: names of what it returns, each with how to allocate it, from the inputs.
+        plan: what was decided.
         steps: the launches.
         device: of all.
     """
 
     def __init__(
         self,
-        plan: ForwardPlan | BackwardPlan,
         inputs: Sequence[str],
-        outputs: dict[str, Callable[[Sequence[Any]], torch.Tensor]],
+        outputs: Mapping[str, Allocate],
+        plan: ForwardPlan | BackwardPlan,
         steps: Sequence[Step],
         device: torch.device,
     ) -> None:
@@ -71,12 +72,13 @@ class Bound:
         return tuple(tensors[self._outputs])
 
 
-def _allocation(x: Workspace, device: torch.device) -> Callable[[Sequence[Any]], torch.Tensor]:
+def _allocation(x: Workspace, device: torch.device) -> Allocate:
     make = torch.zeros if x.zeroed else torch.empty
     return lambda _: make(x.shape, dtype=x.dtype, device=device)
 
 
-def _like(i: int) -> Callable[[Sequence[Any]], torch.Tensor]:
+def like(i: int) -> Allocate:
+    """Return what allocates a tensor like the i-th input."""
     return lambda tensors: torch.empty_like(tensors[i])
 
 
@@ -119,11 +121,11 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
     rows = tuple(q.shape[:3])
     outputs = {
-        "o": _like(0),
+        "o": like(0),
         "lse": lambda _: torch.empty(rows, dtype=torch.float32, device=device),
     }
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
-    return Bound(plan, NAMES[:3], outputs, steps, device)
+    return Bound(NAMES[:3], outputs, plan, steps, device)
 
 
 @lru_cache(BOUND)
@@ -142,9 +144,9 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     if plan.kernel == "none":
         return _no_gradients
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
-    outputs = {"dq": _like(0), "dk": _like(1), "dv": _like(2)}
+    outputs = {"dq": like(0), "dk": like(1), "dv": like(2)}
     steps = _steps(plan.kernel).backward(plan, specs, options)
-    return Bound(plan, NAMES, outputs, steps, device)
+    return Bound(NAMES, outputs, plan, steps, device)
 
 
 def forward(
@@ -171,8 +173,7 @@ def forward(
         instead: as ``choose_forward`` takes it.
     """
     options = Options(diagonal, scale, input_precision(precision, q.dtype), family)
-    outputs: Outputs = bind_forward(signature(q, k, v), options, **instead)(q, k, v)
-    return outputs
+    return prepare_forward(q, k, v, options, **instead)(q, k, v)
 
 
 def backward(
@@ -201,6 +202,15 @@ def backward(
     precision = input_precision(precision, saved[0].dtype)
     options = Options(diagonal, scale, precision, family, deterministic)
     return prepare_backward(grads, saved, options, **instead)(grads, saved)
+
+
+def prepare_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **instead: Any
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]:
+    """Return what computes (o, lse) of all tensors with the specs of these."""
+    bound: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
+    bound = bind_forward(signature(q, k, v), options, **instead)
+    return bound
 
 
 def prepare_backward(

@@ -60,7 +60,7 @@ def choose(
         raise ValueError(reason)
     scale = check_scale(scale, problem.head_dim)
     precision = input_precision(precision, dtype)
-    options = Options(problem.diagonal, scale, precision, family, deterministic)
+    options = Options(problem.band.right, scale, precision, family, deterministic)
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()

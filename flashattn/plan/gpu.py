@@ -22,6 +22,11 @@ class Gpu:
     num_sms: int
     triton: tuple[int, int] = (3, 6)
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether it is Triton's interpreter."""
+        return self.capability == (0, 0)
+
 
 Gpu.INTERPRETER = Gpu((0, 0), 1)  # so that small problems have more programs than it has SMs
 CARDS = {

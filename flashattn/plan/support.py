@@ -25,6 +25,13 @@ def why_not_portable(dtype: torch.dtype, head_dim: int) -> str | None:
     return None
 
 
+def why_not_gpu(gpu: Gpu) -> str | None:
+    """Return why the portable kernels cannot run on a GPU, or None."""
+    if gpu.capability < OLDEST and not gpu.interpreted:
+        return "triton needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
 def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | None:
     """Return why the Hopper kernels cannot solve such problems on a GPU, or None if they can."""
     if gpu is None or gpu.capability != HOPPER:

@@ -181,7 +181,7 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference_attention(q, k, v, diagonal=case.problem.diagonal, scale=case.scale)
+        return reference_attention(q, k, v, mask=case.problem.mask, scale=case.scale)
 
     return run(call, case, dtype=dtype)
 
@@ -244,9 +244,7 @@ def one_by_one(case: Case) -> Outputs:
     if not scores.isfinite().all():
         return {}
     identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
-    o, lse = reference_attention(
-        scores, identity, v, diagonal=case.problem.diagonal, scale=case.scale
-    )
+    o, lse = reference_attention(scores, identity, v, mask=case.problem.mask, scale=case.scale)
     return {"o": o, "lse": lse}
 
 
@@ -274,10 +272,9 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     q, k, v = (x.double() for x in case.inputs)
     do = case.grad_o.double()
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT) * case.scale  # [B, H, T, S]
-    if case.problem.diagonal is not None:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(~seen.tril(case.problem.diagonal), -torch.inf)
+    t, s = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    seen = case.problem.band.sees(t[:, None], s)
+    scores = ((q @ k.mT) * case.scale).masked_fill(~seen, -torch.inf)  # [B, H, T, S]
     p, lse = scores.softmax(-1).nan_to_num(), scores.logsumexp(-1)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
     a = lse.abs().nan_to_num(posinf=0.0)[..., None] * 2 * accumulated.eps

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from hypothesis import strategies as st
 
-from flashattn.problem import Causal, Problem
+from flashattn.mask import Causal
+from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.values import VALUES

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper import backward as half
 from flashattn.kernels.hopper import backward_cut as fp32
 from flashattn.kernels.hopper import backward_wide as d256
 from flashattn.kernels.hopper import forward_cut as forward_fp32
-from flashattn.kernels.hopper.copies import WARPS, Numbers, Tiles
+from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
-from flashattn.kernels.launch import Launch, Step
+from flashattn.kernels.hopper.numbered import Numbers
+from flashattn.kernels.launch import Described, Launch, Step
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
@@ -31,6 +32,17 @@ from flashattn.plan.tile import (
 INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
 
 
+def _launch(
+    function: Any,
+    programs: int,
+    operands: Sequence[Described | None],
+    numbers: Sequence[object],
+    constants: dict[str, Any],
+) -> Launch:
+    """Return a launch of warpgroups."""
+    return Launch(function, programs, operands, numbers, constants | {"num_warps": WARPS})
+
+
 def forward(
     plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
 ) -> list[Step]:
@@ -40,7 +52,7 @@ def forward(
     tile = plan.tile
     if isinstance(tile, HopperFp32Tile):
         steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
-        launch = Launch(
+        launch = _launch(
             forward_fp32.flashattn_hopper_cut_fwd,
             plan.programs,
             [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
@@ -48,10 +60,10 @@ def forward(
             forward_fp32_constants(head_dim, causal=options.causal, terms=plan.terms),
         )
         return [*steps, Step(launch, (*names, "o", "lse"))]
-    assert isinstance(tile, HopperTile)
+    tile = cast("HopperTile", tile)
     queries, keys = Tiles(WARPGROUP_Q), Tiles(tile.block_kv)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
-    launch = Launch(
+    launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
         [queries, keys, keys, queries, None, None],
@@ -80,13 +92,12 @@ def forward_constants(
         "STAGED": tile.own_o,
         "REGISTERS": tile.registers,
         "PINNED": tile.barrier,
-        "num_warps": WARPS,
     }
 
 
 def forward_fp32_constants(head_dim: int, *, causal: bool, terms: int) -> dict[str, Any]:
     """Return the constexpr arguments of flashattn_hopper_cut_fwd."""
-    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "PARTS": terms, "num_warps": WARPS}
+    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "PARTS": terms}
 
 
 def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
@@ -102,7 +113,12 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
     if isinstance(tile, HopperBackwardTile):
-        return [rows, _one_pass(plan, tile, q, k, options), *summing, _postprocess(plan, q, options)]
+        return [
+            rows,
+            _one_pass(plan, tile, q, k, options),
+            *summing,
+            _postprocess(plan, q, options),
+        ]
     if isinstance(tile, HopperD256Tile):
         return [
             rows,
@@ -136,12 +152,12 @@ def _one_pass(
     (programs,) = plan.passes[0].programs
     block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
     queries, keys, numbers = Tiles(block_q), Tiles(WARPGROUP_Q), Numbers(block_q)
-    launch = Launch(
+    launch = _launch(
         half.flashattn_hopper_bwd,
         programs,
         [
             *(queries, keys, keys, queries, numbers, numbers),
-            half.Lines(half.box_lines(head_dim)),
+            half.Lines(box_lines(head_dim)),
             *[keys if plan.gqa_splits == 1 else None] * 2,
             None,
         ],
@@ -159,9 +175,12 @@ def _one_pass(
     return Step(launch, (*INPUTS, "dq_accum", *grads, "dq_semaphore"))
 
 
-def backward_constants(
-    tile: HopperBackwardTile, head_dim: int, *, causal: bool
-) -> dict[str, Any]:
+def box_lines(head_dim: int) -> int:
+    """Return the lines of dq_accum that are stored at a time: all that a half of dq consists of."""
+    return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
+
+
+def backward_constants(tile: HopperBackwardTile, head_dim: int, *, causal: bool) -> dict[str, Any]:
     """Return the constexpr arguments of flashattn_hopper_bwd."""
     first, rest = head_dim_split(head_dim)
     return {
@@ -170,7 +189,6 @@ def backward_constants(
         "REST": rest,
         "SLOTS": tile.stages,
         "CAUSAL": causal,
-        "num_warps": WARPS,
     }
 
 
@@ -179,7 +197,7 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, options: Options) -> Step:
     batch, heads, seq_q, head_dim = q.shape
     block_q = HopperBackwardTile.block_q(head_dim)
     blocks = cdiv(seq_q, block_q) * (block_q // WARPGROUP_Q)
-    launch = Launch(
+    launch = _launch(
         half.flashattn_hopper_bwd_dq,
         batch * heads * blocks,
         [None, None],
@@ -199,7 +217,6 @@ def postprocess_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
         "BLOCK_Q": HopperBackwardTile.block_q(head_dim),
         "COLUMNS": sum(head_dim_split(head_dim)),
         "CAUSAL": causal,
-        "num_warps": WARPS,
     }
 
 
@@ -211,7 +228,7 @@ def _d256_dkdv(
     splits, grads = _gqa(k, plan.gqa_splits)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
-    launch = Launch(
+    launch = _launch(
         d256.flashattn_hopper_wide_dkdv,
         sum(plan.passes[0].programs),
         [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
@@ -231,7 +248,7 @@ def _d256_dq(
     """Return the launch of flashattn_hopper_wide_dq."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
-    launch = Launch(
+    launch = _launch(
         d256.flashattn_hopper_wide_dq,
         sum(plan.passes[1].programs),
         [*[rows] * 4, None, None, rows],
@@ -248,19 +265,18 @@ def _d256_dq(
 def d256_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
     """Return the constexpr arguments of both kernels for D from 129 to 256."""
     first, rest = head_dim_split(head_dim)
-    return {"FIRST": first, "REST": rest, "CAUSAL": causal, "num_warps": WARPS}
+    return {"FIRST": first, "REST": rest, "CAUSAL": causal}
 
 
 def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
     """Return the launch of flashattn_hopper_cut_dkdv, or of flashattn_hopper_cut_dq."""
-    (q, k, v), tile = specs[:3], one.tile
-    assert isinstance(tile, HopperFp32Tile)
+    (q, k, v), tile = specs[:3], cast("HopperFp32Tile", one.tile)
     own, other = Tiles(tile.own), Tiles(tile.other)
     function, loads = fp32.flashattn_hopper_cut_dkdv, [other, own, own, other]
     if one.kernel.endswith("_dq"):
         function, loads = fp32.flashattn_hopper_cut_dq, [own, other, other, own]
     grads, strides = portable.written(one, q, k, v)
-    launch = Launch(
+    launch = _launch(
         function,
         sum(one.programs),
         [*loads, *[None] * (2 + len(grads))],
@@ -273,4 +289,4 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
 
 def fp32_constants(*, causal: bool, split: bool, terms: int) -> dict[str, Any]:
     """Return the constexpr arguments of both fp32 kernels of the backward."""
-    return {"CAUSAL": causal, "SPLIT": split, "PARTS": terms, "num_warps": WARPS}
+    return {"CAUSAL": causal, "SPLIT": split, "PARTS": terms}

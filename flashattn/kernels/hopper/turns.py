@@ -4,15 +4,8 @@ Sources: Qiang et al., 2026, "DASH: Deterministic Attention Scheduling for High-
 Reproducible LLM Training", for programs that begin at tiles of their own; the rounds are ours.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from flashattn.kernels import launch
-
-QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
-QUEUE_WIDE = 33  # likewise of wider heads, whose workspaces cost more to add up
-NARROW = 64  # head dimension, up to which they are narrow
 
 POLL = gl.constexpr(
     "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
@@ -125,23 +118,3 @@ def slab(block, batch, tiles, blocks, owners, slabs):
 def turn_of(turns, batch, head, owners, group, end, i):
     """Return the counter of a tile of queries; a head has ``end``."""
     return turns + ((batch * owners * group + head) * end + i)
-
-
-def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int) -> int:
-    """Return how many workspaces shall be added up under a mask, so that programs do not queue.
-
-    All begin with the last queries, so of a head's that run at once each waits for all before it,
-    for some 3 us each on an H200. That is nothing where many heads run at once, or where all
-    programs do: the first ones, which never wait, have the most to do.
-
-    Args:
-        heads: that have keys of their own.
-        blocks: tiles of keys of a head.
-        device: of the launch.
-        head_dim: D.
-    """
-    programs = launch.multiprocessors(device)
-    if heads * blocks <= programs:
-        return 1
-    queue = QUEUE_WIDE if head_dim > NARROW else QUEUE
-    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // queue))

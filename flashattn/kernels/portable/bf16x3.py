@@ -7,18 +7,13 @@ shared memory as the tensor cores take it, which leaves registers and a third mo
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts, row_options
 from flashattn.kernels.portable.memory import load_one, store_tile
 from flashattn.kernels.portable.mma import cut
 from flashattn.kernels.portable.scheduler import program_tile
-from flashattn.kernels.tiles import block_d
 
 BLOCK, WARPS = 32, 4
 
@@ -100,46 +95,3 @@ def flashattn_cut(
             program - 2 * of_keys - of_queries, grad_o, cut_grad_o, grad_o_strides, heads, seq_q,
             head_dim, PADDED, BLOCK, BLOCK_D, PARTS,
         )  # fmt: skip
-
-
-def cut_like(x: Like, parts: int) -> Like:
-    """Return what x [B, H, N, D] is like when it is cut: [B, parts H, N, D padded], in bf16."""
-    batch, heads, rows, head_dim = x.shape
-    shape = torch.Size((batch, heads * parts, rows, block_d(head_dim)))
-    strides = torch.empty(shape, device="meta").stride()
-    return Like(shape, strides, torch.bfloat16, x.device, 0)
-
-
-def cut_all(*inputs: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Launch flashattn_cut; the current device is theirs.
-
-    Args:
-        inputs: q [B, H, T, D], k and v [B, G, S, D], and grad_o like q or nothing, in fp32, with
-            dense rows, not empty.
-        parts: of each number, two or three.
-
-    Returns:
-        What ``cut_like`` says of each.
-    """
-    shapes, launch = _plan(facts(*inputs), parts)
-    device = inputs[0].device
-    filled = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-    absent = [None] * (4 - len(inputs))
-    launch(*inputs, *absent, *filled, *absent)
-    return filled
-
-
-@lru_cache(PLANS)
-def _plan(given: tuple[Facts, ...], parts: int) -> tuple[list[torch.Size], Launch]:
-    """Prepare a launch."""
-    likes = [Like(*x) for x in given]
-    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = (x.shape for x in likes[:2])
-    strides = [x.strides[:3] for x in likes] + [(0, 0, 0)] * (4 - len(likes))
-    launch = Launch(
-        flashattn_cut,
-        sum(triton.cdiv(x.shape[2], BLOCK) * batch * x.shape[1] for x in likes),
-        [None] * 8,
-        (*strides, batch, heads, kv_heads, seq_q, seq_kv),
-        row_options(head_dim, strides, BLOCK, WARPS) | {"PARTS": parts},
-    )
-    return [cut_like(x, parts).shape for x in likes], launch

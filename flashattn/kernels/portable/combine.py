@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels import launch
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.launch import Launch
 from flashattn.kernels.portable.memory import multiple, tile_mask
 from flashattn.kernels.portable.softmax import normalized
 
@@ -164,74 +158,3 @@ def flashattn_bwd_sum(
                 program, dq_terms, dq, dq_strides, parts_kv, batches, heads, seq_q, head_dim,
                 PADDED, BLOCK, BLOCK_D,
             )  # fmt: skip
-
-
-class Written(NamedTuple):
-    """A gradient that programs write.
-
-    Args:
-        parts: in which they do so; 1: it is whole.
-        shape: its own.
-        strides: likewise.
-    """
-
-    parts: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-
-Tensors = Sequence[torch.Tensor]
-
-
-def combine_launch(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
-    """Prepare the launch of flashattn_combine for o of this shape and strides."""
-    batch, heads, seq_q, head_dim = shape
-    rows = batch * heads * seq_q
-    return Launch(
-        flashattn_combine,
-        triton.cdiv(rows, COMBINE_BLOCK),
-        [None] * 4,
-        (strides[:3], parts, rows, heads, seq_q),
-        launch.row_options(head_dim, [strides[:3]], COMBINE_BLOCK, COMBINE_WARPS),
-    )
-
-
-def adding(written: Sequence[Written]) -> Callable[[Tensors, Tensors], None]:
-    """Prepare the launch of flashattn_bwd_sum.
-
-    Args:
-        written: dk and dv, dq, or all three; at least one of them in parts.
-
-    Returns:
-        What fills such gradients, the second argument, from their parts, the first.
-    """
-    first = 2 if len(written) == 1 else 0  # of the kernel's dk, dv and dq
-    added = {first + i: x for i, x in enumerate(written) if x.parts > 1}
-    dk, dv, dq = (added.get(i, Written(1, torch.Size((0, 1, 1)), (0, 0, 0))) for i in range(3))
-    strides = [x.strides[:3] for x in (dk, dv, dq)]
-    add = Launch(
-        flashattn_bwd_sum,
-        sum(triton.cdiv(x.shape[:3].numel(), SUM_BLOCK) for x in added.values()),
-        [None] * 6,
-        (
-            *strides,
-            *(dk.parts, dq.parts, written[0].shape[0]),
-            *(dq.shape[1], dk.shape[1], dq.shape[2], dk.shape[2]),
-        ),
-        launch.row_options(written[0].shape[3], strides, SUM_BLOCK, SUM_WARPS),
-    )
-
-    def fill(terms: Tensors, grads: Tensors) -> None:
-        add(*(x[i - first] if i in added else None for x in (terms, grads) for i in range(3)))
-
-    return fill
-
-
-def room(grads: Tensors, parts: Sequence[int]) -> list[torch.Tensor]:
-    """Return what parts of gradients are written to: the gradient itself where it is whole."""
-    return [
-        x
-        if n == 1
-        else torch.empty((n * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
-        for x, n in zip(grads, parts, strict=True)
-    ]

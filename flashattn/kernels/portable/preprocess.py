@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels import launch
 from flashattn.kernels.constants import LOG2E, SIZES
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
 from flashattn.kernels.portable.memory import load_one, load_rows, store_rows
 from flashattn.kernels.portable.scheduler import program_tile
 
-ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
 DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
 DELTA_WARPS = 4
 
@@ -106,45 +100,3 @@ def flashattn_bwd_delta(
     )  # fmt: skip
     store_rows(lse2, row, pitch, start, pitch, lse2_rows, BLOCK)
     store_rows(delta, row, pitch, start, pitch, delta_rows, BLOCK)
-
-
-def pitch(seq_q: int) -> int:
-    """Return how many numbers of lse2 and delta a head has."""
-    return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-
-
-def row_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return the shape of lse2 and delta for that of o."""
-    batch, heads, seq_q, _ = shape
-    return batch * heads, pitch(seq_q)
-
-
-def row_terms(
-    grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
-    given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
-    lse2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
-    delta = torch.empty_like(lse2)
-    delta_launch(facts(*given))(o, grad_o, lse, grad_lse, lse2, delta)
-    return lse2, delta
-
-
-@lru_cache(PLANS)
-def delta_launch(given: tuple[Facts, ...]) -> Launch:
-    """Prepare the launch of flashattn_bwd_delta.
-
-    Args:
-        given: what is to be known of o, grad_o, lse, and grad_lse where there is one.
-    """
-    o, grad_o = Like(*given[0]), Like(*given[1])
-    batch, heads, seq_q, head_dim = o.shape
-    padded = pitch(seq_q)
-    strides = o.strides[:3], grad_o.strides[:3]
-    return Launch(
-        flashattn_bwd_delta,
-        padded // DELTA_BLOCK * batch * heads,
-        [None] * 6,
-        (*strides, heads, seq_q, padded),
-        launch.row_options(head_dim, strides, DELTA_BLOCK, DELTA_WARPS),
-    )

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import Any, cast
 
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Step, TileLoads
-from flashattn.kernels.portable import combine, gradients, preprocess
 from flashattn.kernels.portable import bf16x3 as decompose
+from flashattn.kernels.portable import combine, gradients, preprocess
 from flashattn.kernels.portable.forward import flashattn_fwd
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
-from flashattn.plan.rows import FUSED
+from flashattn.plan.rows import FUSED, Kernel
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
 from flashattn.plan.support import SMALLEST_SCALE
 from flashattn.plan.tile import Tile, block_d, padding
 
-KERNELS: dict[str, Any] = {
+KERNELS: dict[Kernel, Any] = {
     "bwd_fused": gradients.flashattn_bwd,
     "bwd_one_launch": gradients.flashattn_bwd,
     "bwd_dkdv": gradients.flashattn_bwd_dkdv,
@@ -33,8 +31,7 @@ def forward(
     plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
-    o, diagonal, tile = q.like(), options.diagonal, plan.tile
-    assert isinstance(tile, Tile)
+    o, diagonal, tile = q.like(), options.diagonal, cast("Tile", plan.tile)
     if plan.pack_gqa:
         o, diagonal = packed_rows(o, k.shape[1]), None
         q, k, v = packed(q, k, v, plan.keys)
@@ -75,17 +72,13 @@ def forward(
         cdiv(rows, combine.COMBINE_BLOCK),
         [None] * 4,
         (o.strides[:3], plan.split.num, rows, heads, seq_q),
-        _row_options(
-            head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS
-        ),
+        _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
     )
     partials = ("o_partials", "lse_partials")
     return [*steps, Step(launch, (*names, *partials)), Step(merge, (*partials, "o", "lse"))]
 
 
-def terms(
-    count: int, **inputs: TensorSpec
-) -> tuple[list[Step], list[TensorSpec], tuple[str, ...]]:
+def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec], tuple[str, ...]]:
     """Return what decomposes inputs into bf16 terms, the specs of these, and their names."""
     if not count:
         return [], list(inputs.values()), tuple(inputs)
@@ -189,9 +182,7 @@ def written(
     return names, [x[:3] for x in strides]
 
 
-def backward_pass(
-    one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options
-) -> Step:
+def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options) -> Step:
     """Return the launch of flashattn_bwd_dkdv, flashattn_bwd_dq, or flashattn_bwd, which is both.
 
     Args:
@@ -200,12 +191,8 @@ def backward_pass(
         precision: as ``precision.input_precision`` returns it.
         options: what is asked.
     """
-    (q, k, v, _, o), tile = specs[:5], one.tile
-    assert isinstance(tile, Tile)
-    inputs, names = specs[:4], INPUTS
-    if one.terms:
-        inputs = [decomposed(x, one.terms) for x in inputs]
-        names = tuple(f"{name}_terms" for name in INPUTS)
+    (q, k, v, grad_o, o), tile = specs[:5], cast("Tile", one.tile)
+    _, inputs, names = terms(one.terms, q=q, k=k, v=v, grad_o=grad_o)
     grads, grad_strides = written(one, q, k, v)
     lengths = [x.length for x in one.splits]
     constants: dict[str, Any] = {"SPLIT": one.splits[0].num > 1}
@@ -220,7 +207,7 @@ def backward_pass(
     strides = [x.strides[:3] for x in inputs] + grad_strides
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     launch = Launch(
-        KERNELS[one.kernel],
+        KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
         [*loads, *[None] * (len(operands) - len(loads))],
         (

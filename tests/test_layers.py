@@ -24,7 +24,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "ops": {"mask", "problem", "watchers", "kernels"},
     "weighted_sum": {"kernels"},
-    "claims": {"problem"},
+    "claims": {"mask", "problem"},
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "mask", "problem"},
     "api": {"impls", "registry", "mask", "problem", "watchers"},

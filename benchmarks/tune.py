@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import choice, forward, launch
-from flashattn.kernels.alone import Recomputation
-from flashattn.kernels.cut import cut_all
-from flashattn.kernels.offline import Variant, compile_variant
+from flashattn.counts.offline import Variant, compile_variant
+from flashattn.counts.single_kernel import Recomputation
+from flashattn.kernels import choice, launch
+from flashattn.kernels.portable import forward
+from flashattn.kernels.portable.bf16x3 import cut_all
 from flashattn.kernels.tiles import JOINT, OPTIONAL, Kernel, Tile
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention

@@ -155,7 +155,7 @@ def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
     "triton" has the portable ones, "hopper" Hopper's, "split" the portable forward, which splits
     keys, and "joint" the portable backward, which joins its passes.
     """
-    from flashattn.kernels import backward, forward  # noqa: PLC0415
+    from flashattn.kernels.portable import backward, forward  # noqa: PLC0415
 
     if kernels == "triton":
         return forward, backward

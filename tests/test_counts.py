@@ -23,8 +23,8 @@ from flashattn.counts import compiled, interpreter
 from flashattn.counts.compiled import may_spill, unsteady
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
-from flashattn.kernels.backward import KERNELS as GRADIENTS
-from flashattn.kernels.offline import FIXED, variants
+from flashattn.counts.offline import FIXED, variants
+from flashattn.kernels.portable.backward import KERNELS as GRADIENTS
 from flashattn.ops import INTERPRETER_FAILS
 
 FOLDER = Path(__file__).parent / "counts"
@@ -113,12 +113,12 @@ def test_interpreter_counts(done):
 
 
 NO_LAST_KEY = (
-    "primitives.py",
+    "portable/mask.py",
     "end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))",
     "end = seq_kv",
 )
 NO_FIRST_QUERY = (
-    "gradients.py",
+    "portable/gradients.py",
     "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
     "first = 0",
 )
@@ -149,7 +149,8 @@ ONE_MORE = """\
 SECOND_PASS = "    for again in tl.range(0, end, BLOCK_KV):\n" + "".join(
     ONE_MORE.format(x=x) for x in "kv"
 )
-TWO_PASSES = (interpret, f"fwd {PLAIN}", ("forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS))
+AGAIN = ("portable/forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS)
+TWO_PASSES = (interpret, f"fwd {PLAIN}", AGAIN)
 
 
 @needs_the_interpreter
@@ -166,7 +167,7 @@ def test_second_pass_over_keys(done):
 
 
 FP32 = {arch: f"{arch} fp32 d16 full pointers" for arch in ("sm_80 fwd", "sm_90 bwd_dq")}
-NO_TF32 = ("primitives.py", "input_precision=PRECISION", 'input_precision="ieee"')
+NO_TF32 = ("portable/mma.py", "input_precision=PRECISION", 'input_precision="ieee"')
 NO_BF16X6 = ("launch.py", '== "tf32" else CUTTING', '== "tf32" else "ieee"')
 
 

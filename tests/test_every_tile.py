@@ -16,7 +16,8 @@ from itertools import product
 import pytest
 import torch
 
-from flashattn.kernels import backward, choice, launch
+from flashattn.kernels import choice, launch
+from flashattn.kernels.portable import backward
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get

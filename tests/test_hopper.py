@@ -13,8 +13,6 @@ import torch
 
 from flashattn import ops
 from flashattn.api import FASTEST_FIRST
-from flashattn.kernels import backward as portable_backward
-from flashattn.kernels import forward as portable_forward
 from flashattn.kernels import launch
 from flashattn.kernels.hopper import backward, backward_cut, forward, shares, turns
 from flashattn.kernels.hopper.config import (
@@ -35,6 +33,8 @@ from flashattn.kernels.hopper.config import (
 )
 from flashattn.kernels.hopper.offline import variants
 from flashattn.kernels.launch import Like
+from flashattn.kernels.portable import backward as portable_backward
+from flashattn.kernels.portable import forward as portable_forward
 from flashattn.kernels.tiles import block_d
 from flashattn.mask import Mask
 from flashattn.problem import Problem, check_scale

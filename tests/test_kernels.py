@@ -15,8 +15,10 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from flashattn import api, attention
-from flashattn.kernels import alone, backward, choice, cut, forward, launch, splitting
-from flashattn.kernels.alone import Recomputation
+from flashattn.counts import single_kernel
+from flashattn.counts.single_kernel import Recomputation
+from flashattn.kernels import choice, launch, splitting
+from flashattn.kernels.portable import backward, bf16x3, forward, preprocess
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
@@ -26,7 +28,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 def forget():
     """Plan anew whatever is launched next."""
     api._PLANS.clear()
-    for planned in (forward._plan, backward._plan, alone._alone, backward._delta):
+    for planned in (forward._plan, backward._plan, single_kernel._alone, preprocess.delta_launch):
         planned.cache_clear()
 
 
@@ -473,7 +475,7 @@ def test_what_is_cut_is_whole(device):
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
-    parts = cut.cut_all(*[wanted[None, None].to(device)] * 4, parts=3)
+    parts = bf16x3.cut_all(*[wanted[None, None].to(device)] * 4, parts=3)
     assert all(torch.equal(x, parts[0]) for x in parts)
     errors = (parts[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110

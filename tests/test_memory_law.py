@@ -13,9 +13,9 @@ import torch
 from flashattn import tiled
 from flashattn.impls.naive import naive_attention
 from flashattn.kernels import launch, splitting
-from flashattn.kernels.backward import FEW_PROGRAMS, backward
-from flashattn.kernels.forward import forward
-from flashattn.kernels.passes import ROW_PADDING
+from flashattn.kernels.portable.backward import FEW_PROGRAMS, backward
+from flashattn.kernels.portable.forward import forward
+from flashattn.kernels.portable.preprocess import ROW_PADDING
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.inputs import make_grads, make_inputs

@@ -233,7 +233,7 @@ def test_instrumented_kernels_get_scratch_memory(monkeypatch):
 
 
 def test_cases_are_ragged_and_load_both_ways():
-    """Every dtype, mask, way of loading, padded and whole widths, masked rows are among them."""
+    """Every dtype, mask, way of loading, padded and whole widths, and masked rows are there."""
     problems = list(cases.PROBLEMS)
     assert {problem.dtype for problem in problems} == {"bfloat16", "float16", "float32"}
     assert {problem.causal for problem in problems} == {False, "top_left", "bottom_right"}

@@ -18,8 +18,8 @@ import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flashattn.counts.expect import Rows
-from flashattn.kernels import backward, forward
-from flashattn.kernels.alone import Recomputation
+from flashattn.counts.single_kernel import Recomputation
+from flashattn.kernels.portable import backward, forward
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
@@ -144,7 +144,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     counts = {}
     with counting() as counts["fwd"]:
         o, lse = forward.forward(q, k, v, parts=1, **options)
-    with counting() as counts["fwd_split"]:  # and merged
+    with counting() as counts["fwd_split"]:  # and combined
         forward.forward(q, k, v, parts=2, **options)
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, parts=1, **options

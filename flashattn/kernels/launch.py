@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashattn.kernels.primitives import INTERPRETED
+from flashattn.kernels.constants import INTERPRETED
 from flashattn.kernels.tiles import Kernel, Tile, block_d, padding, pick, pick_tf32
 
 CUTTING = "bf16x6"

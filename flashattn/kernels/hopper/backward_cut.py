@@ -16,13 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashattn.kernels import launch
-from flashattn.kernels.backward import passes as portable
 from flashattn.kernels.hopper.columns import store
 from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.parts import cut, new_parts, product, transposed
 from flashattn.kernels.hopper.visits import own_place
 from flashattn.kernels.launch import Facts, Launch, Like
-from flashattn.kernels.passes import Pass, Passes, Walk, numbers, walk
+from flashattn.kernels.portable.backward import passes as portable
+from flashattn.kernels.portable.passes import Pass, Passes, Walk, numbers, walk
 from flashattn.kernels.tiles import block_d
 
 COLUMNS = gl.constexpr(128)

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig, columns
@@ -50,7 +51,6 @@ from flashattn.kernels.hopper.shares import Shares, key_head, share, store_share
 from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed
 from flashattn.kernels.launch import Launch, Like
-from flashattn.kernels.primitives import LOG2E
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
 BLOCK_D = gl.constexpr(256)

@@ -24,8 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels import launch
-from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
-from flashattn.kernels.forward import forward as portable
+from flashattn.kernels.constants import LN2, LOG2E
 from flashattn.kernels.hopper import forward_cut
 from flashattn.kernels.hopper.columns import ROWS, fold, folded, inner, put, ready, scaled, zeros
 from flashattn.kernels.hopper.compat import store_tile
@@ -35,7 +34,8 @@ from flashattn.kernels.hopper.ring import new_queue, new_ring
 from flashattn.kernels.hopper.visits import hide, place, visited
 from flashattn.kernels.hopper.words import operand, packed, settle
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.primitives import LN2, LOG2E
+from flashattn.kernels.portable.forward import SMALLEST_SCALE, Outputs, Plan
+from flashattn.kernels.portable.forward import forward as portable
 
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
 # may need one. On an H200 forward takes 3 to 5% more time without that loop at D = 256, from N =

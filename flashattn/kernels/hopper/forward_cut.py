@@ -13,14 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels import launch
-from flashattn.kernels.forward import SMALLEST_SCALE, Cut, Forward, Plan
-from flashattn.kernels.forward import forward as portable
+from flashattn.kernels.constants import LN2, LOG2E
 from flashattn.kernels.hopper.columns import ROWS, by_row, store
 from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.parts import cut, new_parts, product, transposed
 from flashattn.kernels.hopper.visits import hide, own_place
 from flashattn.kernels.launch import Launch, Like
-from flashattn.kernels.primitives import LN2, LOG2E
+from flashattn.kernels.portable.forward import SMALLEST_SCALE, Cut, Forward, Plan
+from flashattn.kernels.portable.forward import forward as portable
 from flashattn.kernels.tiles import block_d
 
 WIDTHS = (64, 128)  # that heads are padded to

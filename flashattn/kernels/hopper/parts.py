@@ -1,4 +1,4 @@
-"""Parts: tiles of fp32 cut into two or three of bf16, see ``kernels.cut``; and their products.
+"""Parts: tiles of fp32 cut into two or three of bf16, see ``portable.bf16x3``; and their products.
 
 As the portable kernels do it: the lesser products first, the greatest to their sum, each in a sum
 of its own, which is then added in fp32.
@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn.kernels.constants import HIGH_BITS
 from flashattn.kernels.hopper.columns import ROWS
 from flashattn.kernels.hopper.compat import aggregate, load_tile
 from flashattn.kernels.hopper.ring import Ring, anew, new_ring
-from flashattn.kernels.primitives import HIGH_BITS
 
 
 @aggregate

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn.kernels.constants import BAND
 from flashattn.kernels.hopper.columns import ROWS
-from flashattn.kernels.primitives import BAND
 
 
 @gluon.jit

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from flashattn.kernels import backward, launch
+from flashattn.kernels import launch
 from flashattn.kernels.launch import PLANS, Launch, facts
-from flashattn.kernels.passes import Passes
+from flashattn.kernels.portable import backward, preprocess
+from flashattn.kernels.portable.passes import Passes
 from flashattn.kernels.tiles import Kernel, Tile
 
 
@@ -37,7 +38,7 @@ class Recomputation:
     @cached_property
     def row_terms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """lse2 and delta."""
-        return backward.row_terms(self.grad_o, self.grad_lse, self.o, self.lse)
+        return preprocess.row_terms(self.grad_o, self.grad_lse, self.o, self.lse)
 
     def gradients(self, kernel: Kernel, tile: Tile | None = None) -> tuple[torch.Tensor, ...]:
         """Launch a kernel with the table's tile or another.

@@ -13,8 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from flashattn.kernels.constants import SIZES
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts, row_options
-from flashattn.kernels.primitives import SIZES, cut, load_one, program_tile, store_tile
+from flashattn.kernels.portable.memory import load_one, store_tile
+from flashattn.kernels.portable.mma import cut
+from flashattn.kernels.portable.scheduler import program_tile
 from flashattn.kernels.tiles import block_d
 
 BLOCK, WARPS = 32, 4

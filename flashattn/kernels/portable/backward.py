@@ -14,20 +14,18 @@ from typing import Any
 import torch
 
 from flashattn.kernels import launch
-from flashattn.kernels.cut import cut_like
-from flashattn.kernels.gradients import (
+from flashattn.kernels.constants import INTERPRETED
+from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
+from flashattn.kernels.portable.bf16x3 import cut_like
+from flashattn.kernels.portable.gradients import (
     flashattn_bwd,
-    flashattn_bwd_delta,
     flashattn_bwd_dkdv,
     flashattn_bwd_dq,
 )
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.passes import Pass, Passes, Walk, numbers, owners, pitch, walk
-from flashattn.kernels.primitives import INTERPRETED
+from flashattn.kernels.portable.passes import Pass, Passes, Walk, numbers, owners, walk
+from flashattn.kernels.portable.preprocess import delta_launch, row_shape
 from flashattn.kernels.tiles import JOINT, Kernel, Tile
 
-DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
-DELTA_WARPS = 4
 KERNELS: dict[Kernel, Any] = {
     "bwd": flashattn_bwd,
     "bwd_whole": flashattn_bwd,
@@ -174,43 +172,6 @@ def passes(
     return Passes(prepare("bwd", given, strides, *options))
 
 
-def row_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return the shape of lse2 and delta for that of o."""
-    batch, heads, seq_q, _ = shape
-    return batch * heads, pitch(seq_q)
-
-
-def row_terms(
-    grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
-    given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
-    lse2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
-    delta = torch.empty_like(lse2)
-    _delta(facts(*given))(o, grad_o, lse, grad_lse, lse2, delta)
-    return lse2, delta
-
-
-@lru_cache(PLANS)
-def _delta(given: tuple[Facts, ...]) -> Launch:
-    """Prepare the launch of flashattn_bwd_delta.
-
-    Args:
-        given: what is to be known of o, grad_o, lse, and grad_lse where there is one.
-    """
-    o, grad_o = Like(*given[0]), Like(*given[1])
-    batch, heads, seq_q, head_dim = o.shape
-    padded = pitch(seq_q)
-    strides = o.strides[:3], grad_o.strides[:3]
-    return Launch(
-        flashattn_bwd_delta,
-        padded // DELTA_BLOCK * batch * heads,
-        [None] * 6,
-        (*strides, heads, seq_q, padded),
-        launch.row_options(head_dim, strides, DELTA_BLOCK, DELTA_WARPS),
-    )
-
-
 Grads = tuple[torch.Tensor, torch.Tensor | None]
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -295,7 +256,7 @@ def _plan(
     fold = passes(given[:5], strides, diagonal, scale, precision)
     if isinstance(fold, Launch):
         return partial(_whole, fold)
-    delta = _delta((given[4], given[3], *given[5:]))
+    delta = delta_launch((given[4], given[3], *given[5:]))
     return _Backward(row_shape(q.shape), q.device, delta, fold)
 
 

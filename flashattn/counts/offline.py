@@ -21,10 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import backward, cut, forward, gradients, launch, splitting
+from flashattn.kernels import launch
+from flashattn.kernels.constants import SIZES
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.primitives import SIZES
+from flashattn.kernels.portable import backward, bf16x3, combine, forward, preprocess
 from flashattn.kernels.tiles import (
     HEAD_DIMS,
     OPTIONAL,
@@ -36,25 +37,25 @@ from flashattn.kernels.tiles import (
     padding,
 )
 
-Untiled = Literal["merge", "cut", "bwd_delta", "bwd_sum"]
+Untiled = Literal["combine", "cut", "bwd_delta", "bwd_sum"]
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_few", "fwd_short", "decode"), forward.flashattn_fwd),
-    "merge": splitting.flashattn_merge,
-    "cut": cut.flashattn_cut,
-    "bwd_delta": gradients.flashattn_bwd_delta,
-    "bwd_sum": splitting.flashattn_bwd_sum,
+    "combine": combine.flashattn_combine,
+    "cut": bf16x3.flashattn_cut,
+    "bwd_delta": preprocess.flashattn_bwd_delta,
+    "bwd_sum": combine.flashattn_bwd_sum,
     **{str(kernel): fn for kernel, fn in backward.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
-    "merge": (splitting.MERGE_BLOCK, splitting.MERGE_WARPS),
-    "cut": (cut.BLOCK, cut.WARPS),
-    "bwd_delta": (backward.DELTA_BLOCK, backward.DELTA_WARPS),
-    "bwd_sum": (splitting.SUM_BLOCK, splitting.SUM_WARPS),
+    "combine": (combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
+    "cut": (bf16x3.BLOCK, bf16x3.WARPS),
+    "bwd_delta": (preprocess.DELTA_BLOCK, preprocess.DELTA_WARPS),
+    "bwd_sum": (combine.SUM_BLOCK, combine.SUM_WARPS),
 }
 ROWS = (
     "lse",
-    "lse_parts",
-    "o_parts",
+    "lse_partial",
+    "o_partial",
     "dk_terms",
     "dv_terms",
     "dq_terms",

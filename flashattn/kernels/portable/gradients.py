@@ -12,116 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn.kernels.primitives import (
-    LOG2E,
-    SIZES,
-    WIDE_FP32,
-    banded_tile,
-    cut_parts,
-    dot,
-    dot_transposed,
-    load_one,
-    load_rows,
-    load_tile,
-    program_tile,
-    seen_keys,
-    store_rows,
-    store_tile,
-    visited_keys,
-)
+from flashattn.kernels.constants import SIZES
+from flashattn.kernels.portable.mask import seen_keys, visited_keys
+from flashattn.kernels.portable.memory import load_tile, store_tile
+from flashattn.kernels.portable.mma import WIDE_FP32, cut_parts, dot, dot_transposed
+from flashattn.kernels.portable.preprocess import load_delta, load_lse2
+from flashattn.kernels.portable.scheduler import banded_tile
 
 # Columns from which two loops leave too few registers: each pass where both are at once, and dk and
 # dv of fp32 that the kernel cuts.
 WIDE = tl.constexpr(128)
-
-
-@triton.jit
-def load_lse2(lse2, o, row, pitch, start, seq_q, BLOCK: tl.constexpr):
-    """Load lse2 of a tile's rows as ``flashattn_bwd_delta`` left it; with o, lse2 is lse.
-
-    lse2 = lse * log2(e). Rows that see no key, and those that only pad, have +inf: their P is 0.
-    """
-    if o is None:
-        lse2_rows = load_rows(lse2, row, pitch, start, BLOCK)
-    else:
-        rows = start + tl.arange(0, BLOCK)
-        offsets = row.to(tl.int64) * seq_q + rows
-        lse_rows = tl.load(lse2 + offsets, mask=rows < seq_q, other=float("-inf"))
-        dead = lse_rows == float("-inf")
-        lse2_rows = tl.where(dead, float("inf"), lse_rows * LOG2E)
-    return lse2_rows
-
-
-@triton.jit
-def load_delta(
-    delta,
-    o,
-    o_strides,
-    do_tile,
-    lse2_rows,
-    batch,
-    head,
-    row,
-    pitch,
-    start,
-    seq_q,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Load delta of a tile's rows likewise; with o, ``delta`` is the gradient of lse, or None.
-
-    delta = rowsum(dO * O) - dlse, and 0 where lse2 is +inf.
-    """
-    if o is None:
-        delta_rows = load_rows(delta, row, pitch, start, BLOCK)
-    else:
-        o_tile = load_one(
-            o, o_strides, batch, head, start, seq_q,
-            head_dim, PADDED, BLOCK, BLOCK_D, False, False,
-        )  # fmt: skip
-        delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-        if delta is not None:
-            rows = start + tl.arange(0, BLOCK)
-            offsets = row.to(tl.int64) * seq_q + rows
-            delta_rows -= tl.load(delta + offsets, mask=rows < seq_q, other=0.0)
-        delta_rows = tl.where(lse2_rows == float("inf"), 0.0, delta_rows)
-    return delta_rows
-
-
-@triton.jit(do_not_specialize=SIZES)
-def flashattn_bwd_delta(
-    o,
-    grad_o,
-    lse,
-    grad_lse,
-    lse2,
-    delta,
-    o_strides,
-    grad_o_strides,
-    heads,
-    seq_q,
-    pitch,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write lse2 and delta, see ``load_lse2`` and ``load_delta``; a program takes BLOCK rows."""
-    block, batch, head = program_tile(tl.program_id(0), pitch // BLOCK, heads, False)
-    start, row = block * BLOCK, batch * heads + head
-    do_tile = load_one(
-        grad_o, grad_o_strides, batch, head, start, seq_q,
-        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
-    )  # fmt: skip
-    lse2_rows = load_lse2(lse, o, row, pitch, start, seq_q, BLOCK)
-    delta_rows = load_delta(
-        grad_lse, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start, seq_q,
-        head_dim, PADDED, BLOCK, BLOCK_D,
-    )  # fmt: skip
-    store_rows(lse2, row, pitch, start, pitch, lse2_rows, BLOCK)
-    store_rows(delta, row, pitch, start, pitch, delta_rows, BLOCK)
 
 
 @triton.jit

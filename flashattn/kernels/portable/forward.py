@@ -2,7 +2,7 @@
 
 Where that makes fewer programs than the GPU has room for, the keys are split as well, as in
 Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program folds a part of the keys, and
-flashattn_merge puts the parts together by their largest scores, always in the same order.
+flashattn_combine puts the parts together by their largest scores, always in the same order.
 """
 
 from __future__ import annotations
@@ -17,24 +17,15 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels import choice, launch, splitting
-from flashattn.kernels.cut import cut_all, cut_like
+from flashattn.kernels.constants import LOG2E, SIZES
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.primitives import (
-    LOG2E,
-    SIZES,
-    WIDE_FP32,
-    add_compensated,
-    banded_tile,
-    cut_parts,
-    dot,
-    dot_transposed,
-    load_tile,
-    normalized,
-    seen_keys,
-    store_rows,
-    store_tile,
-    visited_keys,
-)
+from flashattn.kernels.portable import combine
+from flashattn.kernels.portable.bf16x3 import cut_all, cut_like
+from flashattn.kernels.portable.mask import seen_keys, visited_keys
+from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
+from flashattn.kernels.portable.mma import WIDE_FP32, cut_parts, dot, dot_transposed
+from flashattn.kernels.portable.scheduler import banded_tile
+from flashattn.kernels.portable.softmax import add_compensated, normalized
 from flashattn.kernels.tiles import Tile
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
@@ -221,7 +212,7 @@ def plan(
     tile: Tile | None = None,
     parts: int | None = None,
 ) -> Plan:
-    """Return what launches flashattn_fwd, and flashattn_merge where keys are split.
+    """Return what launches flashattn_fwd, and flashattn_combine where keys are split.
 
     It does for q, k and v, and for all that are ``Like`` them.
 
@@ -324,26 +315,26 @@ class Forward:
 
 @dataclass(frozen=True)
 class _Split:
-    """A fold of parts of the keys, and a merge of these.
+    """flashattn_fwd on splits of the keys, then flashattn_combine.
 
     Args:
         fold: flashattn_fwd.
         parts: shape of o for each part of the keys.
-        merge: flashattn_merge.
+        combine: flashattn_combine.
     """
 
     fold: Launch
     parts: tuple[int, ...]
-    merge: Launch
+    combine: Launch
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> None:
         """Fill o and lse."""
-        o_parts = torch.empty(self.parts, device=q.device, dtype=torch.float32)
-        lse_parts = torch.empty((2, *self.parts[:3]), device=q.device, dtype=torch.float32)
-        self.fold(q, k, v, o_parts, lse_parts)
-        self.merge(o_parts, lse_parts, o, lse)
+        o_partial = torch.empty(self.parts, device=q.device, dtype=torch.float32)
+        lse_partial = torch.empty((2, *self.parts[:3]), device=q.device, dtype=torch.float32)
+        self.fold(q, k, v, o_partial, lse_partial)
+        self.combine(o_partial, lse_partial, o, lse)
 
 
 @dataclass(frozen=True)
@@ -424,6 +415,6 @@ def _fill(
     )
     if parts == 1:
         return Cut(fold, cut) if cut else fold
-    merge = splitting.merging(parts, q.shape, o_strides)
-    split = _Split(fold, (parts * batch, heads, seq_q, head_dim), merge)
+    combined = combine.combine_launch(parts, q.shape, o_strides)
+    split = _Split(fold, (parts * batch, heads, seq_q, head_dim), combined)
     return Cut(split, cut) if cut else split

@@ -9,18 +9,13 @@ import torch
 import triton
 
 from flashattn.kernels import splitting
-from flashattn.kernels.cut import cut_all
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Like
-from flashattn.kernels.primitives import LOG2E
-from flashattn.kernels.splitting import Written
+from flashattn.kernels.portable import combine
+from flashattn.kernels.portable.bf16x3 import cut_all
+from flashattn.kernels.portable.combine import Written
+from flashattn.kernels.portable.preprocess import pitch
 from flashattn.kernels.tiles import Kernel
-
-ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
-
-
-def pitch(seq_q: int) -> int:
-    """Return how many numbers of lse2 and delta a head has."""
-    return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Passes:
             self._steps.append((step.fold, step.cut, filled))
             written += step.written
         self._parts = [x.parts for x in written]
-        self._sum = splitting.adding(written) if max(self._parts) > 1 else None
+        self._sum = combine.adding(written) if max(self._parts) > 1 else None
 
     def __call__(
         self,
@@ -71,7 +66,7 @@ class Passes:
             grads: what the passes fill, in their order.
         """
         parts = cut_all(*inputs, parts=self.cut) if self.cut else inputs
-        filled = grads if self._sum is None else splitting.room(grads, self._parts)
+        filled = grads if self._sum is None else combine.room(grads, self._parts)
         for fold, cut, which in self._steps:
             fold(*(parts if cut else inputs), *rows, *filled[which])
         if self._sum is not None:

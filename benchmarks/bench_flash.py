@@ -141,7 +141,7 @@ def bench_forward(device_benchmark, impl, problem, device, admitted, check):
     """Time o (and lse, of those who return it) without gradients."""
     admitted("forward")
     q, k, v = make_inputs(problem, device=device)
-    forward = partial(impl, q, k, v, causal=problem.causal, scale=problem.head_dim**-0.5)
+    forward = partial(impl, q, k, v, **problem.mask_options, scale=problem.head_dim**-0.5)
     o, lse = forward()
     check(o=o, lse=lse)
     device_benchmark.time(forward)
@@ -163,7 +163,7 @@ class Graph:
         # Compiled code reuses the graph's buffers, so it needs a new graph for every call.
         self.keep = not impl.compiles
         self._call = partial(
-            impl, *self.inputs, causal=problem.causal, scale=problem.head_dim**-0.5
+            impl, *self.inputs, **problem.mask_options, scale=problem.head_dim**-0.5
         )
 
     def forward(self):

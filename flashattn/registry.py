@@ -49,7 +49,8 @@ class Impl(Claims):
     Args:
         name: what ``get`` and ``attention(impl=...)`` know it by.
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
-            False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse).
+            False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
+            there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
@@ -124,7 +125,7 @@ def _options(call: Callable[..., Any]) -> frozenset[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(parameter.name for parameter in parameters) - {"causal", "scale"}
+    return frozenset(parameter.name for parameter in parameters) - {"causal", "window", "scale"}
 
 
 def _pair(result: Result) -> Pair:

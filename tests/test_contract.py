@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashattn import registry
-from flashattn.mask import Mask
+from flashattn.mask import UNBOUNDED, Mask
 from flashattn.reference import reference_attention
 from flashattn.testing import contract
 from flashattn.testing.contract import CLAUSES, ERRORS_KEEP, main, usual, verdict, verdicts
@@ -23,14 +23,19 @@ def made(call, **facts):
     return registry.Impl(name="mine", call=call, limits=lambda *_: None, **facts)
 
 
-def good(q, k, v, *, causal, scale):
+def good(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Answer as the definition does."""
-    return reference_attention(q, k, v, mask=Mask.of(causal), scale=scale)
+    return reference_attention(q, k, v, mask=Mask.of(causal, window), scale=scale)
 
 
 def top_left(q, k, v, *, causal, scale):
     """Know one alignment."""
     return good(q, k, v, causal=causal and "top_left", scale=scale)
+
+
+def no_left_bound(q, k, v, *, causal, scale, window=UNBOUNDED):
+    """Take a window for a causal mask."""
+    return good(q, k, v, causal=causal or window != UNBOUNDED, scale=scale)
 
 
 def first_heads(q, k, v, **how):
@@ -98,6 +103,8 @@ def silent_second(q, k, v, *, causal, scale):
 
 BROKEN = [
     (top_left, "causal bottom-right, T < S"),
+    (no_left_bound, "causal window"),
+    (no_left_bound, "two-sided window"),
     (first_heads, "grouped heads"),
     (forgetful, "gradient of lse"),
     (dense, "any strides"),

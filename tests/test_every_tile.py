@@ -129,7 +129,7 @@ def test_every_tile(case, device):
     """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
     asked = question(case, device)
     scale = case.head_dim**-0.5
-    assert_accurate(partial(get("triton"), causal=case.problem.causal, scale=scale), asked)
+    assert_accurate(partial(get("triton"), **case.problem.mask_options, scale=scale), asked)
 
 
 @pytest.mark.parametrize(("arch", "capability"), [("sm_80", (8, 0)), ("sm_90", (9, 0))])

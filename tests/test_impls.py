@@ -30,6 +30,14 @@ CASES = [
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="top_left"),  # a plateau of full rows
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right"),  # 80 rows see no key
     Problem(seq_q=96, seq_kv=32, head_dim=16, causal="bottom_right"),  # ... whole tiles of them
+    Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
+    Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
+    Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
+    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="bottom_right", window=(20, None)),  # prefill
+    Problem(seq_q=130, seq_kv=50, head_dim=16, window=(9, 9)),  # the last rows see no key
+    Problem(
+        seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", window=(9, None)
+    ),  # the first
     Problem(heads=4, kv_heads=1, seq_q=65, head_dim=16, causal=True),  # multi-query
     Problem(batch=2, heads=6, kv_heads=2, seq_q=40, head_dim=32, dtype="bfloat16"),  # grouped
     Problem(batch=3, heads=2, seq_q=17, head_dim=8),  # smaller than any tile
@@ -99,7 +107,7 @@ def judge(impl, device, problem, **how):
         **how,
     )
     scale = check_scale(question.scale, problem.head_dim)
-    call = partial(impl, causal=problem.causal, scale=scale)
+    call = partial(impl, **problem.mask_options, scale=scale)
     try:
         assert_accurate(call, question, guarded=not impl.compiles)
     except AssertionError as error:

@@ -18,7 +18,9 @@ LONG = Problem(heads=2, kv_heads=1, seq_q=96, head_dim=16, causal=True)
 def outputs(problem, device):
     """Return what the reference gives: o, lse, dq, dk, dv."""
     inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
-    o, lse = registry.get("reference")(*inputs, causal=problem.causal, scale=problem.head_dim**-0.5)
+    o, lse = registry.get("reference")(
+        *inputs, **problem.mask_options, scale=problem.head_dim**-0.5
+    )
     grads = torch.autograd.grad(o, inputs, make_grads(problem, device=device)[0])
     return {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 

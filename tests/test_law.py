@@ -105,7 +105,7 @@ def test_what_cannot_be_asked_is_left_out(change, words):
 def test_a_law_about_other_problems_is_skipped():
     """A law about full attention says nothing of one that is causal only, and so it says."""
 
-    @law(asked={"masks": (False,)})
+    @law(asked={"masks": (False,), "windowed": (False,)})
     def full(impl, question):
         """Hold."""
         assert impl

@@ -14,6 +14,7 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from flashattn.mask import UNBOUNDED
 from flashattn.testing.accuracy import run
 from flashattn.testing.answers import ask, assert_agree, assert_same_bits, assert_within
 from flashattn.testing.law import law
@@ -77,7 +78,7 @@ def test_scaling_queries(impl, question, factor):
     assert_agree(plain, changed, times=abs(factor), dq=lambda x: x * factor)
 
 
-@law(asked={"masks": (False,)})
+@law(asked={"masks": (False,), "windowed": (False,)})
 def test_permuting_keys(impl, question):
     """Permuting keys and values together permutes dk and dv, and changes nothing else."""
     order = torch.randperm(question.problem.seq_kv, generator=generator(question))
@@ -126,7 +127,7 @@ def test_outputs_are_means_of_values(impl, question):
 
 
 @law(
-    asked={"masks": CAUSAL},
+    asked={"masks": CAUSAL, "windowed": (False,)},
     grad=False,
     layout="contiguous",
     drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
@@ -147,6 +148,41 @@ def test_the_future_is_not_seen(impl, question, poison):
     plain, changed = ask(impl, question), ask(impl, question, with_inputs(k=poisoned))
     for name, x in plain.got.items():
         assert_same_bits(name, changed.got[name][:, :, : i + 1], x[:, :, : i + 1])
+
+
+@law(
+    asked={"windowed": (True,)},
+    needs="windows",
+    grad=False,
+    layout="contiguous",
+    drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
+)
+def test_outside_a_window(impl, question, poison):
+    """Poison in every key that one query does not see leaves its row the same."""
+    i = int(torch.randint(question.problem.seq_q, (), generator=generator(question)))
+    low, high = question.problem.band.keys_of(i)
+
+    def poisoned(k):
+        k = k.clone(memory_format=torch.contiguous_format)
+        k[:, :, :low] = k[:, :, high:] = poison
+        return k
+
+    plain, changed = ask(impl, question), ask(impl, question, with_inputs(k=poisoned))
+    for name, x in plain.got.items():
+        assert_same_bits(name, changed.got[name][:, :, i], x[:, :, i])
+
+
+@law(asked={"windowed": (False,)}, needs="windows strict")
+def test_a_window_of_all_keys(impl, question):
+    """A window that reaches every key changes no bit, causal or not."""
+    reach = question.problem.seq_q + question.problem.seq_kv
+
+    def change(case):
+        return replace(case, problem=replace(case.problem, window=(reach, reach)))
+
+    plain, changed = ask(impl, question), ask(impl, question, change)
+    for name, x in plain.got.items():
+        assert_same_bits(name, changed.got[name], x)
 
 
 @law(needs="grad")
@@ -173,7 +209,11 @@ def part(keys, causal):
     return change
 
 
-@law(asked={"shortest": 2, "masks": (False, "top_left"), "square": True}, needs="lse", grad=False)
+@law(
+    asked={"shortest": 2, "masks": (False, "top_left"), "windowed": (False,), "square": True},
+    needs="lse",
+    grad=False,
+)
 def test_merging_parts(impl, question):
     """The answers to two halves of the keys, merged by their logsumexp, are that to the whole."""
     problem = question.problem
@@ -249,7 +289,7 @@ def test_gradients_of_expanded_inputs_add_up(impl, question):
     """The gradient of an input that all batches and heads share is the sum of its copies'."""
     copies = ask(impl, question, with_inputs(*(lambda x: x[:1, :1].expand_as(x),) * 3))
     case = copies.case
-    call = partial(impl, causal=case.problem.causal, scale=case.scale)
+    call = partial(impl, **case.problem.mask_options, scale=case.scale)
 
     def expanded(*shared):
         shapes = (x.shape for x in case.inputs)
@@ -263,7 +303,7 @@ def test_gradients_of_expanded_inputs_add_up(impl, question):
 
 
 @law(
-    asked={"shortest": 0, "masks": ("bottom_right",), "batches": (1,)},
+    asked={"shortest": 0, "masks": ("bottom_right", False), "batches": (1,)},
     needs="strict",
 )
 def test_fully_masked_rows(impl, question):
@@ -303,15 +343,15 @@ def row(t):
         q, k, v = case.inputs
         keys = slice(*case.problem.band.keys_of(t))
         k, v = k[:, :, keys], v[:, :, keys]
-        problem = replace(case.problem, seq_q=1, seq_kv=k.shape[2], causal=False)
+        problem = replace(case.problem, seq_q=1, seq_kv=k.shape[2], causal=False, window=UNBOUNDED)
         return replace(case, problem=problem, inputs=(q[:, :, t : t + 1], k, v))
 
     return change
 
 
-@law(asked={"masks": CAUSAL}, grad=False)
-def test_causal_rows(impl, question):
-    """A row of causal attention is full attention of its query to the keys that it sees."""
+@law(grad=False)
+def test_rows_alone(impl, question):
+    """A row of masked attention is full attention of its query to the keys that it sees."""
     t = int(torch.randint(question.problem.seq_q, (), generator=generator(question)))
     whole, alone = ask(impl, question), ask(impl, question, row(t))
     for name, x in whole.got.items():
@@ -323,7 +363,7 @@ def test_causal_rows(impl, question):
 
 
 @law(
-    asked={"longest": 60, "batches": (1,)},
+    asked={"longest": 60, "batches": (1,), "windowed": (False,)},
     values="one_hot",
     scale=1.0,
 )

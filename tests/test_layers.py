@@ -26,7 +26,7 @@ ALLOWED = {
     "kernels": {"kernels", "gpus", "plan"},
     "ops": {"gpus", "kernels", "mask", "plan", "problem", "watchers"},
     "weighted_sum": {"kernels"},
-    "claims": {"problem"},
+    "claims": {"mask", "problem"},
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "mask", "problem"},
     "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "watchers"},

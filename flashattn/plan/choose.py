@@ -56,6 +56,8 @@ def choose(
     reason = why_not_portable(dtype, problem.head_dim)
     if family == "hopper":
         reason = why_not_hopper(dtype, problem.head_dim, gpu)
+    if problem.band.left is not None:
+        reason = f"{'triton' if family == 'auto' else family} takes no sliding windows"
     if reason is not None:
         raise ValueError(reason)
     scale = check_scale(scale, problem.head_dim)

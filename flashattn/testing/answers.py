@@ -58,7 +58,7 @@ def ask(impl: Impl, question: Question, change: Change = lambda case: case) -> A
     grad = case.grad_o is not None
     if impl.why_not(case.problem, case.inputs[0].device, grad=grad) is not None:
         hypothesis.reject()
-    call = partial(impl, causal=case.problem.causal, scale=case.scale)
+    call = partial(impl, **case.problem.mask_options, scale=case.scale)
     return Answer(question, change, case, run_guarded(call, case))
 
 

@@ -61,7 +61,7 @@ def _within(
         replace(drawn, grad_lse=drawn.grad_lse if grad_lse else None)  # it has its own clause
         for drawn in (question.draw(), question.enlarged().draw())
     )
-    got = run(partial(impl, causal=problem.causal, scale=case.scale), case)
+    got = run(partial(impl, **problem.mask_options, scale=case.scale), case)
     complaints = Truth.of(case, enlarged).complaints(got)
     if complaints:
         raise AssertionError(f"{problem}: {'; '.join(complaints)}")
@@ -76,9 +76,11 @@ def _rectangles(impl: Impl, device: torch.device) -> None:
     _within(impl, device, seq_q=1, seq_kv=SEQ_KV)
 
 
-def _causal(impl: Impl, device: torch.device, causal: str, lengths: tuple[int, int]) -> None:
+def _masked(
+    impl: Impl, device: torch.device, lengths: tuple[int, int] = (SEQ_Q, SEQ_Q), **mask: Any
+) -> None:
     seq_q, seq_kv = lengths
-    _within(impl, device, seq_q=seq_q, seq_kv=seq_kv, causal=causal)
+    _within(impl, device, seq_q=seq_q, seq_kv=seq_kv, **mask)
 
 
 def _grouped(impl: Impl, device: torch.device) -> None:
@@ -121,7 +123,7 @@ def _outputs(impl: Impl, problem: Problem, inputs: tuple[torch.Tensor, ...]) -> 
     grad_o, _ = make_grads(problem, device=q.device)
     scale = problem.head_dim**-0.5
     case = Case(problem=problem, inputs=(q, k, v), scale=scale, grad_o=grad_o)
-    return run(partial(impl, causal=problem.causal, scale=scale), case)
+    return run(partial(impl, **problem.mask_options, scale=scale), case)
 
 
 def _same(got: Outputs, wanted: Outputs, what: str) -> None:
@@ -143,7 +145,8 @@ def _repeats(impl: Impl, device: torch.device) -> None:
 def _future(impl: Impl, device: torch.device) -> None:
     problem = replace(usual(impl, device), causal=True)
     q, k, v = make_inputs(problem, device=device)
-    call = partial(impl, causal=problem.causal, scale=problem.head_dim**-0.5)
+    scale = problem.head_dim**-0.5
+    call: Callable[..., Any] = partial(impl, **problem.mask_options, scale=scale)
     clean = call(q, k, v)[0][:, :, :13]
     for poison in (torch.nan, torch.inf):
         k[:, :, 13:] = poison
@@ -195,10 +198,12 @@ CLAUSES: dict[str, Trial] = {
     "head dims 8, 80, 256, 7": _head_dims,
     "T != S": _rectangles,
     "grouped heads": _grouped,
-    "causal": partial(_causal, causal="top_left", lengths=(SEQ_Q, SEQ_Q)),
-    "causal top-left, T < S": partial(_causal, causal="top_left", lengths=(SEQ_Q, SEQ_KV)),
-    "causal bottom-right, T < S": partial(_causal, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
-    "no visible key: 0 and -inf": partial(_causal, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
+    "causal": partial(_masked, causal="top_left"),
+    "causal top-left, T < S": partial(_masked, causal="top_left", lengths=(SEQ_Q, SEQ_KV)),
+    "causal bottom-right, T < S": partial(_masked, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
+    "causal window": partial(_masked, causal="top_left", window=(9, None)),
+    "two-sided window": partial(_masked, window=(9, 5)),
+    "no visible key: 0 and -inf": partial(_masked, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
     "NaN and inf behind the mask": _future,
     "zero lengths": _empty,
     "scales 0.3, 0, -0.2": _scales,

@@ -61,7 +61,7 @@ def answers(impl: Impl, problem: Problem, device: torch.device) -> Answers:
         def call(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = case.scale
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return impl(q, k, v, causal=problem.causal, scale=scale)
+            return impl(q, k, v, **problem.mask_options, scale=scale)
 
         found[values] = run(call, case)
     return found

@@ -33,11 +33,11 @@ def ask(impl: registry.Impl, question: Question) -> str | None:
         Exception: whatever the implementation itself raises.
     """
     scale = check_scale(question.scale, question.problem.head_dim)
-    causal = question.problem.causal
+    masked = question.problem.mask_options
     if impl.compiles:
         torch.compiler.reset()  # or it gives up compiling after some shapes
     try:
-        assert_accurate(lambda q, k, v: impl(q, k, v, causal=causal, scale=scale), question)
+        assert_accurate(lambda q, k, v: impl(q, k, v, **masked, scale=scale), question)
     except InaccurateError as error:
         return str(error)
     return None

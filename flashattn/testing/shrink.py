@@ -10,6 +10,7 @@ from typing import TypeVar
 import hypothesis
 from hypothesis import strategies as st
 
+from flashattn.mask import UNBOUNDED
 from flashattn.testing.accuracy import Question
 from flashattn.testing.strategies import MASKS
 
@@ -74,6 +75,7 @@ def _up_to(draw: st.DrawFn, question: Question) -> Question:
         kv_heads=(kv_heads := size(p.kv_heads)),
         heads=kv_heads * size(p.heads // max(p.kv_heads, 1)),
         causal=one(MASKS[: MASKS.index(p.causal) + 1]),
+        window=one((UNBOUNDED, p.window)),
         dtype=one(("float32", p.dtype)),
     )
     return replace(

@@ -63,10 +63,15 @@ def of_parts(problem, device):
     queries, keys = rows_of(problem)
     scratch = 0
     for one in plan.passes:
-        kernels = {"bwd_dkdv": (2 * keys,), "bwd_dq": (queries,)}
-        most = max(n for n, _ in tables.rows_of(gpu).limits.split[one.kernel])
+        fused = len(one.splits) > 1
+        written = {"bwd_dkdv": (2 * keys,), "bwd_dq": (queries,)}.get(
+            one.kernel, (2 * keys, queries)
+        )
+        most = max(
+            n for n, _ in tables.rows_of(gpu).limits.split["bwd_fused" if fused else one.kernel]
+        )
         beside = sum(n // x.num for n, x in zip(one.programs, one.splits, strict=True))
-        for rows, x in zip(kernels.get(one.kernel, (2 * keys, queries)), one.splits, strict=True):
+        for rows, x in zip(written, one.splits, strict=True):
             assert x.num == 1 or x.num * beside <= most * gpu.num_sms
             scratch += (x.num > 1) * x.num * FP32 * problem.head_dim * rows
     return scratch

@@ -210,7 +210,10 @@ def backward(
             whole = tile and backward_pass("bwd_one_launch", *inputs, **how)
             if whole and all(x.num == 1 for x in whole.splits):
                 sentence = "one launch: each program finds lse_log2 and delta itself"
-                return BackwardPlan(kernel="portable", passes=(whole,), why=(sentence,))
+                order = Scheduler("lpt" if causal else "linear")
+                return BackwardPlan(
+                    kernel="portable", passes=(whole,), scheduler=order, why=(sentence,)
+                )
     passes = tuple(backward_pass(x, *inputs, **how) for x in kernels)
     return BackwardPlan(
         kernel="portable",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flashattn import tiled
-from flashattn.impls.naive import naive_attention
 from flashattn.gpus import gpu_of
+from flashattn.impls.naive import naive_attention
 from flashattn.kernels.execute import backward, forward
 from flashattn.plan import tables
 from flashattn.plan.choose import choose_backward, choose_forward

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from flashattn.gpus import gpu_of
-from flashattn.kernels.execute import BOUND, Bound, like
+from flashattn.kernels.execute import BOUND, Bound, allocation, like
 from flashattn.kernels.portable import steps
 from flashattn.plan import portable
 from flashattn.plan.plan import BackwardPlan
@@ -71,10 +71,7 @@ class Recomputation:
 def _preprocess(given: tuple[Signature, ...]) -> Bound:
     """Return flashattn_bwd_delta."""
     o, grad_o = (TensorSpec(*x) for x in given)
-    outputs = {
-        x.name: lambda _, shape=x.shape: torch.empty(shape, device=o.device)
-        for x in portable.row_workspaces(o)
-    }
+    outputs = {x.name: allocation(x, o.device) for x in portable.row_workspaces(o)}
     inputs = ("o", "grad_o", "lse", "grad_lse")
     return Bound(
         inputs, outputs, BackwardPlan(kernel="portable"), [steps.preprocessing(o, grad_o)], o.device
@@ -119,3 +116,20 @@ def _alone(
         [*decomposing, run, *steps.sum_partials(summed)],
         q.device,
     )
+
+
+def decompose(*inputs: torch.Tensor, terms: int) -> tuple[torch.Tensor, ...]:
+    """Launch flashattn_cut: return inputs in fp32, q, k, v and perhaps grad_o, as bf16 terms."""
+    filled: tuple[torch.Tensor, ...] = _decompose(signature(*inputs), terms)(*inputs)
+    return filled
+
+
+@lru_cache(BOUND)
+def _decompose(given: tuple[Signature, ...], terms: int) -> Bound:
+    """Return flashattn_cut."""
+    inputs = dict(zip(steps.INPUTS, (TensorSpec(*x) for x in given), strict=False))
+    decomposing, _, _ = steps.terms(terms, **inputs)
+    workspaces = portable.terms_workspaces(terms, **inputs)
+    device = inputs["q"].device
+    outputs = {x.name: allocation(x, device) for x in workspaces}
+    return Bound(tuple(inputs), outputs, BackwardPlan(kernel="portable"), decomposing, device)

@@ -53,7 +53,7 @@ class Bound:
         self.plan = plan
         self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
         self._outputs = slice(len(inputs), len(inputs) + len(outputs))
-        self._allocate = [*outputs.values(), *(_allocation(x, device) for x in plan.workspaces)]
+        self._allocate = [*outputs.values(), *(allocation(x, device) for x in plan.workspaces)]
         names = [*inputs, *outputs, *(x.name for x in plan.workspaces), None]
         at = {name: i for i, name in enumerate(names)}
         self._steps = [(x.launch, itemgetter(*(at[name] for name in x.operands))) for x in steps]
@@ -72,7 +72,8 @@ class Bound:
         return tuple(tensors[self._outputs])
 
 
-def _allocation(x: Workspace, device: torch.device) -> Allocate:
+def allocation(x: Workspace, device: torch.device) -> Allocate:
+    """Return what allocates a workspace."""
     make = torch.zeros if x.zeroed else torch.empty
     return lambda _: make(x.shape, dtype=x.dtype, device=device)
 

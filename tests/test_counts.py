@@ -114,12 +114,12 @@ def test_interpreter_counts(done):
 
 NO_LAST_KEY = (
     "portable/mask.py",
-    "end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))",
+    "end = tl.minimum(end, tl.maximum(hi, 0))",
     "end = seq_kv",
 )
 NO_FIRST_QUERY = (
-    "portable/gradients.py",
-    "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
+    "portable/mask.py",
+    "first = first // BLOCK_Q * BLOCK_Q",
     "first = 0",
 )
 SKIPPED = f"{CAUSAL} descriptors"
@@ -139,14 +139,12 @@ def test_lost_causal_skipping(done):
     assert "python -m flashattn.counts --rewrite" in done.stdout
 
 
-END_OF_PASS = "    row = place * heads + head\n"
+END_OF_PASS = "    row = out_batch * heads + head\n"
 ONE_MORE = """\
-        load_tile(
-            {x}, {x}_strides, batch, head // group, again, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
-        )
+        at = batch, head // group, again
+        load_tile({x}, layout.{x}, at, seq_kv, layout.head_dim, CONFIG.BLOCK_KV, False, CONFIG)
 """
-SECOND_PASS = "    for again in tl.range(0, end, BLOCK_KV):\n" + "".join(
+SECOND_PASS = "    for again in tl.range(0, end, CONFIG.BLOCK_KV):\n" + "".join(
     ONE_MORE.format(x=x) for x in "kv"
 )
 AGAIN = ("portable/forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS)

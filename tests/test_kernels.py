@@ -28,7 +28,12 @@ from flashattn.testing.inputs import make_grads, make_inputs
 def forget():
     """Plan anew whatever is launched next."""
     api._PLANS.clear()
-    for planned in (forward._plan, backward._plan, single_kernel._alone, preprocess.delta_launch):
+    for planned in (
+        forward._plan,
+        backward._plan,
+        single_kernel._prepared,
+        preprocess.preprocess_launch,
+    ):
         planned.cache_clear()
 
 
@@ -171,7 +176,7 @@ def test_a_forward_plan_is_of_all_that_it_depends_on(device):
         forward.forward(*given, **(NUMBERS | other))
         assert planned(forward) == n
     forward.forward(*given, **NUMBERS, tile=launch.Tile(32, 32, 4, 1))
-    forward.forward(*given, **NUMBERS, parts=1)
+    forward.forward(*given, **NUMBERS, num_splits=1)
     forward.forward(*(x.half() for x in given), **NUMBERS)
     assert planned(forward) == 14
 
@@ -374,9 +379,9 @@ def test_backward_is_few_launches(device, dtype, few, parts, tiny, monkeypatch):
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
     forget()
     passes = ["bwd"] if few and both else ["bwd_dkdv", "bwd_dq"]
-    cuts, sums = ["cut"] * (dtype == "float32"), ["bwd_sum"] * (parts > 1)
+    cuts, sums = ["decompose"] * (dtype == "float32"), ["bwd_reduce"] * (parts > 1)
     one = tiny and whole and passes == ["bwd"] and not sums
-    assert launched == (["bwd"] if one else ["bwd_delta", *cuts, *passes, *sums])
+    assert launched == (["bwd"] if one else ["bwd_preprocess", *cuts, *passes, *sums])
 
 
 @pytest.mark.parametrize(
@@ -475,7 +480,7 @@ def test_what_is_cut_is_whole(device):
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
-    parts = bf16x3.cut_all(*[wanted[None, None].to(device)] * 4, parts=3)
+    parts = bf16x3.decompose_all(*[wanted[None, None].to(device)] * 4, terms=3)
     assert all(torch.equal(x, parts[0]) for x in parts)
     errors = (parts[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110

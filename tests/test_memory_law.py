@@ -82,13 +82,13 @@ def of_parts(problem, device):
     return scratch
 
 
-def kernels(problem, device, parts=1):
+def kernels(problem, device, num_splits=1):
     """Launch the kernels, below the operators that hide what they allocate."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
     how = {"diagonal": problem.diagonal, "scale": 0.25}
     with Live(q, k, v, *grads) as live:
-        o, lse = forward(q, k, v, parts=parts, **how)
+        o, lse = forward(q, k, v, num_splits=num_splits, **how)
         peaks = [live.peak]
         backward(grads, (q, k, v, o, lse), **how)
     return live, [*peaks, live.peak]
@@ -190,7 +190,7 @@ def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     parts, _ = splitting.split("fwd", programs, seq_kv, tile.block_kv, device)
     assert 1 < parts * programs <= splitting.FILL["fwd"][0][0] * launch.multiprocessors(device)
     o, lse, _, _ = sizes(problem)
-    _, (after_forward, _) = kernels(problem, device, parts=None)
+    _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
     scratch = parts * (o + 2 * lse)
     assert after_forward == o + lse + scratch + cut(problem, device, queries, keys, keys)

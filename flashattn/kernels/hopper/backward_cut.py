@@ -396,7 +396,7 @@ def _pass(
         [*map(Tiles, rows), *[None] * (2 + len(way.written))],
         (
             *(x[:3] for x in way.strides),
-            *numbers(q, k, [way.chunk], diagonal, scale),
+            *numbers(q, k, [way.split_len], diagonal, scale),
             q.shape[3],
         ),
         constants(causal=diagonal is not None, split=way.split, parts=parts) | {"num_warps": WARPS},

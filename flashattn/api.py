@@ -9,9 +9,9 @@ import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
+from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.problem import ALIGNMENT, Problem, check_among, check_scale
-from flashattn.watchers import unwatched
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -97,7 +97,7 @@ def attention(
     """
     key = (
         _key(q, k, v, causal, window, scale, return_lse, impl, precision, deterministic, options)
-        if unwatched(q, k, v)
+        if dispatch_is_trivial(q, k, v)
         else None
     )
     try:

@@ -306,10 +306,11 @@ MINE = """
 import os, signal
 from pathlib import Path
 from flashattn import register
+from flashattn.mask import Mask
 from flashattn.reference import reference_attention
 
 def answer(q, k, v, *, causal, scale):
-    return reference_attention(q, k, v, diagonal=0 if causal else None, scale=scale)
+    return reference_attention(q, k, v, mask=Mask.of(causal), scale=scale)
 
 @register("quick", lse=True)
 def quick(q, k, v, **options):

@@ -86,7 +86,7 @@ def kernels(problem, device, num_splits=1):
     """Launch the kernels, below the operators that hide what they allocate."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
-    how = {"diagonal": problem.diagonal, "scale": 0.25}
+    how = {"diagonal": problem.band.right, "scale": 0.25}
     with Live(q, k, v, *grads) as live:
         o, lse = forward(q, k, v, num_splits=num_splits, **how)
         peaks = [live.peak]
@@ -98,7 +98,7 @@ def tiles(problem, device):
     """Run the tiled algorithm in PyTorch."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
-    how = {"diagonal": problem.diagonal, "scale": 0.25}
+    how = {"mask": problem.mask, "scale": 0.25}
     with Live(q, k, v, *grads) as live:
         o, lse = tiled.tiled_forward(q, k, v, **how)
         peaks = [live.peak]
@@ -110,7 +110,7 @@ def naively(problem, device):
     """Run the three lines that everybody writes."""
     q, k, v = (x.requires_grad_() for x in make_inputs(problem, device=device))
     with Live(q, k, v) as live:
-        o = naive_attention(q, k, v, diagonal=problem.diagonal, scale=0.25)
+        o = naive_attention(q, k, v, mask=problem.mask, scale=0.25)
         peaks = [live.peak]
         torch.autograd.grad(o.sum(), (q, k, v))
     return live, [*peaks, live.peak]

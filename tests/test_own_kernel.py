@@ -25,7 +25,7 @@ def scores(q, k, causal, scale):
     future = s.new_ones(s.shape[2:], dtype=bool).triu(last + 1)
     return s.masked_fill(future, -torch.inf) if causal else s
 
-FLAGS = {"grouped": False, "empty": False, "dead_rows": False}
+FLAGS = {"grouped": False, "empty": False, "fully_masked_rows": False}
 
 @register("right", **FLAGS)
 def right(q, k, v, *, causal, scale):

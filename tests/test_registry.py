@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashattn import registry
+from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 
@@ -32,7 +33,7 @@ def test_register_and_get():
 
     @registry.register("mine", lse=True)
     def mine(q, k, v, *, causal, scale):
-        return reference_attention(q, k, v, diagonal=0 if causal else None, scale=scale)
+        return reference_attention(q, k, v, mask=Mask.of(causal), scale=scale)
 
     impl = registry.get("mine")
     q = torch.randn(1, 1, 3, 2)
@@ -71,7 +72,7 @@ def test_options():
     """What a callable takes beside q, k, v, causal and scale is read from its signature."""
     for call, options in (
         (lambda q, k, v, *, causal, scale: q, set()),
-        (lambda q, k, v, causal, scale, window=0: q, {"window"}),
+        (lambda q, k, v, causal, scale, window=0, band=1: q, {"band"}),
         (lambda q, k, v, **options: q, None),
         (lambda *inputs: inputs[0], None),
         (iter, None),  # it shows no signature

@@ -226,9 +226,9 @@ def test_plain_counts_are_right(rows):
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_expectations(path):
-    """All variants are expected, on tensor cores, none to spill; cut fp32 spills less than uncut.
+    """All variants are expected, on tensor cores, none to spill; decomposed fp32 less than other fp32.
 
-    On GPUs other than Hopper wide fp32 comes cut for that: nothing spills up to D = 128.
+    On GPUs other than Hopper wide fp32 comes decomposed for that: nothing spills up to D = 128.
     """
     expected = read(path)
     assert expected.keys() == {"ptxas", *map(str, variants())}
@@ -240,11 +240,13 @@ def test_compiled_expectations(path):
             assert row.keys().isdisjoint(compiled.VARYING)
         else:
             assert row["stack"] == 0 or may_spill(variant, row["stack"])
-    cut = {name: row for name, row in expected.items() if "sm_90" not in name and " cut" in name}
-    wide = {name: row for name, row in cut.items() if row["tile"].endswith("by pointers")}
+    terms = {
+        name: row for name, row in expected.items() if "sm_90" not in name and " decomposed" in name
+    }
+    wide = {name: row for name, row in terms.items() if row["tile"].endswith("by pointers")}
     assert wide
     for name, row in wide.items():
-        loaded = expected[name.replace(" cut", " pointers")]
+        loaded = expected[name.replace(" decomposed", " pointers")]
         assert row["stack"] == 0 or (" d256 " in name and row["stack"] < loaded["stack"])
 
 

@@ -63,7 +63,7 @@ OFFSETS = "tests/test_kernels.py::test_offsets_are_64_bit"
 SPLIT = "tests/test_kernels.py::test_split_keys"
 COLUMNS = "tests/test_kernels.py::test_columns_come_together"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
-HALVES = "tests/test_kernels.py::test_tf32_in_two_parts"
+HALVES = "tests/test_kernels.py::test_tf32_in_two_terms"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
 
 MUTANTS = [

@@ -226,9 +226,10 @@ def test_plain_counts_are_right(rows):
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_expectations(path):
-    """All variants are expected, on tensor cores, none to spill; decomposed fp32 less than other fp32.
+    """All variants are expected, on tensor cores, none to spill.
 
-    On GPUs other than Hopper wide fp32 comes decomposed for that: nothing spills up to D = 128.
+    On GPUs other than Hopper wide fp32 is decomposed before, which spills less than fp32 that the
+    kernel decomposes: nothing up to D = 128.
     """
     expected = read(path)
     assert expected.keys() == {"ptxas", *map(str, variants())}

@@ -11,8 +11,6 @@ from weakref import ref
 
 import pytest
 import torch
-import torch._dynamo  # an inner run forgets what it imported, and these two
-import triton  # noqa: F401 - cannot be imported twice
 
 from flashattn import registry
 from flashattn.measure import roofline, timing

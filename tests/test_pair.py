@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # an inner run forgets what it imported, and these two
-import triton  # noqa: F401 - cannot be imported twice
 
 from flashattn.gate import cases, pair, plugin, worker
 from flashattn.gate.pair import Pair, WorkerError

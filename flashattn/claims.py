@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
+from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
-    """The contract, clause by clause; by default an implementation claims all but the logsumexp.
+    """The contract, clause by clause; all is claimed by default but the logsumexp and windows.
 
     Args:
         lse: it returns (o, lse), both differentiable.
         grad: it is differentiable.
         strict: it takes unusual values, strides and scales, too.
-        bottom_right: it masks at the bottom right.
+        bottom_right: it aligns causal masks at the bottom right.
+        windows: it takes ``window=(left, right)``, as ``attention`` does.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
@@ -33,6 +35,7 @@ class Claims:
     grad: bool = True
     strict: bool = True
     bottom_right: bool = True
+    windows: bool = False
     grouped: bool = True
     empty: bool = True
     fully_masked_rows: bool = True
@@ -46,6 +49,7 @@ class Claims:
         reasons = {
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,
+            "takes no sliding windows": problem.window != UNBOUNDED and not self.windows,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": _is_empty(problem) and not self.empty,
             "claims nothing for queries that see no key": problem.fully_masked_rows > 0
@@ -66,6 +70,8 @@ class Claims:
         changes: dict[str, Any] = {}
         if not self.bottom_right and problem.causal == "bottom_right":
             changes["causal"] = "top_left"
+        if not self.windows:
+            changes["window"] = UNBOUNDED
         if not self.grouped:
             changes["kv_heads"] = problem.heads
         if not self.empty:

@@ -1,15 +1,14 @@
 """Masks: which keys a query sees, as two bounds that never fall from one query to the next.
 
 A ``Mask`` is what is asked for, whatever the lengths. Laid over T queries and S keys it is a
-``Band``, which answers everything that an algorithm asks: whether query t sees key s, which keys a
-query sees, which tiles an algorithm visits and which of these need no mask, and how many pairs
-there are. Every form of mask answers these questions, so that an algorithm knows none of them.
+``Band``: whether query t sees key s, which keys a query sees, which tiles an algorithm visits and
+which of these need no mask, how many pairs are visible. Algorithms ask for nothing else, so other
+masks (documents, prefixes, padding) can be other classes with the same methods.
 
-``left`` and ``right`` count keys before and behind a query's own position, both inclusive, as
-flash-attn's ``window_size``; a causal mask has ``right = 0``. Positions begin together at the
-first query and key ("top_left", PyTorch's ``is_causal``) or end together at the last ones
-("bottom_right", flash-attn's since 2.1, where the last query sees the last key). The corners
-differ only where T != S.
+``left`` and ``right`` count the keys before and after a query's own position, both inclusive, as
+flash-attn's ``window_size`` does; a causal mask has ``right = 0``. Query 0 stands at key 0
+("top_left", as PyTorch's ``is_causal``), or the last query at the last key ("bottom_right", as in
+flash-attn since 2.1). The corners differ only where T != S.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """A query sees keys from ``left`` before its own position to ``right`` behind it.
+    """A query sees keys from ``left`` before its own position to ``right`` after it.
 
     Args:
         left: at least 0; None is no bound.
@@ -125,12 +124,12 @@ class Mask:
 
     @property
     def causal(self) -> Literal[False] | Corner:
-        """The corner, where no query sees what lies behind its own position."""
+        """The corner if no query sees a key after its own position, else False."""
         return self.corner if self.right == 0 else False
 
     @property
     def window(self) -> Window:
-        """The bounds that ``causal`` does not say."""
+        """The bounds (left, right) that ``causal`` does not say."""
         return self.left, None if self.right == 0 else self.right
 
     def over(self, seq_q: int, seq_kv: int) -> Band:

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from flashattn.dispatch import dispatch_is_trivial as unwatched
 from flashattn.mask import Causal, Mask
 from flashattn.problem import ALIGNMENT, Problem, check_scale
-from flashattn.watchers import unwatched
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:

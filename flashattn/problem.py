@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from flashattn.mask import Band, Causal, Mask
+from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
 
 ALIGNMENT = 16  # bytes: what is loaded at once depends on an address no further
 
@@ -35,10 +35,11 @@ class Problem:
         seq_kv: S, keys; None means T.
         head_dim: D.
         causal: False, "top_left" (or True) or "bottom_right".
+        window: (left, right), see ``Mask.of``; of a causal mask only ``left`` is kept.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
-        ValueError: a size is negative, G does not divide H, or causal or dtype is unknown.
+        ValueError: a size is negative, G does not divide H, or causal, window or dtype is wrong.
     """
 
     batch: int = 1
@@ -48,6 +49,7 @@ class Problem:
     seq_kv: int = cast("int", None)
     head_dim: int = 64
     causal: Causal = False
+    window: Window = UNBOUNDED
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -65,11 +67,19 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
-        object.__setattr__(self, "causal", self.mask.causal)
+        mask = self.mask
+        object.__setattr__(self, "causal", mask.causal)
+        object.__setattr__(self, "window", mask.window)
 
     @classmethod
     def of(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: Causal = False,
+        window: Window = UNBOUNDED,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
 
@@ -78,6 +88,7 @@ class Problem:
             k: [B, G, S, D], or [B, S, D].
             v: like k.
             causal: see ``Mask.of``.
+            window: see ``Mask.of``.
 
         Raises:
             ValueError: names the argument that does not fit, what was wanted and what came.
@@ -99,6 +110,7 @@ class Problem:
             seq_kv=seq_kv,
             head_dim=head_dim,
             causal=causal,
+            window=window,
             dtype=str(q.dtype).removeprefix("torch."),
         )
 
@@ -117,8 +129,8 @@ class Problem:
             ValueError: it is no such name.
         """
         wrong = ValueError(
-            "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full, -causal),"
-            f" got {name!r}"
+            "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
+            f" -window70+0), got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
@@ -133,7 +145,10 @@ class Problem:
         except ValueError:
             raise wrong from None
         sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
-        return cls(**sizes, causal=mask.causal, dtype=dtypes[found[1]])
+        problem = cls(**sizes, causal=mask.causal, window=mask.window, dtype=dtypes[found[1]])
+        if str(problem) != name:
+            raise wrong
+        return problem
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -143,7 +158,14 @@ class Problem:
     @property
     def mask(self) -> Mask:
         """Which keys a query sees, whatever the lengths."""
-        return Mask.of(self.causal)
+        return Mask.of(self.causal, self.window)
+
+    @property
+    def mask_options(self) -> dict[str, Any]:
+        """What an implementation is called with: ``causal``, and ``window`` where there is one."""
+        return {"causal": self.causal} | (
+            {} if self.window == UNBOUNDED else {"window": self.window}
+        )
 
     @property
     def band(self) -> Band:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashattn.mask import Band, Causal, Mask, Tiles
+from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
 
 BLOCK_Q = 64
@@ -141,6 +141,41 @@ class _TiledGradients(torch.autograd.Function):
         raise NotImplementedError(msg)
 
 
+class _Tiled(torch.autograd.Function):
+    """Algorithms 1 and 2 as a function of q, k and v with any leading dimensions."""
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            return tiled_forward(q, k, v, mask=mask, scale=scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.mask, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
+        return *_TiledGradients.apply(ctx.mask, ctx.scale, grad_o, grad_lse, *saved), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Make the mapped dimension one more leading dimension."""
+        *tensors, mask, scale = inputs
+        mapped = (
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims, strict=False)
+        )
+        return _Tiled.apply(*mapped, mask, scale), (0, 0)
+
+
 class FlashAttentionPyTorch(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``apply(Q, K, V, is_causal=False)``.
 
@@ -165,12 +200,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if q.ndim == 3:  # noqa: PLR2004 - (batch, N, d); with more, the caller has checked
             Problem.of(q, k, v, causal=is_causal)
-        ctx.mask = Mask.of(is_causal)
-        ctx.scale = check_scale(scale, q.shape[-1])
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = tiled_forward(q, k, v, mask=ctx.mask, scale=ctx.scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.set_materialize_grads(False)
+        inputs = q, k, v, Mask.of(is_causal), check_scale(scale, q.shape[-1])
+        o, lse = _Tiled.forward(*inputs)
+        _Tiled.setup_context(ctx, inputs, (o, lse))
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -179,10 +211,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         grad_o: torch.Tensor | None,
         grad_lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        q = ctx.saved_tensors[0]
-        grad_o = torch.zeros_like(q) if grad_o is None else grad_o
-        grads = _TiledGradients.apply(ctx.mask, ctx.scale, grad_o, grad_lse, *ctx.saved_tensors)
-        return *grads, None, None, None
+        return *_Tiled.backward(ctx, grad_o, grad_lse), None
 
 
 def tiled_attention(
@@ -191,6 +220,7 @@ def tiled_attention(
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with grouped heads; the caller has checked the arguments.
@@ -200,6 +230,7 @@ def tiled_attention(
         k: [B, G, S, D].
         v: [B, G, S, D].
         causal: see ``attention``.
+        window: see ``attention``.
         scale: see ``attention``.
 
     Returns:
@@ -209,5 +240,6 @@ def tiled_attention(
         NotImplementedError: on a second derivative, which only the reference has.
     """
     grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
-    o, lse = FlashAttentionPyTorch.apply(grouped, k[:, :, None], v[:, :, None], causal, scale, True)  # noqa: FBT003
+    mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale)
     return o.flatten(1, 2), lse.flatten(1, 2)

@@ -21,7 +21,7 @@ from flashattn.kernels import choice, launch, splitting
 from flashattn.kernels.portable import backward, bf16x3, forward, preprocess
 from flashattn.kernels.tiles import pick
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
+from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
 
 
@@ -301,7 +301,7 @@ def test_split_keys(device, problem, parts, monkeypatch):
     chosen = splitting.split
     monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
     forget()
-    asked = Question(problem=problem, device=device)
+    asked = Sample(problem=problem, device=device)
     try:
         assert_accurate(triton(problem.causal), asked)
     finally:
@@ -327,7 +327,7 @@ def test_columns_come_together(device, head_dim, apart, parts, dtype, monkeypatc
     forget()
     try:
         assert_accurate(
-            lambda *inputs: attend(*map(spread, inputs)), Question(problem=problem, device=device)
+            lambda *inputs: attend(*map(spread, inputs)), Sample(problem=problem, device=device)
         )
     finally:
         forget()
@@ -486,16 +486,16 @@ def test_what_is_cut_is_whole(device):
 def test_denormal_numbers_count_where_nothing_is_cut(device):
     """fp32 that is loaded as it is keeps denormal numbers (a GPU need not), gradients too."""
     problem = Problem(seq_q=20, seq_kv=30, head_dim=16)
-    question = Question(problem=problem, device=device, values="denormal")
-    assert_accurate(triton(False), question)
+    sample = Sample(problem=problem, device=device, values="denormal")
+    assert_accurate(triton(False), sample)
 
 
 @pytest.mark.parametrize("precision", ["bf16x6", "tf32x3", "ieee"])
 def test_fp32_precision(device, precision):
     """Every way to multiply in full fp32 is within its budgets on ordinary inputs."""
     problem = Problem(heads=2, seq_q=100, head_dim=64, causal=True)
-    question = Question(problem=problem, device=device)
-    assert_accurate(triton("top_left", precision=precision), question)
+    sample = Sample(problem=problem, device=device)
+    assert_accurate(triton("top_left", precision=precision), sample)
 
 
 @pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
@@ -504,7 +504,7 @@ def test_fp32_budgets_see_tf32(device, seq_kv):
     """One TF32 product in place of six of bf16 breaks the budgets, where dS cancels, too."""
     problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
     with pytest.raises(AssertionError, match="budget"):
-        assert_accurate(triton(False, precision="tf32"), Question(problem=problem, device=device))
+        assert_accurate(triton(False, precision="tf32"), Sample(problem=problem, device=device))
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["together", "apart"])
@@ -515,7 +515,7 @@ def test_heads_beyond_a_band(device, monkeypatch, few):
     if device.type == "cuda":
         problem = replace(problem, seq_q=300, seq_kv=400)
     forget()
-    assert_accurate(triton("top_left"), Question(problem=problem, device=device))
+    assert_accurate(triton("top_left"), Sample(problem=problem, device=device))
     forget()
 
 
@@ -525,7 +525,7 @@ def test_tf32_in_two_parts(device, causal):
     problem = Problem(heads=8, seq_q=400, seq_kv=500, head_dim=64, causal=causal)
     if device.type == "cpu":
         problem = replace(problem, heads=2, kv_heads=2, seq_q=70, seq_kv=100)
-    case = Question(problem=problem, device=device).draw()
+    case = Sample(problem=problem, device=device).draw()
     for name, error in relative_errors(triton(causal, precision="tf32"), case).items():
         assert 2**-20 < error < 4 * 2 * 2**-16, name
 
@@ -666,8 +666,8 @@ def test_outputs_are_written_whole(device, monkeypatch):
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    question = Question(problem=problem, device=device)
-    assert_accurate(triton(False), question)
+    sample = Sample(problem=problem, device=device)
+    assert_accurate(triton(False), sample)
 
 
 @pytest.mark.parametrize("seq_kv", [1, 40])

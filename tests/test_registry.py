@@ -72,7 +72,7 @@ def test_options():
     """What a callable takes beside q, k, v, causal and scale is read from its signature."""
     for call, options in (
         (lambda q, k, v, *, causal, scale: q, set()),
-        (lambda q, k, v, causal, scale, window=0: q, {"window"}),
+        (lambda q, k, v, causal, scale, window=0, band=1: q, {"band"}),
         (lambda q, k, v, **options: q, None),
         (lambda *inputs: inputs[0], None),
         (iter, None),  # it shows no signature

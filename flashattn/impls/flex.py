@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashattn.mask import FULL, Band, Causal, Mask
+from flashattn.mask import FULL, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import register
 
@@ -53,10 +53,16 @@ def _group(problem: Problem) -> int:
     return problem.heads // max(problem.kv_heads, 1)
 
 
-@register("flex", why_not=_limits, strict=False, compiles=True)
+@register("flex", why_not=_limits, windows=True, strict=False, compiles=True)
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
-    mask = Mask.of(causal)
+    mask = Mask.of(causal, window)
     blocks = None if mask == FULL else _block_mask(mask.over(q.shape[2], k.shape[2]), q.device)
     return _flex()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

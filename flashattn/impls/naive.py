@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashattn.mask import FULL, Causal, Mask
+from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import register
 
@@ -48,19 +48,33 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     return torch.compile(naive_attention, dynamic=True)
 
 
-@register("naive", why_not=partial(_limits, name="naive"), strict=False)
+@register("naive", why_not=partial(_limits, name="naive"), windows=True, strict=False)
 def naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     scale = check_scale(scale, q.shape[-1])
-    return naive_attention(q, k, v, mask=Mask.of(causal), scale=scale)
+    return naive_attention(q, k, v, mask=Mask.of(causal, window), scale=scale)
 
 
-@register("compiled", why_not=partial(_limits, name="compiled"), strict=False, compiles=True)
+@register(
+    "compiled", why_not=partial(_limits, name="compiled"), windows=True, strict=False, compiles=True
+)
 def compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     scale = check_scale(scale, q.shape[-1])
-    return _compiled_naive()(q, k, v, mask=Mask.of(causal), scale=scale)
+    return _compiled_naive()(q, k, v, mask=Mask.of(causal, window), scale=scale)

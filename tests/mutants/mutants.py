@@ -54,6 +54,9 @@ SCALES = "tests/test_impls.py::test_scales"
 VALUES = "tests/test_impls.py::test_values"
 LAYOUTS = "tests/test_impls.py::test_mixed_layouts"
 CORNERS = "tests/test_attention.py::test_bottom_right_is_not_top_left"
+WINDOWS = "tests/test_attention.py::test_windows_are_inclusive"
+BOUNDS = "tests/test_mask.py::test_bounds_are_the_support"
+TILES = "tests/test_mask.py::test_tiles"
 LSE = "tests/test_attention.py::test_lse_alone_is_differentiable"
 LOADING = "tests/test_kernels.py::test_both_ways_of_loading_are_tested"
 OFFSETS = "tests/test_kernels.py::test_offsets_are_64_bit"
@@ -321,6 +324,78 @@ MUTANTS = [
         'shift = seq_kv - seq_q if self.corner == "top_left" else 0',
         "top-left is bottom-right and the reverse, of the reference too",
         CORNERS,
+    ),
+    Mutant(
+        "window_without_its_first_key",
+        "mask.py",
+        "seen & (s >= t - self.left)",
+        "seen & (s > t - self.left)",
+        "the key that is left before a query is not seen, by the reference neither",
+        WINDOWS,
+    ),
+    Mutant(
+        "causal_window_sees_ahead",
+        "mask.py",
+        "cls(left, 0, corner)",
+        "cls(left, right, corner)",
+        "a causal mask with a window sees right keys ahead",
+        WINDOWS,
+    ),
+    Mutant(
+        "bounds_of_keys_off_by_one",
+        "mask.py",
+        "low = 0 if self.left is None else _clamp(t - self.left, self.seq_kv)",
+        "low = 0 if self.left is None else _clamp(t - self.left + 1, self.seq_kv)",
+        "a tile of which only the first query of a tile sees the last key is left out",
+        BOUNDS,
+    ),
+    Mutant(
+        "bounds_of_queries_off_by_one",
+        "mask.py",
+        "_clamp(s + self.left + 1, self.seq_q)",
+        "_clamp(s + self.left, self.seq_q)",
+        "dk and dv lack what the last query that sees a key gives",
+        BOUNDS,
+    ),
+    Mutant(
+        "window_tile_taken_for_whole",
+        "mask.py",
+        "full = min(max(-(-last_low // block), start), end)",
+        "full = min(max(-(-low // block), start), end)",
+        "the tiles at the left end of a window are not masked",
+        TILES,
+    ),
+    Mutant(
+        "last_tile_taken_for_whole",
+        "mask.py",
+        "whole = end if high == size else high // block",
+        "whole = end if high == size else -(-high // block)",
+        "the tile at the right end of a window is not masked: the future leaks",
+        TILES,
+    ),
+    Mutant(
+        "window_tile_skipped",
+        "mask.py",
+        "start = low // block",
+        "start = -(-low // block)",
+        "the first tile of keys that a window touches is left out",
+        TILES,
+    ),
+    Mutant(
+        "pairs_without_the_left_bound",
+        "mask.py",
+        "(0 if self.left is None else self._ramp(-self.left))",
+        "0",
+        "the flops of a window are those of a causal mask",
+        "tests/test_mask.py::test_counts",
+    ),
+    Mutant(
+        "plan_forgets_the_window",
+        "api.py",
+        "*named, *window, *map(type, window)",
+        "*named, *map(type, window)",
+        "a second window of the same shapes is answered as the first",
+        WINDOWS,
     ),
     # Heads and strides
     Mutant(

@@ -108,29 +108,29 @@ def left_out_because(impl, problem, device, passes):
 
 
 @pytest.fixture
-def admitted(judge, left_out, facts, device, interpreted):
+def admitted(verifier, left_out, facts, device, interpreted):
     """Return what admits the case to the clock, or leaves it out with a reason."""
 
     def admit(passes):
-        one, batch = judge.problem.heads == 1, judge.problem.batch
+        one, batch = verifier.problem.heads == 1, verifier.problem.batch
         facts["protocol"] = "tokens" if not one else "one_head" if batch == 1 else "batch"
-        left_out(judge.admit(passes))
-        left_out(left_out_because(judge.impl, judge.problem, device, passes))
-        if interpreted(judge.impl):
-            left_out(f"{judge.impl.name} is interpreted: not a speed")
+        left_out(verifier.admit(passes))
+        left_out(left_out_because(verifier.impl, verifier.problem, device, passes))
+        if interpreted(verifier.impl):
+            left_out(f"{verifier.impl.name} is interpreted: not a speed")
 
     return admit
 
 
 @pytest.fixture
-def check(judge):
+def check(verifier):
     """Return what checks outputs; a peer's miss is an expected failure, its maker's to mend."""
 
     def check(**outputs):
         try:
-            judge.check(**outputs)
+            verifier.check(**outputs)
         except AssertionError as error:
-            if judge.impl.strict:
+            if verifier.impl.strict:
                 raise
             pytest.xfail(str(error))
 

@@ -9,6 +9,7 @@ import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
+from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.plan.choose import choose
@@ -17,7 +18,6 @@ from flashattn.plan.plan import Plan
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import Family, TensorSpec, signature
 from flashattn.problem import Problem, check_among, check_scale
-from flashattn.watchers import unwatched
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -103,7 +103,7 @@ def attention(
     """
     key = (
         _key(q, k, v, causal, window, scale, return_lse, impl, precision, deterministic, options)
-        if unwatched(q, k, v)
+        if dispatch_is_trivial(q, k, v)
         else None
     )
     try:

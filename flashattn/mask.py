@@ -1,9 +1,9 @@
 """Masks: which keys a query sees, as two bounds that never fall from one query to the next.
 
 A ``Mask`` is what is asked for, whatever the lengths. Laid over T queries and S keys it is a
-``Band``, which answers everything that an algorithm asks: whether query t sees key s, which keys a
-query sees, which tiles an algorithm visits and which of these need no mask, and how many pairs
-there are. Every form of mask answers these questions, so that an algorithm knows none of them.
+``Band``: whether query t sees key s, which keys a query sees, which tiles an algorithm visits and
+which of these need no mask, how many pairs are visible. Algorithms ask for nothing else, so other
+masks (documents, prefixes, padding) can be other classes with the same methods.
 
 ``left`` and ``right`` count the keys before and after a query's own position, both inclusive, as
 flash-attn's ``window_size`` does; a causal mask has ``right = 0``. Query 0 stands at key 0

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from flashattn.dispatch import dispatch_is_trivial as unwatched
 from flashattn.gpus import gpu_of
 from flashattn.mask import Causal, Mask
 from flashattn.plan import hopper, support
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Family, Options
 from flashattn.problem import ALIGNMENT, Problem, check_scale
-from flashattn.watchers import unwatched
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:

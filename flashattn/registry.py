@@ -30,7 +30,7 @@ from flashattn.problem import Problem
 
 WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]
 
@@ -128,7 +128,7 @@ def _options(call: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters) - {"causal", "window", "scale"}
 
 
-def _pair(result: Result) -> Pair:
+def _pair(result: Output) -> Pair:
     return result if isinstance(result, tuple) else (result, None)
 
 

@@ -25,7 +25,7 @@ from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.tables import find, rows_of
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
+from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.layouts import LAYOUTS as LAYOUTS_OF
 
 MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # so many that each pass has its own launch
@@ -125,14 +125,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", chosen, ids=str)
 
 
-def question(case, device):
+def sample(case, device):
     """Return what is asked of a case: o, lse, and the gradients of both."""
-    return Question(problem=case.problem, device=device, layout=case.layout)
+    return Sample(problem=case.problem, device=device, layout=case.layout)
 
 
 def test_every_tile(case, device):
     """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
-    asked = question(case, device)
+    asked = sample(case, device)
     scale = case.head_dim**-0.5
     assert_accurate(partial(get("triton"), **case.problem.mask_options, scale=scale), asked)
 
@@ -181,7 +181,7 @@ def test_cases_launch_what_they_say(device):
 def test_every_tile_for_tf32(device, shape, head_dim, causal):
     """Each tile for TF32 is right to what four products in a row lose, 2^-10 a factor."""
     problem = Problem(**SHAPES[shape], head_dim=head_dim, causal=causal)
-    case = Question(problem=problem, device=device).draw()
+    case = Sample(problem=problem, device=device).draw()
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
     for name, error in relative_errors(attend, case).items():
         assert 2**-20 < error < 4 * 2 * 2**-10, name

@@ -42,7 +42,7 @@ from flashattn.plan.tile import (
 )
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate, relative_errors, run
+from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs
 
 SHARED = 227 << 10  # bytes that a program can have
@@ -115,8 +115,8 @@ def test_every_config(device, head_dim, config, shape, causal):
     """Each config of the table is within the budgets, padded too, in both dtypes."""
     for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
-        question = Question(problem=problem, device=device, grad=False)
-        assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), question)
+        sample = Sample(problem=problem, device=device, grad=False)
+        assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -132,7 +132,7 @@ def test_every_backward_config(device, head_dim, config, deterministic, shape, c
         def attend(q, k, v, how=how, d=d):
             return Attend.apply(q, k, v, causal, d**-0.5, how)
 
-        assert_accurate(attend, Question(problem=problem, device=device))
+        assert_accurate(attend, Sample(problem=problem, device=device))
 
 
 CUTS = {
@@ -152,10 +152,10 @@ CUTS = {
 def test_cut(device, head_dim, shape, causal, values):
     """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    question = Question(problem=problem, device=device, values=values)
+    sample = Sample(problem=problem, device=device, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
-    assert_accurate(attend, question)
-    case = question.draw()
+    assert_accurate(attend, sample)
+    case = sample.draw()
     runs = [run(attend, case) for _ in range(10)]
     assert all(torch.equal(again[name], x) for again in runs for name, x in runs[0].items())
 
@@ -167,7 +167,7 @@ def test_cut(device, head_dim, shape, causal, values):
 def test_cut_in_two(device, head_dim, shape, causal):
     """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    case = Question(problem=problem, device=device).draw()
+    case = Sample(problem=problem, device=device).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
     # With few scores the forward is one product of TF32, and the gradients follow from its o.
     kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > Limits().decompose_forward else 10
@@ -401,7 +401,7 @@ def test_one_of_both_is_portable(device, sizes, kernels):
     plan = explain(q, k, v)
     assert (plan.forward.kernel, plan.backward.kernel) == kernels
     attends = partial(get("hopper"), causal=False, scale=0.1, family="auto")
-    assert_accurate(attends, Question(problem=problem, device=device, scale=0.1))
+    assert_accurate(attends, Sample(problem=problem, device=device, scale=0.1))
 
 
 def test_tiles_fit():

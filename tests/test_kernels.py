@@ -29,7 +29,7 @@ from flashattn.plan.spec import signature as specs_of
 from flashattn.plan.splits import num_splits, split
 from flashattn.plan.tile import Tile
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
+from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
 
 
@@ -107,7 +107,7 @@ def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, limited):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
 def test_loading_changes_no_bit(device, layout, dtype):
-    """Descriptors and pointers give the same bits with the same tile, of fp32 that is cut, too."""
+    """Descriptors and pointers give the same bits with the same tile, of decomposed fp32, too."""
     problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype=dtype, causal=True)
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad_o, grad_lse = make_grads(problem, device=device)
@@ -315,27 +315,27 @@ SPLITS = (
     Problem(batch=2, heads=4, kv_heads=1, seq_q=1, seq_kv=130, head_dim=32, causal="bottom_right"),
     Problem(heads=2, kv_heads=1, seq_q=1, seq_kv=200, head_dim=16, causal="top_left"),  # one key
     Problem(heads=2, seq_q=7, seq_kv=190, head_dim=24, causal="bottom_right", dtype="float16"),
-    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # parts that no query sees
+    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # splits that no query sees
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left", dtype="bfloat16"),
     Problem(seq_q=150, seq_kv=130, head_dim=16, causal="bottom_right"),  # dead rows
 )
 
 
-@pytest.mark.parametrize("parts", [2, 1000])
+@pytest.mark.parametrize("num_splits", [2, 1000])
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
-def test_split_keys(device, problem, parts, limited):
-    """However many parts the keys are split into, o and lse, and their gradients, are right."""
-    limited(splits=parts)
-    assert_accurate(triton(problem.causal), Question(problem=problem, device=device))
+def test_split_keys(device, problem, num_splits, limited):
+    """However many splits the keys have, o and lse, and their gradients, are right."""
+    limited(splits=num_splits)
+    assert_accurate(triton(problem.causal), Sample(problem=problem, device=device))
 
 
 @pytest.mark.parametrize("apart", [0, 1, 4])
 @pytest.mark.parametrize("head_dim", [6, 20, 40])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes cut
-def test_columns_come_together(device, head_dim, apart, parts, dtype, limited):
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes decomposed
+def test_columns_come_together(device, head_dim, apart, num_splits, dtype, limited):
     """As many at once as their number, and the distance of the rows, allow; NaN lies between."""
-    limited(splits=parts)
+    limited(splits=num_splits)
     attend = triton("bottom_right")
 
     def spread(x):
@@ -345,13 +345,13 @@ def test_columns_come_together(device, head_dim, apart, parts, dtype, limited):
         heads=2, seq_q=40, seq_kv=150, head_dim=head_dim, dtype=dtype, causal="bottom_right"
     )
     assert_accurate(
-        lambda *inputs: attend(*map(spread, inputs)), Question(problem=problem, device=device)
+        lambda *inputs: attend(*map(spread, inputs)), Sample(problem=problem, device=device)
     )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("few", "parts", "tiny"),
+    ("few", "num_splits", "tiny"),
     [
         (True, 1, True),
         (True, 1, False),
@@ -361,14 +361,14 @@ def test_columns_come_together(device, head_dim, apart, parts, dtype, limited):
         (False, 2, False),
     ],
 )
-def test_backward_is_few_launches(device, dtype, few, parts, tiny, limited, monkeypatch):
-    """One decomposes all inputs, one or two for the passes, one for all sums of partials.
+def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited, monkeypatch):
+    """One decomposes all inputs, one or two for the passes, one for all sums of splits.
 
     And one in all where there is next to nothing to do.
     """
     problem = Problem(seq_q=384, head_dim=16, dtype=dtype)
     most = 1000 if few else 0
-    limited(parts, fused=most, fused_decomposed=most, one_launch=1 << 20 if tiny else 0)
+    limited(num_splits, fused=most, fused_decomposed=most, one_launch=1 << 20 if tiny else 0)
     inputs = make_inputs(problem, device=device)
     how = {"gpu": gpu_of(device), "causal": False}
     how["precision"] = input_precision("auto", problem.torch_dtype)
@@ -387,9 +387,9 @@ def test_backward_is_few_launches(device, dtype, few, parts, tiny, limited, monk
     monkeypatch.setattr(launch.Launch, "__call__", note)
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
     passes = ["bwd"] if few and fused else ["bwd_dkdv", "bwd_dq"]
-    cuts, sums = ["cut"] * (dtype == "float32"), ["bwd_sum"] * (parts > 1)
+    terms, sums = ["decompose"] * (dtype == "float32"), ["bwd_reduce"] * (num_splits > 1)
     one = tiny and one_launch and passes == ["bwd"] and not sums
-    assert launched == (["bwd"] if one else ["bwd_delta", *cuts, *passes, *sums])
+    assert launched == (["bwd"] if one else ["bwd_preprocess", *terms, *passes, *sums])
 
 
 @pytest.mark.parametrize(
@@ -478,16 +478,16 @@ def test_tiles_for_small_grids(head_dim, causal, most):
     assert chosen(16, 768)[0] == "decode"
 
 
-def test_what_is_cut_is_whole(device):
-    """Three parts are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
+def test_bf16_terms_add_up(device):
+    """Three terms are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
     exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)[:, None]
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
     q = wanted[None, None].to(device)
-    parts = single_kernel.decompose(*[q] * 4, terms=3)
-    assert all(torch.equal(x, parts[0]) for x in parts)
-    errors = (parts[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
+    terms = single_kernel.decompose(*[q] * 4, terms=3)
+    assert all(torch.equal(x, terms[0]) for x in terms)
+    errors = (terms[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110
     assert errors[whole].count_nonzero() == 0
     assert 0 < errors[~whole].max() <= 2.0**-134
@@ -496,16 +496,16 @@ def test_what_is_cut_is_whole(device):
 def test_denormal_numbers_count_where_nothing_is_cut(device):
     """fp32 that is loaded as it is keeps denormal numbers (a GPU need not), gradients too."""
     problem = Problem(seq_q=20, seq_kv=30, head_dim=16)
-    question = Question(problem=problem, device=device, values="denormal")
-    assert_accurate(triton(False), question)
+    sample = Sample(problem=problem, device=device, values="denormal")
+    assert_accurate(triton(False), sample)
 
 
 @pytest.mark.parametrize("precision", ["bf16x6", "tf32x3", "ieee"])
 def test_fp32_precision(device, precision):
     """Every way to multiply in full fp32 is within its budgets on ordinary inputs."""
     problem = Problem(heads=2, seq_q=100, head_dim=64, causal=True)
-    question = Question(problem=problem, device=device)
-    assert_accurate(triton("top_left", precision=precision), question)
+    sample = Sample(problem=problem, device=device)
+    assert_accurate(triton("top_left", precision=precision), sample)
 
 
 @pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
@@ -514,7 +514,7 @@ def test_fp32_budgets_see_tf32(device, seq_kv):
     """One TF32 product in place of six of bf16 breaks the budgets, where dS cancels, too."""
     problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
     with pytest.raises(AssertionError, match="budget"):
-        assert_accurate(triton(False, precision="tf32"), Question(problem=problem, device=device))
+        assert_accurate(triton(False, precision="tf32"), Sample(problem=problem, device=device))
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["together", "apart"])
@@ -524,16 +524,16 @@ def test_heads_beyond_a_band(device, limited, few):
     problem = Problem(heads=35, kv_heads=35, seq_q=33, seq_kv=33, head_dim=16, causal=True)
     if device.type == "cuda":
         problem = replace(problem, seq_q=300, seq_kv=400)
-    assert_accurate(triton("top_left"), Question(problem=problem, device=device))
+    assert_accurate(triton("top_left"), Sample(problem=problem, device=device))
 
 
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
-def test_tf32_in_two_parts(device, causal):
-    """Where TF32 will do, what comes cut in two is right to 16 bits, twice what is lost of each."""
+def test_tf32_in_two_terms(device, causal):
+    """Where TF32 will do, fp32 as two bf16 terms is right to 16 bits, twice what each loses."""
     problem = Problem(heads=8, seq_q=400, seq_kv=500, head_dim=64, causal=causal)
     if device.type == "cpu":
         problem = replace(problem, heads=2, kv_heads=2, seq_q=70, seq_kv=100)
-    case = Question(problem=problem, device=device).draw()
+    case = Sample(problem=problem, device=device).draw()
     for name, error in relative_errors(triton(causal, precision="tf32"), case).items():
         assert 2**-20 < error < 4 * 2 * 2**-16, name
 
@@ -666,8 +666,8 @@ def test_outputs_are_written_whole(device, monkeypatch):
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    question = Question(problem=problem, device=device)
-    assert_accurate(triton(False), question)
+    sample = Sample(problem=problem, device=device)
+    assert_accurate(triton(False), sample)
 
 
 @pytest.mark.parametrize("seq_kv", [1, 40])

@@ -40,7 +40,7 @@ def sizes(problem):
     return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
 
 
-def cut(problem, device, *rows, kernel="fwd"):
+def decomposed(problem, device, *rows, kernel="fwd"):
     """Return the bytes of tensors of so many rows as bf16 terms, if they are decomposed."""
     specs = map(TensorSpec.of, make_inputs(problem, device=device))
     how = {"gpu": gpu_of(device), "causal": problem.causal is not False, "precision": "bf16x6"}
@@ -54,7 +54,7 @@ def rows_of(problem):
     return heads * problem.seq_q, kv_heads * problem.seq_kv
 
 
-def of_parts(problem, device):
+def partial_sums(problem, device):
     """Return the bytes of partial gradients: as many as programs that fill the GPU write."""
     q, k, v = map(TensorSpec.of, make_inputs(problem, device=device))
     lse = TensorSpec.of(torch.empty(q.shape[:3], device=device))
@@ -113,12 +113,12 @@ def naively(problem, device):
 
 @pytest.mark.parametrize("way", [kernels, tiles])
 def test_no_tensor_is_a_score_matrix(device, way):
-    """No tensor of forward and backward is larger than o, or o cut; naive's have T x S."""
+    """No tensor of forward and backward is larger than o, or its bf16 terms; naive's have T x S."""
     heads = 1 if device.type == "cpu" else 128  # so many that nothing is split
     problem = problem_of(256, heads=heads)
     largest = heads * 256 * 16 * FP32
     if way is kernels:
-        largest = max(largest, cut(problem, device, heads * 256))
+        largest = max(largest, decomposed(problem, device, heads * 256))
     assert way(problem, device)[0].largest == largest
     assert naively(problem, device)[0].largest == heads * 256 * 256 * FP32
 
@@ -135,8 +135,8 @@ def test_bytes_grow_linearly(device):
 @pytest.mark.parametrize(
     ("length", "seq_kv", "dtype", "also"),
     [
-        (64, 90, "float32", {"cut", "rows"}),
-        (130, 90, "float32", {"cut", "rows"}),
+        (64, 90, "float32", {"terms", "rows"}),
+        (130, 90, "float32", {"terms", "rows"}),
         (30, 30, "float32", set()),
         (130, 90, "bfloat16", {"rows"}),
         (30, 30, "bfloat16", set()),
@@ -145,21 +145,21 @@ def test_bytes_grow_linearly(device):
 def test_kernels_allocate_what_they_return(device, length, seq_kv, dtype, also):
     """Forward allocates o and lse, backward the gradients and two numbers a query: to the byte.
 
-    And, where there is much to do in fp32, what the inputs are cut into; where there is next to
+    And, where there is much to do in fp32, the bf16 terms of the inputs; where there is next to
     nothing to do, not even the two numbers.
     """
-    if device.type == "cuda":  # where less is never cut, and fp32 has its two numbers always
+    if device.type == "cuda":  # where less is never decomposed, and fp32 has its two numbers always
         much = length == 130  # for a backward
-        also = ({"cut", "rows"} if much else {"rows"}) if dtype == "float32" else set()
+        also = ({"terms", "rows"} if much else {"rows"}) if dtype == "float32" else set()
     problem = replace(problem_of(length, heads=4, kv_heads=2, seq_kv=seq_kv), dtype=dtype)
     _, (after_forward, after_backward) = kernels(problem, device)
     o, lse, grads, rows = sizes(problem)
     queries, keys = rows_of(problem)
-    assert after_forward == o + lse + cut(problem, device, queries, keys, keys)
-    given = cut(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
-    assert (given > 0) is ("cut" in also)
+    assert after_forward == o + lse + decomposed(problem, device, queries, keys, keys)
+    given = decomposed(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
+    assert (given > 0) is ("terms" in also)
     rows = rows if "rows" in also else 0
-    assert after_backward == o + lse + grads + rows + given + of_parts(problem, device)
+    assert after_backward == o + lse + grads + rows + given + partial_sums(problem, device)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(128, 60), (64, 256)])
@@ -167,11 +167,11 @@ def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
     """Each part of what is split has gradients in fp32."""
     problem = problem_of(seq_q, heads=1, seq_kv=seq_kv, causal=False)
     o, lse, grads, rows = sizes(problem)
-    scratch = of_parts(problem, device)
+    scratch = partial_sums(problem, device)
     assert scratch
     _, (_, after_backward) = kernels(problem, device)
     queries, keys = rows_of(problem)
-    given = cut(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
+    given = decomposed(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
     assert after_backward == o + lse + grads + rows + given + scratch
 
 
@@ -187,7 +187,7 @@ def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
     scratch = parts * (o + 2 * lse)
-    assert after_forward == o + lse + scratch + cut(problem, device, queries, keys, keys)
+    assert after_forward == o + lse + scratch + decomposed(problem, device, queries, keys, keys)
 
 
 def requested(call, device):
@@ -221,8 +221,8 @@ def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
             lambda q=q, k=k, v=v, o=outputs, g=grads: torch.autograd.grad(o, (q, k, v), g), device
         )
         queries, keys = rows_of(problem)
-        given = cut(problem, device, queries, keys, keys)
-        more = cut(problem, device, queries)
+        given = decomposed(problem, device, queries, keys, keys)
+        more = decomposed(problem, device, queries)
         ratios.append((forward_bytes, backward_bytes, *sizes(problem), given, more))
         del outputs
     for forward_bytes, backward_bytes, o, lse, of_grads, rows, given, more in ratios[1:]:

@@ -1,11 +1,10 @@
-"""Golden list of decisions: what is launched for 20 000 problems on five cards, none of them here.
+"""Golden list of decisions: the plans of 20 000 problems on five cards, none of them here.
 
     python -m flashattn.counts.decisions --check tests/plan/decisions.json.xz
     python -m flashattn.counts.decisions --write tests/plan/decisions.json.xz
 
-Tensors are on the device "meta", and launches are noted instead of started. Each decision names
-the kernels with their tiles, operands, splits and schedules; numbers of programs and shapes of
-workspaces are in a digest for every ``BLOCK`` problems.
+Stored are kernels, tiles, operands, splits and schedules of each plan in words, and a digest of the
+whole plans, with numbers of programs and sizes of workspaces, for every ``BLOCK`` problems.
 
 Exit status: 0 the same; 1 different.
 """
@@ -18,21 +17,20 @@ import json
 import lzma
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from flashattn import api, ops, registry
-from flashattn.kernels import execute
-from flashattn.kernels.launch import Launch
 from flashattn.plan import support
+from flashattn.plan.choose import choose_backward, choose_forward
 from flashattn.plan.gpu import Gpu
-from flashattn.problem import Problem
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, operands
+from flashattn.plan.precision import input_precision
+from flashattn.plan.spec import Family, Options, TensorSpec
+from flashattn.problem import Problem, check_scale
 
 COUNT, BLOCK, SEED = 20_000, 20, 1
 DIGEST = 4  # hexadecimal digits
@@ -93,7 +91,7 @@ BATCHES = (1, 1, 1, 2, 3, 4, 8, 16, 64)
 MASKS = (False, "top_left", "bottom_right")
 PRECISIONS = ("auto", "auto", "bf16x6", "tf32", "tf32", "tf32x3", "ieee")
 SCALES = (None,) * 12 + (0.3, 0.0, -0.2)
-IMPLS = ("auto",) * 4 + ("triton", "hopper", "hopper")
+IMPLS: tuple[Family, ...] = ("auto",) * 4 + ("triton", "hopper", "hopper")
 LAYOUTS = ("contiguous",) * 10 + ("heads_last", "misaligned", "expanded", "odd_rows", "not_dense")
 
 
@@ -102,7 +100,7 @@ class Question:
     """A problem, how its tensors lie in memory, and what else a choice may depend on."""
 
     problem: Problem
-    impl: str
+    impl: Family
     precision: str
     scale: float | None
     deterministic: bool
@@ -171,135 +169,90 @@ def tensor(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.Tenso
     return empty(*shape)
 
 
-class Noted:
-    """The launches of a forward and a backward, in words and in numbers."""
-
-    def __init__(self) -> None:
-        """Nothing is launched yet."""
-        self.words: list[str] = []
-        self.numbers: list[object] = []
-
-    def note(self, launch: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Note a launch."""
-        kernel, given = launch._kernel, [*tensors, *launch._numbers]  # noqa: SLF001
-        name = kernel.fn.__name__.removeprefix("flashattn_")
-        options = dict(zip(kernel.arg_names, given, strict=False)) | launch._options  # noqa: SLF001
-        loads = "".join("p" if x is None else "t" for x in launch._operands)  # noqa: SLF001
-        known = [f"{key}={int(options[key])}" for key in WORDS if options.get(key) is not None]
-        batch = next(len(x) for x in tensors if x is not None)
-        parts = [
-            f"{key}/{len(options[key]) // batch}"
-            for key in PARTED
-            if options.get(key) is not None and len(options[key]) != batch
-        ]
-        precision = options.get("PRECISION", "")
-        self.words.append(" ".join(filter(None, [name, precision, loads, *known, *parts])))
-        self.numbers += [name, launch._grid[0]]  # noqa: SLF001
-        shared = [i for i, key in enumerate(kernel.arg_names) if key in ("k", "v")]
-        self.numbers += [
-            None if x is None or i in shared else x.numel() for i, x in enumerate(tensors)
-        ]
-        self.numbers += [options[key] for key in NUMBERS if isinstance(options.get(key), int)]
-
-
-# Arguments of kernels that a decision determines, where a kernel has them.
-WORDS = (
-    *("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages", "maxnreg", "DESCRIPTORS", "SPLIT"),
-    *("SPLIT_KV", "PARTS", "COLUMNS", "FIRST", "REST", "GROUPS", "SLOTS", "DRAWN", "STAGED"),
-    *("REGISTERS", "PINNED", "CAUSAL", "POSITIVE_SCALE", "launch_cooperative_grid"),
-    *("shares", "slabs", "apart"),
-)
-PARTED = ("o", "dk", "dv", "dq", "total")  # these have a batch for each part
-NUMBERS: tuple[Any, ...] = (
-    "PADDED",
-    "chunk",
-    "chunk_kv",
-    "band",
-    "at_once",
-    "ordered",
-    "tiles",
-    "blocks",
-    "heads",
-    "group",
-)
-
-
-def answer(question: Question, card: str) -> tuple[str, str]:
-    """Return what is launched within ``on(card)``, in words, and the numbers that go with it."""
-    problem = question.problem
-    causal, device = problem.causal, torch.device("cuda")
-    options: dict[str, Any] = {"causal": causal, "scale": question.scale}
-    try:
-        if card == INTERPRETER:
-            if problem.dtype == "float64" or problem.head_dim > support.LARGEST_HEAD_DIM:
-                return "refused", ""
-            fastest: dict[str, Any] = {}
-            impl = registry.get("triton" if question.impl == "auto" else question.impl)
-        else:
-            impl, fastest = api._choose(question.impl, problem, device, grad=True, lse=True)  # noqa: SLF001
-    except ValueError as error:
-        return f"refused: {error}", ""
-    if impl.name not in ("triton", "hopper"):
-        return impl.name, ""
-    options |= fastest | {"precision": question.precision}
-    if impl.name == "hopper":
-        options["deterministic"] = question.deterministic
+def specs(question: Question) -> list[TensorSpec]:
+    """Return the specs of q, k, v, grad_o, o, lse, and grad_lse if it is asked."""
+    problem, dtype = question.problem, question.problem.torch_dtype
     rows = [(problem.heads, problem.seq_q)] + [(problem.kv_heads, problem.seq_kv)] * 2
-    dtype, noted = problem.torch_dtype, Noted()
-    q, k, v = (
+    q, k, v, grad_o = (
         tensor((problem.batch, *n, problem.head_dim), dtype, layout)
-        for n, layout in zip(rows, question.layouts[:3], strict=True)
+        for n, layout in zip([*rows, rows[0]], question.layouts, strict=True)
     )
-    with patch.object(Launch, "__call__", lambda *given: noted.note(given[0], given[1:])):
-        prepared: Any = impl.prepared(q, k, v, **options)
-        o, lse = prepared(q, k, v)
-        noted.words.append("|")
-        grad_o = tensor(o.shape, dtype, question.layouts[3])
-        grad_lse = None
-        if question.grad_lse != "absent":
-            lie = lse.transpose(1, 2).contiguous().transpose(1, 2)
-            grad_lse = torch.empty_like(lse) if question.grad_lse == "contiguous" else lie
-        prepared.backward((grad_o, grad_lse), (q, k, v, o, lse))
-    return "; ".join(noted.words), repr(noted.numbers)
+    o = torch.empty_like(q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous())
+    lse = torch.empty(q.shape[:3], device="meta")
+    given = [q, k, v, grad_o, o, lse]
+    if question.grad_lse != "absent":
+        lies = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        given.append(lse if question.grad_lse == "contiguous" else lies)
+    return [TensorSpec.of(x) for x in given]
 
 
-@contextmanager
-def on(card: str) -> Iterator[None]:
-    """Have everything that asks for the GPU be told of this one."""
-    gpu = CARDS[card]
-    bound = (execute.bind_forward, execute.bind_backward)
-    with ExitStack() as stack:
-        for module in (execute, ops):
-            stack.enter_context(patch.object(module, "gpu_of", lambda _: gpu))
-        for function in bound:
-            function.cache_clear()
-            stack.callback(function.cache_clear)
-        yield
+def asked(question: Question) -> Options:
+    """Return the options of a question."""
+    problem = question.problem
+    return Options(
+        problem.band.right,
+        check_scale(question.scale, problem.head_dim),
+        input_precision(question.precision, problem.torch_dtype),
+        question.impl,
+        question.deterministic,
+    )
 
 
-def decisions(card: str, blocks: Sequence[int]) -> list[list[Any]]:
+def plans(question: Question, gpu: Gpu) -> tuple[ForwardPlan, BackwardPlan] | str:
+    """Return the plans of both passes, or why there are none."""
+    problem = question.problem
+    reason = support.why_not_portable(problem.torch_dtype, problem.head_dim)
+    if question.impl == "hopper" and not gpu.interpreted:
+        reason = support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
+    if reason is not None:
+        return reason
+    given, options = specs(question), asked(question)
+    return choose_forward(given[:3], gpu, options), choose_backward(given, gpu, options)
+
+
+def words(plan: ForwardPlan | BackwardPlan) -> str:
+    """Return what was decided, without numbers that grow with the problem."""
+    order = replace(plan.scheduler, section=1)
+    said: list[object] = [plan.kernel, operands(plan.precision, plan.terms), order, *plan.copies]
+    if isinstance(plan, ForwardPlan):
+        said += [plan.tile, plan.loads, f"splits {plan.split.num}", "pack_gqa" * plan.pack_gqa]
+    else:
+        said += [plan.dq, f"accumulators {plan.dq_accumulators}", f"gqa {plan.gqa_splits}"]
+        said += [f"{x.kernel} {x.tile} {x.terms} {[n for n, _ in x.splits]}" for x in plan.passes]
+    return " ".join(filter(None, map(str, said))) if plan.kernel != "none" else "none"
+
+
+def answer(question: Question, gpu: Gpu) -> tuple[str, str]:
+    """Return what is decided for a question, in words and in full."""
+    found = plans(question, gpu)
+    if isinstance(found, str):
+        return f"refused: {found}", ""
+    return "; ".join(words(x) for x in found), "\n".join(str(replace(x, why=())) for x in found)
+
+
+def decisions(card: str, blocks: Sequence[int]) -> list[tuple[list[str], str]]:
     """Return what each block of questions is answered with on a card: words, and a digest."""
-    asked, found = questions(), []
-    with on(card):
-        for block in blocks:
-            answers = [answer(x, card) for x in asked[block * BLOCK : (block + 1) * BLOCK]]
-            digest = hashlib.sha256("\n".join(numbers for _, numbers in answers).encode())
-            found.append([[words for words, _ in answers], digest.hexdigest()[:DIGEST]])
+    everything, found = questions(), []
+    for block in blocks:
+        chosen = everything[block * BLOCK : (block + 1) * BLOCK]
+        answers = [answer(question, CARDS[card]) for question in chosen]
+        digest = hashlib.sha256("\n".join(whole for _, whole in answers).encode())
+        found.append(([said for said, _ in answers], digest.hexdigest()[:DIGEST]))
     return found
 
 
 def write(path: Path) -> None:
-    """Store the list: launches, sequences of these, and what each question is answered with."""
-    launches: dict[str, int] = {}
-    sequences: dict[tuple[int, ...], int] = {}
+    """Store the list: plans, pairs of these, and which pair each question is answered with."""
+    known: dict[str, int] = {}
+    pairs: dict[tuple[int, ...], int] = {}
     cards: dict[str, Any] = {}
     for card in CARDS:
         found = decisions(card, range(COUNT // BLOCK))
-        words = [one.split("; ") for block, _ in found for one in block]
-        numbered = [tuple(launches.setdefault(x, len(launches)) for x in one) for one in words]
-        indices = [sequences.setdefault(one, len(sequences)) for one in numbered]
-        cards[card] = {"sequences": indices, "digests": "".join(digest for _, digest in found)}
-    stored = {"launches": list(launches), "sequences": list(sequences), "cards": cards}
+        said = [one.split("; ") for block, _ in found for one in block]
+        numbered = [tuple(known.setdefault(x, len(known)) for x in one) for one in said]
+        indices = [pairs.setdefault(one, len(pairs)) for one in numbered]
+        cards[card] = {"pairs": indices, "digests": "".join(digest for _, digest in found)}
+    stored = {"plans": list(known), "pairs": list(pairs), "cards": cards}
     with lzma.open(path, "wt", preset=9 | lzma.PRESET_EXTREME) as file:
         json.dump(stored, file, separators=(",", ":"))
 
@@ -308,21 +261,18 @@ def differences(path: Path, blocks: Sequence[int]) -> list[str]:
     """Return a paragraph for each decision of these blocks that is not the stored one."""
     with lzma.open(path, "rt") as file:
         stored = json.load(file)
-    asked, lines = questions(), []
+    everything, lines = questions(), []
     for card, known in stored["cards"].items():
-        for block, (words, digest) in zip(blocks, decisions(card, blocks), strict=True):
+        for block, (said, digest) in zip(blocks, decisions(card, blocks), strict=True):
             wanted = [
-                "; ".join(stored["launches"][i] for i in stored["sequences"][index])
-                for index in known["sequences"][block * BLOCK : (block + 1) * BLOCK]
+                "; ".join(stored["plans"][i] for i in stored["pairs"][index])
+                for index in known["pairs"][block * BLOCK : (block + 1) * BLOCK]
             ]
-            for i, (old, new) in enumerate(zip(wanted, words, strict=True)):
+            for i, (old, new) in enumerate(zip(wanted, said, strict=True), block * BLOCK):
                 if old != new:
-                    question = asked[block * BLOCK + i]
-                    lines.append(f"{card} {block * BLOCK + i} {question}\n  was {old}\n  now {new}")
-            if (
-                wanted == words
-                and digest != known["digests"][DIGEST * block : DIGEST * (block + 1)]
-            ):
+                    lines.append(f"{card} {i} {everything[i]}\n  was {old}\n  now {new}")
+            was = known["digests"][DIGEST * block : DIGEST * (block + 1)]
+            if wanted == said and digest != was:
                 lines.append(f"{card}: numbers of {block * BLOCK} ... {block * BLOCK + BLOCK - 1}")
     return lines
 

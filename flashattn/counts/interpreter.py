@@ -26,7 +26,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
 
 FILE = "interpreter.json"
-KERNELS = ("fwd", "fwd_split", "bwd_delta", *steps.KERNELS)
+KERNELS = ("fwd", "fwd_split", "bwd_preprocess", *steps.KERNELS)
 # What would touch memory or multiply past the three that count. A method that this version of
 # Triton lacks cannot be called.
 NOT_COUNTED = ("create_atomic_cas", "create_atomic_rmw", "create_dot_scaled")
@@ -150,7 +150,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, num_splits=1, **options
     )
-    with counting() as counts["bwd_delta"]:
+    with counting() as counts["bwd_preprocess"]:
         _ = given.row_terms
     for kernel in steps.KERNELS:
         with counting() as counts[kernel]:

@@ -69,7 +69,7 @@ class Recomputation:
 
 @lru_cache(BOUND)
 def _preprocess(given: tuple[Signature, ...]) -> Bound:
-    """Return flashattn_bwd_delta."""
+    """Return flashattn_bwd_preprocess."""
     o, grad_o = (TensorSpec(*x) for x in given)
     outputs = {x.name: allocation(x, o.device) for x in portable.row_workspaces(o)}
     inputs = ("o", "grad_o", "lse", "grad_lse")
@@ -98,8 +98,7 @@ def _alone(
         tile=tile,
         most=num_splits,
     )
-    names, _ = steps.written(one, q, k, v)
-    grads = [name.removesuffix("_partials") for name in names]
+    grads = steps.WRITTEN[kernel]
     splits = dict.fromkeys(grads, one.splits[0].num) | (
         {"dq": one.splits[-1].num} if "dq" in grads else {}
     )
@@ -119,14 +118,14 @@ def _alone(
 
 
 def decompose(*inputs: torch.Tensor, terms: int) -> tuple[torch.Tensor, ...]:
-    """Launch flashattn_cut: return inputs in fp32, q, k, v and perhaps grad_o, as bf16 terms."""
+    """Launch flashattn_decompose: return the bf16 terms of q, k, v and perhaps grad_o, in fp32."""
     filled: tuple[torch.Tensor, ...] = _decompose(signature(*inputs), terms)(*inputs)
     return filled
 
 
 @lru_cache(BOUND)
 def _decompose(given: tuple[Signature, ...], terms: int) -> Bound:
-    """Return flashattn_cut."""
+    """Return flashattn_decompose."""
     inputs = dict(zip(steps.INPUTS, (TensorSpec(*x) for x in given), strict=False))
     decomposing, _, _ = steps.terms(terms, **inputs)
     workspaces = portable.terms_workspaces(terms, **inputs)

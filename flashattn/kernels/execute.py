@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashattn.gpus import gpu_of
-from flashattn.kernels.launch import Step, check_device, on_device
+from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.choose import NAMES, choose_backward, choose_forward
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
@@ -56,7 +56,7 @@ class Bound:
         self._allocate = [*outputs.values(), *(allocation(x, device) for x in plan.workspaces)]
         names = [*inputs, *outputs, *(x.name for x in plan.workspaces), None]
         at = {name: i for i, name in enumerate(names)}
-        self._steps = [(x.launch, itemgetter(*(at[name] for name in x.operands))) for x in steps]
+        self._steps = [(x.launch, _gather(x.operands, at)) for x in steps]
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """Return the outputs."""
@@ -70,6 +70,18 @@ class Bound:
             for launch, operands in self._steps:
                 launch(*operands(tensors))
         return tuple(tensors[self._outputs])
+
+
+def _gather(
+    names: Sequence[Name], at: Mapping[Any, int]
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what picks tensors by their names, alone or in tuples."""
+    if len(names) > 1 and not any(isinstance(name, tuple) for name in names):
+        return itemgetter(*(at[name] for name in names))  # which returns a tuple of several
+    picks: list[Callable[[Sequence[Any]], Any]] = [
+        _gather(name, at) if isinstance(name, tuple) else itemgetter(at[name]) for name in names
+    ]
+    return lambda tensors: tuple([pick(tensors) for pick in picks])
 
 
 def allocation(x: Workspace, device: torch.device) -> Allocate:

@@ -53,8 +53,11 @@ def described_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]
     return [*(s if n > 1 else dense for n, s in zip(shape[:-1], strides[:-1], strict=True)), 1]
 
 
+Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
+
+
 class Launch:
-    """A kernel with all of its arguments but the tensors, which come first and are like these.
+    """A kernel with all of its arguments but the tensors, which come first, alone or in tuples.
 
     Args:
         kernel: what is launched.
@@ -80,7 +83,7 @@ class Launch:
         self._known: tuple[object, ...] = ()
         self._rest: tuple[object, ...] = ()
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
+    def __call__(self, *tensors: Operand) -> None:
         """Launch it on the current device's stream."""
         if self._compiled is None:
             self._first(tensors)
@@ -97,12 +100,12 @@ class Launch:
         else:  # as that does, without making what it would tell, which takes as long as the launch
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
 
-    def _first(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _first(self, tensors: Sequence[Operand]) -> None:
         """Launch it as Triton does, and keep what Triton compiled."""
         operands: list[Any] = list(tensors)
         described = []
         for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True)):
-            if x is not None and operand is not None:
+            if isinstance(x, torch.Tensor) and operand is not None:
                 operands[i] = operand.describe(x)
                 described.append((i, type(operands[i]), vars(operands[i]) | {"base": None}))
         compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
@@ -148,13 +151,16 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     return _NOTHING
 
 
+Name = str | tuple[str | None, ...] | None
+
+
 class Step(NamedTuple):
     """A launch of a plan.
 
     Args:
         launch: what is launched.
-        operands: names of the tensors that it takes; None is no tensor.
+        operands: names of the tensors that it takes, alone or in tuples; None is no tensor.
     """
 
     launch: Launch
-    operands: tuple[str | None, ...]
+    operands: tuple[Name, ...]

@@ -165,8 +165,8 @@ def forward(
     if keys.num > 1:
         shape = (keys.num * q.shape[0], *q.shape[1:3])
         workspaces += (
-            Workspace("o_partials", (*shape, q.shape[3])),
-            Workspace("lse_partials", (2, *shape)),
+            Workspace("o_partial", (*shape, q.shape[3])),
+            Workspace("lse_partial", (2, *shape)),
         )
     return ForwardPlan(
         kernel="portable",
@@ -310,7 +310,7 @@ def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:
     if num == 1:
         return ()
     return tuple(
-        Workspace(f"{name}_partials", (num * x.shape[0], *x.shape[1:])) for name, x in grads.items()
+        Workspace(f"{name}_partial", (num * x.shape[0], *x.shape[1:])) for name, x in grads.items()
     )
 
 

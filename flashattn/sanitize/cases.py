@@ -18,7 +18,7 @@ import torch
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, run
+from flashattn.testing.accuracy import Sample, run
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POINTERS = "misaligned"  # what no descriptor can address; tiny problems go by pointers, too
@@ -85,7 +85,7 @@ def main(text: str = "", impl: str = "triton") -> None:
         torch.autograd.set_multithreading_enabled(False)
     for name, (problem, layout) in cases(text, impl).items():
         print(f"case {name}", flush=True)  # noqa: T201 - for the reader of the sanitizer's output
-        case = Question(problem=problem, device=HERE, layout=layout).draw()
+        case = Sample(problem=problem, device=HERE, layout=layout).draw()
         run(partial(get(impl), **problem.mask_options, scale=case.scale), case)
         if HERE.type == "cuda":
             torch.cuda.synchronize(HERE)

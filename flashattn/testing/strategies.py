@@ -1,4 +1,4 @@
-"""Hypothesis strategies: problems, values, layouts, scales and questions as a vocabulary."""
+"""Hypothesis strategies: problems, values, layouts, scales and samples as a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question
+from flashattn.testing.accuracy import Sample
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.values import VALUES
 
@@ -98,25 +98,25 @@ def scales() -> st.SearchStrategy[float | None]:
     return st.sampled_from((None, 0.3, 0.0, -0.2))
 
 
-def questions(
+def samples(
     device: torch.device | str,
     solves: Callable[[Problem], bool],
     *,
     asked: st.SearchStrategy[Problem],
     strict: bool = True,
     **fixed: object,
-) -> st.SearchStrategy[Question]:
-    """Draw questions: a problem, and how its inputs are made.
+) -> st.SearchStrategy[Sample]:
+    """Draw samples: a problem, and how its inputs are made.
 
     Args:
         device: where.
         solves: whether a problem can be asked at all.
         asked: to choose from.
         strict: any values, layout and scale, or only the ordinary.
-        fixed: attributes of ``Question`` that are not drawn.
+        fixed: attributes of ``Sample`` that are not drawn.
     """
     drawn: dict[str, st.SearchStrategy[object]] = {"seed": st.integers(0, 2**31)}
     if strict:
         drawn |= {"values": values(), "layout": layouts(), "scale": scales()}
     drawn |= {name: st.just(value) for name, value in fixed.items()}
-    return st.builds(Question, problem=asked.filter(solves), device=st.just(device), **drawn)
+    return st.builds(Sample, problem=asked.filter(solves), device=st.just(device), **drawn)

@@ -139,7 +139,7 @@ def _gqa(k: TensorSpec, splits: int) -> tuple[tuple[Any, ...], tuple[str, str]]:
     """Return how a kernel is told of GQA splits, and what it fills."""
     if splits == 1:
         return (None, None, None), ("dk", "dv")
-    return (splits, k.shape[3], dense_strides(k.shape)[:3]), ("dk_partials", "dv_partials")
+    return (splits, k.shape[3], dense_strides(k.shape)[:3]), ("dk_partial", "dv_partial")
 
 
 def _one_pass(
@@ -275,16 +275,20 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
     function, loads = fp32.flashattn_hopper_cut_dkdv, [other, own, own, other]
     if one.kernel.endswith("_dq"):
         function, loads = fp32.flashattn_hopper_cut_dq, [own, other, other, own]
-    grads, strides = portable.written(one, q, k, v)
+    grads = portable.written(one, q, k, v).values()
     launch = _launch(
         function,
         sum(one.programs),
         [*loads, *[None] * (2 + len(grads))],
-        (*strides, *portable.sizes(q, k, [one.splits[0].length], options), q.shape[3]),
+        (
+            *(strides for _, strides in grads),
+            *portable.sizes(q, k, [one.splits[0].length], options),
+            q.shape[3],
+        ),
         fp32_constants(causal=options.causal, split=one.splits[0].num > 1, terms=one.terms),
     )
     names = [f"{name}_terms" for name in portable.INPUTS]
-    return Step(launch, (*names, "lse_log2", "delta", *grads))
+    return Step(launch, (*names, "lse_log2", "delta", *(where for where, _ in grads)))
 
 
 def fp32_constants(*, causal: bool, split: bool, terms: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """flashattn_fwd: algorithm 1 of FlashAttention-2 (Dao, 2023), one tile of queries per program.
 
 Where that makes fewer programs than the GPU has room for, the keys are split as well, as in
-Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program folds a part of the keys, and
-flashattn_combine puts the parts together by their largest scores, always in the same order.
+Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program takes one split of the keys, and
+flashattn_combine weighs the splits by their largest scores, always in the same order.
 """
 
 from __future__ import annotations
@@ -12,75 +12,63 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.mask import seen_keys, visited_keys
+from flashattn.kernels.portable.mask import apply_mask, key_tiles
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
-from flashattn.kernels.portable.mma import WIDE_FP32, cut_parts, dot, dot_transposed
-from flashattn.kernels.portable.scheduler import banded_tile
-from flashattn.kernels.portable.softmax import add_compensated, normalized
+from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
+from flashattn.kernels.portable.scheduler import own_tile, split_begin
+from flashattn.kernels.portable.softmax import add_compensated, finite_max, normalized
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
 
 @triton.jit
-def fold_keys(
+def mainloop(
     state,
     q_tile,
     k,
     v,
-    k_strides,
-    v_strides,
+    layout,
     batch,
     kv_head,
     start_q,
     first,
     end,
     seq_kv,
-    diagonal,
-    scale_log2,
-    scale_sign,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    right,
+    scale,
     MASKED: tl.constexpr,
-    POSITIVE_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """Fold keys ``first ... end`` into the online softmax, (acc, m, l, lost); ``m`` is in base 2.
+    """Update the online softmax (acc, m, l, l_error) by keys ``first ... end``; m is in base 2.
 
-    In fp32 ``lost`` is what rounding has added to ``l``, a sum of as many terms as there are tiles.
+    In fp32 l_error is what rounding has added to l, a sum of as many terms as there are tiles.
     """
-    acc, m, l, lost = state
-    COMPENSATED: tl.constexpr = cut_parts(PRECISION) > 0 or q_tile.dtype == tl.float32
+    acc, m, l, l_error = state
+    scale_log2, sign = scale
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    COMPENSATED: tl.constexpr = CONFIG.TERMS > 0 or q_tile.dtype == tl.float32
     for start_kv in tl.range(first, end, BLOCK_KV):
-        k_tile = load_tile(
-            k, k_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
-        )  # fmt: skip
-        s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_Q, BLOCK_KV]
-        if not POSITIVE_SCALE:  # what is positive does not move the maximum
-            s = s * scale_sign
+        at = batch, kv_head, start_kv
+        k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
+        if sign is not None:  # a positive scale does not move the maximum
+            s = s * sign
         if MASKED:
-            seen = seen_keys(start_q, start_kv, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-            s = tl.where(seen, s, float("-inf"))
+            s = apply_mask(
+                s, start_q, start_kv, right, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
+            )
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        finite = finite_max(m_new)
         p = tl.exp2(s * scale_log2 - finite[:, None])
         alpha = tl.exp2(m - finite)
         if COMPENSATED:
-            l, lost = add_compensated(l * alpha, lost * alpha, tl.sum(p, 1))
+            l, l_error = add_compensated(l * alpha, l_error * alpha, tl.sum(p, 1))
         else:
             l = l * alpha + tl.sum(p, 1)
-        v_tile = load_tile(
-            v, v_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
-        )  # fmt: skip
-        acc = dot(p, v_tile, acc * alpha[:, None], PRECISION)
+        v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        acc = dot(p, v_tile, acc * alpha[:, None], CONFIG)
         m = m_new
-    return acc, m, l, lost
+    return acc, m, l, l_error
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -90,88 +78,57 @@ def flashattn_fwd(
     v,
     o,
     lse,
-    q_strides,
-    k_strides,
-    v_strides,
-    o_strides,
+    layout,
     heads,
     group,
     seq_q,
     seq_kv,
-    diagonal,
+    right,
     batches,
-    chunk,
-    scale_log2,
-    scale_sign,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    POSITIVE_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    split_len,
+    scale,
+    CONFIG: tl.constexpr,
 ):
-    """Compute o and lse; a program folds the keys that one tile of queries of one head sees.
+    """Compute o and lse; a program owns one tile of queries of one head.
 
-    With SPLIT only those of its part, of ``chunk`` keys; o has a batch for each part, of sums that
-    nothing has divided, and lse holds m of each part, and then l of each.
+    With split_len it sees only the keys of its split; o has a batch for each split, not divided by
+    l, and lse holds m of each split, and then l of each.
     """
-    CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    block, place, head = banded_tile(
-        tl.program_id(0), tl.num_programs(0), tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL, CAUSAL and CUT
-    )
-    start_q = block * BLOCK_Q
-    if SPLIT:
-        batch, first = place % batches, place // batches * chunk
-    else:
-        batch, first = place, 0
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    CAUSAL: tl.constexpr = right is not None
+    start_q, out_batch, batch, head = own_tile(
+        tl.program_id(0), tl.num_programs(0), seq_q, heads, batches, split_len,
+        BLOCK_Q, CAUSAL, CAUSAL and CONFIG.TERMS > 0,
+    )  # fmt: skip
+    begin = split_begin(out_batch, batches, split_len)
     q_tile = load_tile(
-        q,
-        q_strides,
-        batch,
-        head,
-        start_q,
-        seq_q,
-        head_dim,
-        PADDED,
-        BLOCK_Q,
-        BLOCK_D,
-        False,
-        DESCRIPTORS,
-        PRECISION,
+        q, layout.q, (batch, head, start_q), seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
     )
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
-    lost = tl.zeros([BLOCK_Q], tl.float32)
-    full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-    if SPLIT:  # a chunk is whole tiles
-        full = tl.maximum(tl.minimum(full, first + chunk), first)
-        end = tl.minimum(end, first + chunk)
-    if CUT or (PRECISION == "bf16x6" and BLOCK_D >= WIDE_FP32):
-        full = first
+    l_error = tl.zeros([BLOCK_Q], tl.float32)
+    _, full_begin, full_end, end = key_tiles(
+        start_q, right, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
+    )
+    if CONFIG.TERMS > 0 or (CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32):
+        full_end = full_begin
     else:
-        acc, m, l, lost = fold_keys(
-            (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
-            start_q, first, full, seq_kv, diagonal, scale_log2, scale_sign,
-            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, POSITIVE_SCALE,
-            PRECISION, DESCRIPTORS,
+        acc, m, l, l_error = mainloop(
+            (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
+            full_begin, full_end, seq_kv, right, scale, False, CONFIG,
         )  # fmt: skip
-    acc, m, l, lost = fold_keys(
-        (acc, m, l, lost), q_tile, k, v, k_strides, v_strides, batch, head // group,
-        start_q, full, end, seq_kv, diagonal, scale_log2, scale_sign,
-        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, POSITIVE_SCALE,
-        PRECISION, DESCRIPTORS,
+    acc, m, l, l_error = mainloop(
+        (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
+        full_end, end, seq_kv, right, scale, True, CONFIG,
     )  # fmt: skip
-    row = place * heads + head
-    if SPLIT:  # m and l apart: a logsumexp in fp32 would round what a part weighs
+    row = out_batch * heads + head
+    if split_len is None:
+        acc, m = normalized(acc, m, l)
+        store_rows(lse, row, seq_q, start_q, seq_q, m, BLOCK_Q)
+    else:  # m and l apart: a logsumexp in fp32 would round the weight of a split
         rows = tl.num_programs(0) // tl.cdiv(seq_q, BLOCK_Q)
         store_rows(lse, row, seq_q, start_q, seq_q, m, BLOCK_Q)
         store_rows(lse, row + rows, seq_q, start_q, seq_q, l, BLOCK_Q)
-    else:
-        acc, m = normalized(acc, m, l)
-        store_rows(lse, row, seq_q, start_q, seq_q, m, BLOCK_Q)
-    store_tile(o, o_strides, place, head, start_q, seq_q, acc, head_dim, PADDED, BLOCK_Q, BLOCK_D)
+    store_tile(o, layout.o, (out_batch, head, start_q), seq_q, acc, layout.head_dim, CONFIG.PADDED,
+               BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip

@@ -9,6 +9,7 @@ from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
 from flashattn.kernels.portable import combine, gradients, preprocess
+from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
@@ -25,6 +26,11 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dq": gradients.flashattn_bwd_dq,
 }
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
+WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
+    **dict.fromkeys(FUSED, GRADS),
+    **dict.fromkeys(("bwd_dkdv", "hopper_fp32_dkdv"), GRADS[:2]),
+    **dict.fromkeys(("bwd_dq", "hopper_fp32_dq"), GRADS[2:]),
+}
 
 
 def forward(
@@ -49,33 +55,28 @@ def forward(
         plan.programs,
         [*_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)), None, None],
         (
-            *strides,
-            *(heads, heads // kv_heads, seq_q, seq_kv),
-            diagonal or 0,
-            *(batch, plan.split.length),
-            *(size, scale_log2 / size),
+            ForwardLayout._make((*strides, head_dim)),
+            *(heads, heads // kv_heads, seq_q, seq_kv, diagonal, batch),
+            plan.split.length if split else None,
+            (size, None if scale_log2 >= SMALLEST_SCALE else scale_log2 / size),
         ),
         {
-            "head_dim": head_dim,
-            "CAUSAL": diagonal is not None,
-            "POSITIVE_SCALE": scale_log2 >= SMALLEST_SCALE,
-            "PRECISION": f"cut{plan.terms}" if plan.terms else plan.precision,
-            "SPLIT": split,
-            **tile.options(head_dim, strides),
+            "CONFIG": Config.of(tile, head_dim, strides, plan.precision, plan.terms),
+            **tile.compiler_options(),
         },
     )
     if not split:
         return [*steps, Step(launch, (*names, "o", "lse"))]
     rows = batch * heads * seq_q
-    merge = Launch(
+    combining = Launch(
         combine.flashattn_combine,
         cdiv(rows, combine.COMBINE_BLOCK),
         [None] * 4,
         (o.strides[:3], plan.split.num, rows, heads, seq_q),
         _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
     )
-    partials = ("o_partials", "lse_partials")
-    return [*steps, Step(launch, (*names, *partials)), Step(merge, (*partials, "o", "lse"))]
+    partial = ("o_partial", "lse_partial")
+    return [*steps, Step(launch, (*names, *partial)), Step(combining, (*partial, "o", "lse"))]
 
 
 def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec], tuple[str, ...]]:
@@ -84,17 +85,17 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
         return [], list(inputs.values()), tuple(inputs)
     specs = list(inputs.values())
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = specs[0].shape, specs[1].shape
-    absent = [None] * (4 - len(specs))
-    strides = [x.strides[:3] for x in specs] + [(0, 0, 0)] * len(absent)
+    absent = (None,) * (4 - len(specs))
+    strides = (*(x.strides[:3] for x in specs), *((0, 0, 0),) * len(absent))
     launch = Launch(
-        decompose.flashattn_cut,
+        decompose.flashattn_decompose,
         sum(cdiv(x.shape[2], decompose.BLOCK) * batch * x.shape[1] for x in specs),
-        [None] * 8,
-        (*strides, batch, heads, kv_heads, seq_q, seq_kv),
-        _row_options(head_dim, strides, decompose.BLOCK, decompose.WARPS) | {"PARTS": count},
+        [None] * 2,
+        (strides, batch, heads, kv_heads, seq_q, seq_kv),
+        _row_options(head_dim, strides, decompose.BLOCK, decompose.WARPS) | {"TERMS": count},
     )
     names = tuple(f"{name}_terms" for name in inputs)
-    step = Step(launch, (*inputs, *absent, *names, *absent))
+    step = Step(launch, ((*inputs, *absent), (*names, *absent)))
     return [step], [decomposed(x, count) for x in specs], names
 
 
@@ -144,11 +145,11 @@ def preprocessing(o: TensorSpec, grad_o: TensorSpec) -> Step:
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
     launch = Launch(
-        preprocess.flashattn_bwd_delta,
-        rows // preprocess.DELTA_BLOCK * batch * heads,
+        preprocess.flashattn_bwd_preprocess,
+        rows // preprocess.BLOCK * batch * heads,
         [None] * 6,
         (*strides, heads, seq_q, rows),
-        _row_options(head_dim, strides, preprocess.DELTA_BLOCK, preprocess.DELTA_WARPS),
+        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS),
     )
     return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta"))
 
@@ -166,20 +167,18 @@ def sizes(
 
 def written(
     one: Pass, q: TensorSpec, k: TensorSpec, v: TensorSpec
-) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Return what a pass fills, gradients or partials of them, and the strides of these."""
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return where a pass writes each gradient, itself or partial sums, and the strides there."""
     of_queries, of_keys = one.splits[0], one.splits[-1]
     grads = {"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)}
-    if one.kernel.endswith("dkdv"):
-        del grads["dq"]
-    if one.kernel.endswith("_dq"):
-        del grads["dk"], grads["dv"]
-    names = [f"{name}_partials" if x.num > 1 else name for name, (_, x) in grads.items()]
-    strides = [
-        dense_strides(spec.shape) if x.num > 1 else spec.like().strides
-        for spec, x in grads.values()
-    ]
-    return names, [x[:3] for x in strides]
+    found = {}
+    for name in WRITTEN[one.kernel]:
+        like, split = grads[name]
+        if split.num > 1:
+            found[name] = f"{name}_partial", dense_strides(like.shape)[:3]
+        else:
+            found[name] = name, like.like().strides[:3]
+    return found
 
 
 def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options) -> Step:
@@ -192,60 +191,57 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         options: what is asked.
     """
     (q, k, v, grad_o, o), tile = specs[:5], cast("Tile", one.tile)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     _, inputs, names = terms(one.terms, q=q, k=k, v=v, grad_o=grad_o)
-    grads, grad_strides = written(one, q, k, v)
-    lengths = [x.length for x in one.splits]
-    constants: dict[str, Any] = {"SPLIT": one.splits[0].num > 1}
-    if one.kernel in FUSED:
-        lengths.append(one.programs[0])
-        constants["SPLIT_KV"] = one.splits[1].num > 1
-    else:
-        constants |= dict.fromkeys(("program", "programs"))
+    grads = written(one, q, k, v)
+    split_lens = [x.length if x.num > 1 else None for x in one.splits]
     whole = one.kernel == "bwd_one_launch"  # which takes o, and lse itself
-    rows = ("lse", "grad_lse") if whole else ("lse_log2", "delta")
-    operands = (*names, *rows, *grads, *(["o"] if whole else []))
-    strides = [x.strides[:3] for x in inputs] + grad_strides
+    rows = ("lse", "grad_lse", "o") if whole else ("lse_log2", "delta", None)
+    read, write = [x.strides[:3] for x in inputs], [strides for _, strides in grads.values()]
+    lies = (grads[name][1] if name in grads else None for name in GRADS)
+    layout = BackwardLayout._make(
+        (*read, *lies, o.strides[:3] if whole else None, head_dim, padded_rows(seq_q))
+    )
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
+    strides = [*read, *write, o.strides[:3]]
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
-        [*loads, *[None] * (len(operands) - len(loads))],
+        [*loads, None, None],
         (
-            *([] if whole else [None]),
-            *strides,
-            o.strides[:3] if whole else None,
-            *sizes(q, k, lengths, options),
+            layout,
+            *(heads, heads // kv_heads, seq_q, seq_kv, options.diagonal, batch, *split_lens),
+            *([one.programs[0]] if one.kernel in FUSED else []),
+            (options.scale, options.scale * LOG2E.value),
         ),
         {
-            "head_dim": q.shape[3],
-            "CAUSAL": options.causal,
-            "PRECISION": f"cut{one.terms}" if one.terms else precision,
-            **constants,
-            **tile.options(q.shape[3], [*strides, o.strides[:3]]),
+            "CONFIG": Config.of(tile, head_dim, strides, precision, one.terms),
+            **tile.compiler_options(),
         },
     )
-    return Step(launch, operands)
+    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values())))
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:
-    """Return the launch that adds up partials, if there are any.
+    """Return the launch that adds up partial sums, if there are any.
 
     Args:
-        grads: specs of k, v and q, by the names of their gradients, and how many partials these
-            have.
+        grads: specs of k, v and q, by the names of their gradients, and of how many splits these
+            are the sum.
     """
     added = {name: x for name, (x, num) in grads.items() if num > 1}
     if not added:
         return []
     (k, num), (q, num_kv) = grads["dk"], grads["dq"]
     batch, kv_heads, seq_kv, head_dim = k.shape
-    strides = [added[x].like().strides[:3] if x in added else (0, 0, 0) for x in GRADS]
+    strides = tuple(added[x].like().strides[:3] if x in added else (0, 0, 0) for x in GRADS)
     launch = Launch(
-        combine.flashattn_bwd_sum,
-        sum(cdiv(x.shape[:3].numel(), combine.SUM_BLOCK) for x in added.values()),
-        [None] * 6,
-        (*strides, num, num_kv, batch, q.shape[1], kv_heads, q.shape[2], seq_kv),
-        _row_options(head_dim, strides, combine.SUM_BLOCK, combine.SUM_WARPS),
+        combine.flashattn_bwd_reduce,
+        sum(cdiv(x.shape[:3].numel(), combine.REDUCE_BLOCK) for x in added.values()),
+        [None] * 2,
+        (strides, num, num_kv, batch, q.shape[1], kv_heads, q.shape[2], seq_kv),
+        _row_options(head_dim, strides, combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
     )
-    partials = [f"{name}_partials" if name in added else None for name in GRADS]
-    return [Step(launch, (*partials, *(name if name in added else None for name in GRADS)))]
+    sums = tuple(name if name in added else None for name in GRADS)
+    partials = tuple(f"{name}_partial" if name in added else None for name in GRADS)
+    return [Step(launch, (partials, sums))]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn.emulate import barriers, copies, language, products
+from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
-from flashattn.kernels.hopper import backward, forward, shares, turns
+from flashattn.kernels.hopper import backward, forward, gqa, semaphore
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
-from flashattn.kernels.hopper.copies import Tiles
+from flashattn.kernels.hopper.tma import Tiles
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import (
     InaccurateError,
@@ -145,7 +145,7 @@ def divide(monkeypatch):
     """Return what says into how many shares heads that share keys are divided."""
 
     def into(count):
-        monkeypatch.setattr(shares, "shares_for", lambda *_, **__: count)
+        monkeypatch.setattr(gqa, "shares_for", lambda *_, **__: count)
         backward._plan.cache_clear()
 
     yield into
@@ -194,7 +194,7 @@ def test_the_same_bits(deterministic, causal):
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
     """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
-    monkeypatch.setattr(turns, "QUEUE", 1)
+    monkeypatch.setattr(semaphore, "QUEUE", 1)
     backward._plan.cache_clear()
     problem = bf16(seq_q=200, seq_kv=520, causal=causal)
     asked, found = [], backward.slabs_for
@@ -265,11 +265,11 @@ def test_cut_in_two(shape):
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
-VISITS, CUT_FORWARD = "kernels/hopper/visits.py", "kernels/hopper/forward_cut.py"
-WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
-CUT = "kernels/hopper/backward_cut.py"
-TURNS_FILE, SHARES_FILE = "kernels/hopper/turns.py", "kernels/hopper/shares.py"
-RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
+MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
+WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
+CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
+SCHEDULER, SEMAPHORE = "kernels/hopper/scheduler.py", "kernels/hopper/semaphore.py"
+PIPELINE = "kernels/hopper/pipeline.py"
 # What the storing warp does in a step; and of that, what lets the next program do so.
 PASSED = (
     "                if turn < ordered:\n"
@@ -373,7 +373,7 @@ PLANTED = [
         "cut",
         Mutant(
             "a_product_less",
-            "kernels/hopper/parts.py",
+            "kernels/hopper/bf16x3.py",
             "    acc = warpgroup_mma(a[0], b[1], acc, is_async=True)\n",
             "",
             "fp32 is multiplied with 8 bits of one of the factors",
@@ -428,7 +428,7 @@ PLANTED = [
         "full",
         Mutant(
             "keys_not_hidden",
-            VISITS,
+            MASK,
             "last = gl.full([ROWS], seq_kv - 1 - start_kv,",
             "last = gl.full([ROWS], BLOCK_KV,",
             "keys that only pad a tile are in the sum",
@@ -494,9 +494,11 @@ PLANTED = [
         "full",
         Mutant(
             "phase_flipped",
-            RING,
-            "mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)",
-            "mbarrier.wait(self.full.index(n % self.slots), ((n // self.slots) & 1) ^ 1)",
+            PIPELINE,
+            "mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)\n\n"
+            "    @gluon.jit\n    def tile",
+            "mbarrier.wait(self.full.index(n % self.slots), ((n // self.slots) & 1) ^ 1)\n\n"
+            "    @gluon.jit\n    def tile",
             "tiles are read before they have come",
         ),
         (WRONG, STUCK),
@@ -505,9 +507,10 @@ PLANTED = [
         "gradients",
         Mutant(
             "bytes_not_expected",
-            PAIRS,
-            "mbarrier.expect(full, x.block_type.nbytes + x_numbers.block_type.nbytes)",
-            "mbarrier.expect(full, x.block_type.nbytes)",
+            PIPELINE,
+            "self.tiles.index(slot)\n"
+            "        mbarrier.expect(full, x.block_type.nbytes + x_numbers.block_type.nbytes)",
+            "tile = self.tiles.index(slot)\n        mbarrier.expect(full, x.block_type.nbytes)",
             "a barrier waits for fewer bytes than come",
         ),
         (WRONG, STUCK),
@@ -516,7 +519,7 @@ PLANTED = [
         "gradients",
         Mutant(
             "second_not_awaited",
-            PAIRS,
+            PIPELINE,
             "mbarrier.wait(self.others_full.index(n % self.slots), (n // self.slots) & 1)",
             "pass",
             "dO is read before it has come",
@@ -648,7 +651,7 @@ PLANTED = [
         "round",
         Mutant(
             "rounds_overlap",
-            TURNS_FILE,
+            SCHEDULER,
             "end = gl.minimum(gl.cdiv(begin + at_once, width), blocks)",
             "end = gl.minimum(gl.cdiv(begin + at_once, width) + 1, blocks)",
             "one is waited for that does not run",
@@ -659,7 +662,7 @@ PLANTED = [
         "round",
         Mutant(
             "not_gone_round",
-            TURNS_FILE,
+            SCHEDULER,
             "i = gl.where(i < 0, i + end, i)",
             "i = gl.maximum(i, 0)",
             "who begins amid the queries visits the first ones over and over",
@@ -670,7 +673,7 @@ PLANTED = [
         "round",
         Mutant(
             "ranks_not_round",
-            TURNS_FILE,
+            SEMAPHORE,
             "turn = gl.where(number < first, turn + count, turn)",
             "pass",
             "who comes after the last of a round waits for a turn before the first",
@@ -703,7 +706,7 @@ PLANTED = [
         "columns",
         Mutant(
             "wrong_columns_multiplied",
-            COLUMNS,
+            MMA,
             "x, y = a.slice(FIRST, REST, dim=1), b",
             "x, y = a.slice(0, REST, dim=1), b",
             "columns past the first power of two are multiplied with others",
@@ -714,7 +717,7 @@ PLANTED = [
         "columns",
         Mutant(
             "rest_not_stored",
-            COLUMNS,
+            MMA,
             "tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))",
             "pass",
             "so does what is stored",
@@ -725,7 +728,7 @@ PLANTED = [
         "columns",
         Mutant(
             "one_part_awaited",
-            COLUMNS,
+            MMA,
             "PARTS: gl.constexpr = 1 if REST == 0 else 2",
             "PARTS: gl.constexpr = 3",
             "one product of two is not awaited",
@@ -736,7 +739,7 @@ PLANTED = [
         "shares",
         Mutant(
             "shares_for_heads",
-            SHARES_FILE,
+            GQA,
             "        owner = owner // shares\n",
             "        owner = owner % shares\n",
             "a share's keys are of another head, or of none",
@@ -747,7 +750,7 @@ PLANTED = [
         "shares",
         Mutant(
             "shares_of_one_batch",
-            SHARES_FILE,
+            GQA,
             "owner % shares * batches + batch,",
             "owner % shares * batches,",
             "what batches sum is stored in one place",
@@ -758,7 +761,7 @@ PLANTED = [
         "shares",
         Mutant(
             "shares_in_one_place",
-            SHARES_FILE,
+            GQA,
             "owner % shares * batches + batch,",
             "batch,",
             "shares are stored over one another, and others not at all",
@@ -769,7 +772,7 @@ PLANTED = [
         "shares",
         Mutant(
             "rest_of_shares_misplaced",
-            SHARES_FILE,
+            GQA,
             "store(terms + FIRST, accs[1]",
             "store(terms, accs[1]",
             "columns past the first power of two are stored over these",
@@ -935,7 +938,7 @@ def test_loads_come_late(start, rows):
         described = Descriptor(Tiles(4).describe(x))
         barriers.expect(bar, described.block_type.nbytes)
         tile.outer.zero_()
-        copies.load_tile(described, [0, 0, start, 0], bar, tile)
+        tma.load_tile(described, [0, 0, start, 0], bar, tile)
         assert tile.load(None).isnan().all()
         barriers.wait(bar, 0)
 
@@ -955,11 +958,11 @@ def test_stores_leave_late(waits):
         described = Descriptor(Tiles(2).describe(x))
         for n in (1, 2):
             tile.store(torch.full_like(tile.own, n))
-            copies.fence_async_shared()
+            tma.fence_async_shared()
             if n == 1:
-                copies.store_tile(described, [0, 0, 1, 0], tile)
+                tma.store_tile(described, [0, 0, 1, 0], tile)
                 if waits:
-                    copies.store_wait(0)
+                    tma.store_wait(0)
                 here().pause()
 
     for seed in range(8):
@@ -979,13 +982,13 @@ def test_products_read_late(waits):
         a, b = (Shared.allocate([4, 4], torch.float16) for _ in "ab")
         for tile in (a, b):
             tile.store(torch.ones_like(tile.own))
-        copies.fence_async_shared()
-        product = products.warpgroup_mma(a, b, None, use_acc=False, is_async=True)
+        tma.fence_async_shared()
+        product = mma.warpgroup_mma(a, b, None, use_acc=False, is_async=True)
         if waits:
-            product = products.warpgroup_mma_wait(0, [product])
+            product = mma.warpgroup_mma_wait(0, [product])
         a.store(torch.zeros_like(a.own))
-        copies.fence_async_shared()
-        seen.add(int(products.warpgroup_mma_wait(0, [product]).max()))
+        tma.fence_async_shared()
+        seen.add(int(mma.warpgroup_mma_wait(0, [product]).max()))
 
     for seed in range(8):
         play(role, seed=seed)

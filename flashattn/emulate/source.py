@@ -13,29 +13,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
-from flashattn.emulate import barriers, copies, language, products
-from flashattn.kernels.hopper import backward, compat, parts, ring, turns, words
+from flashattn.emulate import barriers, language, mma, tma
+from flashattn.kernels.hopper import backward, bf16x3, compat, registers, semaphore
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
     id(gl): language,
     id(hopper.mbarrier): barriers,
-    id(hopper.tma): copies,
-    id(hopper.fence_async_shared): copies.fence_async_shared,
-    id(hopper.warpgroup_mma): products.warpgroup_mma,
-    id(hopper.warpgroup_mma_wait): products.warpgroup_mma_wait,
-    id(compat.load_tile): copies.load_tile,
-    id(compat.store_tile): copies.store_tile,
-    id(compat.add_tile): copies.add_tile,
-    id(ring.anew): language.to_tensor,
-    id(parts.high): products.high,
-    id(words.packed): products.packed,
-    id(words.operand): products.operand,
-    id(words.settle): products.settle,
+    id(hopper.tma): tma,
+    id(hopper.fence_async_shared): tma.fence_async_shared,
+    id(hopper.warpgroup_mma): mma.warpgroup_mma,
+    id(hopper.warpgroup_mma_wait): mma.warpgroup_mma_wait,
+    id(compat.load_tile): tma.load_tile,
+    id(compat.store_tile): tma.store_tile,
+    id(compat.add_tile): tma.add_tile,
+    id(registers.anew): language.to_tensor,
+    id(bf16x3.high): mma.high,
+    id(registers.packed): mma.packed,
+    id(registers.operand): mma.operand,
+    id(registers.settle): mma.settle,
     id(backward.meet): barriers.meet,
-    id(turns.await_turn): copies.await_turn,
-    id(turns.order_after_turn): copies.order_after_turn,
-    id(turns.pass_on): copies.pass_on,
+    id(semaphore.await_turn): tma.await_turn,
+    id(semaphore.order_after_turn): tma.order_after_turn,
+    id(semaphore.pass_on): tma.pass_on,
 }
 
 

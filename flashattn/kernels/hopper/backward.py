@@ -60,8 +60,7 @@ from flashattn.kernels.backward import (
 )
 from flashattn.kernels.backward import backward as portable
 from flashattn.kernels.backward import plan as portable_plan
-from flashattn.kernels.hopper import backward_cut, backward_wide
-from flashattn.kernels.hopper.columns import fold, inner, put, ready, zeros
+from flashattn.kernels.hopper import backward_d256, backward_fp32
 from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.config import (
     BackwardConfig,
@@ -70,24 +69,21 @@ from flashattn.kernels.hopper.config import (
     pick_backward,
     pick_wide,
 )
-from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.forward import takes
-from flashattn.kernels.hopper.numbered import Numbers
-from flashattn.kernels.hopper.pairs import new_pairs
-from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.hopper.shares import Shares, key_head, share, store_share
-from flashattn.kernels.hopper.turns import (
+from flashattn.kernels.hopper.gqa import Shares, key_head, share, store_share
+from flashattn.kernels.hopper.mma import fold, inner, put, ready, zeros
+from flashattn.kernels.hopper.pipeline import new_pairs, new_queue, new_ring
+from flashattn.kernels.hopper.scheduler import nth, place_kv, round_of
+from flashattn.kernels.hopper.semaphore import (
     await_turn,
-    nth,
     order_after_turn,
     pass_on,
-    place,
-    round_of,
     slab,
     slabs_for,
     turn_at,
     turn_of,
 )
+from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like
 from flashattn.kernels.primitives import LOG2E
 from flashattn.kernels.tiles import block_d
@@ -128,7 +124,7 @@ def load(
     n = 0
     held = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
+        block, batch, owner = place_kv(tile, tiles, blocks, owners, band)
         _, count, number = round_of(tile, tiles, blocks, band, at_once)
         start_kv, kv_head = block * BLOCK_KV, key_head(owner, shares)
         first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
@@ -165,7 +161,7 @@ def follow(
     """Be the warp that waits for turns, and tells them: the one that stores has no time to."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
+        block, batch, owner = place_kv(tile, tiles, blocks, owners, band)
         eldest, count, number = round_of(tile, tiles, blocks, band, at_once)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         place_of = slab(block, batch, tiles, blocks, owners, slabs)
@@ -189,7 +185,7 @@ def store(
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
+        block, batch, owner = place_kv(tile, tiles, blocks, owners, band)
         _, count, number = round_of(tile, tiles, blocks, band, at_once)
         first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         place_of = slab(block, batch, tiles, blocks, owners, slabs)
@@ -344,7 +340,7 @@ def attend(
     n = 0
     held = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
+        block, batch, owner = place_kv(tile, tiles, blocks, owners, band)
         first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         dk_acc = zeros(FIRST, REST)
@@ -565,7 +561,7 @@ def plan(
 ) -> Plan:
     """Return what launches flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
 
-    Wider heads are those of ``backward_wide``, fp32 those of ``backward_cut``. What they cannot
+    Wider heads are those of ``backward_d256``, fp32 those of ``backward_fp32``. What they cannot
     take is the portable kernels': tensors that no descriptor can have, and scales that are not
     positive. It does for these tensors, and for all that are ``Like`` them.
 
@@ -581,7 +577,7 @@ def plan(
     """
     if saved[0].dtype == torch.float32:
         how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
-        return portable_plan(grads, saved, **how, passes=backward_cut.passes)
+        return portable_plan(grads, saved, **how, passes=backward_fp32.passes)
     launch.input_precision(precision, saved[0].dtype)
     return _plan(known(grads, saved), diagonal, scale, deterministic, config)
 
@@ -636,7 +632,7 @@ def _plan(
     dq = q._replace(strides=torch.empty_like(q.meta).stride())
     if isinstance(chosen, WideConfig):
         pitch = row_shape(q.shape)[1]
-        wide = backward_wide.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
+        wide = backward_d256.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
         return partial(_fill, wide)
     return partial(_fill, _narrow(q, k, v, dq, diagonal, scale, deterministic, chosen))
 

@@ -26,14 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
 from flashattn.kernels.forward import forward as portable
-from flashattn.kernels.hopper import forward_cut
-from flashattn.kernels.hopper.columns import ROWS, fold, folded, inner, put, ready, scaled, zeros
+from flashattn.kernels.hopper import forward_fp32
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
-from flashattn.kernels.hopper.copies import WARPS, Tiles
-from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.hopper.visits import hide, place, visited
-from flashattn.kernels.hopper.words import operand, packed, settle
+from flashattn.kernels.hopper.mask import hide, visited
+from flashattn.kernels.hopper.mma import ROWS, fold, folded, inner, put, ready, scaled, zeros
+from flashattn.kernels.hopper.pipeline import new_queue, new_ring
+from flashattn.kernels.hopper.registers import operand, packed, settle
+from flashattn.kernels.hopper.scheduler import place
+from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.primitives import LN2, LOG2E
 
@@ -357,7 +358,7 @@ def _plan(
         how["config"] = config
         return lambda *inputs: forward(*map(dense, inputs), **how)
     if q.dtype == torch.float32:
-        return forward_cut.plan(q, k, v, diagonal, scale, precision)
+        return forward_fp32.plan(q, k, v, diagonal, scale, precision)
     causal = diagonal is not None
     multiprocessors = launch.multiprocessors(q.device)
     config = config or pick(

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_cut, backward_wide, forward, forward_cut
+from flashattn.kernels.hopper import backward, backward_d256, backward_fp32, forward, forward_fp32
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -22,7 +22,7 @@ from flashattn.kernels.hopper.config import (
     Config,
     WideConfig,
 )
-from flashattn.kernels.hopper.copies import SWIZZLE, WARPS
+from flashattn.kernels.hopper.tma import SWIZZLE, WARPS
 from flashattn.kernels.tiles import block_d
 
 FP32 = 4  # bytes
@@ -113,22 +113,22 @@ class HopperVariant:
             constants = backward.constants(self.config, d, causal=self.causal)
         elif isinstance(self.config, WideConfig):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), ROWS)
-            function = backward_wide.flashattn_hopper_wide_dkdv
-            constants = backward_wide.constants(d, causal=self.causal)
+            function = backward_d256.flashattn_hopper_wide_dkdv
+            constants = backward_d256.constants(d, causal=self.causal)
             if self.kernel == "hopper_wide_dq":
-                function = backward_wide.flashattn_hopper_wide_dq
+                function = backward_d256.flashattn_hopper_wide_dq
         elif self.kernel == "hopper_cut_fwd":
-            function, rows = forward_cut.flashattn_hopper_cut_fwd, dict.fromkeys("qkv", ROWS)
-            constants = forward_cut.constants(d, causal=self.causal, parts=self.parts)
+            function, rows = forward_fp32.flashattn_hopper_cut_fwd, dict.fromkeys("qkv", ROWS)
+            constants = forward_fp32.constants(d, causal=self.causal, parts=self.parts)
         elif self.cut:
             own, others = ("k", "v"), ("q", "grad_o")
-            function = backward_cut.flashattn_hopper_cut_dkdv
+            function = backward_fp32.flashattn_hopper_cut_dkdv
             if self.kernel == "hopper_cut_dq":
-                function, own, others = backward_cut.flashattn_hopper_cut_dq, others, own
-            rows = dict.fromkeys(own, backward_cut.OWNED.value)
-            rows |= dict.fromkeys(others, backward_cut.walked(self.parts))
+                function, own, others = backward_fp32.flashattn_hopper_cut_dq, others, own
+            rows = dict.fromkeys(own, backward_fp32.OWNED.value)
+            rows |= dict.fromkeys(others, backward_fp32.walked(self.parts))
             split = "split" in self.mode
-            constants = backward_cut.constants(causal=self.causal, split=split, parts=self.parts)
+            constants = backward_fp32.constants(causal=self.causal, split=split, parts=self.parts)
         else:
             function, rows = backward.flashattn_hopper_bwd_dq, {}
             constants = backward.rounding_constants(d, causal=self.causal)
@@ -210,7 +210,7 @@ def variants() -> list[HopperVariant]:
         ),
         *(
             HopperVariant("hopper_cut_fwd", d, None, causal, mode)
-            for d in forward_cut.WIDTHS
+            for d in forward_fp32.WIDTHS
             for causal in (False, True)
             for mode in ("", "tf32")
         ),

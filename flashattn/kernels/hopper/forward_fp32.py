@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE, Cut, Forward, Plan
 from flashattn.kernels.forward import forward as portable
-from flashattn.kernels.hopper.columns import ROWS, by_row, store
-from flashattn.kernels.hopper.copies import WARPS, Tiles
-from flashattn.kernels.hopper.parts import cut, new_parts, product, transposed
-from flashattn.kernels.hopper.visits import hide, own_place
+from flashattn.kernels.hopper.bf16x3 import cut, product, transposed
+from flashattn.kernels.hopper.mask import hide
+from flashattn.kernels.hopper.mma import ROWS, by_row, store
+from flashattn.kernels.hopper.pipeline import new_parts
+from flashattn.kernels.hopper.scheduler import own_place
+from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LN2, LOG2E
 from flashattn.kernels.tiles import block_d

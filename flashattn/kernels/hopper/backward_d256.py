@@ -40,15 +40,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashattn.kernels.hopper.columns import fold, folded, inner, put, ready, zeros
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig, columns
-from flashattn.kernels.hopper.copies import WARPS, Tiles
-from flashattn.kernels.hopper.numbered import Numbers, new_numbered
-from flashattn.kernels.hopper.ring import anew, new_ring
-from flashattn.kernels.hopper.shares import Shares, key_head, share, store_share
-from flashattn.kernels.hopper.visits import hide, place, visited
-from flashattn.kernels.hopper.words import operand, packed
+from flashattn.kernels.hopper.gqa import Shares, key_head, share, store_share
+from flashattn.kernels.hopper.mask import hide, visited
+from flashattn.kernels.hopper.mma import fold, folded, inner, put, ready, zeros
+from flashattn.kernels.hopper.pipeline import new_numbered, new_ring
+from flashattn.kernels.hopper.registers import anew, operand, packed
+from flashattn.kernels.hopper.scheduler import place
+from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.primitives import LOG2E
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn.kernels import launch, splitting
-from flashattn.kernels.hopper.columns import store
+from flashattn.kernels.hopper.mma import store
 from flashattn.kernels.launch import Like
 from flashattn.kernels.splitting import Tensors, Written
 

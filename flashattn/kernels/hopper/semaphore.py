@@ -1,8 +1,4 @@
-"""Turns: in which order programs of the Hopper backward visit queries, and add to their dq.
-
-Sources: Qiang et al., 2026, "DASH: Deterministic Attention Scheduling for High-throughput
-Reproducible LLM Training", for programs that begin at tiles of their own; the rounds are ours.
-"""
+"""The dQ semaphore: in which order programs add to the accumulator of a tile of queries."""
 
 import torch
 from triton.experimental import gluon
@@ -53,7 +49,7 @@ def pass_on(counter):
 
 
 @gluon.jit
-def place(tile, tiles, blocks, heads, band):
+def place_kv(tile, tiles, blocks, heads, band):
     """Return (block, batch, head) of a tile of keys: those that most queries see come first.
 
     So it is within ``band`` heads, then within the next; the tiles of a head are in their order.

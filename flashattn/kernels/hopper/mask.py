@@ -1,33 +1,9 @@
-"""Visits: which tile of queries a program attends to, and which keys these see."""
+"""The mask: which tiles of keys a tile of queries visits, and which scores are hidden."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels.hopper.columns import ROWS
-from flashattn.kernels.primitives import BAND
-
-
-@gluon.jit
-def place(tile, tiles, blocks, heads, band, CAUSAL: gl.constexpr):
-    """Return (block, batch, head) of a tile of queries.
-
-    Under a causal mask the longest rows of ``band`` heads come first, whose keys and values stay in
-    the L2 cache; then those of the next.
-    """
-    if CAUSAL:
-        start = tile // (band * blocks) * band
-        width = gl.minimum(band, tiles // blocks - start)
-        within = tile - start * blocks
-        block, row = blocks - 1 - within // width, start + within % width
-    else:
-        block, row = tile % blocks, tile // blocks
-    return block, row // heads, row % heads
-
-
-@gluon.jit
-def own_place(blocks, heads, CAUSAL: gl.constexpr):
-    """Return ``place`` of this program where each has one tile, in bands as ``banded_tile`` has."""
-    return place(gl.program_id(0), gl.num_programs(0), blocks, heads, BAND, CAUSAL)
+from flashattn.kernels.hopper.mma import ROWS
 
 
 @gluon.jit

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashattn.emulate.source import Source
-from flashattn.kernels.hopper import turns
+from flashattn.kernels.hopper import scheduler, semaphore
 
 PLAIN = Source()
-place, round_of, nth, turn_at = (
-    PLAIN.plain(x) for x in (turns.place, turns.round_of, turns.nth, turns.turn_at)
+place, round_of, nth = (
+    PLAIN.plain(x) for x in (scheduler.place_kv, scheduler.round_of, scheduler.nth)
 )
+turn_at = PLAIN.plain(semaphore.turn_at)
 ALL = 10**6  # more programs than any head has
 FEW, SOME = st.integers(1, 5), st.integers(1, 12)
 LAUNCHES = st.fixed_dictionaries(

@@ -1,7 +1,7 @@
 """flashattn_hopper_cut_dkdv, flashattn_hopper_cut_dq: gradients of heads of 65 to 128 in fp32.
 
 What the portable passes compute of inputs that come cut, shared by two warpgroups as in
-``backward_wide``: one computes P, the other takes it and computes dS; dv is summed by the first, dk
+``backward_d256``: one computes P, the other takes it and computes dS; dv is summed by the first, dk
 and dq by the second. Each has one sum of 64 x 128 in registers, and one tile that stays, whose
 addresses it keeps; a single warpgroup with all of that must keep some in memory. And while one
 waits, the tensor cores have the other's products.
@@ -17,10 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashattn.kernels import launch
 from flashattn.kernels.backward import passes as portable
-from flashattn.kernels.hopper.columns import store
-from flashattn.kernels.hopper.copies import WARPS, Tiles
-from flashattn.kernels.hopper.parts import cut, new_parts, product, transposed
-from flashattn.kernels.hopper.visits import own_place
+from flashattn.kernels.hopper.bf16x3 import cut, product, transposed
+from flashattn.kernels.hopper.mma import store
+from flashattn.kernels.hopper.pipeline import new_parts
+from flashattn.kernels.hopper.scheduler import own_place
+from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import Facts, Launch, Like
 from flashattn.kernels.passes import Pass, Passes, Walk, numbers, walk
 from flashattn.kernels.tiles import block_d

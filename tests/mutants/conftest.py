@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("suite.py")
 PATIENCE = 240  # seconds, less than a test may take; the whole set takes a quarter of it
 # The ordinary tests that mutants are shown to.
 SUITE = (
@@ -32,13 +34,20 @@ SUITE = (
 CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled"}
 # Tests are named before they run; the first failure is enough, and nobody needs it made small.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures")
-# Interpreted, on one thread each; lines are wide, so that no test's name is cut.
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "TRITON_INTERPRET": "1",
-    "OMP_NUM_THREADS": "1",
-    "COLUMNS": "400",
-}
+# Interpreted; lines are wide, so that no test's name is cut.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "COLUMNS": "400"}
+
+
+@cache
+def forks():
+    """Start a process that has imported what takes seconds, and return what forks it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton.language"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+    return context
 
 
 @dataclass(frozen=True)
@@ -69,19 +78,20 @@ def examine(folder, mutant, chosen):
     if mutant is not None:
         path = folder / "flashattn" / mutant.path
         path.write_text(mutant.applied(path.read_text()))
-    # The copy is found first: as the current directory, and before what is installed.
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(folder)}
     tests = dict.fromkeys([*([mutant.likely] if mutant else []), *SUITE])
-    command = [sys.executable, "-m", "pytest", *tests, "-k", CHOSEN[chosen], *OPTIONS]
+    given = {
+        "FOLDER": str(folder),
+        "ARGUMENTS": [*tests, "-k", CHOSEN[chosen], *OPTIONS],
+        "ENVIRONMENT": ENVIRONMENT | {"PYTHONPATH": str(folder)},
+    }
     start = time.perf_counter()
+    process = forks().Process(target=runpy.run_path, args=(str(SCRIPT), given))
     try:
-        run = subprocess.run(
-            command, cwd=folder, env=environment, timeout=PATIENCE, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        code, output = run.returncode, run.stdout + run.stderr
-    except subprocess.TimeoutExpired as error:
-        code, output = None, (error.stdout or b"").decode()
+        process.start()
+        process.join(PATIENCE)
+        code = process.exitcode
+        process.kill()
+        output = (folder / "output.txt").read_text()
     finally:
         shutil.rmtree(folder)
     return Verdict(code, *who_failed(output, code), time.perf_counter() - start, output)

@@ -1,0 +1,20 @@
+"""Run pytest in a forked process, which need not import PyTorch and Triton again.
+
+``conftest.examine`` gives ``FOLDER``, ``ARGUMENTS`` and ``ENVIRONMENT``. What is printed goes to
+``output.txt`` in the folder, and the process ends with pytest's exit status.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+
+os.chdir(FOLDER)  # noqa: F821
+os.environ.update(ENVIRONMENT)  # noqa: F821
+sys.path.insert(0, FOLDER)  # noqa: F821 - before what is installed
+torch.set_num_threads(1)
+with open("output.txt", "wb") as file:  # noqa: PTH123
+    for stream in (1, 2):
+        os.dup2(file.fileno(), stream)
+sys.exit(pytest.main(ARGUMENTS))  # noqa: F821

@@ -510,7 +510,7 @@ PLANTED = [
             PIPELINE,
             "self.tiles.index(slot)\n"
             "        mbarrier.expect(full, x.block_type.nbytes + x_numbers.block_type.nbytes)",
-            "tile = self.tiles.index(slot)\n        mbarrier.expect(full, x.block_type.nbytes)",
+            "self.tiles.index(slot)\n        mbarrier.expect(full, x.block_type.nbytes)",
             "a barrier waits for fewer bytes than come",
         ),
         (WRONG, STUCK),

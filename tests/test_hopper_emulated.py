@@ -288,7 +288,7 @@ STORED = (
 )
 TURN = (  # as the warp that follows asks for it
     "turn_at(\n"
-    "                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL\n"
+    "                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL,\n"
     "                )"
 )
 # What a kernel with a bug in it is asked: problem, values, the two configs.
@@ -352,8 +352,10 @@ PLANTED = [
         Mutant(
             "parts_freed_too_early",
             CUT_FORWARD,
-            "        s = product(q, transposed(k, PARTS), S, PARTS)\n        keys.free(n)\n",
-            "        keys.free(n)\n        s = product(q, transposed(k, PARTS), S, PARTS)\n",
+            "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n"
+            "        keys.consumer_release(n)\n",
+            "        keys.consumer_release(n)\n"
+            "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n",
             "the next keys come while these are multiplied",
         ),
         WRONG,
@@ -363,8 +365,8 @@ PLANTED = [
         Mutant(
             "sums_not_weighed",
             CUT_FORWARD,
-            "by_row(acc, alpha) + product(",
-            "acc + product(",
+            "scale_rows(acc, alpha) + mma_terms(",
+            "acc + mma_terms(",
             "what was summed before a greater score came weighs too much",
         ),
         WRONG,
@@ -407,8 +409,8 @@ PLANTED = [
         Mutant(
             "values_freed_too_early",
             FORWARD,
-            "    accs = folded(accs, 0, REST)\n    keys.free(n + 1)\n",
-            "    keys.free(n + 1)\n    accs = folded(accs, 0, REST)\n",
+            "    accs = acc_wait(accs, 0, D_HI)\n    keys.consumer_release(n + 1)\n",
+            "    keys.consumer_release(n + 1)\n    accs = acc_wait(accs, 0, D_HI)\n",
             "values are overwritten while they are multiplied",
         ),
         WRONG,
@@ -418,7 +420,7 @@ PLANTED = [
         Mutant(
             "last_values_not_loaded",
             FORWARD,
-            "        values.load(n, v, batch, kv_head, 0)\n",
+            "        values.producer_commit(n, v, batch, kv_head, 0)\n",
             "",
             "warpgroups wait for ever",
         ),
@@ -440,8 +442,8 @@ PLANTED = [
         Mutant(
             "o_overwritten",
             FORWARD,
-            "            tma.store_wait(0)\n            queries.free(asked)",
-            "            queries.free(asked)",
+            "            tma.store_wait(0)\n            queries.consumer_release(asked)",
+            "            queries.consumer_release(asked)",
             "the next queries come while o leaves from their place",
         ),
         WRONG,
@@ -462,8 +464,8 @@ PLANTED = [
         Mutant(
             "o_not_fenced",
             FORWARD,
-            "FIRST, REST)\n    fence_async_shared()\n    store_tile(o,",
-            "FIRST, REST)\n    store_tile(o,",
+            "D_LO, D_HI)\n    fence_async_shared()\n    store_tile(o,",
+            "D_LO, D_HI)\n    store_tile(o,",
             "the copy of o may read what was there before",
         ),
         WRONG,
@@ -473,8 +475,8 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = ready(s, 1, REST)\n    if MASKED",
-            "    s = ready(s, 2, REST)\n    if MASKED",
+            "    s = mma_wait(s, 1, D_HI)\n    if MASKED",
+            "    s = mma_wait(s, 2, D_HI)\n    if MASKED",
             "scores are used before they are there",
         ),
         UNFINISHED,
@@ -495,10 +497,8 @@ PLANTED = [
         Mutant(
             "phase_flipped",
             PIPELINE,
-            "mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)\n\n"
-            "    @gluon.jit\n    def tile",
-            "mbarrier.wait(self.full.index(n % self.slots), ((n // self.slots) & 1) ^ 1)\n\n"
-            "    @gluon.jit\n    def tile",
+            "mbarrier.wait(self.full.index(n % self.stages), (n // self.stages) & 1)",
+            "mbarrier.wait(self.full.index(n % self.stages), ((n // self.stages) & 1) ^ 1)",
             "tiles are read before they have come",
         ),
         (WRONG, STUCK),
@@ -508,9 +508,8 @@ PLANTED = [
         Mutant(
             "bytes_not_expected",
             PIPELINE,
-            "self.tiles.index(slot)\n"
-            "        mbarrier.expect(full, x.block_type.nbytes + x_numbers.block_type.nbytes)",
-            "self.tiles.index(slot)\n        mbarrier.expect(full, x.block_type.nbytes)",
+            "mbarrier.expect(full, size + row_stats.block_type.nbytes)",
+            "mbarrier.expect(full, size)",
             "a barrier waits for fewer bytes than come",
         ),
         (WRONG, STUCK),
@@ -519,9 +518,9 @@ PLANTED = [
         "gradients",
         Mutant(
             "second_not_awaited",
-            PIPELINE,
-            "mbarrier.wait(self.others_full.index(n % self.slots), (n // self.slots) & 1)",
-            "pass",
+            BACKWARD,
+            "    do, delta = grads.consumer_wait(n), grads.stats(n)\n",
+            "    do, delta = grads.tile(n), grads.stats(n)\n",
             "dO is read before it has come",
         ),
         (WRONG, RuntimeError),
@@ -586,7 +585,7 @@ PLANTED = [
         Mutant(
             "keys_kept",
             BACKWARD,
-            "        for w in gl.static_range(2):\n            keys.free(w)\n",
+            "        for w in gl.static_range(2):\n            keys.consumer_release(w)\n",
             "",
             "a program hangs at its second tile",
         ),
@@ -707,8 +706,8 @@ PLANTED = [
         Mutant(
             "wrong_columns_multiplied",
             MMA,
-            "x, y = a.slice(FIRST, REST, dim=1), b",
-            "x, y = a.slice(0, REST, dim=1), b",
+            "x, y = a.slice(D_LO, D_HI, dim=1), b",
+            "x, y = a.slice(0, D_HI, dim=1), b",
             "columns past the first power of two are multiplied with others",
         ),
         WRONG,
@@ -718,7 +717,7 @@ PLANTED = [
         Mutant(
             "rest_not_stored",
             MMA,
-            "tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))",
+            "tile.slice(D_LO, D_HI, dim=1).store((accs[1] * factor).to(tile.dtype))",
             "pass",
             "so does what is stored",
         ),
@@ -729,8 +728,8 @@ PLANTED = [
         Mutant(
             "one_part_awaited",
             MMA,
-            "PARTS: gl.constexpr = 1 if REST == 0 else 2",
-            "PARTS: gl.constexpr = 3",
+            "PRODUCTS: gl.constexpr = 1 if D_HI == 0 else 2",
+            "PRODUCTS: gl.constexpr = 3",
             "one product of two is not awaited",
         ),
         UNFINISHED,
@@ -773,8 +772,8 @@ PLANTED = [
         Mutant(
             "rest_of_shares_misplaced",
             GQA,
-            "store(terms + FIRST, accs[1]",
-            "store(terms, accs[1]",
+            "store_global(terms + D_LO, accs[1]",
+            "store_global(terms, accs[1]",
             "columns past the first power of two are stored over these",
         ),
         WRONG,

@@ -21,13 +21,13 @@ FILES["backward_d256"] = ("wide",)
 FILES |= dict.fromkeys(("forward_fp32", "backward_fp32"), ("cut", "cut causal"))
 FILES["pipeline"] = ("full", "staged", "drawn", "in turns", "gradients", "wide", "cut")
 pytestmark = pytest.mark.interpreter
-CALLS = {"wait", "arrive", "free", "await_first", "await_second", "store_wait"}
-CALLS |= {"fence_async_shared", "meet", "await_turn", "order_after_turn", "pass_on", "take"}
+CALLS = {"wait", "arrive", "producer_acquire", "consumer_wait", "consumer_release", "store_wait"}
+CALLS |= {"fence_async_shared", "meet", "await_turn", "order_after_turn", "pass_on"}
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
     "backward flashattn_hopper_bwd fence_async_shared()": "barriers are set up at once",
-    "pipeline give mbarrier.wait(self.empty.index(n % 2), ((n // 2) & 1) ^ 1)": (
+    "pipeline write mbarrier.wait(self.empty.index(n % 2), ((n // 2) & 1) ^ 1)": (
         "the slots of queries keep who gives from being so far ahead"
     ),
     "backward store order_after_turn()": "what is written is in its order, where there is one CPU",
@@ -94,5 +94,5 @@ def test_every_wait_counts(name, file, line):
 def test_what_is_unseen_is_there():
     """The list has no line that is gone, and the lines are those of the kernels that were run."""
     assert {name for name, *_ in FOUND} >= set(UNSEEN)
-    assert len(FOUND) > 75
+    assert len(FOUND) > 70
     assert Path(backward.__file__).parent == HOPPER

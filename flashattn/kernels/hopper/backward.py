@@ -71,8 +71,8 @@ from flashattn.kernels.hopper.config import (
 )
 from flashattn.kernels.hopper.forward import takes
 from flashattn.kernels.hopper.gqa import Shares, key_head, share, store_share
-from flashattn.kernels.hopper.mma import fold, inner, put, ready, zeros
-from flashattn.kernels.hopper.pipeline import new_pairs, new_queue, new_ring
+from flashattn.kernels.hopper.mma import mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.scheduler import nth, place_kv, round_of
 from flashattn.kernels.hopper.semaphore import (
     await_turn,
@@ -117,7 +117,7 @@ def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl
 
 @gluon.jit
 def load(
-    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, owners, shares, band,
+    q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles, blocks, owners, shares, band,
     at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that loads: keys and values, and before these the first queries, with dO."""
@@ -131,13 +131,15 @@ def load(
         for head in range(owner * group, owner * group + group):
             for visit in range(end - first):
                 start_q = nth(visit, number, count, apart, end, CAUSAL) * BLOCK_Q
-                queries.put(n, q, lse2, grad_o, delta, batch, head, owners * group, start_q)
+                row = batch * (owners * group) + head
+                queries.load(n, q, batch, head, start_q, lse2, row)
+                grads.producer_commit(n, grad_o, batch, head, start_q, delta, row)
                 n += 1
                 if visit == 0 and head == owner * group:
                     for w in gl.static_range(2):
-                        keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
+                        keys.load(held + w, k, batch, kv_head, start_kv + w * KEYS)
                     for w in gl.static_range(2):
-                        values.put(held + w, v, batch, kv_head, start_kv + w * KEYS)
+                        values.load(held + w, v, batch, kv_head, start_kv + w * KEYS)
                     held += 2
 
 
@@ -169,17 +171,17 @@ def follow(
             for visit in range(end - first):
                 i = nth(visit, number, count, apart, end, CAUSAL)
                 turn = turn_at(
-                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL
+                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL,
                 )  # fmt: skip
                 await_turn(turn_of(turns, place_of, head, owners, group, end, i), turn)
-                allowed.give(n, turn)
+                allowed.write(n, turn)
                 n += 1
 
 
 @gluon.jit
 def store(
-    dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band, at_once, apart,
-    ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr,
+    dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band, at_once, apart, ordered,
+    slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warp that adds both warpgroups' parts of dq to the workspace."""
@@ -193,7 +195,7 @@ def store(
             for visit in range(end - first):
                 i = nth(visit, number, count, apart, end, CAUSAL)
                 row = i * LINES
-                turn = allowed.take(n)
+                turn = allowed.read(n)
                 if CAUSAL:  # it is the same for all
                     turn = turn_at(i, block, 0, 0, 1, 1, end, slabs, ordered, CAUSAL)
                 order_after_turn()
@@ -224,13 +226,6 @@ def hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: 
 
 
 @gluon.jit
-def slot(ring, SLOT: gl.constexpr):
-    """Return the tile that lies in a slot: where that is known, fewer registers are needed."""
-    tile = ring.tiles.index(SLOT)
-    return tile.reshape([tile.shape[2], tile.shape[3]])
-
-
-@gluon.jit
 def part(
     WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -239,7 +234,7 @@ def part(
     dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
     for w in gl.static_range(2):
         ds = exchange.index((n & 1) * 2 + w)
-        k = slot(keys, w)
+        k = keys.term(w)
         if BLOCK_Q == QUERIES:
             k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
         else:
@@ -273,49 +268,47 @@ def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
     """Say that the part of dq is there, and that the n-th tile of queries is not needed more."""
     fence_async_shared()
     mbarrier.arrive(staged.index(WARPGROUP), count=1)
-    queries.free(n)
+    queries.consumer_release(n)
 
 
 @gluon.jit
 def step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
-    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
-    REST: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    late, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, grads, exchange, staging, staged, left, n,
+    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, late,
+    S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of queries; if late, the state has the part of dq of the one before."""
     dq, dk, dv = state
-    queries.await_first(n)
-    q, lse2 = queries.first(n)
-    s = inner(k, q, FIRST, REST, S)
+    q, lse2 = queries.consumer_wait(n), queries.stats(n)
+    s = mma_qk(k, q, D_LO, D_HI, S)
     if late:
         stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
-    do, delta = queries.second(n)
-    queries.await_second(n)
-    dp = inner(v, do, FIRST, REST, S)
+    do, delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_qk(v, do, D_LO, D_HI, S)
     if late:
         hand_over(WARPGROUP, staged, queries, n - 1)
-    s = ready(s, 1, REST)
+    s = mma_wait(s, 1, D_HI)
     p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
     if MASKED:
         p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    dv = fold(p_operand, do, dv, FIRST, REST)
-    dp = ready(dp, 1, REST)
+    dv = mma_pv(p_operand, do, dv, D_LO, D_HI)
+    dp = mma_wait(dp, 1, D_HI)
     ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last meeting after it did so.
     exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
     fence_async_shared()
-    dk = fold(gl.convert_layout(ds, P, assert_trivial=True), q, dk, FIRST, REST)
+    dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, D_LO, D_HI)
     meet()
     dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, COLUMNS, DQ)
-    return all_ready(dq, dk, dv, REST)
+    return mma_wait_all(dq, dk, dv, D_HI)
 
 
 @gluon.jit
-def all_ready(dq, dk, dv, REST: gl.constexpr):
+def mma_wait_all(dq, dk, dv, D_HI: gl.constexpr):
     """Wait for all products."""
-    if REST == 0:
+    if D_HI == 0:
         dq, k, v = warpgroup_mma_wait(0, deps=[dq, dk[0], dv[0]])
         dk, dv = (k,), (v,)
     else:
@@ -326,16 +319,16 @@ def all_ready(dq, dk, dv, REST: gl.constexpr):
 
 @gluon.jit
 def attend(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-    blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale,
-    scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    LINES: gl.constexpr, CAUSAL: gl.constexpr,
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, grads, exchange, staging, staged, left,
+    tiles, blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale,
+    scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, LINES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
     COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE  # of a part of dq
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     n = 0
     held = 0
@@ -343,12 +336,12 @@ def attend(
         block, batch, owner = place_kv(tile, tiles, blocks, owners, band)
         first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
-        dk_acc = zeros(FIRST, REST)
-        dv_acc = zeros(FIRST, REST)
+        dk_acc = zero_acc(D_LO, D_HI)
+        dv_acc = zero_acc(D_LO, D_HI)
         for w in gl.static_range(2):
-            keys.take(held + w)
-        values.take(held + WARPGROUP)
-        k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
+            keys.consumer_wait(held + w)
+        values.consumer_wait(held + WARPGROUP)
+        k, v = keys.term(WARPGROUP), values.term(WARPGROUP)
         dq = gl.zeros([QUERIES, COLUMNS], gl.float32, DQ)
         middle = gl.minimum(full, end - 1)
         for half in range(2 * group):  # of a head: the last tile, then those that all keys see
@@ -356,16 +349,16 @@ def attend(
             start, stop = gl.where(second, middle, end), gl.where(second, first, end - 1)
             for i in range(start - 1, stop - 1, -1):
                 dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                    REST, COLUMNS, CAUSAL, True, i < end - 1, S, P, DQ,
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, grads, exchange, staging,
+                    staged, left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
+                    D_LO, D_HI, COLUMNS, CAUSAL, True, i < end - 1, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, middle, end - 1) - 1, middle - 1, -1):
                 dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                    REST, COLUMNS, CAUSAL, False, gl.constexpr(True), S, P, DQ,
+                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, grads, exchange, staging,
+                    staged, left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q,
+                    D_LO, D_HI, COLUMNS, CAUSAL, False, gl.constexpr(True), S, P, DQ,
                 )  # fmt: skip
                 n += 1
             if second:
@@ -373,8 +366,8 @@ def attend(
                 hand_over(WARPGROUP, staged, queries, n - 1)
         if shares is None:
             meet()  # both have read all keys, so gradients may take their place
-            put(dk_acc, scale, k, FIRST, REST)
-            put(dv_acc, 1.0, v, FIRST, REST)
+            store_acc(dk_acc, scale, k, D_LO, D_HI)
+            store_acc(dv_acc, 1.0, v, D_LO, D_HI)
             fence_async_shared()
             store_tile(dk, [batch, owner, start_kv, 0], keys.tiles.index(WARPGROUP))
             store_tile(dv, [batch, owner, start_kv, 0], values.tiles.index(WARPGROUP))
@@ -383,15 +376,15 @@ def attend(
             batches = tiles // (blocks * owners)
             store_share(
                 dk_acc, scale, dk, strides, owner, batch, batches, shares, start_kv, seq_kv,
-                head_dim, FIRST, REST,
+                head_dim, D_LO, D_HI,
             )  # fmt: skip
             store_share(
-                dv_acc, 1.0, dv, strides, owner, batch, batches, shares, start_kv, seq_kv,
-                head_dim, FIRST, REST,
+                dv_acc, 1.0, dv, strides, owner, batch, batches, shares, start_kv, seq_kv, head_dim,
+                D_LO, D_HI,
             )  # fmt: skip
         for w in gl.static_range(2):
-            keys.free(w)
-        values.free(WARPGROUP)
+            keys.consumer_release(w)
+        values.consumer_release(WARPGROUP)
         held += 2
 
 
@@ -415,8 +408,8 @@ def attend(
 def flashattn_hopper_bwd(
     q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, owners, shares, head_dim,
     strides, band, at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, scale,
-    scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to a workspace, of which there are ``slabs``.
 
@@ -424,12 +417,13 @@ def flashattn_hopper_bwd(
     order, and the others after these. All tensors but turns are descriptors; dk and dv are not
     where heads are divided into shares, whose fp32 sums [shares, batches, ...] they then are.
     """
-    LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
+    LINES: gl.constexpr = BLOCK_Q * (D_LO + D_HI) // LINE  # of a tile of dq in the workspace
     gl.static_assert(LINE < LINES)
     gl.static_assert(LINES <= 2 * LINE)
-    keys = new_ring(k, 2, 2)
-    values = new_ring(v, 2, 1)
-    queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
+    keys = new_pipeline(k, 2, 2)
+    values = new_pipeline(v, 2, 1)
+    queries = new_pipeline(q, STAGES, 2, row_stats=lse2)
+    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, shared=queries)
     exchange = gl.allocate_shared_memory(
         q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -439,18 +433,18 @@ def flashattn_hopper_bwd(
     for w in gl.static_range(2):
         mbarrier.init(staged.index(w), count=1)
         mbarrier.init(left.index(w), count=1)
-    allowed = new_queue(1)
+    allowed = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-                      blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
-                      diagonal, scale, scale_log2, BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
-            (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-                      blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
-                      diagonal, scale, scale_log2, BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
-            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, owners,
-                    shares, band, at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q,
+            (attend, (0, dk, dv, keys, values, queries, grads, exchange, staging, staged, left,
+                      tiles, blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
+                      diagonal, scale, scale_log2, BLOCK_Q, D_LO, D_HI, LINES, CAUSAL)),
+            (attend, (1, dk, dv, keys, values, queries, grads, exchange, staging, staged, left,
+                      tiles, blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
+                      diagonal, scale, scale_log2, BLOCK_Q, D_LO, D_HI, LINES, CAUSAL)),
+            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, grads, tiles, blocks,
+                    owners, shares, band, at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q,
                     CAUSAL)),
             (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band,
                      at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES,
@@ -514,9 +508,9 @@ def constants(config: BackwardConfig, head_dim: int, *, causal: bool) -> dict[st
     first, rest = columns(head_dim)
     return {
         "BLOCK_Q": block_q(head_dim),
-        "FIRST": first,
-        "REST": rest,
-        "SLOTS": config.slots,
+        "D_LO": first,
+        "D_HI": rest,
+        "STAGES": config.slots,
         "CAUSAL": causal,
     }
 

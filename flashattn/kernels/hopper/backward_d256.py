@@ -44,9 +44,9 @@ from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig, columns
 from flashattn.kernels.hopper.gqa import Shares, key_head, share, store_share
 from flashattn.kernels.hopper.mask import hide, visited
-from flashattn.kernels.hopper.mma import fold, folded, inner, put, ready, zeros
-from flashattn.kernels.hopper.pipeline import new_numbered, new_ring
-from flashattn.kernels.hopper.registers import anew, operand, packed
+from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.pipeline import new_pipeline
+from flashattn.kernels.hopper.registers import opaque, pack, unpack
 from flashattn.kernels.hopper.scheduler import place
 from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import Launch, Like
@@ -55,7 +55,7 @@ from flashattn.kernels.primitives import LOG2E
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
 BLOCK_D = gl.constexpr(256)
 PAIR = gl.constexpr(128)  # queries of both warpgroups
-SLOTS = gl.constexpr(2)
+STAGES = gl.constexpr(2)
 LIFT = gl.constexpr(14.0)  # P is handed over times 2^14: small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
 
@@ -95,10 +95,11 @@ def load_seeing(
     first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
     for head in range(owner * group, owner * group + group):
         for i in range(first, end):
-            ring.put(n, x, x_numbers, batch, head, owners * group, i * BLOCK)
+            row = batch * (owners * group) + head
+            ring.load(n, x, batch, head, i * BLOCK, x_numbers, row)
             n += 1
             if i == first and head == owner * group:
-                owns.put(0, own, batch, key_head(owner, shares), block * BLOCK)
+                owns.load(0, own, batch, key_head(owner, shares), block * BLOCK)
 
 
 @gluon.jit
@@ -123,26 +124,26 @@ def weights(
         p = hide_keys(p, start_q, start_kv, diagonal)
     # P of two tiles before has been read: the n-th queries lie where those did, which were in use
     # until dk had them, and that was after.
-    handed.index(n % SLOTS).store(p.to(gl.float16))
-    mbarrier.arrive(there.index(n % SLOTS), count=1)
-    return packed(p, DTYPE)
+    handed.index(n % STAGES).store(p.to(gl.float16))
+    mbarrier.arrive(there.index(n % STAGES), count=1)
+    return pack(p, DTYPE)
 
 
 @gluon.jit
 def dv_step(
     state, k, queries, grads, handed, there, n, start_q, start_kv, diagonal, scale_log2,
-    FIRST: gl.constexpr, REST: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of queries before the n-th into dv, and compute P of the n-th."""
     dv, p = state
-    do, _ = grads.take(n - 1)
-    dv = fold(operand(p, do.dtype, OPERAND), do, dv, FIRST, REST)
-    q, lse2 = queries.take(n)
-    s = inner(k, q, FIRST, REST, LAYOUT)
-    dv = folded(dv, 1, REST)
-    grads.free(n - 1)
-    s = ready(s, 0, REST)
+    do = grads.consumer_wait(n - 1)
+    dv = mma_pv(unpack(p, do.dtype, OPERAND), do, dv, D_LO, D_HI)
+    q, lse2 = queries.consumer_wait(n), queries.stats(n)
+    s = mma_qk(k, q, D_LO, D_HI, LAYOUT)
+    dv = acc_wait(dv, 1, D_HI)
+    grads.consumer_release(n - 1)
+    s = mma_wait(s, 0, D_HI)
     p = weights(
         s, lse2, handed, there, n, start_q, start_kv, diagonal, scale_log2, MASKED, do.dtype
     )
@@ -152,45 +153,44 @@ def dv_step(
 @gluon.jit
 def sum_dv(
     dv, keys, queries, grads, handed, there, tiles, blocks, owners, shares, head_dim, strides, band,
-    group, seq_q, seq_kv, diagonal, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr,
+    group, seq_q, seq_kv, diagonal, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes P, and dv; the keys are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     n = 0
     block, batch, owner = owned(gl.program_id(0), tiles, blocks, owners, band, CAUSAL)
     start_kv = block * BLOCK
     first, full, end = seeing(start_kv, seq_q, diagonal, CAUSAL)
-    k = keys.take(0)
-    q, lse2 = queries.take(n)
-    s = ready(inner(k, q, FIRST, REST, S), 0, REST)
+    k = keys.consumer_wait(0)
+    q, lse2 = queries.consumer_wait(n), queries.stats(n)
+    s = mma_wait(mma_qk(k, q, D_LO, D_HI, S), 0, D_HI)
     p = weights(
-        s, lse2, handed, there, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL,
-        k.dtype,
+        s, lse2, handed, there, n, first * BLOCK, start_kv, diagonal, scale_log2, CAUSAL, k.dtype,
     )  # fmt: skip
     n += 1
-    acc = zeros(FIRST, REST)
+    acc = zero_acc(D_LO, D_HI)
     for h in range(group):
         begin = first + 1 - gl.minimum(h, 1)
         if CAUSAL:
             for i in range(begin, full):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, handed, there, n, i * BLOCK, start_kv,
-                    diagonal, scale_log2, FIRST, REST, True, S, P,
+                    (acc, p), k, queries, grads, handed, there, n, i * BLOCK, start_kv, diagonal,
+                    scale_log2, D_LO, D_HI, True, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(gl.maximum(begin, full), end):
             acc, p = dv_step(
                 (acc, p), k, queries, grads, handed, there, n, i * BLOCK, start_kv, diagonal,
-                scale_log2, FIRST, REST, False, S, P,
+                scale_log2, D_LO, D_HI, False, S, P,
             )  # fmt: skip
             n += 1
-    do, _ = grads.take(n - 1)
-    acc = folded(fold(operand(p, do.dtype, P), do, acc, FIRST, REST), 0, REST)
+    do = grads.consumer_wait(n - 1)
+    acc = acc_wait(mma_pv(unpack(p, do.dtype, P), do, acc, D_LO, D_HI), 0, D_HI)
     if shares is None:
-        put(acc, LOWER, k, FIRST, REST)  # nobody else reads the keys
+        store_acc(acc, LOWER, k, D_LO, D_HI)  # nobody else reads the keys
         fence_async_shared()
         store_tile(dv, [batch, owner, start_kv, 0], keys.tiles.index(0))
         tma.store_wait(0)
@@ -198,7 +198,7 @@ def sum_dv(
         batches = tiles // (blocks * owners)
         store_share(
             acc, LOWER, dv, strides, owner, batch, batches, shares, start_kv, seq_kv, head_dim,
-            FIRST, REST,
+            D_LO, D_HI,
         )  # fmt: skip
 
 
@@ -207,57 +207,57 @@ def differences(dp, delta, grads, handed, there, n, DTYPE: gl.constexpr):
     """Take P of the n-th tile of queries, and return dS, packed."""
     # The same scaled differences serve fp16: 2^14 P (dP - delta) could be more than it can hold.
     rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
-    mbarrier.wait(there.index(n % SLOTS), (n // SLOTS) & 1)
-    p = handed.index(n % SLOTS).load(dp.type.layout).to(gl.float32)
-    grads.free(n)
-    return packed(p * (dp * LOWER - rows[None, :]), DTYPE)
+    mbarrier.wait(there.index(n % STAGES), (n // STAGES) & 1)
+    p = handed.index(n % STAGES).load(dp.type.layout).to(gl.float32)
+    grads.consumer_release(n)
+    return pack(p * (dp * LOWER - rows[None, :]), DTYPE)
 
 
 @gluon.jit
 def dk_step(
-    state, v, queries, grads, handed, there, n, FIRST: gl.constexpr, REST: gl.constexpr,
+    state, v, queries, grads, handed, there, n, D_LO: gl.constexpr, D_HI: gl.constexpr,
     LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of queries before the n-th into dk, and compute dS of the n-th."""
     dk, ds = state
-    q, _ = queries.take(n - 1)
-    dk = fold(operand(ds, q.dtype, OPERAND), q, dk, FIRST, REST)
-    do, delta = grads.take(n)
-    dp = inner(v, do, FIRST, REST, LAYOUT)
-    dk = folded(dk, 1, REST)
-    queries.free(n - 1)
-    dp = ready(dp, 0, REST)
+    q = queries.consumer_wait(n - 1)
+    dk = mma_pv(unpack(ds, q.dtype, OPERAND), q, dk, D_LO, D_HI)
+    do, delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_qk(v, do, D_LO, D_HI, LAYOUT)
+    dk = acc_wait(dk, 1, D_HI)
+    queries.consumer_release(n - 1)
+    dp = mma_wait(dp, 0, D_HI)
     return dk, differences(dp, delta, grads, handed, there, n, q.dtype)
 
 
 @gluon.jit
 def sum_dk(
     dk, values, queries, grads, handed, there, tiles, blocks, owners, shares, head_dim, strides,
-    band, group, seq_q, seq_kv, diagonal, scale, FIRST: gl.constexpr, REST: gl.constexpr,
+    band, group, seq_q, seq_kv, diagonal, scale, D_LO: gl.constexpr, D_HI: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be the warpgroup that computes dS, and dk; the values are its own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     n = 0
     block, batch, owner = owned(gl.program_id(0), tiles, blocks, owners, band, CAUSAL)
     first, _, end = seeing(block * BLOCK, seq_q, diagonal, CAUSAL)
-    v = values.take(0)
-    do, delta = grads.take(n)
-    dp = ready(inner(v, do, FIRST, REST, S), 0, REST)
+    v = values.consumer_wait(0)
+    do, delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_wait(mma_qk(v, do, D_LO, D_HI, S), 0, D_HI)
     ds = differences(dp, delta, grads, handed, there, n, v.dtype)
     n += 1
-    acc = zeros(FIRST, REST)
+    acc = zero_acc(D_LO, D_HI)
     for _ in range(1, group * (end - first)):
         acc, ds = dk_step(
-            (acc, ds), v, queries, grads, handed, there, n, FIRST, REST, S, P
+            (acc, ds), v, queries, grads, handed, there, n, D_LO, D_HI, S, P,
         )  # fmt: skip
         n += 1
-    q, _ = queries.take(n - 1)
-    acc = folded(fold(operand(ds, q.dtype, P), q, acc, FIRST, REST), 0, REST)
+    q = queries.consumer_wait(n - 1)
+    acc = acc_wait(mma_pv(unpack(ds, q.dtype, P), q, acc, D_LO, D_HI), 0, D_HI)
     if shares is None:
-        put(acc, scale, v, FIRST, REST)  # nobody else reads the values
+        store_acc(acc, scale, v, D_LO, D_HI)  # nobody else reads the values
         fence_async_shared()
         store_tile(dk, [batch, owner, block * BLOCK, 0], values.tiles.index(0))
         tma.store_wait(0)
@@ -265,7 +265,7 @@ def sum_dk(
         batches = tiles // (blocks * owners)
         store_share(
             acc, scale, dk, strides, owner, batch, batches, shares, block * BLOCK, seq_kv, head_dim,
-            FIRST, REST,
+            D_LO, D_HI,
         )  # fmt: skip
 
 
@@ -284,28 +284,30 @@ def sum_dk(
 )
 def flashattn_hopper_wide_dkdv(
     q, k, v, grad_o, lse2, delta, dk, dv, tiles, blocks, owners, shares, head_dim, strides, band,
-    group, seq_q, seq_kv, diagonal, scale, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr,
+    group, seq_q, seq_kv, diagonal, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; all tensors are descriptors, but for these where heads have shares."""
-    keys = new_ring(k, 1, 1)
-    values = new_ring(v, 1, 1)
-    queries = new_numbered(q, lse2, SLOTS, 1)  # who has read q for dk has had P, whose scores
-    grads = new_numbered(grad_o, delta, SLOTS, 2)  # ... were computed from q before
+    keys = new_pipeline(k, 1, 1)
+    values = new_pipeline(v, 1, 1)
+    queries = new_pipeline(
+        q, STAGES, 1, row_stats=lse2
+    )  # who has read q for dk has had P, whose scores
+    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta)  # ... were computed from q before
     handed = gl.allocate_shared_memory(
-        gl.float16, [SLOTS, BLOCK, BLOCK], gl.NVMMASharedLayout(128, 16, 2)
+        gl.float16, [STAGES, BLOCK, BLOCK], gl.NVMMASharedLayout(128, 16, 2)
     )
-    there = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
+    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (sum_dv, (dv, keys, queries, grads, handed, there, tiles, blocks, owners, shares,
-                      head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale_log2, FIRST,
-                      REST, CAUSAL)),
+                      head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale_log2, D_LO,
+                      D_HI, CAUSAL)),
             (sum_dk, (dk, values, queries, grads, handed, there, tiles, blocks, owners, shares,
-                      head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale, FIRST, REST,
+                      head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale, D_LO, D_HI,
                       CAUSAL)),
             (load_seeing, (q, lse2, k, queries, keys, tiles, blocks, owners, shares, band, group,
                            seq_q, diagonal, CAUSAL)),
@@ -328,58 +330,58 @@ def load_keys(
     kv_head = head // group
     _, end = visited(block * PAIR, seq_q, seq_kv, diagonal, PAIR, BLOCK, CAUSAL)
     for w in gl.static_range(2):
-        queries.put(w, q, batch, head, block * PAIR + w * BLOCK)
-    keys.put(n, k, batch, kv_head, (end - 1) * BLOCK)
+        queries.load(w, q, batch, head, block * PAIR + w * BLOCK)
+    keys.load(n, k, batch, kv_head, (end - 1) * BLOCK)
     for w in gl.static_range(2):
-        grads.put(w, grad_o, batch, head, block * PAIR + w * BLOCK)
-    values.put(n, v, batch, kv_head, (end - 1) * BLOCK)
+        grads.load(w, grad_o, batch, head, block * PAIR + w * BLOCK)
+    values.load(n, v, batch, kv_head, (end - 1) * BLOCK)
     n += 1
     for i in range(end - 2, -1, -1):
-        keys.put(n, k, batch, kv_head, i * BLOCK)
-        values.put(n, v, batch, kv_head, i * BLOCK)
+        keys.load(n, k, batch, kv_head, i * BLOCK)
+        values.load(n, v, batch, kv_head, i * BLOCK)
         n += 1
 
 
 @gluon.jit
-def slot(ring, SLOT: gl.constexpr):
-    """Return the tile that lies in a slot, by an address that looks new.
+def opaque_tile(pipeline, n):
+    """Return the n-th tile, of a few that stay, at an address that the compiler cannot reuse.
 
-    Addresses of all 32 operands of a step's first two products would be kept in registers instead.
+    Otherwise it keeps the addresses of all 32 operands of a step's first two products in registers.
     """
-    return ring.tiles.index(anew(SLOT)).reshape([BLOCK, BLOCK_D])
+    return pipeline.term(opaque(n))
 
 
 @gluon.jit
 def gradients(
     s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    REST: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
+    D_HI: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return dS of the n-th tile of keys, packed; its dP is under way, and its scores are."""
-    s = ready(s, 1, REST)
+    s = mma_wait(s, 1, D_HI)
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK, CAUSAL)
     p = gl.exp2(s * scale_log2 - lse2[:, None])
-    dp = ready(dp, 0, REST)
-    values.free(n)
-    return packed(p * (dp - delta[:, None]), DTYPE)
+    dp = mma_wait(dp, 0, D_HI)
+    values.consumer_release(n)
+    return pack(p * (dp - delta[:, None]), DTYPE)
 
 
 @gluon.jit
 def dq_step(
     WARPGROUP: gl.constexpr, state, queries, grads, lse2, delta, keys, values, n, start_q, start_kv,
-    seq_kv, diagonal, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    seq_kv, diagonal, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the tile of keys before the n-th into dq, and compute dS of the n-th."""
     dq, ds = state
     k = keys.tile(n - 1)
-    dq = fold(operand(ds, k.dtype, OPERAND), k, dq, FIRST, REST)
-    s = inner(slot(queries, WARPGROUP), keys.take(n), FIRST, REST, LAYOUT)
-    dp = inner(slot(grads, WARPGROUP), values.take(n), FIRST, REST, LAYOUT)
-    dq = folded(dq, 2, REST)
-    keys.free(n - 1)
+    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, D_LO, D_HI)
+    s = mma_qk(opaque_tile(queries, WARPGROUP), keys.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    dp = mma_qk(opaque_tile(grads, WARPGROUP), values.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    dq = acc_wait(dq, 2, D_HI)
+    keys.consumer_release(n - 1)
     ds = gradients(
-        s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, REST,
+        s, dp, values, n, lse2, delta, start_q, start_kv, seq_kv, diagonal, scale_log2, D_HI,
         CAUSAL, MASKED, k.dtype,
     )  # fmt: skip
     return dq, ds
@@ -388,12 +390,12 @@ def dq_step(
 @gluon.jit
 def sum_dq(
     WARPGROUP: gl.constexpr, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads,
-    band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, FIRST: gl.constexpr,
-    REST: gl.constexpr, CAUSAL: gl.constexpr,
+    band, seq_q, seq_kv, pitch, diagonal, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that computes dq of 64 queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     n = 0
     block, batch, head = place(gl.program_id(0), tiles, blocks, heads, band, CAUSAL)
@@ -403,35 +405,35 @@ def sum_dq(
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
     lse2_rows = gl.load(lse2 + at + rows)
     delta_rows = gl.load(delta + at + rows)
-    queries.take(WARPGROUP)
-    q = slot(queries, WARPGROUP)
-    s = inner(q, keys.take(n), FIRST, REST, S)
-    grads.take(WARPGROUP)
-    do = slot(grads, WARPGROUP)
-    dp = inner(do, values.take(n), FIRST, REST, S)
+    queries.consumer_wait(WARPGROUP)
+    q = opaque_tile(queries, WARPGROUP)
+    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, S)
+    grads.consumer_wait(WARPGROUP)
+    do = opaque_tile(grads, WARPGROUP)
+    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, S)
     ds = gradients(
         s, dp, values, n, lse2_rows, delta_rows, start_q, (end - 1) * BLOCK, seq_kv, diagonal,
-        scale_log2, REST, CAUSAL, True, q.dtype,
+        scale_log2, D_HI, CAUSAL, True, q.dtype,
     )  # fmt: skip
     n += 1
-    acc = zeros(FIRST, REST)
+    acc = zero_acc(D_LO, D_HI)
     masked = gl.minimum(full, end - 1)
     if CAUSAL:  # else only the last tile of keys may need a mask
         for i in range(end - 2, masked - 1, -1):
             acc, ds = dq_step(
                 WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, FIRST, REST, CAUSAL, True, S, P,
+                start_q, i * BLOCK, seq_kv, diagonal, scale_log2, D_LO, D_HI, CAUSAL, True, S, P,
             )  # fmt: skip
             n += 1
     for i in range(masked - 1, -1, -1):
         acc, ds = dq_step(
-            WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n,
-            start_q, i * BLOCK, seq_kv, diagonal, scale_log2, FIRST, REST, CAUSAL, False, S, P,
+            WARPGROUP, (acc, ds), queries, grads, lse2_rows, delta_rows, keys, values, n, start_q,
+            i * BLOCK, seq_kv, diagonal, scale_log2, D_LO, D_HI, CAUSAL, False, S, P,
         )  # fmt: skip
         n += 1
     k = keys.tile(n - 1)
-    acc = folded(fold(operand(ds, k.dtype, P), k, acc, FIRST, REST), 0, REST)
-    put(acc, scale, q, FIRST, REST)
+    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, D_LO, D_HI), 0, D_HI)
+    store_acc(acc, scale, q, D_LO, D_HI)
     fence_async_shared()
     store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
     tma.store_wait(0)
@@ -452,20 +454,20 @@ def sum_dq(
 )
 def flashattn_hopper_wide_dq(
     q, k, v, grad_o, lse2, delta, dq, tiles, blocks, heads, band, group, seq_q, seq_kv, pitch,
-    diagonal, scale, scale_log2, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    diagonal, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse2 and delta are descriptors."""
-    queries = new_ring(q, 2, 1)
-    grads = new_ring(grad_o, 2, 1)
-    keys = new_ring(k, 2, 2)
-    values = new_ring(v, 1, 2)
+    queries = new_pipeline(q, 2, 1)
+    grads = new_pipeline(grad_o, 2, 1)
+    keys = new_pipeline(k, 2, 2)
+    values = new_pipeline(v, 1, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (sum_dq, (0, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, FIRST, REST, CAUSAL)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, D_LO, D_HI, CAUSAL)),
             (sum_dq, (1, dq, lse2, delta, queries, grads, keys, values, tiles, blocks, heads, band,
-                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, FIRST, REST, CAUSAL)),
+                      seq_q, seq_kv, pitch, diagonal, scale, scale_log2, D_LO, D_HI, CAUSAL)),
             (load_keys, (q, k, v, grad_o, queries, grads, keys, values, tiles, blocks, heads, band,
                          group, seq_q, seq_kv, diagonal, CAUSAL)),
         ],
@@ -477,7 +479,7 @@ def flashattn_hopper_wide_dq(
 def constants(head_dim: int, *, causal: bool) -> dict[str, object]:
     """Return the values of both kernels' constexpr arguments."""
     first, rest = columns(head_dim)
-    return {"FIRST": first, "REST": rest, "CAUSAL": causal}
+    return {"D_LO": first, "D_HI": rest, "CAUSAL": causal}
 
 
 @dataclass(frozen=True)

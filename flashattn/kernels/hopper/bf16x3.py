@@ -13,37 +13,37 @@ from flashattn.kernels.primitives import HIGH_BITS
 
 
 @gluon.jit
-def high(x):
+def leading_bits(x):
     """Return the first 8 bits of each number."""
     return (x.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def operand(x, LAYOUT: gl.constexpr):
+def bf16_operand(x, LAYOUT: gl.constexpr):
     """Return a part as an operand of a product."""
     return gl.convert_layout(x.to(gl.bfloat16), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def cut(x, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
+def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
     """Return operands of a product whose sum is x, in fp32: see ``primitives.cut``."""
-    a = high(x)
+    a = leading_bits(x)
     rest = x - a
     rest = gl.where(rest == rest, rest, 0.0)  # inf - inf
-    if PARTS == 2:
-        parts = operand(a, LAYOUT), operand(rest, LAYOUT)
+    if TERMS == 2:
+        terms = bf16_operand(a, LAYOUT), bf16_operand(rest, LAYOUT)
     else:
-        b = high(rest)
-        parts = operand(a, LAYOUT), operand(b, LAYOUT), operand(rest - b, LAYOUT)  # type: ignore[assignment]
-    return parts
+        b = leading_bits(rest)
+        terms = bf16_operand(a, LAYOUT), bf16_operand(b, LAYOUT), bf16_operand(rest - b, LAYOUT)  # type: ignore[assignment]
+    return terms
 
 
 @gluon.jit
-def product(a, b, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
+def mma_terms(a, b, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
     """Return the product of a [64, k] and b [k, columns], both cut."""
     WIDTH: gl.constexpr = b[0].shape[1]
     acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-    if PARTS == 2:
+    if TERMS == 2:
         acc = warpgroup_mma(a[0], b[1], acc, use_acc=False, is_async=True)
     else:
         acc = warpgroup_mma(a[1], b[1], acc, use_acc=False, is_async=True)
@@ -58,9 +58,9 @@ def product(a, b, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def transposed(x, PARTS: gl.constexpr):
+def transpose_terms(x, TERMS: gl.constexpr):
     """Return a tile that is cut with its rows as columns."""
-    if PARTS == 2:
+    if TERMS == 2:
         turned = x[0].permute((1, 0)), x[1].permute((1, 0))
     else:
         turned = x[0].permute((1, 0)), x[1].permute((1, 0)), x[2].permute((1, 0))  # type: ignore[assignment]

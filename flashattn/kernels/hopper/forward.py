@@ -30,9 +30,18 @@ from flashattn.kernels.hopper import forward_fp32
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
 from flashattn.kernels.hopper.mask import hide, visited
-from flashattn.kernels.hopper.mma import ROWS, fold, folded, inner, put, ready, scaled, zeros
-from flashattn.kernels.hopper.pipeline import new_queue, new_ring
-from flashattn.kernels.hopper.registers import operand, packed, settle
+from flashattn.kernels.hopper.mma import (
+    ROWS,
+    acc_wait,
+    mma_pv,
+    mma_qk,
+    mma_wait,
+    scale_acc,
+    store_acc,
+    zero_acc,
+)
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import place
 from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
@@ -64,20 +73,20 @@ def load(
         kv_head = head // group
         _, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
         for w in gl.static_range(GROUPS):
-            queries.put(turn * GROUPS + w, q, batch, head, block * BLOCK_Q + w * ROWS)
-        keys.load(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
+            queries.load(turn * GROUPS + w, q, batch, head, block * BLOCK_Q + w * ROWS)
+        keys.producer_commit(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
         if DRAWN:
             tile = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            queue.give(turn, tile)
+            queue.write(turn, tile)
         else:
             tile += gl.num_programs(0)
         for i in range(1, end):
-            keys.wait(n + 1)
-            keys.load(n + 1, k, batch, kv_head, (end - 1 - i) * BLOCK_KV)
-            values.load(n, v, batch, kv_head, (end - i) * BLOCK_KV)
+            keys.producer_acquire(n + 1)
+            keys.producer_commit(n + 1, k, batch, kv_head, (end - 1 - i) * BLOCK_KV)
+            values.producer_commit(n, v, batch, kv_head, (end - i) * BLOCK_KV)
             n += 1
-        keys.wait(n + 1)
-        values.load(n, v, batch, kv_head, 0)
+        keys.producer_acquire(n + 1)
+        values.producer_commit(n, v, batch, kv_head, 0)
         n += 1
         turn += 1
 
@@ -94,21 +103,21 @@ def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
     m = gl.max(s, 1) * scale_log2
     finite = gl.where(m == float("-inf"), 0.0, m)
     weights = gl.exp2(s * scale_log2 - finite[:, None])
-    return packed(weights, DTYPE), m, part_sums(weights, BLOCK_KV)
+    return pack(weights, DTYPE), m, part_sums(weights, BLOCK_KV)
 
 
 @gluon.jit
 def step(
     state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, PINNED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
     accs, p, m, l = state
-    s = inner(q, keys.take(n + 1), FIRST, REST, LAYOUT)
-    accs = fold(operand(p, DTYPE, OPERAND), values.take(n), accs, FIRST, REST)
-    s = ready(s, 1, REST)
+    s = mma_qk(q, keys.consumer_wait(n + 1), D_LO, D_HI, LAYOUT)
+    accs = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), accs, D_LO, D_HI)
+    s = mma_wait(s, 1, D_HI)
     if MASKED:
         s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -120,24 +129,24 @@ def step(
     parts = part_sums(weights, BLOCK_KV)
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + parts
-    p = packed(weights, DTYPE)
+    p = pack(weights, DTYPE)
     if PINNED:
-        settle(p)
-    accs = folded(accs, 0, REST)
-    keys.free(n + 1)
-    return scaled(accs, alpha, REST), p, m_new, l
+        compiler_barrier(p)
+    accs = acc_wait(accs, 0, D_HI)
+    keys.consumer_release(n + 1)
+    return scale_acc(accs, alpha, D_HI), p, m_new, l
 
 
 @gluon.jit
 def attend(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
     band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    FIRST: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
+    D_LO: gl.constexpr, D_HI: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
     DRAWN: gl.constexpr, STAGED: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup that attends to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     n = 0
     asked = WARPGROUP
@@ -147,52 +156,52 @@ def attend(
         block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
         start_q = block * BLOCK_Q + WARPGROUP * ROWS
         full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-        q = queries.take(asked)
-        s = ready(inner(q, keys.take(n), FIRST, REST, S), 0, REST)
-        keys.free(n)
+        q = queries.consumer_wait(asked)
+        s = mma_wait(mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, S), 0, D_HI)
+        keys.consumer_release(n)
         if CAUSAL or full < end:
             s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
         p, m, l = first_weights(s, scale_log2, BLOCK_KV, o.dtype)
-        accs = zeros(FIRST, REST)
+        accs = zero_acc(D_LO, D_HI)
         masked = gl.minimum(full, end - 1)
-        if CAUSAL or FIRST > WIDE:
+        if CAUSAL or D_LO > WIDE:
             for i in range(end - 2, masked - 1, -1):
                 accs, p, m, l = step(
                     (accs, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                    scale_log2, BLOCK_KV, FIRST, REST, CAUSAL, True, PINNED, o.dtype, S, P,
+                    scale_log2, BLOCK_KV, D_LO, D_HI, CAUSAL, True, PINNED, o.dtype, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(masked - 1, -1, -1):
             accs, p, m, l = step(
                 (accs, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, FIRST, REST, CAUSAL, False, PINNED, o.dtype, S, P,
+                scale_log2, BLOCK_KV, D_LO, D_HI, CAUSAL, False, PINNED, o.dtype, S, P,
             )  # fmt: skip
             n += 1
         if DRAWN:
-            tile = queue.take(turn)
+            tile = queue.read(turn)
             turn += 1
         else:
             tile += gl.num_programs(0)
-        accs = fold(operand(p, o.dtype, P), values.take(n), accs, FIRST, REST)
+        accs = mma_pv(unpack(p, o.dtype, P), values.consumer_wait(n), accs, D_LO, D_HI)
         n += 1
         if STAGED:
-            queries.free(asked)
+            queries.consumer_release(asked)
             staged = staging.index(WARPGROUP)
         else:
             staged = queries.tiles.index(asked % GROUPS)
-        accs = folded(accs, 0, REST)
-        write(accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST, REST, S)
+        accs = acc_wait(accs, 0, D_HI)
+        write(accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, D_LO, D_HI, S)
         if not STAGED:
             tma.store_wait(0)
-            queries.free(asked)
+            queries.consumer_release(asked)
         asked += GROUPS
     tma.store_wait(0)
 
 
 @gluon.jit
 def write(
-    accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST: gl.constexpr,
-    REST: gl.constexpr, LAYOUT: gl.constexpr,
+    accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Store o through shared memory, and lse; a row that sees no key has o = 0 and lse = -inf."""
     total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT))
@@ -201,9 +210,9 @@ def write(
     row = (batch * heads + head).to(gl.int64) * seq_q
     gl.store(lse + row + rows, value, mask=rows < seq_q)
     inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-    accs = scaled(accs, inverse, REST)
+    accs = scale_acc(accs, inverse, D_HI)
     tma.store_wait(0)  # o of the tile before has left
-    put(accs, 1.0, staged.reshape([staged.shape[2], staged.shape[3]]), FIRST, REST)
+    store_acc(accs, 1.0, staged.reshape([staged.shape[2], staged.shape[3]]), D_LO, D_HI)
     fence_async_shared()
     store_tile(o, [batch, head, start_q, 0], staged)
 
@@ -213,16 +222,16 @@ def write(
 )
 def flashattn_hopper_fwd(
     q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
-    scale_log2, BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
+    scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
     STAGED: gl.constexpr, REGISTERS: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
     BLOCK_Q: gl.constexpr = GROUPS * ROWS
-    queries = new_ring(q, 2 * GROUPS if STAGED else GROUPS, 1)
-    keys = new_ring(k, SLOTS, GROUPS)
-    values = new_ring(v, SLOTS, GROUPS)
-    queue = new_queue(GROUPS)
+    queries = new_pipeline(q, 2 * GROUPS if STAGED else GROUPS, 1)
+    keys = new_pipeline(k, STAGES, GROUPS)
+    values = new_pipeline(v, STAGES, GROUPS)
+    queue = new_scalar_pipeline(GROUPS)
     staging = queries.tiles
     if STAGED:
         staging = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
@@ -231,11 +240,11 @@ def flashattn_hopper_fwd(
         gl.warp_specialize(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, D_LO, D_HI,
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, D_LO, D_HI,
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -246,14 +255,14 @@ def flashattn_hopper_fwd(
         gl.warp_specialize(
             [
                 (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, D_LO, D_HI,
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, D_LO, D_HI,
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (attend, (2, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
+                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, D_LO, D_HI,
+                          GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
                 (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
                         group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
             ],
@@ -267,10 +276,10 @@ def constants(config: Config, head_dim: int, *, causal: bool, drawn: bool) -> di
     first, rest = columns(head_dim)
     return {
         "BLOCK_KV": config.block_kv,
-        "FIRST": first,
-        "REST": rest,
+        "D_LO": first,
+        "D_HI": rest,
         "GROUPS": config.groups,
-        "SLOTS": config.slots,
+        "STAGES": config.slots,
         "CAUSAL": causal,
         "DRAWN": drawn,
         "STAGED": config.staged,

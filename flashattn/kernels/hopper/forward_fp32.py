@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flashattn.kernels import launch
 from flashattn.kernels.forward import SMALLEST_SCALE, Cut, Forward, Plan
 from flashattn.kernels.forward import forward as portable
-from flashattn.kernels.hopper.bf16x3 import cut, product, transposed
+from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.mask import hide
-from flashattn.kernels.hopper.mma import ROWS, by_row, store
-from flashattn.kernels.hopper.pipeline import new_parts
+from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
+from flashattn.kernels.hopper.pipeline import new_pipeline
 from flashattn.kernels.hopper.scheduler import own_place
 from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import Launch, Like
@@ -33,7 +33,7 @@ ROOM = 160 << 10  # bytes of shared memory for keys and values
 
 
 @gluon.constexpr_function
-def slots(columns, parts):
+def stages(columns, parts):
     """Return how many tiles of keys there is room for, and of values."""
     return min(ROOM // (2 * 2 * WALKED.value * columns * parts), 3)
 
@@ -59,16 +59,16 @@ def load(
     """Be the warp that loads."""
     start_q, batch, head, end = rows_of(seq_q, seq_kv, diagonal, heads, CAUSAL)
     for w in gl.static_range(GROUPS):
-        queries.put(w, q, batch, head, start_q + w * ROWS)
+        queries.load(w, q, batch, head, start_q + w * ROWS)
     for n in range(end):
-        keys.put(n, k, batch, head // group, n * WALKED)
-        values.put(n, v, batch, head // group, n * WALKED)
+        keys.load(n, k, batch, head // group, n * WALKED)
+        values.load(n, v, batch, head // group, n * WALKED)
 
 
 @gluon.jit
 def attend(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, o_strides, seq_q, seq_kv, diagonal,
-    heads, scale_log2, head_dim, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, PARTS: gl.constexpr,
+    heads, scale_log2, head_dim, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Be a warpgroup: fold the keys into the online softmax of 64 queries, and write o and lse."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
@@ -81,11 +81,11 @@ def attend(
     m = gl.full([ROWS], float("-inf"), gl.float32, R)
     l = gl.zeros([ROWS], gl.float32, R)
     lost = gl.zeros([ROWS], gl.float32, R)
-    queries.take(WARPGROUP)
+    queries.consumer_wait(WARPGROUP)
     for n in range(end):
-        q, k = queries.parts(WARPGROUP), keys.take(n)
-        s = product(q, transposed(k, PARTS), S, PARTS)
-        keys.free(n)
+        q, k = queries.tile(WARPGROUP), keys.consumer_wait(n)
+        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
+        keys.consumer_release(n)
         s = hide(s, start_q, n * WALKED, seq_kv, diagonal, WALKED, CAUSAL)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
@@ -96,10 +96,10 @@ def attend(
         lost = (longer - l * alpha) - term
         l = longer
         m = m_new
-        operands = cut(p, P, PARTS)
-        v = values.take(n)
-        acc = by_row(acc, alpha) + product(operands, v, O, PARTS)
-        values.free(n)
+        operands = bf16_terms(p, P, TERMS)
+        v = values.consumer_wait(n)
+        acc = scale_rows(acc, alpha) + mma_terms(operands, v, O, TERMS)
+        values.consumer_release(n)
     rows = start_q + gl.arange(0, ROWS, layout=R)
     dead = l == 0.0
     value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
@@ -108,26 +108,26 @@ def attend(
     total = gl.where(dead, 1.0, l)
     inverse = 1.0 / total
     inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 in its last place
-    store(o, by_row(acc, inverse), o_strides, batch, head, start_q, seq_q, head_dim)
+    store_global(o, scale_rows(acc, inverse), o_strides, batch, head, start_q, seq_q, head_dim)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "diagonal"])
 def flashattn_hopper_cut_fwd(
     q, k, v, o, lse, o_strides, heads, group, seq_q, seq_kv, diagonal, scale_log2, head_dim,
-    COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of parts."""
-    SLOTS: gl.constexpr = slots(COLUMNS, PARTS)
-    queries = new_parts(q, GROUPS, 1, PARTS)
-    keys = new_parts(k, SLOTS, GROUPS, PARTS)
-    values = new_parts(v, SLOTS, GROUPS, PARTS)
+    STAGES: gl.constexpr = stages(COLUMNS, TERMS)
+    queries = new_pipeline(q, GROUPS, 1, TERMS)
+    keys = new_pipeline(k, STAGES, GROUPS, TERMS)
+    values = new_pipeline(v, STAGES, GROUPS, TERMS)
     fence_async_shared()
     gl.warp_specialize(
         [
             (attend, (0, o, lse, queries, keys, values, o_strides, seq_q, seq_kv, diagonal, heads,
-                      scale_log2, head_dim, COLUMNS, CAUSAL, PARTS)),
+                      scale_log2, head_dim, COLUMNS, CAUSAL, TERMS)),
             (attend, (1, o, lse, queries, keys, values, o_strides, seq_q, seq_kv, diagonal, heads,
-                      scale_log2, head_dim, COLUMNS, CAUSAL, PARTS)),
+                      scale_log2, head_dim, COLUMNS, CAUSAL, TERMS)),
             (load, (q, k, v, queries, keys, values, seq_q, seq_kv, diagonal, heads, group, CAUSAL)),
         ],
         [4, 1],
@@ -179,4 +179,4 @@ def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precisio
 
 def constants(head_dim: int, *, causal: bool, parts: int) -> dict[str, object]:
     """Return the values of the kernel's constexpr arguments."""
-    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "PARTS": parts}
+    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "TERMS": parts}

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn.kernels import launch, splitting
-from flashattn.kernels.hopper.mma import store
+from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.launch import Like
 from flashattn.kernels.splitting import Tensors, Written
 
@@ -41,14 +41,14 @@ def key_head(owner, shares):
 @gluon.jit
 def store_share(
     accs, factor, terms, strides, owner, batch, batches, shares, start_kv, seq_kv, head_dim,
-    FIRST: gl.constexpr, REST: gl.constexpr,
+    D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Multiply an accumulator, and store it in an owner's part of terms [shares, batches, ...]."""
     place, head = owner % shares * batches + batch, owner // shares
-    store(terms, accs[0] * factor, strides, place, head, start_kv, seq_kv, head_dim)
-    if REST > 0:
-        rest = head_dim - FIRST
-        store(terms + FIRST, accs[1] * factor, strides, place, head, start_kv, seq_kv, rest)
+    store_global(terms, accs[0] * factor, strides, place, head, start_kv, seq_kv, head_dim)
+    if D_HI > 0:
+        rest = head_dim - D_LO
+        store_global(terms + D_LO, accs[1] * factor, strides, place, head, start_kv, seq_kv, rest)
 
 
 def shares_for(q: Like, k: Like, tiles: int, *, causal: bool) -> int:

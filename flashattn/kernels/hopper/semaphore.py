@@ -95,7 +95,7 @@ def nth(n, number, count, apart, end, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def turn_at(
-    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL: gl.constexpr
+    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Return after how many others a block adds to a tile of queries; ``ordered`` if any will do.
 

@@ -126,7 +126,7 @@ def test_wide_backward(problem, at_once):
     with emulated(multiprocessors=at_once) as launched:
         attends = attend(problem, config, {"config": WideConfig(band=2)})
         assert_accurate(attends, Question(problem=problem))
-    wide = ["flashattn_hopper_wide_dkdv", "flashattn_hopper_wide_dq"]
+    wide = ["flashattn_hopper_bwd_d256_dkdv", "flashattn_hopper_bwd_d256_dq"]
     assert launched == ["flashattn_hopper_fwd", *wide]
 
 
@@ -227,8 +227,8 @@ CUT_CASES = [
 
 def cut_kernels(problem):
     """Return the kernels that are asked for what comes cut."""
-    backward = ("dkdv", "dq") if problem.head_dim > 64 else ()
-    return {f"flashattn_hopper_cut_{kernel}" for kernel in ("fwd", *backward)}
+    backward = ("bwd_fp32_dkdv", "bwd_fp32_dq") if problem.head_dim > 64 else ()
+    return {f"flashattn_hopper_{kernel}" for kernel in ("fwd_fp32", *backward)}
 
 
 @pytest.mark.parametrize(
@@ -268,29 +268,30 @@ FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
 WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
-SCHEDULER, SEMAPHORE = "kernels/hopper/scheduler.py", "kernels/hopper/semaphore.py"
+SCHEDULER = "kernels/hopper/scheduler.py"
 PIPELINE = "kernels/hopper/pipeline.py"
-# What the storing warp does in a step; and of that, what lets the next program do so.
+# What the warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
-    "                if turn < ordered:\n"
-    "                    pass_on(turn_of(turns, place_of, head, owners, group, end, i))\n"
+    "                if value < semaphore.ordered:\n"
+    "                    arrive_inc(semaphore.counter(accum_batch * heads + head, end, i))\n"
 )
 STORED = (
-    "                mbarrier.wait(staged.index(0), n & 1)\n"
-    "                send(dq, staging.index(0), place_of, head, row, turn == 0, LINE)\n"
-    "                mbarrier.wait(staged.index(1), n & 1)\n"
-    "                send(dq, staging.index(1), place_of, head, row + LINE, turn == 0,"
-    " LINES - LINE)\n"
+    "                mbarrier.wait(sdQ.full.index(0), n & 1)\n"
+    "                reduce_add_dq("
+    "dq, sdQ.tiles.index(0), accum_batch, head, row, value == 0, LINE)\n"
+    "                mbarrier.wait(sdQ.full.index(1), n & 1)\n"
+    "                reduce_add_dq(\n"
+    "                    dq, sdQ.tiles.index(1), accum_batch, head, row + LINE, value == 0,\n"
+    "                    t.lines - LINE,\n"
+    "                )  # fmt: skip\n"
     "                for w in gl.static_range(2):\n"
     "                    tma.store_wait(1 - w)\n"
-    "                    mbarrier.arrive(left.index(w), count=1)\n"
+    "                    mbarrier.arrive(sdQ.empty.index(w), count=1)\n"
     f"{PASSED}"
 )
-TURN = (  # as the warp that follows asks for it
-    "turn_at(\n"
-    "                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL,\n"
-    "                )"
-)
+# As the warp that waits for the semaphore asks for it.
+TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))\n"
+WAITED = "                wait_eq("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -329,9 +330,9 @@ PLANTED = [
         "cut causal",
         Mutant(
             "first_queries_not_visited",
-            CUT,
-            "first = gl.maximum(block * OWNED - diagonal, 0) // WALKED",
-            "first = gl.maximum(block * OWNED - diagonal, 0) // WALKED + 1",
+            MASK,
+            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end",
+            "return lo // BLOCK_Q + 1, gl.cdiv(full_lo, BLOCK_Q), end, end",
             "keys lack what the first queries give that see them",
         ),
         WRONG,
@@ -340,10 +341,10 @@ PLANTED = [
         "cut causal",
         Mutant(
             "last_keys_not_visited",
-            CUT_FORWARD,
-            "gl.cdiv(last, WALKED)",
-            "last // WALKED",
-            "keys of a last tile that is not whole count for nothing",
+            MASK,
+            "full_end, end = full_hi // BLOCK_KV, gl.cdiv(hi, BLOCK_KV)",
+            "full_end, end = full_hi // BLOCK_KV, hi // BLOCK_KV",
+            "keys of a last tile that is not whole wave_len for nothing",
         ),
         WRONG,
     ),
@@ -386,9 +387,9 @@ PLANTED = [
         "wide",
         Mutant(
             "diagonal_not_hidden",
-            WIDE,
-            "full = gl.cdiv(gl.maximum(start_kv + BLOCK - 1 - diagonal, 0), BLOCK)",
-            "full = gl.maximum(start_kv + BLOCK - 1 - diagonal, 0) // BLOCK",
+            MASK,
+            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end",
+            "return lo // BLOCK_Q, full_lo // BLOCK_Q, end, end",
             "keys take what queries before them give",
         ),
         WRONG,
@@ -409,8 +410,8 @@ PLANTED = [
         Mutant(
             "values_freed_too_early",
             FORWARD,
-            "    accs = acc_wait(accs, 0, D_HI)\n    keys.consumer_release(n + 1)\n",
-            "    keys.consumer_release(n + 1)\n    accs = acc_wait(accs, 0, D_HI)\n",
+            "    acc = acc_wait(acc, 0, t.d_hi)\n    keys.consumer_release(n + 1)\n",
+            "    keys.consumer_release(n + 1)\n    acc = acc_wait(acc, 0, t.d_hi)\n",
             "values are overwritten while they are multiplied",
         ),
         WRONG,
@@ -420,7 +421,7 @@ PLANTED = [
         Mutant(
             "last_values_not_loaded",
             FORWARD,
-            "        values.producer_commit(n, v, batch, kv_head, 0)\n",
+            "        values.producer_commit(n, v, batch, kv_head, first * t.block_kv)\n",
             "",
             "warpgroups wait for ever",
         ),
@@ -431,8 +432,8 @@ PLANTED = [
         Mutant(
             "keys_not_hidden",
             MASK,
-            "last = gl.full([ROWS], seq_kv - 1 - start_kv,",
-            "last = gl.full([ROWS], BLOCK_KV,",
+            "seen = keys[None, :] < seq_kv - start_kv",
+            "seen = keys[None, :] < x.shape[1]",
             "keys that only pad a tile are in the sum",
         ),
         WRONG,
@@ -442,9 +443,9 @@ PLANTED = [
         Mutant(
             "o_overwritten",
             FORWARD,
-            "            tma.store_wait(0)\n            queries.consumer_release(asked)",
-            "            queries.consumer_release(asked)",
-            "the next queries come while o leaves from their place",
+            "            tma.store_wait(0)\n            queries.consumer_release(q_n)",
+            "            queries.consumer_release(q_n)",
+            "the next queries come while o leaves from their split_batch",
         ),
         WRONG,
     ),
@@ -453,8 +454,8 @@ PLANTED = [
         Mutant(
             "o_left_behind",
             FORWARD,
-            "        asked += GROUPS\n    tma.store_wait(0)\n",
-            "        asked += GROUPS\n",
+            "        q_n += t.groups\n    tma.store_wait(0)\n",
+            "        q_n += t.groups\n",
             "the program ends while o is read from its memory",
         ),
         WRONG,
@@ -464,9 +465,9 @@ PLANTED = [
         Mutant(
             "o_not_fenced",
             FORWARD,
-            "D_LO, D_HI)\n    fence_async_shared()\n    store_tile(o,",
-            "D_LO, D_HI)\n    store_tile(o,",
-            "the copy of o may read what was there before",
+            "t.d_lo, t.d_hi)\n    fence_async_shared()\n    store_tile(o,",
+            "t.d_lo, t.d_hi)\n    store_tile(o,",
+            "the copy of o may read what was visited_accums before",
         ),
         WRONG,
     ),
@@ -475,9 +476,9 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = mma_wait(s, 1, D_HI)\n    if MASKED",
-            "    s = mma_wait(s, 2, D_HI)\n    if MASKED",
-            "scores are used before they are there",
+            "    s = mma_wait(s, 1, t.d_hi)\n    if MASKED",
+            "    s = mma_wait(s, 2, t.d_hi)\n    if MASKED",
+            "scores are used before they are visited_accums",
         ),
         UNFINISHED,
     ),
@@ -486,8 +487,8 @@ PLANTED = [
         Mutant(
             "tile_skipped",
             FORWARD,
-            "gl.num_programs(0) + gl.atomic_add(counter, 1)",
-            "gl.num_programs(0) + 1 + gl.atomic_add(counter, 1)",
+            "gl.num_programs(0) + gl.atomic_add(tile_counter, 1)",
+            "gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1)",
             "nobody takes the first tile that is drawn",
         ),
         WRONG,
@@ -497,8 +498,8 @@ PLANTED = [
         Mutant(
             "phase_flipped",
             PIPELINE,
-            "mbarrier.wait(self.full.index(n % self.stages), (n // self.stages) & 1)",
-            "mbarrier.wait(self.full.index(n % self.stages), ((n // self.stages) & 1) ^ 1)",
+            "(n // self.stages) & 1)\n        return self.tile(n)",
+            "((n // self.stages) & 1) ^ 1)\n        return self.tile(n)",
             "tiles are read before they have come",
         ),
         (WRONG, STUCK),
@@ -541,9 +542,9 @@ PLANTED = [
         Mutant(
             "exchange_not_met",
             BACKWARD,
-            "    meet()\n    dq = part(",
-            "    dq = part(",
-            "a warpgroup reads the other's dS before it is there",
+            "    consumer_barrier()\n    dq = mma_dq(",
+            "    dq = mma_dq(",
+            "a warpgroup reads the other's dS before it is visited_accums",
         ),
         WRONG,
     ),
@@ -554,7 +555,7 @@ PLANTED = [
             BACKWARD,
             ".store(ds)\n    fence_async_shared()\n",
             ".store(ds)\n",
-            "the product for dq may read what was there before",
+            "the product for dq may read what was visited_accums before",
         ),
         WRONG,
     ),
@@ -563,8 +564,8 @@ PLANTED = [
         Mutant(
             "keys_not_met",
             BACKWARD,
-            "            meet()  # both have read all keys, so gradients may take their place\n",
-            "",
+            "            consumer_barrier()  # both have read all keys",
+            "            pass  #",
             "dk takes the place of keys that the other warpgroup reads",
         ),
         WRONG,
@@ -574,7 +575,7 @@ PLANTED = [
         Mutant(
             "staging_overwritten",
             BACKWARD,
-            "    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)\n",
+            "    mbarrier.wait(sdQ.empty.index(WARPGROUP), (n & 1) ^ 1)\n",
             "",
             "a part of dq is written over the one that leaves",
         ),
@@ -592,18 +593,18 @@ PLANTED = [
         STUCK,
     ),
     (
-        "in turns",
+        "in dq_semaphore",
         Mutant(
             "turns_reversed",
             BACKWARD,
-            f"turn = {TURN}",
-            "turn = gl.minimum(blocks - 1 - block, ordered)",
+            f"{TURN}{WAITED}",
+            f"value = gl.minimum(scheduler.blocks - 1 - block, semaphore.ordered)\n{WAITED}",
             "programs wait for those that have not begun",
         ),
         STUCK,
     ),
     (
-        "in turns",
+        "in dq_semaphore",
         Mutant(
             "passed_on_too_early",
             BACKWARD,
@@ -614,7 +615,7 @@ PLANTED = [
         WRONG,
     ),
     (
-        "in turns",
+        "in dq_semaphore",
         Mutant(
             "first_not_stored",
             BACKWARD,
@@ -629,8 +630,8 @@ PLANTED = [
         Mutant(
             "first_not_awaited",
             BACKWARD,
-            f"turn = {TURN}",
-            "turn = 0",
+            f"{TURN}{WAITED}",
+            f"value = 0\n{WAITED}",
             "programs do not wait for the first, or for what was before it",
         ),
         (WRONG, STUCK),
@@ -639,10 +640,10 @@ PLANTED = [
         "round",
         Mutant(
             "rounds_forgotten",
-            BACKWARD,
-            TURN,
-            TURN.replace("eldest", "0"),
-            "programs of a later round take the turns of an earlier one",
+            SCHEDULER,
+            "before = self.begin + self.rank - first",
+            "before = self.rank - first",
+            "programs of a later round take the dq_semaphore of an earlier one",
         ),
         (WRONG, STUCK),
     ),
@@ -651,8 +652,8 @@ PLANTED = [
         Mutant(
             "rounds_overlap",
             SCHEDULER,
-            "end = gl.minimum(gl.cdiv(begin + at_once, width), blocks)",
-            "end = gl.minimum(gl.cdiv(begin + at_once, width) + 1, blocks)",
+            "end = gl.minimum(gl.cdiv(begin + wave_size, heads), scheduler.blocks)",
+            "end = gl.minimum(gl.cdiv(begin + wave_size, heads) + 1, scheduler.blocks)",
             "one is waited for that does not run",
         ),
         (WRONG, STUCK),
@@ -672,10 +673,10 @@ PLANTED = [
         "round",
         Mutant(
             "ranks_not_round",
-            SEMAPHORE,
-            "turn = gl.where(number < first, turn + count, turn)",
-            "pass",
-            "who comes after the last of a round waits for a turn before the first",
+            SCHEDULER,
+            "return gl.where(self.rank < first, before + self.count, before)",
+            "return before",
+            "who comes after the last of a round waits for a tile_n before the first",
         ),
         (WRONG, STUCK),
     ),
@@ -684,9 +685,9 @@ PLANTED = [
         Mutant(
             "first_tile_late",
             BACKWARD,
-            "CAUSAL, True, i < end - 1, S",
-            "CAUSAL, True, True, S",
-            "of each head a tile of dq is handed over that nobody computed",
+            "t, COLUMNS, True, i < end - 1, S",
+            "t, COLUMNS, True, True, S",
+            "of each head a tile of dq is sP over that nobody computed",
         ),
         (WRONG, STUCK),
     ),
@@ -695,8 +696,8 @@ PLANTED = [
         Mutant(
             "second_half_skipped",
             BACKWARD,
-            "gl.where(second, middle, end), gl.where(second, first, end - 1)",
-            "gl.where(second, middle, end), gl.where(second, middle, end - 1)",
+            "stop = gl.where(second, first, end - 1)",
+            "stop = gl.where(second, full_begin, end - 1)",
             "queries that not all keys see are not visited",
         ),
         (WRONG, STUCK),
@@ -735,45 +736,45 @@ PLANTED = [
         UNFINISHED,
     ),
     (
-        "shares",
+        "gqa_splits",
         Mutant(
             "shares_for_heads",
             GQA,
-            "        owner = owner // shares\n",
-            "        owner = owner % shares\n",
+            "            split_head = split_head // self.count\n",
+            "            split_head = split_head % self.count\n",
             "a share's keys are of another head, or of none",
         ),
         WRONG,
     ),
     (
-        "shares",
+        "gqa_splits",
         Mutant(
             "shares_of_one_batch",
             GQA,
-            "owner % shares * batches + batch,",
-            "owner % shares * batches,",
-            "what batches sum is stored in one place",
+            "split_head % self.count * batches + batch,",
+            "split_head % self.count * batches,",
+            "what batches sum is stored in one split_batch",
         ),
         WRONG,
     ),
     (
-        "shares",
+        "gqa_splits",
         Mutant(
             "shares_in_one_place",
             GQA,
-            "owner % shares * batches + batch,",
+            "split_head % self.count * batches + batch,",
             "batch,",
-            "shares are stored over one another, and others not at all",
+            "gqa_splits are stored over one another, and others not at all",
         ),
         WRONG,
     ),
     (
-        "shares",
+        "gqa_splits",
         Mutant(
             "rest_of_shares_misplaced",
             GQA,
-            "store_global(terms + D_LO, accs[1]",
-            "store_global(terms, accs[1]",
+            "store_global(x + D_LO, acc[1]",
+            "store_global(x, acc[1]",
             "columns past the first power of two are stored over these",
         ),
         WRONG,
@@ -782,9 +783,9 @@ PLANTED = [
         "far below zero",
         Mutant(
             "padding_not_hidden",
-            BACKWARD,
-            "    seen_from = gl.where(keys < seq_kv, seen_from, BLOCK_Q)\n",
-            "",
+            MASK,
+            "        lo = gl.where(keys < seq_kv, lo, x.shape[1])\n",
+            "        pass\n",
             "inf * 0 in dq where lse is far below zero",
         ),
         WRONG,

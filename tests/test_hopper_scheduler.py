@@ -8,84 +8,97 @@ from hypothesis import strategies as st
 from flashattn.emulate.source import Source
 from flashattn.kernels.hopper import scheduler, semaphore
 
-PLAIN = Source()
-place, round_of, nth = (
-    PLAIN.plain(x) for x in (scheduler.place_kv, scheduler.round_of, scheduler.nth)
+NAMES = Source()._names  # aggregates as plain classes
+TileScheduler, ShiftSchedule = (
+    NAMES(scheduler.__name__)[name] for name in ("TileScheduler", "ShiftSchedule")
 )
-turn_at = PLAIN.plain(semaphore.turn_at)
-ALL = 10**6  # more programs than any head has
+shift_schedule = NAMES(scheduler.__name__)["shift_schedule"]
+DqSemaphore = NAMES(semaphore.__name__)["DqSemaphore"]
+ALL = 10**6  # more CTAs than any head has
 FEW, SOME = st.integers(1, 5), st.integers(1, 12)
 LAUNCHES = st.fixed_dictionaries(
-    {"blocks": SOME, "heads": FEW, "band": FEW, "at_once": st.integers(1, 20)}
+    {"blocks": SOME, "heads": FEW, "section_heads": FEW, "wave_size": st.integers(1, 20)}
 )
 
 
-def rounds(*, blocks, heads, band, at_once):
-    """Return the blocks of (round, head): their tile, and what ``round_of`` says of it."""
-    tiles, found = blocks * heads, {}
-    for tile in range(tiles):
-        block, _, head = place(tile, tiles, blocks, heads, band)
-        told = round_of(tile, tiles, blocks, band, at_once)
-        found.setdefault((tile // at_once, head), {})[block] = told
+def schedules(*, blocks, heads, section_heads, wave_size, stagger=1):
+    """Return the blocks of (wave, head): their tile's schedule."""
+    order, found = scheduler.ASCENDING.value, {}
+    tiles = TileScheduler(blocks * heads, blocks, heads, section_heads, order)
+    for tile in range(blocks * heads):
+        block, _, head = tiles.tile_coord(tile)
+        told = shift_schedule(tiles, tile, wave_size, stagger, False)
+        found.setdefault((tile // wave_size, head), {})[block] = told
     return found
 
 
+def visits(schedule, end):
+    """Return the query tiles in the order of visits."""
+    return [schedule.query_tile(n, end) for n in range(end)]
+
+
+def turn(schedule, i, end, block=None, accums=1, ordered=ALL):
+    """Return the semaphore's value that a key tile waits for."""
+    return DqSemaphore(None, accums, ordered).value(schedule, i, end, block, 0)
+
+
 @given(launch=LAUNCHES)
-def test_rounds(launch):
+def test_waves(launch):
     """Those of a head that run at once are told so, and each is another of them."""
-    for blocks in rounds(**launch).values():
-        eldest, count = min(blocks), len(blocks)
-        assert blocks == {eldest + i: (eldest, count, i) for i in range(count)}
+    for blocks in schedules(**launch).values():
+        begin, count = min(blocks), len(blocks)
+        told = {block: (x.begin, x.count, x.rank) for block, x in blocks.items()}
+        assert told == {begin + i: (begin, count, i) for i in range(count)}
 
 
-@given(launch=LAUNCHES, apart=FEW, end=SOME)
-def test_everybody_has_a_turn(launch, apart, end):
-    """All blocks add to every tile of queries: one each, those of an earlier round before."""
+@given(launch=LAUNCHES, stagger=FEW, end=SOME)
+def test_everybody_has_a_turn(launch, stagger, end):
+    """All blocks add to every tile of queries: one each, those of an earlier wave before."""
     seen = {}
-    for (_, head), blocks in rounds(**launch).items():
-        for eldest, count, number in blocks.values():
-            visits = [nth(n, number, count, apart, end, False) for n in range(end)]
-            assert sorted(visits) == list(range(end))
-            for i in visits:
-                turn = turn_at(i, None, eldest, number, count, apart, end, 1, ALL, False)
-                seen.setdefault((head, i), []).append(turn)
+    for (_, head), blocks in schedules(**launch, stagger=stagger).items():
+        for schedule in blocks.values():
+            assert sorted(visits(schedule, end)) == list(range(end))
+            for i in visits(schedule, end):
+                seen.setdefault((head, i), []).append(turn(schedule, i, end))
     assert len(seen) == launch["heads"] * end
-    assert all(sorted(turn) == list(range(launch["blocks"])) for turn in seen.values())
+    assert all(sorted(turns) == list(range(launch["blocks"])) for turns in seen.values())
 
 
-@given(count=SOME, apart=FEW, end=SOME)
-def test_turns_are_in_the_order_of_visits(count, apart, end):
+@given(count=SOME, stagger=FEW, end=SOME)
+def test_turns_are_in_the_order_of_visits(count, stagger, end):
     """So nobody waits for one that comes later, let alone for one that waits for it."""
-    how = count, apart, end
-    visits = [[nth(n, number, *how, False) for n in range(end)] for number in range(count)]
+    wave = [ShiftSchedule(0, count, rank, stagger, False) for rank in range(count)]
     for i in range(end):
-        order = sorted(range(count), key=lambda number: (visits[number].index(i), number))
-        turns_of = [turn_at(i, None, 0, number, *how, 1, ALL, False) for number in order]
-        assert turns_of == list(range(count))
+        order = sorted(wave, key=lambda x: (visits(x, end).index(i), x.rank))
+        assert [turn(x, i, end) for x in order] == list(range(count))
 
 
-@given(count=SOME, apart=FEW, end=SOME)
-def test_programs_keep_their_distance(count, apart, end):
-    """They begin ``apart``, if there is room; the first one with the last tile."""
-    begins = [nth(0, number, count, apart, end, False) for number in range(count)]
-    wanted = [(number * apart - 1) % end for number in range(count)]
+@given(count=SOME, stagger=FEW, end=SOME)
+def test_programs_keep_their_distance(count, stagger, end):
+    """They begin ``stagger`` apart, if there is room; the first one with the last tile."""
+    begins = [
+        ShiftSchedule(0, count, rank, stagger, False).query_tile(0, end) for rank in range(count)
+    ]
+    wanted = [(rank * stagger - 1) % end for rank in range(count)]
     assert begins[0] == end - 1
-    if apart * count <= end:
+    if stagger * count <= end:
         assert begins == wanted
     if count <= end:
         assert len(set(begins)) == count
 
 
 def test_alone():
-    """One at a time: each block is a round, which begins with the last tile and goes on."""
-    assert round_of(5, 12, 4, 2, 1) == (2, 1, 0)
-    assert [nth(n, 0, 1, 4, 3, False) for n in range(3)] == [2, 1, 0]
-    assert [turn_at(i, None, 2, 0, 1, 4, 3, 1, ALL, False) for i in range(3)] == [2, 2, 2]
+    """One at a time: each block is a wave, which begins with the last tile and goes on."""
+    alone = TileScheduler(12, 4, 3, 2, scheduler.ASCENDING.value)
+    schedule = shift_schedule(alone, 5, 1, 4, False)
+    assert (schedule.begin, schedule.count, schedule.rank) == (2, 1, 0)
+    assert visits(schedule, 3) == [2, 1, 0]
+    assert [turn(schedule, i, 3) for i in range(3)] == [2, 2, 2]
 
 
-@given(block=SOME, slabs=FEW, ordered=SOME)
-def test_under_a_mask_turns_are_in_the_order_of_keys(block, slabs, ordered):
-    """Of those that share a slab; past those that are ordered all have the same."""
-    assert [nth(n, 3, 5, 4, 7, True) for n in range(7)] == list(range(6, -1, -1))
-    turn = turn_at(2, block, 0, 3, 5, 4, 7, slabs, ordered, True)
-    assert turn == min(block // slabs, ordered)
+@given(block=SOME, accums=FEW, ordered=SOME)
+def test_under_a_mask_turns_are_in_the_order_of_keys(block, accums, ordered):
+    """Of those that share an accumulator; past those that are ordered all have the same."""
+    schedule = ShiftSchedule(0, 5, 3, 4, True)
+    assert visits(schedule, 7) == list(range(6, -1, -1))
+    assert turn(schedule, 2, 7, block, accums, ordered) == min(block // accums, ordered)

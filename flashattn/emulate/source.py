@@ -32,10 +32,10 @@ STAND_INS: dict[int, Any] = {
     id(registers.pack): mma.pack,
     id(registers.unpack): mma.unpack,
     id(registers.compiler_barrier): mma.compiler_barrier,
-    id(backward.meet): barriers.meet,
-    id(semaphore.await_turn): tma.await_turn,
-    id(semaphore.order_after_turn): tma.order_after_turn,
-    id(semaphore.pass_on): tma.pass_on,
+    id(backward.consumer_barrier): barriers.consumer_barrier,
+    id(semaphore.wait_eq): tma.wait_eq,
+    id(semaphore.fence_acquire): tma.fence_acquire,
+    id(semaphore.arrive_inc): tma.arrive_inc,
 }
 
 
@@ -82,6 +82,8 @@ class Source:
             return value.value
         if isinstance(value, GluonJITFunction) and value.fn.__module__ != name:
             return self.plain(value)
+        if hasattr(value, "__triton_aggregate__") and value.__module__ != name:
+            return self._names(value.__module__)[value.__name__]
         return value
 
 

@@ -177,3 +177,48 @@ def new_scalar_pipeline(CONSUMERS: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return ScalarPipeline(numbers, full, empty)
+
+
+@aggregate
+class SharedP:
+    """P in shared memory, from the warpgroup that computes it to the one that computes dS.
+
+    There is no empty barrier: P of ``stages`` tiles before has been read when the tile that it was
+    computed from has been released.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, stages):
+        """Store the fields."""
+        self.tiles = tiles
+        self.full = full
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def store(self, n, p):
+        """Store the n-th P."""
+        self.tiles.index(n % self.stages).store(p.to(self.tiles.dtype))
+        mbarrier.arrive(self.full.index(n % self.stages), count=1)
+
+    @gluon.jit
+    def load(self, n, LAYOUT: gl.constexpr):
+        """Wait for the n-th P and return it, in fp32."""
+        mbarrier.wait(self.full.index(n % self.stages), (n // self.stages) & 1)
+        return self.tiles.index(n % self.stages).load(LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def new_shared_p(
+    DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Return shared memory for STAGES of P [ROWS, COLUMNS]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32 if gl.float32 == DTYPE else 16, 2)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    return SharedP(tiles, full, STAGES)

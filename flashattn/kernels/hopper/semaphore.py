@@ -1,10 +1,12 @@
 """The dQ semaphore: in which order programs add to the accumulator of a tile of queries."""
 
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn.kernels import launch
+from flashattn.kernels.hopper.compat import aggregate
 
 QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
 QUEUE_WIDE = 33  # likewise of wider heads, whose workspaces cost more to add up
@@ -15,7 +17,7 @@ POLL = gl.constexpr(
 )
 ACQUIRED = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
 # Not of the kind .read, which waits until shared memory was read only.
-PASS_ON = gl.constexpr("""{
+ARRIVE_INC = gl.constexpr("""{
     .reg .pred first;
     .reg .b32 lane;
     cp.async.bulk.wait_group 0;
@@ -29,98 +31,65 @@ PASS_ON = gl.constexpr("""{
 
 
 @gluon.jit
-def await_turn(counter, turn):
-    """Wait, as one warp, until a counter has come to a number."""
+def wait_eq(counter, value):
+    """Wait, as one warp, until a counter has a value."""
     seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
-    while seen != turn:
+    while seen != value:
         seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
 
 
 @gluon.jit
-def order_after_turn():
-    """Have what is stored from now on come after what this warp was told is in memory."""
+def fence_acquire():
+    """Order TMA stores from now on after what this warp was told is in memory."""
     gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
 
 
 @gluon.jit
-def pass_on(counter):
-    """Wait, as one warp, until all that it stored is in memory, and count one on."""
-    gl.inline_asm_elementwise(PASS_ON, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+def arrive_inc(counter):
+    """Wait, as one warp, until all of its TMA stores are in memory, and increment a counter."""
+    gl.inline_asm_elementwise(ARRIVE_INC, "=r,l,~{memory}", [counter], gl.int32, False, 1)
 
 
-@gluon.jit
-def place_kv(tile, tiles, blocks, heads, band):
-    """Return (block, batch, head) of a tile of keys: those that most queries see come first.
+@aggregate
+class DqSemaphore:
+    """Counters of the key tiles that have added to a query tile's dq, in each accumulator.
 
-    So it is within ``band`` heads, then within the next; the tiles of a head are in their order.
+    The first ``ordered`` key tiles of an accumulator wait for their turn.
     """
-    start = tile // (band * blocks) * band
-    width = gl.minimum(band, tiles // blocks - start)
-    within = tile - start * blocks
-    block, row = within // width, start + within % width
-    return block, row // heads, row % heads
 
+    counters: gl.tensor
+    accums: gl.tensor
+    ordered: gl.tensor
 
-@gluon.jit
-def round_of(tile, tiles, blocks, band, at_once):
-    """Return (eldest, count, number): of a head's blocks that run at once, one of which a tile has.
+    @gluon.constexpr_function
+    def __init__(self, counters, accums, ordered):
+        """Store the fields."""
+        self.counters = counters
+        self.accums = accums
+        self.ordered = ordered
 
-    That is the first of them, how many they are, and which of them the tile's is. They are of the
-    same ``at_once`` tiles: 1 leaves every block alone.
-    """
-    start = tile // (band * blocks) * band
-    width = gl.minimum(band, tiles // blocks - start)
-    within = tile - start * blocks
-    begin = tile // at_once * at_once - start * blocks - within % width
-    eldest = gl.maximum(gl.cdiv(begin, width), 0)
-    end = gl.minimum(gl.cdiv(begin + at_once, width), blocks)
-    return eldest, end - eldest, within // width - eldest
+    @gluon.jit
+    def value(self, schedule, i, end, block, first):
+        """Return after how many others a key tile adds to query tile i; ``ordered``: after these.
 
+        Under a mask the order is that of the keys, and the first to add is key tile ``first``.
+        Without one it is the order of visits.
+        """
+        if schedule.masked:
+            value = (block - first) // self.accums
+        else:
+            value = schedule.visits_before(i, end)
+        return gl.minimum(value, self.ordered)
 
-@gluon.jit
-def nth(n, number, count, apart, end, CAUSAL: gl.constexpr):
-    """Return the n-th tile of queries, of ``end``, that one of a round's blocks visits.
+    @gluon.jit
+    def accum_batch(self, block, batch, scheduler):
+        """Return a batch's place in the accumulator of a key tile: all accumulators have all."""
+        return block % self.accums * scheduler.batches() + batch
 
-    The first of them begins with the last tile, and the others with ``apart - 1``, with as many
-    more, and so on; after tile 0 comes the last. So all keep that distance, or less where there is
-    no room for it, and nobody waits for another to begin. Under a mask all begin with the last.
-    """
-    if CAUSAL:
-        i = end - 1 - n
-    else:
-        i = number * gl.minimum(apart * count, end) // count - 1 - n
-        i = gl.where(i < 0, i + end, i)
-    return i
-
-
-@gluon.jit
-def turn_at(
-    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Return after how many others a block adds to a tile of queries; ``ordered`` if any will do.
-
-    Those of earlier rounds come before it, and of its own those that visit the tile earlier. Under
-    a mask those with earlier keys do, in the same slab.
-    """
-    if CAUSAL:
-        turn = block // slabs
-    else:
-        first = gl.minimum(gl.cdiv((i + 1) * count, gl.minimum(apart * count, end)), count)
-        turn = eldest + number - first
-        turn = gl.where(number < first, turn + count, turn)
-    return gl.minimum(turn, ordered)
-
-
-@gluon.jit
-def slab(block, batch, tiles, blocks, owners, slabs):
-    """Return where the workspace has a program's batch: every slab has all of them."""
-    return block % slabs * (tiles // (blocks * owners)) + batch
-
-
-@gluon.jit
-def turn_of(turns, batch, head, owners, group, end, i):
-    """Return the counter of a tile of queries; a head has ``end``."""
-    return turns + ((batch * owners * group + head) * end + i)
+    @gluon.jit
+    def counter(self, head, end, i):
+        """Return the counter of query tile i, of ``end``, of a head of all accumulators."""
+        return self.counters + (head * end + i)
 
 
 def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int) -> int:

@@ -13,8 +13,8 @@ import torch
 
 from flashattn.problem import Problem
 from flashattn.registry import get, names
-from flashattn.testing.contract import usual, verdicts
-from flashattn.testing.errors import answers, errors
+from flashattn.testing.contract import try_contract, usual
+from flashattn.testing.errors import errors, results
 from flashattn.testing.sweep import grid
 
 IMPLS = [*names()]
@@ -70,7 +70,7 @@ def bench_errors(device_benchmark, case, facts, device, asked):
     facts |= {"part": "errors", "problem": str(problem), "causal": problem.causal}
     impl = asked(problem)
     try:
-        given = answers(impl, problem, device)
+        given = results(impl, problem, device)
     except RuntimeError as error:
         if impl.strict:
             raise
@@ -83,5 +83,5 @@ def bench_contract(device_benchmark, case, facts, device, asked):
     facts["part"] = "contract"
     impl = asked(usual(get(case.impl), device))
     start = time.perf_counter()
-    facts["clauses"] = verdicts(impl, device)
+    facts["clauses"] = try_contract(impl, device)
     device_benchmark.replay([time.perf_counter() - start], tells="host time of all clauses")

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from flashattn.impls.naive import naive_attention
+from flashattn.mask import CAUSAL
 from flashattn.measure.compiling import compilation
 from flashattn.measure.timing import warm_up
 from flashattn.problem import Problem
@@ -72,7 +73,7 @@ def bench_attention(device_benchmark, case, facts, device):
     facts["flops"] = problem.flops(facts["pass"])
     inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
     grad_o, _ = make_grads(problem, device=device)
-    call = partial(naive_attention, diagonal=0, scale=case.head_dim**-0.5)
+    call = partial(naive_attention, mask=CAUSAL, scale=case.head_dim**-0.5)
 
     def timed(attention):
         # Compiled code reuses the graph's buffers, so a backward on its own needs a new graph.

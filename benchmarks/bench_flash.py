@@ -108,29 +108,29 @@ def left_out_because(impl, problem, device, passes):
 
 
 @pytest.fixture
-def admitted(judge, left_out, facts, device, interpreted):
+def admitted(verifier, left_out, facts, device, interpreted):
     """Return what admits the case to the clock, or leaves it out with a reason."""
 
     def admit(passes):
-        one, batch = judge.problem.heads == 1, judge.problem.batch
+        one, batch = verifier.problem.heads == 1, verifier.problem.batch
         facts["protocol"] = "tokens" if not one else "one_head" if batch == 1 else "batch"
-        left_out(judge.admit(passes))
-        left_out(left_out_because(judge.impl, judge.problem, device, passes))
-        if interpreted(judge.impl):
-            left_out(f"{judge.impl.name} is interpreted: not a speed")
+        left_out(verifier.admit(passes))
+        left_out(left_out_because(verifier.impl, verifier.problem, device, passes))
+        if interpreted(verifier.impl):
+            left_out(f"{verifier.impl.name} is interpreted: not a speed")
 
     return admit
 
 
 @pytest.fixture
-def check(judge):
+def check(verifier):
     """Return what checks outputs; a peer's miss is an expected failure, its maker's to mend."""
 
     def check(**outputs):
         try:
-            judge.check(**outputs)
+            verifier.check(**outputs)
         except AssertionError as error:
-            if judge.impl.strict:
+            if verifier.impl.strict:
                 raise
             pytest.xfail(str(error))
 
@@ -141,7 +141,7 @@ def bench_forward(device_benchmark, impl, problem, device, admitted, check):
     """Time o (and lse, of those who return it) without gradients."""
     admitted("forward")
     q, k, v = make_inputs(problem, device=device)
-    forward = partial(impl, q, k, v, causal=problem.causal, scale=problem.head_dim**-0.5)
+    forward = partial(impl, q, k, v, **problem.mask_options, scale=problem.head_dim**-0.5)
     o, lse = forward()
     check(o=o, lse=lse)
     device_benchmark.time(forward)
@@ -163,7 +163,7 @@ class Graph:
         # Compiled code reuses the graph's buffers, so it needs a new graph for every call.
         self.keep = not impl.compiles
         self._call = partial(
-            impl, *self.inputs, causal=problem.causal, scale=problem.head_dim**-0.5
+            impl, *self.inputs, **problem.mask_options, scale=problem.head_dim**-0.5
         )
 
     def forward(self):

@@ -31,8 +31,8 @@ from flashattn.report.gate import ROUNDS
 from flashattn.report.runs import Journal, Run, merge
 from flashattn.report.table import tables
 from flashattn.testing.inputs import make_inputs
-from flashattn.testing.judge import Judge
 from flashattn.testing.train_case import Trained, costs, problem_of
+from flashattn.testing.verifier import Verifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -504,11 +504,11 @@ def snapshots(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture
-def judge(
+def verifier(
     device_benchmark: DeviceBenchmark, impl: Impl, problem: Problem, device: torch.device
-) -> Iterator[Judge]:
+) -> Iterator[Verifier]:
     """Say what is right."""
-    yield Judge(impl, problem, device, device_benchmark.extra_info)
+    yield Verifier(impl, problem, device, device_benchmark.extra_info)
     if impl.compiles:
         torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
 

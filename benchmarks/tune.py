@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 import triton
 
-from flashattn.kernels import choice, forward, launch
-from flashattn.kernels.alone import Recomputation
-from flashattn.kernels.cut import cut_all
-from flashattn.kernels.offline import Variant, compile_variant
+from flashattn.counts.offline import Variant, compile_variant
+from flashattn.counts.single_kernel import Recomputation
+from flashattn.kernels import choice, launch
+from flashattn.kernels.portable import forward
+from flashattn.kernels.portable.bf16x3 import decompose_all
 from flashattn.kernels.tiles import JOINT, OPTIONAL, Kernel, Tile
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
@@ -132,9 +133,9 @@ def prepare(
     """Return the kernel as a function of its tile, its first head's result, and its inputs."""
     q, k, v = make_inputs(asked, device="cuda")
     grad_o, _ = make_grads(asked, device="cuda")
-    options = {"diagonal": asked.diagonal, "scale": asked.head_dim**-0.5}
+    options = {"diagonal": asked.band.right, "scale": asked.head_dim**-0.5}
     one = [x[:1, :1].float().requires_grad_() for x in (q, k, v)]
-    exact, exact_lse = reference_attention(*one, **options)
+    exact, exact_lse = reference_attention(*one, mask=asked.mask, scale=options["scale"])
     if kernel.startswith("fwd"):
 
         def fold(tile: Tile) -> Outputs:
@@ -149,7 +150,7 @@ def prepare(
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, precision=precision,
-        parts=1 if kernel == "bwd_whole" else None, **options,
+        num_splits=1 if kernel == "bwd_whole" else None, **options,
     )  # fmt: skip
     wanted = {"bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}.get(kernel, (dk, dv, dq))
     return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
@@ -199,7 +200,7 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
         tile, asked.torch_dtype, launch.input_precision(precision, asked.torch_dtype)
     )
     if parts:
-        seconds -= bench(lambda: cut_all(*inputs, parts=parts)) / 1e3
+        seconds -= bench(lambda: decompose_all(*inputs, terms=parts)) / 1e3
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 

@@ -23,10 +23,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashattn.kernels import backward as portable_backward
-from flashattn.kernels import forward as portable_forward
 from flashattn.kernels.hopper import backward, forward
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig, columns
+from flashattn.kernels.portable import backward as portable_backward
+from flashattn.kernels.portable import forward as portable_forward
 from flashattn.measure.device import machine_info
 
 TOKENS, WIDTH = 16384, 2048  # the community's protocol: batch and heads follow

@@ -9,26 +9,27 @@ import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.problem import ALIGNMENT, Causal, Problem, check_among, check_scale
-from flashattn.watchers import unwatched
+from flashattn.dispatch import dispatch_is_trivial
+from flashattn.mask import UNBOUNDED, Causal, Window
+from flashattn.problem import ALIGNMENT, Problem, check_among, check_scale
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
 FASTEST_FIRST = {
     "cuda": ("hopper", "triton", "tiled"),
-    "cpu": ("sdpa", "reference"),
+    "cpu": ("sdpa", "tiled", "reference"),
     "meta": ("reference",),
 }
 PRECISIONS = ("auto", "bf16x6", "tf32x3", "tf32", "ieee")  # as in the kernels, which import Triton
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
-    "attn_mask": "the only masks are those of causal",
+    "attn_mask": "the only masks are those of causal and window",
     "dropout_p": "there is no dropout",
     "enable_gqa": "k and v may have fewer heads than q without it",
     "precision": "PyTorch's settings say how it multiplies",
     "softcap": "scores are scaled and masked, no more",
     "softmax_scale": "use scale",
-    "window_size": "the only masks are those of causal",
+    "window_size": "use window",
 }
 
 
@@ -38,6 +39,7 @@ def attention(
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
@@ -49,8 +51,9 @@ def attention(
 
     Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
     sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
-    flash-attn, so that the last query sees every key. Products are accumulated in fp32. Under
-    ``torch.autocast`` q, k and v are cast to its dtype first.
+    flash-attn, so that the last query sees every key. A sliding window hides keys that are further
+    away: a query at position p sees keys p - left ... p + right of these. Products are accumulated
+    in fp32. Under ``torch.autocast`` q, k and v are cast to its dtype first.
 
     Args:
         q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64: only by
@@ -59,12 +62,15 @@ def attention(
         k: [B, G, S, D], G a divisor of H, or [B, S, D].
         v: like k.
         causal: False, True, "top_left" or "bottom_right".
+        window: (left, right), how many keys before and after its own position a query sees, both
+            inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
+            right = 0. Query t has position t, with ``causal="bottom_right"`` t + S - T.
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
             solve the problem, on an H100 or H200 "hopper" where there is enough to do; on a CPU,
-            where ours are for study, PyTorch's own scaled_dot_product_attention, or the reference
-            where that cannot. A name never falls back to another.
+            where ours are for study, PyTorch's own scaled_dot_product_attention, "tiled" with a
+            window, or the reference where these cannot. A name never falls back to another.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
             "auto", which is "tf32" where torch's setting for products on CUDA allows it, else
             "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: chosen by
@@ -90,8 +96,8 @@ def attention(
     Source: Dao, 2023, "FlashAttention-2".
     """
     key = (
-        _key(q, k, v, causal, scale, return_lse, impl, precision, deterministic, options)
-        if unwatched(q, k, v)
+        _key(q, k, v, causal, window, scale, return_lse, impl, precision, deterministic, options)
+        if dispatch_is_trivial(q, k, v)
         else None
     )
     try:
@@ -101,8 +107,12 @@ def attention(
     if attend is None:
         dtype = _autocast_dtype(q)
         if dtype is not None:
-            options |= {"causal": causal, "scale": scale, "return_lse": return_lse, "impl": impl}
-            options |= {"precision": precision, "deterministic": deterministic}
+            options |= {"causal": causal, "window": window, "scale": scale, "impl": impl}
+            options |= {
+                "return_lse": return_lse,
+                "precision": precision,
+                "deterministic": deterministic,
+            }
             with torch.autocast(q.device.type, enabled=False):
                 return attention(*_cast(dtype, q, k, v), **options)
         check_among("precision", precision, PRECISIONS)
@@ -110,7 +120,7 @@ def attention(
         # An implementation's own defaults are these, too.
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
-        attend = _prepare(q, k, v, causal, scale, return_lse, impl, options)
+        attend = _prepare(q, k, v, causal, window, scale, return_lse, impl, options)
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
@@ -132,6 +142,7 @@ def _key(
     k: torch.Tensor,
     v: torch.Tensor,
     causal: Causal,
+    window: Window,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001 - by position costs less
     impl: str,
@@ -147,6 +158,8 @@ def _key(
             return None
         named = *options.items(), kinds
     try:
+        if window is not UNBOUNDED:
+            named = *named, *window, *map(type, window)  # True is 1
         return (
             q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
             k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
@@ -166,17 +179,19 @@ def _prepare(
     k: torch.Tensor,
     v: torch.Tensor,
     causal: Causal,
+    window: Window,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001
     impl: str,
     options: dict[str, Any],
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
-    problem = Problem.of(q, k, v, causal=causal)
+    problem = Problem.of(q, k, v, causal=causal, window=window)
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
-    how = {"causal": problem.causal, "scale": check_scale(scale, q.shape[-1]), **fastest, **taken}
+    scale = check_scale(scale, q.shape[-1])
+    how = {**problem.mask_options, "scale": scale, **fastest, **taken}
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
@@ -198,7 +213,7 @@ def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
         return True
     if name == "deterministic" or (auto and name == "precision"):
         return False
-    ours = ("causal", "scale", "return_lse", "impl", "precision", "deterministic")
+    ours = ("causal", "window", "scale", "return_lse", "impl", "precision", "deterministic")
     near = get_close_matches(name, [*ours, *impl.options], n=1)
     own = ", ".join(sorted(impl.options)) or "none"
     instead = f"use {near[0]}" if near else f"its own options are {own}"

@@ -8,21 +8,23 @@ from typing import Any
 
 import torch
 
+from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
-    """The contract, clause by clause; by default an implementation claims all but the logsumexp.
+    """The contract, clause by clause; all is claimed by default but the logsumexp and windows.
 
     Args:
         lse: it returns (o, lse), both differentiable.
         grad: it is differentiable.
         strict: it takes unusual values, strides and scales, too.
-        bottom_right: it masks at the bottom right.
+        bottom_right: it aligns causal masks at the bottom right.
+        windows: it takes ``window=(left, right)``, as ``attention`` does.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
-        dead_rows: a query that sees no key gets o = 0 and passes no gradient.
+        fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
         denormals: on a CPU, fp32 below 2^-126 counts as any other; on a GPU nobody is held to that.
         dtypes: names of those it takes; None is all.
         head_dims: those it takes, as ``(64, 128)`` or ``range(8, 257, 8)``; None is all.
@@ -33,9 +35,10 @@ class Claims:
     grad: bool = True
     strict: bool = True
     bottom_right: bool = True
+    windows: bool = False
     grouped: bool = True
     empty: bool = True
-    dead_rows: bool = True
+    fully_masked_rows: bool = True
     denormals: bool = True
     dtypes: Collection[str] | None = None
     head_dims: Collection[int] | None = None
@@ -46,10 +49,11 @@ class Claims:
         reasons = {
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,
+            "takes no sliding windows": problem.window != UNBOUNDED and not self.windows,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": _is_empty(problem) and not self.empty,
-            "claims nothing for queries that see no key": problem.dead_rows > 0
-            and not self.dead_rows,
+            "claims nothing for queries that see no key": problem.fully_masked_rows > 0
+            and not self.fully_masked_rows,
             f"takes dtypes {_listed(self.dtypes)}": not _among(problem.dtype, self.dtypes),
             f"takes head dimensions {_listed(self.head_dims)}": not _among(
                 problem.head_dim, self.head_dims
@@ -66,6 +70,8 @@ class Claims:
         changes: dict[str, Any] = {}
         if not self.bottom_right and problem.causal == "bottom_right":
             changes["causal"] = "top_left"
+        if not self.windows:
+            changes["window"] = UNBOUNDED
         if not self.grouped:
             changes["kv_heads"] = problem.heads
         if not self.empty:
@@ -78,7 +84,7 @@ class Claims:
             larger = [d for d in self.head_dims or () if d > problem.head_dim]
             changes["head_dim"] = min(larger or self.head_dims or ())
         fitted = replace(problem, **changes)
-        if not self.dead_rows and fitted.dead_rows > 0:
+        if not self.fully_masked_rows and fitted.fully_masked_rows > 0:
             fitted = replace(fitted, seq_kv=max(fitted.seq_q, fitted.seq_kv))
         return fitted
 

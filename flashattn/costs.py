@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashattn.lm import Config
+from flashattn.mask import CAUSAL
 
 Step = Literal["forward", "backward", "forward+backward", "train"]
 
@@ -87,7 +88,7 @@ class Costs:
         """
         forwards, backwards = _passes(step)
         matrices = self._block_products + self._head_products
-        attention = self._attention_products(self.context * (self.context + 1) // 2)
+        attention = self._attention_products(CAUSAL.over(self.context, self.context).pairs)
         return (forwards + 2 * backwards) * (matrices + attention)
 
     def executed(self, step: Step) -> int:
@@ -99,7 +100,7 @@ class Costs:
         """
         forwards, backwards = _passes(step)
         if self.attention == "flash":
-            attention = self._attention_products(self.context * (self.context + 1) // 2)
+            attention = self._attention_products(CAUSAL.over(self.context, self.context).pairs)
             again = attention // 2
         else:
             attention, again = self._attention_products(self.context**2), 0

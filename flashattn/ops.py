@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from flashattn.problem import ALIGNMENT, Causal, Problem, check_scale, diagonal
-from flashattn.watchers import unwatched
+from flashattn.dispatch import dispatch_is_trivial as unwatched
+from flashattn.mask import Causal, Mask
+from flashattn.problem import ALIGNMENT, Problem, check_scale
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:
@@ -154,7 +155,7 @@ def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
     "triton" has the portable ones, "hopper" Hopper's, "split" the portable forward, which splits
     keys, and "joint" the portable backward, which joins its passes.
     """
-    from flashattn.kernels import backward, forward  # noqa: PLC0415
+    from flashattn.kernels.portable import backward, forward  # noqa: PLC0415
 
     if kernels == "triton":
         return forward, backward
@@ -439,7 +440,7 @@ def prepare(
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """
-    last, scale = diagonal(causal, q.shape[2], k.shape[2]), check_scale(scale, q.shape[3])
+    last, scale = Mask.of(causal).over(q.shape[2], k.shape[2]).right, check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = last, scale, precision, kernels, deterministic
     if not unwatched(q, k, v):
@@ -473,8 +474,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         heads = [x.unsqueeze(-3) for x in (q, k, v)]
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
-        last, scale = diagonal(is_causal, q.shape[1], k.shape[1]), check_scale(None, q.shape[2])
-        ctx.options = last, scale, "auto", "triton", True
+        last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
+        ctx.options = last, check_scale(None, q.shape[2]), "auto", "triton", True
         return o
 
     @staticmethod

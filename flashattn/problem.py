@@ -3,10 +3,6 @@
 The legend, used everywhere in this package: ``B`` batch, ``H`` query heads, ``G`` key/value heads,
 ``T`` queries, ``S`` keys, ``D`` head dimension. q is ``[B, H, T, D]``, k and v ``[B, G, S, D]``,
 the logsumexp and delta ``[B, H, T]``. Query head ``h`` reads key/value head ``h // (H // G)``.
-
-A causal mask lets query ``t`` see keys ``0 ... t + diagonal``. Top-left (PyTorch's ``is_causal``
-and the paper's) has ``diagonal = 0``; bottom-right (flash-attn's since 2.1), where the last query
-sees every key, has ``diagonal = S - T``. They differ only when ``T != S``.
 """
 
 from __future__ import annotations
@@ -15,42 +11,16 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
-Causal = bool | Literal["top_left", "bottom_right"]
+from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
+
 ALIGNMENT = 16  # bytes: what is loaded at once depends on an address no further
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-CORNERS: dict[str, Causal] = {
-    "full": False,
-    "causal": "top_left",
-    "causal_br": "bottom_right",
-}
-MASKS: dict[object, Literal["top_left", "bottom_right"] | None] = {
-    False: None,
-    True: "top_left",
-    "top_left": "top_left",
-    "bottom_right": "bottom_right",
-}
-
-
-def diagonal(causal: Causal, seq_q: int, seq_kv: int) -> int | None:
-    """Return the last key that query 0 sees (may be negative), or None when nothing is masked.
-
-    Raises:
-        ValueError: ``causal`` is none of False, True, "top_left" and "bottom_right".
-    """
-    try:
-        corner = MASKS[causal]
-    except (KeyError, TypeError):
-        msg = f'causal: wanted False, True, "top_left" or "bottom_right", got {causal!r}'
-        raise ValueError(msg) from None
-    if corner is None:
-        return None
-    return 0 if corner == "top_left" else seq_kv - seq_q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +35,11 @@ class Problem:
         seq_kv: S, keys; None means T.
         head_dim: D.
         causal: False, "top_left" (or True) or "bottom_right".
+        window: (left, right), see ``Mask.of``; of a causal mask only ``left`` is kept.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
-        ValueError: a size is negative, G does not divide H, or causal or dtype is unknown.
+        ValueError: a size is negative, G does not divide H, or causal, window or dtype is wrong.
     """
 
     batch: int = 1
@@ -78,6 +49,7 @@ class Problem:
     seq_kv: int = cast("int", None)
     head_dim: int = 64
     causal: Causal = False
+    window: Window = UNBOUNDED
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -95,12 +67,19 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
-        diagonal(self.causal, self.seq_q, self.seq_kv)
-        object.__setattr__(self, "causal", MASKS[self.causal] or False)
+        mask = self.mask
+        object.__setattr__(self, "causal", mask.causal)
+        object.__setattr__(self, "window", mask.window)
 
     @classmethod
     def of(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal = False
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: Causal = False,
+        window: Window = UNBOUNDED,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
 
@@ -108,7 +87,8 @@ class Problem:
             q: [B, H, T, D], or [B, T, D] for one head.
             k: [B, G, S, D], or [B, S, D].
             v: like k.
-            causal: see ``diagonal``.
+            causal: see ``Mask.of``.
+            window: see ``Mask.of``.
 
         Raises:
             ValueError: names the argument that does not fit, what was wanted and what came.
@@ -130,6 +110,7 @@ class Problem:
             seq_kv=seq_kv,
             head_dim=head_dim,
             causal=causal,
+            window=window,
             dtype=str(q.dtype).removeprefix("torch."),
         )
 
@@ -137,9 +118,8 @@ class Problem:
         """Return the name used as a test id; equal numbers of heads or of rows are said once."""
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
-        mask = next(word for word, corner in CORNERS.items() if corner == self.causal)
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{mask}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -148,19 +128,27 @@ class Problem:
         Raises:
             ValueError: it is no such name.
         """
+        wrong = ValueError(
+            "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
+            f" -window70+0), got {name!r}"
+        )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
-            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-(full|causal|causal_br)",
+            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-(.+)",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
         if found is None or found[1] not in dtypes:
-            raise ValueError(
-                "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-                f" -causal), got {name!r}"
-            )
+            raise wrong
+        try:
+            mask = Mask.parse(found[8])
+        except ValueError:
+            raise wrong from None
         sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
-        return cls(**sizes, causal=CORNERS[found[8]], dtype=dtypes[found[1]])
+        problem = cls(**sizes, causal=mask.causal, window=mask.window, dtype=dtypes[found[1]])
+        if str(problem) != name:
+            raise wrong
+        return problem
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -168,28 +156,31 @@ class Problem:
         return getattr(torch, self.dtype)
 
     @property
-    def diagonal(self) -> int | None:
-        """The last key that query 0 sees, or None when nothing is masked."""
-        return diagonal(self.causal, self.seq_q, self.seq_kv)
+    def mask(self) -> Mask:
+        """Which keys a query sees, whatever the lengths."""
+        return Mask.of(self.causal, self.window)
+
+    @property
+    def mask_options(self) -> dict[str, Any]:
+        """What an implementation is called with: ``causal``, and ``window`` where there is one."""
+        return {"causal": self.causal} | (
+            {} if self.window == UNBOUNDED else {"window": self.window}
+        )
+
+    @property
+    def band(self) -> Band:
+        """The mask over this problem's queries and keys."""
+        return self.mask.over(self.seq_q, self.seq_kv)
 
     @property
     def pairs(self) -> int:
         """Scores that count, over all heads: exact, so a causal problem has about half."""
-        last = self.diagonal
-        if last is None:
-            return self.batch * self.heads * self.seq_q * self.seq_kv
-        # Query t sees clamp(t + diagonal + 1, 0, S) keys: an arithmetic ramp, then a plateau of S.
-        first = min(max(0, -last), self.seq_q)  # the first query that sees a key
-        full = min(max(first, self.seq_kv - last - 1), self.seq_q)  # ... that sees every key
-        ramp = (full - first) * (first + full + 1 + 2 * last) // 2
-        return self.batch * self.heads * (ramp + (self.seq_q - full) * self.seq_kv)
+        return self.batch * self.heads * self.band.pairs
 
     @property
-    def dead_rows(self) -> int:
+    def fully_masked_rows(self) -> int:
         """Queries of each head that see no key."""
-        if self.seq_kv == 0:
-            return self.seq_q
-        return 0 if self.diagonal is None else min(max(0, -self.diagonal), self.seq_q)
+        return self.band.fully_masked_rows
 
     def flops(self, passes: str = "forward") -> int:
         """Multiply-adds counted as two: two products forward, five backward (one recomputes).

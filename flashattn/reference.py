@@ -1,6 +1,7 @@
 """The definition: softmax(scale * q @ k.T + mask) @ v, in the shortest PyTorch that reads as it.
 
-Every other implementation is judged by this one, so it shares no code with them. It runs in any
+Every other implementation is judged by this one, so it shares no code with them but the definition
+of a mask. It runs in any
 floating dtype on any device and is differentiable to any order; it holds the whole score matrix.
 """
 
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from flashattn.mask import Mask
+
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, diagonal: int | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention and its natural-log logsumexp as written on paper.
 
@@ -18,7 +21,7 @@ def reference_attention(
         q: [B, H, T, D].
         k: [B, G, S, D]; G divides H.
         v: [B, G, S, D].
-        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        mask: which keys a query sees.
         scale: factor on the scores.
 
     Returns:
@@ -32,12 +35,11 @@ def reference_attention(
     scores = (q @ k.mT) * scale  # [B, H, T, S]
     rows = torch.arange(q.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None, :]
-    last = k.shape[2] if diagonal is None else rows + diagonal
-    hidden = (keys > last).expand(scores.shape[-2:])  # [T, S]
-    dead = hidden.all(dim=-1, keepdim=True)  # [T, 1]; an empty row of keys is dead, too
-    # A dead row is computed as if it saw everything, then replaced: softmax never meets a row of
+    seen = mask.over(q.shape[2], k.shape[2]).sees(rows, keys).expand(scores.shape[-2:])  # [T, S]
+    fully_masked = ~seen.any(dim=-1, keepdim=True)  # [T, 1]; of no keys, too
+    # Such a row is computed as if it saw everything, then replaced: softmax never meets a row of
     # -inf.
-    scores = scores.masked_fill(hidden & ~dead, -torch.inf)
-    p = scores.softmax(dim=-1).masked_fill(dead, 0)
-    lse = scores.logsumexp(dim=-1).masked_fill(dead[:, 0], -torch.inf)
+    scores = scores.masked_fill(~(seen | fully_masked), -torch.inf)
+    p = scores.softmax(dim=-1).masked_fill(fully_masked, 0)
+    lse = scores.logsumexp(dim=-1).masked_fill(fully_masked[:, 0], -torch.inf)
     return p @ v, lse

@@ -30,7 +30,7 @@ from flashattn.problem import Problem
 
 WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]
 
@@ -49,7 +49,8 @@ class Impl(Claims):
     Args:
         name: what ``get`` and ``attention(impl=...)`` know it by.
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
-            False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse).
+            False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
+            there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
@@ -124,10 +125,10 @@ def _options(call: Callable[..., Any]) -> frozenset[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(parameter.name for parameter in parameters) - {"causal", "scale"}
+    return frozenset(parameter.name for parameter in parameters) - {"causal", "window", "scale"}
 
 
-def _pair(result: Result) -> Pair:
+def _pair(result: Output) -> Pair:
     return result if isinstance(result, tuple) else (result, None)
 
 

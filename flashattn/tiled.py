@@ -8,11 +8,13 @@ its D = rowsum(dO * O). Half-precision inputs are computed in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from flashattn.problem import Causal, Problem, check_scale, diagonal
+from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
+from flashattn.problem import Problem, check_scale
 
 BLOCK_Q = 64
 BLOCK_KV = 64
@@ -28,31 +30,25 @@ def _tiles(size: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, size)) for start in range(0, size, block)]
 
 
-def _hidden(
-    rows: slice, keys: slice, last: int | None, device: torch.device
-) -> torch.Tensor | None:
-    """Return where a tile is masked [rows, keys], or None when all of it is seen."""
-    if last is None or keys.stop - 1 <= rows.start + last:
-        return None
-    t = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    return torch.arange(keys.start, keys.stop, device=device)[None, :] > t + last
-
-
-def _skipped(rows: slice, keys: slice, last: int | None) -> bool:
-    """Whether no query of the tile sees a key of it."""
-    return last is not None and keys.start > rows.stop - 1 + last
+def _visited(tiles: list[slice], run: Tiles) -> Iterator[tuple[slice, bool]]:
+    """Return the tiles of a run, each with whether it needs the mask."""
+    for i in range(run.first, run.end):
+        yield tiles[i], not run.full <= i < run.full_end
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, last: int | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, scale: float, band: Band | None
 ) -> torch.Tensor:
+    """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None."""
     s = (_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT) * scale
-    hidden = _hidden(rows, keys, last, q.device)
-    return s if hidden is None else s.masked_fill(hidden, -torch.inf)
+    if band is None:
+        return s
+    t, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
+    return s.masked_fill(~band.sees(t[:, None], key[None, :]), -torch.inf)
 
 
 def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, diagonal: int | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run algorithm 1.
 
@@ -60,7 +56,7 @@ def tiled_forward(
         q: [..., T, D].
         k: [..., S, D], its leading dimensions broadcastable to q's.
         v: like k.
-        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        mask: which keys a query sees.
         scale: factor on the scores.
 
     Returns:
@@ -68,14 +64,13 @@ def tiled_forward(
     """
     o = torch.empty_like(q)
     lse = torch.empty_like(q[..., 0], dtype=_wide(q[..., :0, :0]).dtype)
+    band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(k.shape[-2], BLOCK_KV)
     for rows in _tiles(q.shape[-2], BLOCK_Q):
         acc = torch.zeros_like(_wide(q[..., rows, :]))  # [..., BLOCK_Q, D]
         m = torch.full_like(acc[..., :1], -torch.inf)
         l = torch.zeros_like(m)
-        for keys in _tiles(k.shape[-2], BLOCK_KV):
-            if _skipped(rows, keys, diagonal):
-                break
-            s = _scores(q, k, rows, keys, diagonal, scale)
+        for keys, masked in _visited(tiles, band.key_tiles(rows.start, rows.stop, BLOCK_KV)):
+            s = _scores(q, k, rows, keys, scale, band if masked else None)
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
             finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
             alpha, p = (m - finite).exp(), (s - finite).exp()
@@ -91,7 +86,7 @@ def tiled_backward(
     grads: tuple[torch.Tensor, torch.Tensor | None],
     saved: tuple[torch.Tensor, ...],
     *,
-    diagonal: int | None,
+    mask: Mask,
     scale: float,
 ) -> Gradients:
     """Run algorithm 2.
@@ -99,7 +94,7 @@ def tiled_backward(
     Args:
         grads: the gradients of o and of lse (None when lse was not used).
         saved: q, k, v, o, lse as ``tiled_forward`` took and returned them.
-        diagonal: as forward.
+        mask: as forward.
         scale: as forward.
 
     Returns:
@@ -112,13 +107,12 @@ def tiled_backward(
     delta = (_wide(grad_o) * _wide(o)).sum(dim=-1)
     if grad_lse is not None:
         delta = delta - grad_lse
+    band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(q.shape[-2], BLOCK_Q)
     for keys in _tiles(k.shape[-2], BLOCK_KV):
-        for rows in _tiles(q.shape[-2], BLOCK_Q):
-            if _skipped(rows, keys, diagonal):
-                continue
-            s = _scores(q, k, rows, keys, diagonal, scale)
-            row_lse = lse[..., rows, None]
-            p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()  # dead rows: 0
+        for rows, masked in _visited(tiles, band.query_tiles(keys.start, keys.stop, BLOCK_Q)):
+            s = _scores(q, k, rows, keys, scale, band if masked else None)
+            row_lse = lse[..., rows, None]  # where it is -inf, all keys are masked, and p is 0
+            p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()
             do = _wide(grad_o[..., rows, :])
             ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None]) * scale
             dv[..., keys, :] += p.mT @ do
@@ -133,18 +127,53 @@ class _TiledGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         _: Any,
-        last: int | None,
+        mask: Mask,
         scale: float,
         grad_o: torch.Tensor,
         grad_lse: torch.Tensor | None,
         *saved: torch.Tensor,
     ) -> Gradients:
-        return tiled_backward((grad_o, grad_lse), saved, diagonal=last, scale=scale)
+        return tiled_backward((grad_o, grad_lse), saved, mask=mask, scale=scale)
 
     @staticmethod
     def backward(*_: object) -> None:
         msg = 'the tiled attention has no second derivative; impl="reference" has'
         raise NotImplementedError(msg)
+
+
+class _Tiled(torch.autograd.Function):
+    """Algorithms 1 and 2 as a function of q, k and v with any leading dimensions."""
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            return tiled_forward(q, k, v, mask=mask, scale=scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.mask, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
+        return *_TiledGradients.apply(ctx.mask, ctx.scale, grad_o, grad_lse, *saved), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Make the mapped dimension one more leading dimension."""
+        *tensors, mask, scale = inputs
+        mapped = (
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims, strict=False)
+        )
+        return _Tiled.apply(*mapped, mask, scale), (0, 0)
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
@@ -171,12 +200,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if q.ndim == 3:  # noqa: PLR2004 - (batch, N, d); with more, the caller has checked
             Problem.of(q, k, v, causal=is_causal)
-        ctx.diagonal = diagonal(is_causal, q.shape[-2], k.shape[-2])
-        ctx.scale = check_scale(scale, q.shape[-1])
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = tiled_forward(q, k, v, diagonal=ctx.diagonal, scale=ctx.scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.set_materialize_grads(False)
+        inputs = q, k, v, Mask.of(is_causal), check_scale(scale, q.shape[-1])
+        o, lse = _Tiled.forward(*inputs)
+        _Tiled.setup_context(ctx, inputs, (o, lse))
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -185,10 +211,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         grad_o: torch.Tensor | None,
         grad_lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        q = ctx.saved_tensors[0]
-        grad_o = torch.zeros_like(q) if grad_o is None else grad_o
-        grads = _TiledGradients.apply(ctx.diagonal, ctx.scale, grad_o, grad_lse, *ctx.saved_tensors)
-        return *grads, None, None, None
+        return *_Tiled.backward(ctx, grad_o, grad_lse), None
 
 
 def tiled_attention(
@@ -197,6 +220,7 @@ def tiled_attention(
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with grouped heads; the caller has checked the arguments.
@@ -206,6 +230,7 @@ def tiled_attention(
         k: [B, G, S, D].
         v: [B, G, S, D].
         causal: see ``attention``.
+        window: see ``attention``.
         scale: see ``attention``.
 
     Returns:
@@ -215,5 +240,6 @@ def tiled_attention(
         NotImplementedError: on a second derivative, which only the reference has.
     """
     grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
-    o, lse = FlashAttentionPyTorch.apply(grouped, k[:, :, None], v[:, :, None], causal, scale, True)  # noqa: FBT003
+    mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale)
     return o.flatten(1, 2), lse.flatten(1, 2)

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.accuracy import (
     Error,
-    Question,
-    Truth,
+    Expected,
+    Sample,
     assert_accurate,
     largest,
     last_place,
@@ -23,22 +24,22 @@ from flashattn.testing.accuracy import (
 )
 
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=70, head_dim=32, causal=True, dtype="bfloat16")
-QUESTION = Question(problem=PROBLEM, scale=0.2)
+SAMPLE = Sample(problem=PROBLEM, scale=0.2)
 
 
 def naive(q, k, v, scale=0.2, last=0):
     """The reference with a scale and a mask that can be got wrong."""
-    return reference_attention(q, k, v, diagonal=last, scale=scale)
+    return reference_attention(q, k, v, mask=Mask(right=last), scale=scale)
 
 
 def test_naive_is_within():
     """The reference in the case's own dtype meets its own budgets."""
-    assert_accurate(naive, QUESTION)
+    assert_accurate(naive, SAMPLE)
 
 
-def test_the_question_repeats():
-    """The same question draws the same numbers."""
-    one, other = QUESTION.draw(), QUESTION.draw()
+def test_the_sample_repeats():
+    """The same sample draws the same numbers."""
+    one, other = SAMPLE.draw(), SAMPLE.draw()
     assert all(torch.equal(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
     assert torch.equal(one.grad_o, other.grad_o)
 
@@ -74,55 +75,53 @@ def test_the_question_repeats():
 def test_errors_are_seen(wrong):
     """A scale off by 2%, a mask off by one, a wrong group, row or gradient breaks a budget."""
     with pytest.raises((AssertionError, RuntimeError)):
-        assert_accurate(wrong, QUESTION)
+        assert_accurate(wrong, SAMPLE)
 
 
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("damage", [1.03, torch.nan, torch.inf])
 def test_each_output_is_judged(name, damage):
     """One output that is 3% off, or NaN or infinite in one place, is reported by its name."""
-    case = QUESTION.draw()
+    case = SAMPLE.draw()
     got = run(naive, case)
     if damage == 1.03:
         got[name] = got[name] * damage
     else:
         got[name].view(-1)[17] = damage
-    complaints = Truth.of(case).complaints(got)
-    assert complaints
-    assert all(sentence.startswith(f"{name}: ") for sentence in complaints)
+    failures = Expected.of(case).failures(got)
+    assert failures
+    assert all(sentence.startswith(f"{name}: ") for sentence in failures)
 
 
 def test_the_mean_is_judged():
     """Errors below the largest allowed, but everywhere, break the mean's budget."""
-    case = QUESTION.draw()
-    truth = Truth.of(case)
+    case = SAMPLE.draw()
+    expected = Expected.of(case)
     got = run_reference(case)
-    got["o"] = truth.exact["o"] + truth.naive["o"].max
-    assert [sentence.split(" error")[0] for sentence in truth.complaints(got)] == ["o: mean"]
+    got["o"] = expected.exact["o"] + expected.naive["o"].max
+    assert [sentence.split(" error")[0] for sentence in expected.failures(got)] == ["o: mean"]
 
 
 def test_infinities_are_compared():
-    """A dead row's lse is -inf, and neither a number nor +inf will do."""
-    case = Question(
+    """A fully masked row's lse is -inf, and neither a number nor +inf will do."""
+    case = Sample(
         problem=Problem(seq_q=4, seq_kv=2, head_dim=4, causal="bottom_right"), grad=False
     ).draw()
-    truth = Truth.of(case)
+    expected = Expected.of(case)
     for wrong in (0.0, torch.inf, torch.nan):
         got = run_reference(case)
         got["lse"][0, 0, 0] = wrong
-        assert truth.complaints(got) == [
+        assert expected.failures(got) == [
             "lse: infinite or NaN where the exact result is not, or the reverse"
         ]
 
 
 def test_fp64_is_judged_too():
     """In fp64, where naive is exact, an error of fp32's size breaks the budget."""
-    question = Question(problem=Problem(seq_q=40, head_dim=16, dtype="float64"))
-    assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25, last=None), question)
+    sample = Sample(problem=Problem(seq_q=40, head_dim=16, dtype="float64"))
+    assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25, last=None), sample)
     with pytest.raises(AssertionError):
-        assert_accurate(
-            lambda q, k, v: naive(q, k, v, scale=0.25 * (1 + 1e-9), last=None), question
-        )
+        assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25 * (1 + 1e-9), last=None), sample)
 
 
 def in_turn(q, k, v):
@@ -135,7 +134,7 @@ def in_turn(q, k, v):
 def test_any_order_of_a_sum_is_naive():
     """Scores of one sign, summed one by one, are right; less six bits of the keys they are not."""
     problem = Problem(heads=2, seq_q=72, seq_kv=11, head_dim=128)
-    asked = Question(problem=problem, values="negative", grad=False)
+    asked = Sample(problem=problem, values="negative", grad=False)
     assert_accurate(in_turn, asked)
     with pytest.raises(AssertionError, match="o: mean error"):
         assert_accurate(
@@ -146,7 +145,7 @@ def test_any_order_of_a_sum_is_naive():
 def test_scores_one_by_one_are_the_references():
     """Where sums are exact, or infinite, their order changes nothing."""
     problem = Problem(heads=2, kv_heads=1, seq_q=9, seq_kv=12, head_dim=8, causal="bottom_right")
-    case = Question(problem=problem, values="grid", grad=False).draw()
+    case = Sample(problem=problem, values="grid", grad=False).draw()
     wanted = run_reference(case)
     assert all(torch.equal(x, wanted[name]) for name, x in one_by_one(case).items())
     case.inputs[0][0, 0, 0, 0] = torch.inf
@@ -181,7 +180,7 @@ def test_the_last_place_of_a_number(dtype):
 
 def test_rounding_denormals_twice_is_within():
     """What is rounded once more below the smallest normal number is right; off by two it is not."""
-    asked = Question(problem=Problem(seq_q=260, seq_kv=65, head_dim=16), values="denormal")
+    asked = Sample(problem=Problem(seq_q=260, seq_kv=65, head_dim=16), values="denormal")
     place = last_place(torch.float32, torch.finfo(torch.float32).tiny)
 
     def attend(q, k, v, places):
@@ -197,7 +196,7 @@ def test_rows_that_are_alike_count_as_one():
     """Naive is run on more draws where all of a head's rows of o are the same, within bounds."""
     small, long = (Problem(heads=3, kv_heads=1, seq_q=n, head_dim=43) for n in (65, 2000))
     copies = {
-        (values, problem.seq_q): Question(problem=problem, values=values).enlarged().problem.batch
+        (values, problem.seq_q): Sample(problem=problem, values=values).enlarged().problem.batch
         for values in ("normal", "same_keys")
         for problem in (small, long)
     }
@@ -205,4 +204,4 @@ def test_rows_that_are_alike_count_as_one():
     assert copies["same_keys", 65] == 96  # of 43 elements, for 4096
     for gone in ("batch", "heads", "seq_q", "seq_kv"):
         none = replace(small, **{gone: 0} | ({"kv_heads": 0} if gone == "heads" else {}))
-        Question(problem=none, values="same_keys").enlarged()
+        Sample(problem=none, values="same_keys").enlarged()

@@ -8,8 +8,8 @@ import pytest
 
 from flashattn.counts import compiled
 from flashattn.counts.addresses import findings, read
+from flashattn.counts.offline import Resources, variants
 from flashattn.kernels.hopper.offline import variants as hopper_variants
-from flashattn.kernels.offline import Resources, variants
 
 BOTH = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"  # A at UR4 and UR5, B at UR6 and UR7
 ONE = "HGMMA.64x64x16.F32.BF16 R88, R120, gdesc[UR4].tnspB, R88, gsb0"  # A in registers

@@ -123,6 +123,76 @@ def test_auto(device):
     assert all(map(torch.equal, attention(q, k, v, **how), attention(q, k, v, **how, impl=pair)))
 
 
+def test_auto_takes_windows(device):
+    """By computing only the tiles that they touch, until kernels of ours do."""
+    q, k, v = tensors(device)
+    how = {"causal": True, "window": (5, None), "return_lse": True}
+    assert all(map(torch.equal, attention(q, k, v, **how), attention(q, k, v, **how, impl="tiled")))
+    for name in ("triton", "hopper"):
+        with pytest.raises(ValueError, match=f"{name} takes no sliding windows"):
+            attention(q, k, v, window=(5, 0), impl=name)
+
+
+@pytest.mark.parametrize("name", ["auto", "tiled", "reference", "sdpa", "naive"])
+def test_windows_are_inclusive(name, device):
+    """A query sees left + 1 + right keys, itself among them; causal sets right to 0."""
+    q, k, v = tensors(device)
+    alone = attention(q, k, v, causal=True, window=(0, 7), impl=name)
+    torch.testing.assert_close(alone, v)
+    for left, right in ((2, 1), (1, 2), (2, None)):
+        inner = attention(q, k, v, window=(left, right), impl=name)[:, :, 9]
+        keys = slice(9 - left, None if right is None else 10 + right)
+        few = attention(q[:, :, 9:10], k[:, :, keys], v[:, :, keys], impl=name)[:, :, 0]
+        torch.testing.assert_close(inner, few)
+
+
+def test_windows_end_where_causal_says(device):
+    """At the top left, and without a corner, positions begin at the first key, else at the end."""
+    q, k, v = make_inputs(PROBLEM, device=device)
+    top = attention(q, k, v, causal=True, window=(3, None))
+    assert torch.equal(top, attention(q, k, v, window=(3, 0)))
+    bottom = attention(q, k, v, causal="bottom_right", window=(3, None))
+    for o, keys in ((top, slice(29, 33)), (bottom, slice(36, 40))):
+        last = attention(q[:, :, -1:], k[:, :, keys], v[:, :, keys])
+        torch.testing.assert_close(o[:, :, -1:], last)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_windows_under_transforms(name, device):
+    """Compiled, mapped and cast attention, of shapes alone too, has windows as any mask."""
+    q, k, v = tensors(device)
+
+    def call(q, k, v):
+        return attention(q, k, v, causal=True, window=(5, None), impl=name)
+
+    wanted = call(q, k, v)
+    torch.compiler.reset()
+    for dynamic in (False, True):
+        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k, v), wanted)
+    mapped = torch.vmap(call, in_dims=(0, None, 1))(
+        torch.stack([q, 2 * q]), k, torch.stack([v, v + 1], dim=1)
+    )
+    torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v + 1)]))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert torch.equal(call(q, k, v), call(*(x.bfloat16() for x in (q, k, v))))
+    assert call(*(x.to("meta") for x in (q, k, v))).shape == wanted.shape
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
+def test_bad_windows(name, device):
+    """They are refused by whomever is asked, after a good one that is equal, too."""
+    given, words = tensors(device), r"window: wanted \(left, right\), each an int from 0 on or None"
+    if registry.get("tiled" if name == "auto" else name).windows:
+        assert torch.equal(
+            attention(*given, window=[1, 0], impl=name), attention(*given, window=(1, 0), impl=name)
+        )
+    for window in ((True, False), (1.0, 0), (-1, 0), (1,), (1, 0, 0), 8, None, "10", torch.ones(2)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=words):
+                attention(*given, window=window, impl=name)
+
+
 def test_auto_takes_fp64_and_large_heads(device):
     """What the kernels lack, auto still answers."""
     for changes in ({"dtype": "float64"}, {"head_dim": 300}):
@@ -224,7 +294,8 @@ def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
         return
     monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: (name,)})
-    torch.testing.assert_close(attention(*given, **how), attention(*given))
+    mask = {"window": (5, 5)} if name == "tiled" else {}  # without one it leaves a CPU to others
+    torch.testing.assert_close(attention(*given, **how, **mask), attention(*given, **mask))
 
 
 BAD = {
@@ -255,7 +326,7 @@ def test_bad_keywords(device, name, words):
         ({"softmax_scale": 1.0}, "softmax_scale: no argument of .*; use scale"),
         ({"retrun_lse": True}, "retrun_lse: no argument of .*; use return_lse"),
         ({"attn_mask": None}, "attn_mask: .*; the only masks are those of causal"),
-        ({"window_size": (8, 8)}, "window_size: .*; the only masks are those of causal"),
+        ({"window_size": (8, 8)}, "window_size: .*; use window"),
         ({"dropout_p": 0.0}, "dropout_p: .*; there is no dropout"),
         ({"enable_gqa": True}, "enable_gqa: .*; k and v may have fewer heads than q"),
         ({"split_keys": True}, r'split_keys: .*impl="\w+"\); its own options are '),
@@ -365,7 +436,7 @@ CHANGES = {
     "mask": lambda q, k, v: ((q, k, v), {"causal": True}),
     "scale": lambda q, k, v: ((q, k, v), {"scale": 2.0}),
     "lse": lambda q, k, v: ((q, k, v), {"return_lse": True}),
-    "option": lambda q, k, v: ((q, k, v), {"window": 1}),
+    "option": lambda q, k, v: ((q, k, v), {"own": 1}),
     "precision": lambda q, k, v: ((q, k, v), {"precision": "ieee"}),
     "order": lambda q, k, v: ((q, k, v), {"deterministic": False}),
 }
@@ -387,7 +458,7 @@ def test_a_plan_is_repeated_only_for_its_like(device, prepared, change):
     assert len(prepared) == 2
 
 
-@pytest.mark.parametrize("options", [({"window": 1}, {"window": True}), ({"a": 1}, {"b": 1})])
+@pytest.mark.parametrize("options", [({"own": 1}, {"own": True}), ({"a": 1}, {"b": 1})])
 def test_options_are_told_apart(device, prepared, options):
     """By name, kind and value; one that may hold on to memory is prepared each time."""
     given = tensors(device)

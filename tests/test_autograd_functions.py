@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashattn import FlashAttentionPyTorch, FlashAttentionTriton
+from flashattn.mask import Mask
 from flashattn.reference import reference_attention
 
 BOTH = pytest.mark.parametrize("function", [FlashAttentionPyTorch, FlashAttentionTriton])
@@ -26,12 +27,10 @@ def test_forward_and_saved_lse(function, is_causal, device):
     """O is attention, and exactly one saved tensor has shape (batch, N_q): the logsumexp."""
     (q, k, v), _ = inputs(device)
     o = function.apply(q, k, v, is_causal)
-    last = 0 if is_causal else None
+    mask = Mask.of(is_causal)
     wanted, wanted_lse = (
         x[:, 0]
-        for x in reference_attention(
-            q[:, None], k[:, None], v[:, None], diagonal=last, scale=D**-0.5
-        )
+        for x in reference_attention(q[:, None], k[:, None], v[:, None], mask=mask, scale=D**-0.5)
     )
     torch.testing.assert_close(o, wanted)
     saved = [x for x in o.grad_fn.saved_tensors if x.shape == (BATCH, N_Q)]
@@ -45,8 +44,8 @@ def test_backward(function, is_causal, device):
     """Its gradients are those of naive attention, and is_causal gets none."""
     (q, k, v), grad_o = inputs(device)
     got = torch.autograd.grad(function.apply(q, k, v, is_causal), (q, k, v), grad_o)
-    last = 0 if is_causal else None
-    o, _ = reference_attention(q[:, None], k[:, None], v[:, None], diagonal=last, scale=D**-0.5)
+    mask = Mask.of(is_causal)
+    o, _ = reference_attention(q[:, None], k[:, None], v[:, None], mask=mask, scale=D**-0.5)
     wanted = torch.autograd.grad(o[:, 0], (q, k, v), grad_o)
     torch.testing.assert_close(got, wanted)
 

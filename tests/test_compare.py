@@ -233,6 +233,8 @@ def test_report_tells_what_is_not_the_same():
         *("flash: slow", "1000", "2000", "2", "1", "±10%", "slower")
     ]
     assert len(lines) == 1
+    wild = made(0), made(1, spread=3.0)
+    assert "| more than 2x |" in report(*wild, every=True)
 
 
 @pytest.mark.parametrize(

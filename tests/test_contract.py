@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from flashattn import registry
-from flashattn.problem import diagonal
+from flashattn.mask import UNBOUNDED, Mask
 from flashattn.reference import reference_attention
 from flashattn.testing import contract
-from flashattn.testing.contract import CLAUSES, ERRORS_KEEP, main, usual, verdict, verdicts
+from flashattn.testing.contract import CLAUSES, ERRORS_KEEP, main, try_clause, try_contract, usual
 
 CPU = torch.device("cpu")
 
@@ -23,15 +23,19 @@ def made(call, **facts):
     return registry.Impl(name="mine", call=call, limits=lambda *_: None, **facts)
 
 
-def good(q, k, v, *, causal, scale):
+def good(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Answer as the definition does."""
-    last = diagonal(causal, q.shape[2], k.shape[2])
-    return reference_attention(q, k, v, diagonal=last, scale=scale)
+    return reference_attention(q, k, v, mask=Mask.of(causal, window), scale=scale)
 
 
 def top_left(q, k, v, *, causal, scale):
     """Know one alignment."""
     return good(q, k, v, causal=causal and "top_left", scale=scale)
+
+
+def no_left_bound(q, k, v, *, causal, scale, window=UNBOUNDED):
+    """Take a window for a causal mask."""
+    return good(q, k, v, causal=causal or window != UNBOUNDED, scale=scale)
 
 
 def first_heads(q, k, v, **how):
@@ -99,6 +103,8 @@ def silent_second(q, k, v, *, causal, scale):
 
 BROKEN = [
     (top_left, "causal bottom-right, T < S"),
+    (no_left_bound, "causal window"),
+    (no_left_bound, "two-sided window"),
     (first_heads, "grouped heads"),
     (forgetful, "gradient of lse"),
     (dense, "any strides"),
@@ -111,7 +117,7 @@ BROKEN = [
 
 def test_the_definition_keeps_everything():
     """The reference keeps every clause."""
-    found = {clause: verdict(registry.get("reference"), CPU, clause) for clause in CLAUSES}
+    found = {clause: try_clause(registry.get("reference"), CPU, clause) for clause in CLAUSES}
     assert {clause: x for clause, x in found.items() if x["verdict"] != "keeps"} == {}
 
 
@@ -119,13 +125,13 @@ def test_the_definition_keeps_everything():
 def test_a_broken_clause_is_found(call, clause):
     """Whoever answers wrongly breaks that clause, and keeps the usual ones."""
     impl = made(call, lse=True)
-    found = verdict(impl, CPU, clause)
+    found = try_clause(impl, CPU, clause)
     assert found["verdict"] == "breaks"
     assert found["said"]
     if call is sees_poison:
         assert found["said"] == "o: nan behind the mask shows as NaN or inf"
     if call is not restless:
-        assert verdict(impl, CPU, "T != S")["verdict"] == "keeps"
+        assert try_clause(impl, CPU, "T != S")["verdict"] == "keeps"
 
 
 def test_an_error_is_a_refusal():
@@ -137,9 +143,9 @@ def test_an_error_is_a_refusal():
         return good(q.detach(), k.detach(), v.detach(), **how)[0]
 
     impl = made(picky)
-    assert verdict(impl, CPU, "T != S") == {"verdict": "refuses", "said": "only squares"}
-    assert verdict(impl, CPU, "lse returned")["verdict"] == "refuses"
-    assert verdict(impl, CPU, ERRORS_KEEP)["verdict"] == "keeps"
+    assert try_clause(impl, CPU, "T != S") == {"verdict": "refuses", "said": "only squares"}
+    assert try_clause(impl, CPU, "lse returned")["verdict"] == "refuses"
+    assert try_clause(impl, CPU, ERRORS_KEEP)["verdict"] == "keeps"
 
 
 def test_the_usual_problem_is_in_a_dtype_that_is_taken():
@@ -182,7 +188,7 @@ def test_a_crash_is_a_verdict(monkeypatch):
         return left(0, *map(line, rest))
 
     monkeypatch.setattr(contract.subprocess, "run", fake)
-    found = verdicts(made(good), torch.device("cuda"))
+    found = try_contract(made(good), torch.device("cuda"))
     assert set(found) == set(CLAUSES)
     assert found[second] == {"verdict": "crashes", "said": "exit status -11"}
     assert [name for name, x in found.items() if x["verdict"] == "crashes"] == [second, third]
@@ -193,4 +199,4 @@ def test_a_name_that_a_process_does_not_know_is_an_error(monkeypatch):
     """A plugin's name that only this process knows is told, and not tried for ever."""
     monkeypatch.setattr(contract.subprocess, "run", lambda *_, **__: left(2))
     with pytest.raises(RuntimeError, match="a new process for the contract failed: impl: no"):
-        verdicts(made(good), torch.device("cuda"))
+        try_contract(made(good), torch.device("cuda"))

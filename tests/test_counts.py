@@ -23,8 +23,8 @@ from flashattn.counts import compiled, interpreter
 from flashattn.counts.compiled import may_spill, unsteady
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
-from flashattn.kernels.backward import KERNELS as GRADIENTS
-from flashattn.kernels.offline import FIXED, variants
+from flashattn.counts.offline import FIXED, variants
+from flashattn.kernels.portable.backward import KERNELS as GRADIENTS
 from flashattn.ops import INTERPRETER_FAILS
 
 FOLDER = Path(__file__).parent / "counts"
@@ -113,13 +113,13 @@ def test_interpreter_counts(done):
 
 
 NO_LAST_KEY = (
-    "primitives.py",
-    "end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))",
+    "portable/mask.py",
+    "end = tl.minimum(end, tl.maximum(hi, 0))",
     "end = seq_kv",
 )
 NO_FIRST_QUERY = (
-    "gradients.py",
-    "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
+    "portable/mask.py",
+    "first = first // BLOCK_Q * BLOCK_Q",
     "first = 0",
 )
 SKIPPED = f"{CAUSAL} descriptors"
@@ -139,17 +139,16 @@ def test_lost_causal_skipping(done):
     assert "python -m flashattn.counts --rewrite" in done.stdout
 
 
-END_OF_PASS = "    row = place * heads + head\n"
+END_OF_PASS = "    row = out_batch * heads + head\n"
 ONE_MORE = """\
-        load_tile(
-            {x}, {x}_strides, batch, head // group, again, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
-        )
+        at = batch, head // group, again
+        load_tile({x}, layout.{x}, at, seq_kv, layout.head_dim, CONFIG.BLOCK_KV, False, CONFIG)
 """
-SECOND_PASS = "    for again in tl.range(0, end, BLOCK_KV):\n" + "".join(
+SECOND_PASS = "    for again in tl.range(0, end, CONFIG.BLOCK_KV):\n" + "".join(
     ONE_MORE.format(x=x) for x in "kv"
 )
-TWO_PASSES = (interpret, f"fwd {PLAIN}", ("forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS))
+AGAIN = ("portable/forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS)
+TWO_PASSES = (interpret, f"fwd {PLAIN}", AGAIN)
 
 
 @needs_the_interpreter
@@ -166,7 +165,7 @@ def test_second_pass_over_keys(done):
 
 
 FP32 = {arch: f"{arch} fp32 d16 full pointers" for arch in ("sm_80 fwd", "sm_90 bwd_dq")}
-NO_TF32 = ("primitives.py", "input_precision=PRECISION", 'input_precision="ieee"')
+NO_TF32 = ("portable/mma.py", "input_precision=PRECISION", 'input_precision="ieee"')
 NO_BF16X6 = ("launch.py", '== "tf32" else CUTTING', '== "tf32" else "ieee"')
 
 
@@ -227,9 +226,10 @@ def test_plain_counts_are_right(rows):
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_expectations(path):
-    """All variants are expected, on tensor cores, none to spill; cut fp32 spills less than uncut.
+    """All variants are expected, on tensor cores, none to spill.
 
-    On GPUs other than Hopper wide fp32 comes cut for that: nothing spills up to D = 128.
+    On GPUs other than Hopper wide fp32 is decomposed before, which spills less than fp32 that the
+    kernel decomposes: nothing up to D = 128.
     """
     expected = read(path)
     assert expected.keys() == {"ptxas", *map(str, variants())}
@@ -243,11 +243,13 @@ def test_compiled_expectations(path):
             assert row.keys().isdisjoint(compiled.VARYING)
         else:
             assert row["stack"] == 0 or may_spill(variant, row["stack"])
-    cut = {name: row for name, row in expected.items() if "sm_90" not in name and " cut" in name}
-    wide = {name: row for name, row in cut.items() if row["tile"].endswith("by pointers")}
+    terms = {
+        name: row for name, row in expected.items() if "sm_90" not in name and " decomposed" in name
+    }
+    wide = {name: row for name, row in terms.items() if row["tile"].endswith("by pointers")}
     assert wide
     for name, row in wide.items():
-        loaded = expected[name.replace(" cut", " pointers")]
+        loaded = expected[name.replace(" decomposed", " pointers")]
         assert row["stack"] == 0 or (" d256 " in name and row["stack"] < loaded["stack"])
 
 

@@ -8,20 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.registry import Impl
 from flashattn.testing import errors as errors_module
-from flashattn.testing.accuracy import Question, Truth
-from flashattn.testing.errors import VALUES, answers, errors
+from flashattn.testing.accuracy import Expected, Sample
+from flashattn.testing.errors import VALUES, errors, results
 
 PROBLEM = Problem(heads=2, seq_q=40, head_dim=16, causal=True, dtype="bfloat16")
 
 
 def exactly(q, k, v, *, causal, scale):
-    """Answer in fp64, rounded once: o and the logsumexp."""
+    """Compute in fp64, rounded once: o and the logsumexp."""
     q, k, v = (x.double() for x in (q, k, v))
-    o, lse = reference_attention(q, k, v, diagonal=0 if causal else None, scale=scale)
+    o, lse = reference_attention(q, k, v, mask=Mask.of(causal), scale=scale)
     return o.bfloat16(), lse.float()
 
 
@@ -31,7 +32,7 @@ def errors_of(call, problem=PROBLEM):
         Impl(name="mine", call=call, limits=lambda *_: None, lse=True),
         torch.device("cpu"),
     )
-    return errors(answers(impl, problem, where), problem, where)
+    return errors(results(impl, problem, where), problem, where)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +53,10 @@ def test_rounding_costs_half_a_unit(rounded, values, name):
 
 def test_units_and_budgets_are_those_of_the_suite(rounded):
     """An error in units times its unit is the error; budgets are the ones that tests hold it to."""
-    question = Question(problem=PROBLEM, values="extreme", lse=False)
-    truth = Truth.of(question.draw(), question.enlarged().draw())
-    unit = 2**-7 * truth.exact["dk"].abs().max().item()
-    budgets = truth.budgets("dk", truth.exact["dk"].bfloat16())
+    sample = Sample(problem=PROBLEM, values="extreme", lse=False)
+    expected = Expected.of(sample.draw(), sample.enlarged().draw())
+    unit = 2**-7 * expected.exact["dk"].abs().max().item()
+    budgets = expected.budgets("dk", expected.exact["dk"].bfloat16())
     for which in ("max", "mean"):
         budget = rounded["extreme"]["dk"][f"{which}_budget"]
         assert budget == pytest.approx(budgets[which] / unit)
@@ -64,10 +65,10 @@ def test_units_and_budgets_are_those_of_the_suite(rounded):
 
 def test_unit_is_as_small_as_its_tensor():
     """Of a tensor of small numbers the unit is small; of zeros it is the smallest there is."""
-    question = Question(problem=PROBLEM, lse=False)
-    truth = Truth.of(question.draw())
+    sample = Sample(problem=PROBLEM, lse=False)
+    expected = Expected.of(sample.draw())
     for factor, unit in ((2.0**-40, 2.0**-40), (0.0, 2.0**-126)):
-        small = replace(truth, exact={"o": (factor * truth.exact["o"].sign())})
+        small = replace(expected, exact={"o": (factor * expected.exact["o"].sign())})
         got = (small.exact["o"] + 4 * 2.0**-7 * unit).bfloat16()
         assert errors_module._in_units(small, "o", got)["max"] == 4
 

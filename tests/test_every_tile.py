@@ -16,11 +16,12 @@ from itertools import product
 import pytest
 import torch
 
-from flashattn.kernels import backward, choice, launch
+from flashattn.kernels import choice, launch
+from flashattn.kernels.portable import backward
 from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate, relative_errors
+from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.layouts import LAYOUTS as LAYOUTS_OF
 
 MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # so many that each pass has its own launch
@@ -119,16 +120,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", chosen, ids=str)
 
 
-def question(case, device):
+def sample(case, device):
     """Return what is asked of a case: o, lse, and the gradients of both."""
-    return Question(problem=case.problem, device=device, layout=case.layout)
+    return Sample(problem=case.problem, device=device, layout=case.layout)
 
 
 def test_every_tile(case, device):
     """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
-    asked = question(case, device)
+    asked = sample(case, device)
     scale = case.head_dim**-0.5
-    assert_accurate(partial(get("triton"), causal=case.problem.causal, scale=scale), asked)
+    assert_accurate(partial(get("triton"), **case.problem.mask_options, scale=scale), asked)
 
 
 @pytest.mark.parametrize(("arch", "capability"), [("sm_80", (8, 0)), ("sm_90", (9, 0))])
@@ -175,7 +176,7 @@ def test_cases_launch_what_they_say(device):
 def test_every_tile_for_tf32(device, shape, head_dim, causal):
     """Each tile for TF32 is right to what four products in a row lose, 2^-10 a factor."""
     problem = Problem(**SHAPES[shape], head_dim=head_dim, causal=causal)
-    case = Question(problem=problem, device=device).draw()
+    case = Sample(problem=problem, device=device).draw()
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
     for name, error in relative_errors(attend, case).items():
         assert 2**-20 < error < 4 * 2 * 2**-10, name
@@ -191,13 +192,13 @@ def test_every_case_is_more_than_the_ordinary_ones():
 
 
 def test_shapes_are_what_they_say():
-    """No tile divides a ragged length, every tile a whole one, and tall ones have dead rows."""
+    """No tile divides a ragged length, every tile a whole one, and tall ones have masked rows."""
     blocks = {size for tile in TABLES["sm_90"].values() for size in (tile.block_q, tile.block_kv)}
     for name, wanted in (("ragged", False), ("tall", False), ("whole", True)):
         for length in (SHAPES[name]["seq_q"], SHAPES[name]["seq_kv"]):
             assert {length % block == 0 for block in blocks} == {wanted}
     tall = Problem(**SHAPES["tall"], causal="bottom_right")
-    assert tall.dead_rows == 200
+    assert tall.fully_masked_rows == 200
 
 
 def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):

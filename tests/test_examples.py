@@ -53,7 +53,7 @@ def test_given(impl, again, number):
 
 
 @law()
-def test_law(impl, question):
+def test_law(impl, sample):
     pass
 """
 

@@ -13,8 +13,6 @@ import torch
 
 from flashattn import ops
 from flashattn.api import FASTEST_FIRST
-from flashattn.kernels import backward as portable_backward
-from flashattn.kernels import forward as portable_forward
 from flashattn.kernels import launch
 from flashattn.kernels.hopper import backward, backward_fp32, forward, gqa, semaphore
 from flashattn.kernels.hopper.config import (
@@ -35,10 +33,13 @@ from flashattn.kernels.hopper.config import (
 )
 from flashattn.kernels.hopper.offline import variants
 from flashattn.kernels.launch import Like
+from flashattn.kernels.portable import backward as portable_backward
+from flashattn.kernels.portable import forward as portable_forward
 from flashattn.kernels.tiles import block_d
-from flashattn.problem import Problem, check_scale, diagonal
+from flashattn.mask import Mask
+from flashattn.problem import Problem, check_scale
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, assert_accurate, relative_errors, run
+from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs
 
 CONFIGS = sorted({(d, c) for (d, _), of in FORWARD.items() for c in of.values()}, key=str)
@@ -75,7 +76,7 @@ on_hopper = pytest.mark.why_not.with_args(not_here)
 
 def call(config, q, k, v, *, causal, scale):
     """Attend with a config."""
-    last = diagonal(causal, q.shape[2], k.shape[2])
+    last = Mask.of(causal).over(q.shape[2], k.shape[2]).right
     scale = check_scale(scale, q.shape[3])
     return forward.forward(q, k, v, diagonal=last, scale=scale, config=config)
 
@@ -86,7 +87,10 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale, how):
         """Attend."""
-        ctx.how = how | {"diagonal": diagonal(causal, q.shape[2], k.shape[2]), "scale": scale}
+        ctx.how = how | {
+            "diagonal": Mask.of(causal).over(q.shape[2], k.shape[2]).right,
+            "scale": scale,
+        }
         o, lse = call(None, q, k, v, causal=causal, scale=scale)
         ctx.save_for_backward(q, k, v, o, lse)
         return o, lse
@@ -105,8 +109,8 @@ def test_every_config(device, head_dim, config, shape, causal):
     """Each config of the table is within the budgets, padded too, in both dtypes."""
     for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
-        question = Question(problem=problem, device=device, grad=False)
-        assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), question)
+        sample = Sample(problem=problem, device=device, grad=False)
+        assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -122,7 +126,7 @@ def test_every_backward_config(device, head_dim, config, deterministic, shape, c
         def attend(q, k, v, how=how, d=d):
             return Attend.apply(q, k, v, causal, d**-0.5, how)
 
-        assert_accurate(attend, Question(problem=problem, device=device))
+        assert_accurate(attend, Sample(problem=problem, device=device))
 
 
 CUTS = {
@@ -142,10 +146,10 @@ CUTS = {
 def test_cut(device, head_dim, shape, causal, values):
     """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    question = Question(problem=problem, device=device, values=values)
+    sample = Sample(problem=problem, device=device, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
-    assert_accurate(attend, question)
-    case = question.draw()
+    assert_accurate(attend, sample)
+    case = sample.draw()
     runs = [run(attend, case) for _ in range(10)]
     assert all(torch.equal(again[name], x) for again in runs for name, x in runs[0].items())
 
@@ -157,7 +161,7 @@ def test_cut(device, head_dim, shape, causal, values):
 def test_cut_in_two(device, head_dim, shape, causal):
     """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    case = Question(problem=problem, device=device).draw()
+    case = Sample(problem=problem, device=device).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
     # With few scores the forward is one product of TF32, and the gradients follow from its o.
     kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > launch.CUT_FORWARD else 10
@@ -389,7 +393,7 @@ def test_one_of_both_is_portable(device, monkeypatch, option, own):
             lambda *a, plan=plan, name=name, **k: called.append(name) or plan(*a, **k),
         )
     attends = partial(get("hopper"), causal=True, scale=0.1, **{option: True})
-    assert_accurate(attends, Question(problem=problem, device=device, scale=0.1))
+    assert_accurate(attends, Sample(problem=problem, device=device, scale=0.1))
     assert called == [own]
 
 

@@ -20,7 +20,7 @@ from flashattn.kernels.hopper.tma import Tiles
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import (
     InaccurateError,
-    Question,
+    Sample,
     assert_accurate,
     relative_errors,
 )
@@ -34,7 +34,7 @@ SMALL = Config(block_kv=64)
 
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
-    options = {"diagonal": problem.diagonal, "scale": check_scale(None, problem.head_dim)}
+    options = {"diagonal": problem.band.right, "scale": check_scale(None, problem.head_dim)}
     options["precision"] = precision
 
     class Attend(torch.autograd.Function):
@@ -106,7 +106,7 @@ WIDE_BACKWARDS = [
 def test_forward(problem, config, at_once):
     """The forward is within the budgets, whatever comes late."""
     with emulated(multiprocessors=at_once) as launched:
-        assert_accurate(attend(problem, config), Question(problem=problem, grad=False))
+        assert_accurate(attend(problem, config), Sample(problem=problem, grad=False))
     assert launched == ["flashattn_hopper_fwd"]
 
 
@@ -115,7 +115,7 @@ def test_backward(problem, config, deterministic, at_once):
     """So are the gradients."""
     how = {"config": config, "deterministic": deterministic}
     with emulated(multiprocessors=at_once) as launched:
-        assert_accurate(attend(problem, SMALL, how), Question(problem=problem))
+        assert_accurate(attend(problem, SMALL, how), Sample(problem=problem))
     assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
 
 
@@ -125,7 +125,7 @@ def test_wide_backward(problem, at_once):
     config = Config(block_kv=64, staged=False)
     with emulated(multiprocessors=at_once) as launched:
         attends = attend(problem, config, {"config": WideConfig(band=2)})
-        assert_accurate(attends, Question(problem=problem))
+        assert_accurate(attends, Sample(problem=problem))
     wide = ["flashattn_hopper_bwd_d256_dkdv", "flashattn_hopper_bwd_d256_dq"]
     assert launched == ["flashattn_hopper_fwd", *wide]
 
@@ -156,13 +156,13 @@ def divide(monkeypatch):
 def test_shares(problem, count, how, divide):
     """Heads that share keys may be divided among programs: the same, whatever comes late."""
     divide(count)
-    case, grads = Question(problem=problem).draw(), []
+    case, grads = Sample(problem=problem).draw(), []
     config = SMALL if problem.head_dim <= 128 else Config(block_kv=64, staged=False)
     attends = attend(problem, config, how)
     for seed in range(2):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
         with emulated(seed=seed, multiprocessors=3):
-            assert_accurate(attends, Question(problem=problem))
+            assert_accurate(attends, Sample(problem=problem))
             grads.append(torch.autograd.grad(attends(q, k, v)[0], (k, v), case.grad_o))
     assert all(map(torch.equal, *grads))
 
@@ -171,7 +171,7 @@ def test_far_below_zero():
     """Where P of a key that only pads a tile would be inf, it is hidden."""
     problem, how = bf16(seq_q=70, seq_kv=70), {"config": BackwardConfig(), "deterministic": True}
     with emulated():
-        assert_accurate(attend(problem, SMALL, how), Question(problem=problem, values="negative"))
+        assert_accurate(attend(problem, SMALL, how), Sample(problem=problem, values="negative"))
 
 
 @pytest.mark.parametrize("causal", ["bottom_right", False])
@@ -179,7 +179,7 @@ def test_far_below_zero():
 def test_the_same_bits(deterministic, causal):
     """Deterministic gradients are the same in any order of events; o and lse always are."""
     problem = bf16(heads=2, seq_q=300, seq_kv=520 if causal else 900, causal=causal)
-    case = Question(problem=problem).draw()
+    case = Sample(problem=problem).draw()
     how = {"config": BackwardConfig(persistent=not causal), "deterministic": deterministic}
     answers = []
     for seed in range(4):
@@ -203,11 +203,11 @@ def test_slabs(causal, monkeypatch):
         "slabs_for",
         lambda *sizes, **how: asked.append(found(*sizes, **how)) or asked[-1],
     )
-    case, answers = Question(problem=problem).draw(), []
+    case, answers = Sample(problem=problem).draw(), []
     for seed in range(2):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
         with emulated(seed=seed, multiprocessors=3):
-            assert_accurate(attend(problem, SMALL, TURNS), Question(problem=problem))
+            assert_accurate(attend(problem, SMALL, TURNS), Sample(problem=problem))
             o, _ = attend(problem, SMALL, TURNS)(q, k, v)
             answers.append(torch.autograd.grad(o, q, case.grad_o)[0])
     assert torch.equal(*answers)
@@ -239,9 +239,9 @@ def cut_kernels(problem):
 def test_cut(shape, values, layout):
     """In fp32 what comes cut in three is within the budgets of fp32, wherever o shall lie."""
     problem = Problem(**{"head_dim": 128} | shape)
-    question = Question(problem=problem, values=values, layout=layout)
+    sample = Sample(problem=problem, values=values, layout=layout)
     with emulated(multiprocessors=2) as launched:
-        assert_accurate(attend(problem, None, {}), question)
+        assert_accurate(attend(problem, None, {}), sample)
     assert set(launched) == cut_kernels(problem)
 
 
@@ -249,14 +249,14 @@ def test_heads_beyond_a_band():
     """Where the longest rows of 32 heads come first, those of one more come, too."""
     problem = Problem(heads=33, kv_heads=33, seq_q=129, seq_kv=65, head_dim=40, causal=True)
     with emulated(multiprocessors=2):
-        assert_accurate(attend(problem, None), Question(problem=problem, grad=False))
+        assert_accurate(attend(problem, None), Sample(problem=problem, grad=False))
 
 
 @pytest.mark.parametrize("shape", CUT_CASES, ids=str)
 def test_cut_in_two(shape):
     """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
     problem = Problem(**{"head_dim": 128} | shape)
-    case = Question(problem=problem).draw()
+    case = Sample(problem=problem).draw()
     with emulated(multiprocessors=2) as launched:
         errors = relative_errors(attend(problem, None, {}, "tf32"), case)
     assert set(launched) == cut_kernels(problem)
@@ -830,11 +830,11 @@ def test_planted(asked, bug, shows):
         return bug.applied(text) if path.endswith(bug.path) else text
 
     problem, values, config, how = ASKED[asked]
-    question = Question(problem=problem, values=values, grad=how is not None)
+    sample = Sample(problem=problem, values=values, grad=how is not None)
     with pytest.raises(shows):  # noqa: PT012 - in one of these orders of events
         for seed in range(8):
             with emulated(seed=seed, multiprocessors=1 + seed % 3, edit=edit):
-                assert_accurate(attend(problem, config, how), question)
+                assert_accurate(attend(problem, config, how), sample)
 
 
 @pytest.mark.mutants
@@ -842,10 +842,10 @@ def test_planted(asked, bug, shows):
 def test_nothing_planted(asked):
     """The same is right without a bug, in the same orders of events."""
     problem, values, config, how = ASKED[asked]
-    question = Question(problem=problem, values=values, grad=how is not None)
+    sample = Sample(problem=problem, values=values, grad=how is not None)
     for seed in range(4):
         with emulated(seed=seed, multiprocessors=1 + seed % 3):
-            assert_accurate(attend(problem, config, how), question)
+            assert_accurate(attend(problem, config, how), sample)
 
 
 def play(*roles, seed=0):

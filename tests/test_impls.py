@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashattn.problem import Problem, check_scale
 from flashattn.testing import law
-from flashattn.testing.accuracy import Question, assert_accurate, run_reference
+from flashattn.testing.accuracy import Sample, assert_accurate, run_reference
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.strategies import layouts, problems, scales, values
 from flashattn.testing.values import VALUES
@@ -30,6 +30,14 @@ CASES = [
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="top_left"),  # a plateau of full rows
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right"),  # 80 rows see no key
     Problem(seq_q=96, seq_kv=32, head_dim=16, causal="bottom_right"),  # ... whole tiles of them
+    Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
+    Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
+    Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
+    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="bottom_right", window=(20, None)),  # prefill
+    Problem(seq_q=130, seq_kv=50, head_dim=16, window=(9, 9)),  # the last rows see no key
+    Problem(
+        seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", window=(9, None)
+    ),  # the first
     Problem(heads=4, kv_heads=1, seq_q=65, head_dim=16, causal=True),  # multi-query
     Problem(batch=2, heads=6, kv_heads=2, seq_q=40, head_dim=32, dtype="bfloat16"),  # grouped
     Problem(batch=3, heads=2, seq_q=17, head_dim=8),  # smaller than any tile
@@ -80,7 +88,7 @@ def unasked_strictly(impl):
 strictly = pytest.mark.why_not.with_args(unasked_strictly)
 
 
-def judge(impl, device, problem, **how):
+def verify(impl, device, problem, **how):
     """Hold an implementation to its budgets, or skip with the sentence that says why not.
 
     A peer that misses a budget is reported as an expected failure: that is its maker's to mend.
@@ -90,7 +98,7 @@ def judge(impl, device, problem, **how):
         pytest.skip(reason)
     if impl.compiles:
         torch.compiler.reset()  # or it gives up compiling after some shapes
-    question = Question(
+    sample = Sample(
         problem=problem,
         device=device,
         lse=impl.lse,
@@ -98,26 +106,26 @@ def judge(impl, device, problem, **how):
         denormals=impl.denormals,
         **how,
     )
-    scale = check_scale(question.scale, problem.head_dim)
-    call = partial(impl, causal=problem.causal, scale=scale)
+    scale = check_scale(sample.scale, problem.head_dim)
+    call = partial(impl, **problem.mask_options, scale=scale)
     try:
-        assert_accurate(call, question, guarded=not impl.compiles)
+        assert_accurate(call, sample, guarded=not impl.compiles)
     except AssertionError as error:
         if impl.strict or impl.origin:
             raise
         pytest.xfail(f"{impl.name}: {error}")
 
 
-def judge_strictly(impl, device, problem, **how):
-    """Judge on unusual inputs, which only implementations that claim the contract must take."""
-    judge(impl, device, impl.fit(problem), **how)
+def verify_strictly(impl, device, problem, **how):
+    """Verify on unusual inputs, which only implementations that claim the contract must take."""
+    verify(impl, device, impl.fit(problem), **how)
 
 
 @pytest.mark.why_not.with_args(unasked)
 @pytest.mark.parametrize("problem", CASES, ids=str)
 def test_cases(impl, device, problem):
     """Hand-picked problems stay within the budgets."""
-    judge(impl, device, problem)
+    verify(impl, device, problem)
 
 
 @pytest.mark.gpu  # the interpreter would need minutes
@@ -125,7 +133,7 @@ def test_cases(impl, device, problem):
 @pytest.mark.parametrize("problem", BIG, ids=str)
 def test_big_cases(impl, device, problem):
     """Problems of many tiles, which only a GPU has the time for, stay within the budgets."""
-    judge(impl, device, problem)
+    verify(impl, device, problem)
 
 
 @strictly
@@ -134,7 +142,7 @@ def test_big_cases(impl, device, problem):
 def test_values(impl, device, name, dtype):
     """Large, negative, tied, constant, zero, huge and tiny inputs stay within the budgets."""
     problem = Problem(seq_q=70, head_dim=32, causal=True, dtype=dtype)
-    judge_strictly(impl, device, problem, values=name)
+    verify_strictly(impl, device, problem, values=name)
 
 
 @strictly
@@ -144,7 +152,7 @@ def test_layouts(impl, device, layout):
     problem = Problem(
         batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="float16"
     )
-    judge_strictly(impl, device, problem, layout=layout)
+    verify_strictly(impl, device, problem, layout=layout)
 
 
 @strictly
@@ -162,7 +170,7 @@ def test_mixed_layouts(impl, device, heads, seq_kv):
         o, lse = impl(*(make(x) for make, x in zip(lay, inputs, strict=True)), **options)
         return LAYOUTS["packed"](o), lse
 
-    judge_strictly(dataclasses.replace(impl, call=call, prepares=False), device, problem)
+    verify_strictly(dataclasses.replace(impl, call=call, prepares=False), device, problem)
 
 
 @strictly
@@ -173,9 +181,9 @@ def test_mixed_layouts(impl, device, heads, seq_kv):
 )
 def test_far_below_zero(impl, device, problem):
     """Where lse is below -88.7, and exp(-lse) inf, a key that only pads a tile gives no NaN."""
-    exact = run_reference(Question(problem=problem, device=device, values="negative").draw())
+    exact = run_reference(Sample(problem=problem, device=device, values="negative").draw())
     assert exact["lse"].max() < -88.7
-    judge_strictly(impl, device, problem, values="negative")
+    verify_strictly(impl, device, problem, values="negative")
 
 
 @strictly
@@ -183,7 +191,7 @@ def test_far_below_zero(impl, device, problem):
 def test_scales(impl, device, scale):
     """A scale may be zero, negative, denormal or large."""
     problem = Problem(heads=2, seq_q=40, head_dim=16, causal=True)
-    judge_strictly(impl, device, problem, scale=scale)
+    verify_strictly(impl, device, problem, scale=scale)
 
 
 @strictly
@@ -197,7 +205,7 @@ def test_any_problem(impl, device, share, data, seed):
     problem = impl.fit(data.draw(problems(longest=longest), label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter
     hypothesis.assume(impl.why_not(problem, device) is None)
-    judge(
+    verify(
         impl,
         device,
         problem,

@@ -11,14 +11,14 @@ import torch
 
 from flashattn import registry
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question
-from flashattn.testing.answers import ask, assert_agree, assert_same_bits, assert_within
+from flashattn.testing.accuracy import Sample
 from flashattn.testing.examples import Count
 from flashattn.testing.law import law, share
+from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
 
 REFERENCE = registry.get("reference")
 CPU = torch.device("cpu")
-QUESTION = Question(problem=Problem(batch=2, heads=4, kv_heads=2, seq_q=20, head_dim=16))
+SAMPLE = Sample(problem=Problem(batch=2, heads=4, kv_heads=2, seq_q=20, head_dim=16))
 
 
 @pytest.fixture(autouse=True)
@@ -33,29 +33,29 @@ def _forgetful():
 
 
 @law()
-def holds(impl, question):
+def holds(impl, sample):
     """Hold."""
     assert impl
-    assert question.problem.seq_q
+    assert sample.problem.seq_q
 
 
 @law(needs="lse")
-def fails(impl, question):
+def fails(impl, sample):
     """Fail from nine queries on."""
-    assert question.problem.seq_q < 9, f"{impl.name} fails"
+    assert sample.problem.seq_q < 9, f"{impl.name} fails"
 
 
 def test_a_law_that_fails_is_shrunk():
-    """One of ours that breaks a law fails, with the smallest question that does."""
+    """One of ours that breaks a law fails, with the smallest sample that does."""
     with pytest.raises(AssertionError) as failed:
         fails(REFERENCE, CPU)
     assert "seq_q=9" in "\n".join(failed.value.__notes__)
 
 
 @law()
-def breaks(impl, question):
+def breaks(impl, sample):
     """Raise as PyTorch does."""
-    del impl, question
+    del impl, sample
     msg = "no kernel"
     raise RuntimeError(msg)
 
@@ -77,9 +77,9 @@ def test_what_fails_at_times_has_failed(strict):
     calls = []
 
     @law()
-    def breaks_once(impl, question):
+    def breaks_once(impl, sample):
         """Fail at the first call only."""
-        calls.append(question)
+        calls.append(sample)
         assert len(calls) > 1, f"{impl.name} differs"
 
     failure = hypothesis.errors.FlakyFailure if strict else pytest.xfail.Exception
@@ -105,11 +105,11 @@ def test_what_cannot_be_asked_is_left_out(change, words):
 def test_a_law_about_other_problems_is_skipped():
     """A law about full attention says nothing of one that is causal only, and so it says."""
 
-    @law(asked={"masks": (False,)})
-    def full(impl, question):
+    @law(asked={"masks": (False,), "windowed": (False,)})
+    def full(impl, sample):
         """Hold."""
         assert impl
-        assert question
+        assert sample
 
     limits = {"limits": lambda problem, device: None if problem.causal else "only causal"}
     with pytest.raises(pytest.skip.Exception, match="peer takes no problem that this law is about"):
@@ -121,10 +121,10 @@ def test_limits_are_kept():
     asked = []
 
     @law()
-    def remembers(impl, question):
+    def remembers(impl, sample):
         """Remember."""
         assert impl is narrow
-        asked.append(question)
+        asked.append(sample)
 
     narrow = replace(
         REFERENCE,
@@ -133,8 +133,8 @@ def test_limits_are_kept():
         strict=False,
     )
     remembers(narrow, CPU)
-    assert all(question.problem.causal and not question.grad for question in asked)
-    assert {(question.values, question.layout) for question in asked} == {("normal", "contiguous")}
+    assert all(sample.problem.causal and not sample.grad for sample in asked)
+    assert {(sample.values, sample.layout) for sample in asked} == {("normal", "contiguous")}
 
 
 def test_shares(monkeypatch):
@@ -166,17 +166,17 @@ def scaled(name, factor):
 
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 def test_disagreement_is_seen(name):
-    """Two answers agree with themselves, and not where one output is wrong by a thousandth."""
-    one = ask(REFERENCE, QUESTION)
-    assert_agree(one, ask(scaled(name, 1 + 1e-7), QUESTION))
+    """Two results agree with themselves, and not where one output is wrong by a thousandth."""
+    one = ask(REFERENCE, SAMPLE)
+    assert_agree(one, ask(scaled(name, 1 + 1e-7), SAMPLE))
     with pytest.raises(AssertionError, match=rf"{name}: differs by .* \((max|mean)\), budget"):
-        assert_agree(one, ask(scaled(name, 1.001), QUESTION))
+        assert_agree(one, ask(scaled(name, 1.001), SAMPLE))
 
 
 def test_sums_have_larger_budgets():
     """Only what was added up may differ by several budgets."""
-    answer = ask(REFERENCE, QUESTION)
-    budget = answer.budget("dk")["max"]
+    result = ask(REFERENCE, SAMPLE)
+    budget = result.budget("dk")["max"]
     off = partial(torch.full, (9,), dtype=torch.float64)
     assert_within("dk", off(2.9 * budget), {"max": budget}, {"max": 2 * budget})
     with pytest.raises(AssertionError, match="dk: differs"):
@@ -184,8 +184,8 @@ def test_sums_have_larger_budgets():
 
 
 def test_infinities_must_agree():
-    """An infinite or NaN element in one answer only is seen."""
-    one, other = ask(REFERENCE, QUESTION), ask(REFERENCE, QUESTION)
+    """An infinite or NaN element in one result only is seen."""
+    one, other = ask(REFERENCE, SAMPLE), ask(REFERENCE, SAMPLE)
     for wrong in (torch.inf, torch.nan):
         other.got["dv"][0, 0, 0, 0] = wrong
         for pair in ((one, other), (other, one)):

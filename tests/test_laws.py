@@ -1,8 +1,8 @@
-"""Laws of attention, each on every implementation: how answers change when questions do.
+"""Laws of attention, each on every implementation: how results change when samples do.
 
-None of them needs to know the right answer, so they hold the reference to account, too. What two
-answers may differ by is the sum of their error budgets; where a law is exact they are the same
-bits. Every answer is given among poison (``flashattn.testing.poison``).
+None of them needs to know the right result, so they hold the reference to account, too. What two
+results may differ by is the sum of their error budgets; where a law is exact they are the same
+bits. Every result is given among poison (``flashattn.testing.poison``).
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from flashattn.mask import UNBOUNDED
 from flashattn.testing.accuracy import run
-from flashattn.testing.answers import ask, assert_agree, assert_same_bits, assert_within
 from flashattn.testing.law import law
+from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
 
 CAUSAL = ("top_left", "bottom_right")
 
 
-def generator(question):
-    """Return a source of chance that the question decides."""
-    return torch.Generator().manual_seed(question.seed)
+def generator(sample):
+    """Return a source of chance that the sample decides."""
+    return torch.Generator().manual_seed(sample.seed)
 
 
 def with_inputs(q=None, k=None, v=None):
@@ -38,9 +39,8 @@ def with_inputs(q=None, k=None, v=None):
 
 def seen(case):
     """Return which keys each query sees [T, S]."""
-    mask = torch.ones(case.problem.seq_q, case.problem.seq_kv, dtype=torch.bool)
-    mask = mask if case.problem.diagonal is None else mask.tril(case.problem.diagonal)
-    return mask.to(case.inputs[0].device)
+    t, s = (torch.arange(x.shape[2], device=x.device) for x in case.inputs[:2])
+    return case.problem.band.sees(t[:, None], s).expand(len(t), -1)
 
 
 def alive(case):
@@ -49,12 +49,12 @@ def alive(case):
 
 
 @law(values="grid")
-def test_shifting_keys(impl, question):
+def test_shifting_keys(impl, sample):
     """Adding one vector u to every key adds scale * q @ u to the logsumexp, and nothing to o."""
-    u = torch.randint(-16, 17, (question.problem.head_dim,), generator=generator(question)) / 4
-    u = u.to(question.device)
-    plain = ask(impl, question)
-    shifted = ask(impl, question, with_inputs(k=lambda k: k + u.to(k.dtype)))
+    u = torch.randint(-16, 17, (sample.problem.head_dim,), generator=generator(sample)) / 4
+    u = u.to(sample.device)
+    plain = ask(impl, sample)
+    shifted = ask(impl, sample, with_inputs(k=lambda k: k + u.to(k.dtype)))
     case = plain.case
     moved = case.scale * case.inputs[0].double() @ u.double()  # [B, H, T]
     dlse = torch.zeros_like(moved) if case.grad_lse is None else case.grad_lse * alive(case)
@@ -67,22 +67,22 @@ def test_shifting_keys(impl, question):
 
 
 @law(drawn={"factor": st.sampled_from((2.0, 4.0, -1.0, -2.0))})
-def test_scaling_queries(impl, question, factor):
+def test_scaling_queries(impl, sample, factor):
     """Queries times c at scale / c change nothing but dq, which is divided by c."""
 
     def change(case):
         q, k, v = case.inputs
         return replace(case, inputs=(q * factor, k, v), scale=case.scale / factor)
 
-    plain, changed = ask(impl, question), ask(impl, question, change)
+    plain, changed = ask(impl, sample), ask(impl, sample, change)
     assert_agree(plain, changed, times=abs(factor), dq=lambda x: x * factor)
 
 
-@law(asked={"masks": (False,)})
-def test_permuting_keys(impl, question):
+@law(asked={"masks": (False,), "windowed": (False,)})
+def test_permuting_keys(impl, sample):
     """Permuting keys and values together permutes dk and dv, and changes nothing else."""
-    order = torch.randperm(question.problem.seq_kv, generator=generator(question))
-    order = order.to(question.device)
+    order = torch.randperm(sample.problem.seq_kv, generator=generator(sample))
+    order = order.to(sample.device)
 
     def permuted(x):
         return x[:, :, order]
@@ -90,77 +90,111 @@ def test_permuting_keys(impl, question):
     def back(x):
         return x[:, :, order.argsort()]
 
-    changed = ask(impl, question, with_inputs(k=permuted, v=permuted))
-    assert_agree(ask(impl, question), changed, dk=back, dv=back)
+    changed = ask(impl, sample, with_inputs(k=permuted, v=permuted))
+    assert_agree(ask(impl, sample), changed, dk=back, dv=back)
 
 
 @law(values="grid", lse=False)
-def test_linear_in_values(impl, question):
+def test_linear_in_values(impl, sample):
     """O, dq and dk are linear in v, and dv does not depend on it."""
 
     def values(change):
-        return ask(impl, question, with_inputs(v=change))
+        return ask(impl, sample, with_inputs(v=change))
 
     one, other, both = (values(f) for f in (None, lambda v: v.flip(2), lambda v: v + v.flip(2)))
     for name in one.got.keys() & {"o", "dq", "dk"}:
         parts = one.got[name].double() + other.got[name].double()
-        answers = (one, other, both)
-        assert_within(name, parts - both.got[name], *(x.budget(name) for x in answers))
+        results = (one, other, both)
+        assert_within(name, parts - both.got[name], *(x.budget(name) for x in results))
     if "dv" in one.got:
         assert_within("dv", one.got["dv"] - both.got["dv"], one.budget("dv"), both.budget("dv"))
 
 
 @law(grad=False)
-def test_outputs_are_means_of_values(impl, question):
+def test_outputs_are_means_of_values(impl, sample):
     """Each element of o is between the least and the largest of the values that its row sees."""
-    answer = ask(impl, question)
-    problem, v = answer.case.problem, answer.case.inputs[2].double()
+    result = ask(impl, sample)
+    problem, v = result.case.problem, result.case.inputs[2].double()
     v = v.repeat_interleave(problem.heads // problem.kv_heads, dim=1)[:, :, None]  # [B, H, 1, S, D]
-    hidden = ~seen(answer.case)[..., None]
+    hidden = ~seen(result.case)[..., None]
     low, high = v.masked_fill(hidden, torch.inf).amin(3), v.masked_fill(hidden, -torch.inf).amax(3)
-    live = alive(answer.case).bool()
-    o = answer.got["o"].double()
+    live = alive(result.case).bool()
+    o = result.got["o"].double()
     outside = (low - o).clamp(min=0) + (o - high).clamp(min=0)
     outside[:, :, ~live] = 0.0  # a mean is over all rows, as its budget is
-    assert_within("o", outside, answer.budget("o"))
+    assert_within("o", outside, result.budget("o"))
     assert not o[:, :, ~live].any()
 
 
 @law(
-    asked={"masks": CAUSAL},
+    asked={"masks": CAUSAL, "windowed": (False,)},
     grad=False,
     layout="contiguous",
     drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
 )
-def test_the_future_is_not_seen(impl, question, poison):
+def test_the_future_is_not_seen(impl, sample, poison):
     """Poison in the keys that a query must not see leaves its row, and all before, the same."""
-    problem = question.problem
-    last = problem.diagonal
+    problem = sample.problem
     # Row i is the last to be compared; what it does not see is poisoned.
-    rows = max(1, min(problem.seq_q, problem.seq_kv - 1 - last))
-    i = int(torch.randint(rows, (), generator=generator(question)))
-    first = max(0, i + last + 1)
+    rows = max(1, min(problem.seq_q, problem.seq_kv - 1 - problem.band.right))
+    i = int(torch.randint(rows, (), generator=generator(sample)))
+    _, first = problem.band.keys_of(i)
 
     def poisoned(k):
         k = k.clone(memory_format=torch.contiguous_format)
         k[:, :, first:] = poison
         return k
 
-    plain, changed = ask(impl, question), ask(impl, question, with_inputs(k=poisoned))
+    plain, changed = ask(impl, sample), ask(impl, sample, with_inputs(k=poisoned))
     for name, x in plain.got.items():
         assert_same_bits(name, changed.got[name][:, :, : i + 1], x[:, :, : i + 1])
 
 
+@law(
+    asked={"windowed": (True,)},
+    needs="windows",
+    grad=False,
+    layout="contiguous",
+    drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
+)
+def test_outside_a_window(impl, sample, poison):
+    """Poison in every key that one query does not see leaves its row the same."""
+    i = int(torch.randint(sample.problem.seq_q, (), generator=generator(sample)))
+    low, high = sample.problem.band.keys_of(i)
+
+    def poisoned(k):
+        k = k.clone(memory_format=torch.contiguous_format)
+        k[:, :, :low] = k[:, :, high:] = poison
+        return k
+
+    plain, changed = ask(impl, sample), ask(impl, sample, with_inputs(k=poisoned))
+    for name, x in plain.got.items():
+        assert_same_bits(name, changed.got[name][:, :, i], x[:, :, i])
+
+
+@law(asked={"windowed": (False,)}, needs="windows strict")
+def test_a_window_of_all_keys(impl, sample):
+    """A window that reaches every key changes no bit, causal or not."""
+    reach = sample.problem.seq_q + sample.problem.seq_kv
+
+    def change(case):
+        return replace(case, problem=replace(case.problem, window=(reach, reach)))
+
+    plain, changed = ask(impl, sample), ask(impl, sample, change)
+    for name, x in plain.got.items():
+        assert_same_bits(name, changed.got[name], x)
+
+
 @law(needs="grad")
-def test_score_gradients_sum_to_lse_gradients(impl, question):
+def test_score_gradients_sum_to_lse_gradients(impl, sample):
     """The gradients of a row's scores add up to that of its logsumexp: so do dk, through q."""
-    answer = ask(impl, question)
-    case, problem = answer.case, answer.case.problem
+    result = ask(impl, sample)
+    case, problem = result.case, result.case.problem
     dlse = 0 * case.inputs[0][..., 0].double() if case.grad_lse is None else case.grad_lse
     wanted = (dlse * alive(case))[..., None] * case.inputs[0].double() * case.scale
     wanted = wanted.unflatten(1, (problem.kv_heads, -1)).sum((2, 3))  # [B, G, D]
-    found = answer.got["dk"].double().sum(2)
-    assert_within("dk", found - wanted, answer.budget("dk", problem.seq_kv))
+    found = result.got["dk"].double().sum(2)
+    assert_within("dk", found - wanted, result.budget("dk", problem.seq_kv))
 
 
 def part(keys, causal):
@@ -175,17 +209,21 @@ def part(keys, causal):
     return change
 
 
-@law(asked={"shortest": 2, "masks": (False, "top_left"), "square": True}, needs="lse", grad=False)
-def test_merging_parts(impl, question):
-    """The answers to two halves of the keys, merged by their logsumexp, are that to the whole."""
-    problem = question.problem
-    n = 1 + int(torch.randint(problem.seq_kv - 1, (), generator=generator(question)))
-    # Below the diagonal of a square, the later keys meet the queries from the bottom right.
+@law(
+    asked={"shortest": 2, "masks": (False, "top_left"), "windowed": (False,), "square": True},
+    needs="lse",
+    grad=False,
+)
+def test_merging_parts(impl, sample):
+    """The results to two halves of the keys, merged by their logsumexp, are that to the whole."""
+    problem = sample.problem
+    n = 1 + int(torch.randint(problem.seq_kv - 1, (), generator=generator(sample)))
+    # The later keys of a square meet the queries from the bottom right.
     late = "bottom_right" if problem.causal else False
-    whole = ask(impl, question)
+    whole = ask(impl, sample)
     parts = (
-        ask(impl, question, part(slice(0, n), problem.causal)),
-        ask(impl, question, part(slice(n, None), late)),
+        ask(impl, sample, part(slice(0, n), problem.causal)),
+        ask(impl, sample, part(slice(n, None), late)),
     )
     lse = torch.stack([x.got["lse"].double() for x in parts])
     o = torch.stack([x.got["o"].double() for x in parts])
@@ -204,12 +242,12 @@ def test_merging_parts(impl, question):
 
 # Aligned, as the bits of a CPU's BLAS depend on where a matrix begins.
 @law(asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
-def test_permuting_heads(impl, question):
+def test_permuting_heads(impl, sample):
     """Permuting batches, and key heads with the query heads that read them, changes no bit."""
-    problem = question.problem
-    chance = generator(question)
-    batches = torch.randperm(problem.batch, generator=chance).to(question.device)
-    heads = torch.randperm(problem.kv_heads, generator=chance).to(question.device)
+    problem = sample.problem
+    chance = generator(sample)
+    batches = torch.randperm(problem.batch, generator=chance).to(sample.device)
+    heads = torch.randperm(problem.kv_heads, generator=chance).to(sample.device)
 
     def permuted(x):
         grouped = x[batches].unflatten(1, (problem.kv_heads, -1))
@@ -221,16 +259,16 @@ def test_permuting_heads(impl, question):
         inputs = tuple(permuted(x) for x in case.inputs)
         return replace(case, inputs=inputs, grad_o=grad_o, grad_lse=grad_lse)
 
-    plain = ask(impl, question)
-    changed = ask(impl, question, change)
+    plain = ask(impl, sample)
+    changed = ask(impl, sample, change)
     for name, x in plain.got.items():
         assert_same_bits(name, permuted(x), changed.got[name])
 
 
 @law(asked={"groups": (2, 3)})
-def test_grouped_heads(impl, question):
+def test_grouped_heads(impl, sample):
     """Heads that share keys do as if each had its own copy; dk and dv add up."""
-    problem = question.problem
+    problem = sample.problem
     group = problem.heads // problem.kv_heads
 
     def repeated(case):
@@ -242,16 +280,16 @@ def test_grouped_heads(impl, question):
     def added(x):
         return x.unflatten(1, (problem.kv_heads, group)).sum(2)
 
-    changed = ask(impl, question, repeated)
-    assert_agree(ask(impl, question), changed, times=group, dk=added, dv=added)
+    changed = ask(impl, sample, repeated)
+    assert_agree(ask(impl, sample), changed, times=group, dk=added, dv=added)
 
 
 @law(needs="grad", layout="contiguous")
-def test_gradients_of_expanded_inputs_add_up(impl, question):
+def test_gradients_of_expanded_inputs_add_up(impl, sample):
     """The gradient of an input that all batches and heads share is the sum of its copies'."""
-    copies = ask(impl, question, with_inputs(*(lambda x: x[:1, :1].expand_as(x),) * 3))
+    copies = ask(impl, sample, with_inputs(*(lambda x: x[:1, :1].expand_as(x),) * 3))
     case = copies.case
-    call = partial(impl, causal=case.problem.causal, scale=case.scale)
+    call = partial(impl, **case.problem.mask_options, scale=case.scale)
 
     def expanded(*shared):
         shapes = (x.shape for x in case.inputs)
@@ -265,58 +303,57 @@ def test_gradients_of_expanded_inputs_add_up(impl, question):
 
 
 @law(
-    asked={"shortest": 0, "masks": ("bottom_right",), "batches": (1,)},
+    asked={"shortest": 0, "masks": ("bottom_right", False), "batches": (1,)},
     needs="strict",
 )
-def test_dead_rows(impl, question):
+def test_fully_masked_rows(impl, sample):
     """A query that sees no key has o = 0 and lse = -inf, exactly, and gives no gradient."""
 
-    def only_dead(case):
-        dead = 1 - alive(case)
+    def only_masked(case):
+        masked = 1 - alive(case)
         grads = (None if x is None else x for x in (case.grad_o, case.grad_lse))
         grad_o, grad_lse = grads
         if grad_o is not None:
-            grad_o = grad_o * dead.to(grad_o.dtype)[:, None]
+            grad_o = grad_o * masked.to(grad_o.dtype)[:, None]
         if grad_lse is not None:
-            grad_lse = grad_lse * dead.to(grad_lse.dtype)
+            grad_lse = grad_lse * masked.to(grad_lse.dtype)
         return replace(case, grad_o=grad_o, grad_lse=grad_lse)
 
-    answer = ask(impl, question, only_dead)
-    dead = ~alive(answer.case).bool()
-    assert not answer.got.pop("o")[:, :, dead].any()
-    if "lse" in answer.got:
-        assert (answer.got.pop("lse")[:, :, dead] == -torch.inf).all()
-    for name, x in answer.got.items():
+    result = ask(impl, sample, only_masked)
+    masked = ~alive(result.case).bool()
+    assert not result.got.pop("o")[:, :, masked].any()
+    if "lse" in result.got:
+        assert (result.got.pop("lse")[:, :, masked] == -torch.inf).all()
+    for name, x in result.got.items():
         assert not x.any(), name
 
 
 @law()
-def test_the_same_again(impl, question):
-    """The same question has the same answer, bit by bit."""
-    one, other = ask(impl, question).got, ask(impl, question).got
+def test_the_same_again(impl, sample):
+    """The same sample has the same result, bit by bit."""
+    one, other = ask(impl, sample).got, ask(impl, sample).got
     for name, x in one.items():
         assert_same_bits(name, x, other[name])
 
 
 def row(t):
-    """Return the change of a causal case to one of its queries and the keys that it sees."""
+    """Return the change of a masked case to one of its queries and the keys that it sees."""
 
     def change(case):
         q, k, v = case.inputs
-        end = min(max(0, t + case.problem.diagonal + 1), case.problem.seq_kv)
-        problem = replace(case.problem, seq_q=1, seq_kv=end, causal=False)
-        return replace(
-            case, problem=problem, inputs=(q[:, :, t : t + 1], k[:, :, :end], v[:, :, :end])
-        )
+        keys = slice(*case.problem.band.keys_of(t))
+        k, v = k[:, :, keys], v[:, :, keys]
+        problem = replace(case.problem, seq_q=1, seq_kv=k.shape[2], causal=False, window=UNBOUNDED)
+        return replace(case, problem=problem, inputs=(q[:, :, t : t + 1], k, v))
 
     return change
 
 
-@law(asked={"masks": CAUSAL}, grad=False)
-def test_causal_rows(impl, question):
-    """A row of causal attention is full attention of its query to the keys that it sees."""
-    t = int(torch.randint(question.problem.seq_q, (), generator=generator(question)))
-    whole, alone = ask(impl, question), ask(impl, question, row(t))
+@law(grad=False)
+def test_rows_alone(impl, sample):
+    """A row of masked attention is full attention of its query to the keys that it sees."""
+    t = int(torch.randint(sample.problem.seq_q, (), generator=generator(sample)))
+    whole, alone = ask(impl, sample), ask(impl, sample, row(t))
     for name, x in whole.got.items():
         both = x[:, :, t : t + 1].double(), alone.got[name].double()
         finite = both[0].isfinite()
@@ -326,20 +363,20 @@ def test_causal_rows(impl, question):
 
 
 @law(
-    asked={"longest": 60, "batches": (1,)},
+    asked={"longest": 60, "batches": (1,), "windowed": (False,)},
     values="one_hot",
     scale=1.0,
 )
-def test_one_key_takes_all(impl, question):
+def test_one_key_takes_all(impl, sample):
     """Small integers and a softmax of one 1 and zeros: every output is exact, rounded once."""
-    bits = question.problem.head_dim - 1
-    hypothesis.assume(2**bits >= question.problem.seq_kv)
+    bits = sample.problem.head_dim - 1
+    hypothesis.assume(2**bits >= sample.problem.seq_kv)
 
     def whole(case):
         grads = (x if x is None else x.round().clamp(-1, 1) for x in (case.grad_o, case.grad_lse))
         grad_o, grad_lse = grads
         return replace(case, grad_o=grad_o, grad_lse=grad_lse)
 
-    answer = ask(impl, question, whole)
-    for name, x in answer.got.items():
-        assert_same_bits(name, x, answer.truth.exact[name].to(x.dtype))
+    result = ask(impl, sample, whole)
+    for name, x in result.got.items():
+        assert_same_bits(name, x, result.expected.exact[name].to(x.dtype))

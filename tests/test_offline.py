@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from flashattn.kernels.offline import Variant, compile_variant, matrix_instructions
+from flashattn.counts.offline import Variant, compile_variant, matrix_instructions
 from flashattn.kernels.tiles import Tile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 CODE = f"""
-from flashattn.kernels import offline
+from flashattn.counts import offline
 from flashattn.kernels.tiles import Tile
 for arch in {ARCHITECTURES}:
     for tile in Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, registers=64):

@@ -25,7 +25,7 @@ def scores(q, k, causal, scale):
     future = s.new_ones(s.shape[2:], dtype=bool).triu(last + 1)
     return s.masked_fill(future, -torch.inf) if causal else s
 
-FLAGS = {"grouped": False, "empty": False, "dead_rows": False}
+FLAGS = {"grouped": False, "empty": False, "fully_masked_rows": False}
 
 @register("right", **FLAGS)
 def right(q, k, v, *, causal, scale):
@@ -177,6 +177,6 @@ def test_files_that_hold_none(tmp_path, source, option, words):
 def test_usage_error(pytester):
     """On the command line that sentence is a usage error."""
     shutil.copy(ROOT / "conftest.py", pytester.path)
-    result = pytester.runpytest_subprocess("--impl", "absent.py")
+    result = pytester.runpytest_inprocess("--impl", "absent.py")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --impl absent.py: wanted a file, *"])

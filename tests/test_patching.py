@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from flashattn.testing import patching
+from flashattn.testing import interned, patching
 
 
 def replaced(patch, owner):
@@ -134,3 +134,61 @@ def test_conversions_are_pytorchs(device, dtypes):
         out = torch.empty_like(x, dtype=dtypes[1])
         convert[(1,)](x, out, 2**16)
         assert torch.allclose(out, x.to(dtypes[1]), rtol=0, atol=0, equal_nan=True)
+
+
+SEMANTIC = interned._SEMANTIC
+DTYPES = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
+
+
+def of_dtype(dtype, *sizes):
+    """Return a tensor of the interpreter: a scalar one, or ones of some shape."""
+    one = SEMANTIC.scalar_constant(1, dtype)
+    return SEMANTIC.splat(one, list(sizes)) if sizes else one
+
+
+def alike(a, b):
+    """Return whether two tensors are the same, in their types and in their numbers."""
+    same = a.type == b.type and (a.handle.data.shape, a.dtype) == (b.handle.data.shape, b.dtype)
+    return same and (a.handle.data == b.handle.data).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("second", [*DTYPES, 3, 3.5, 2**40], ids=str)
+@pytest.mark.parametrize("first", DTYPES, ids=str)
+def test_operands_become_what_triton_makes_of_them(first, second):
+    """By the types that were found before, numbers and every broadcast among them."""
+    shapes = ((), (4,), (1, 4), (2, 1), (2, 4))
+    for one, two in product(shapes, shapes if isinstance(second, tl.dtype) else [None]):
+        a = of_dtype(first, *one)
+        b = second if two is None else of_dtype(second, *two)
+        try:
+            wanted = interned._find_operands(SEMANTIC, a, b)
+        except (ValueError, TypeError) as error:
+            for _ in range(2):
+                with pytest.raises(type(error)):
+                    interned._operands(SEMANTIC, a, b)
+            continue
+        for _ in range(2):
+            assert all(map(alike, interned._operands(SEMANTIC, a, b), wanted))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("pair", list(product(DTYPES, repeat=2)), ids=str)
+def test_casts_are_tritons(pair):
+    """The short way to another dtype is the long one."""
+    for sizes in ((), (2, 4)):
+        x = of_dtype(pair[0], *sizes)
+        assert alike(SEMANTIC.cast(x, pair[1]), interned._cast(SEMANTIC, x, pair[1]))
+
+
+@pytest.mark.interpreter
+def test_types_are_made_once():
+    """So that they can be compared by what they are, however they are asked for."""
+    assert tl.dtype("fp32") is tl.float32
+    pointer = tl.pointer_type(tl.float32)
+    assert pointer is tl.pointer_type(tl.float32) != tl.pointer_type(tl.float32, const=True)
+    for element in (tl.float32, pointer):
+        block = tl.block_type(element, [2, 4])
+        assert block is tl.block_type(element, tl.tuple([2, 4])) is block.with_element_ty(element)
+        assert block != tl.block_type(element, [4, 2])
+    assert (block.numel, list(block.shape), block.scalar) == (8, [2, 4], pointer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.accuracy import Sample, assert_accurate
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.poison import MARGIN, guard, poisoned, surrounded
@@ -108,6 +108,6 @@ def test_accuracy_is_judged_among_poison():
         q.detach().as_strided((1,), (1,), 0).fill_(1.0)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v), None
 
-    question = Question(problem=Problem(seq_q=4, head_dim=8), grad=False, lse=False)
+    sample = Sample(problem=Problem(seq_q=4, head_dim=8), grad=False, lse=False)
     with pytest.raises(AssertionError, match="input 0"):
-        assert_accurate(call, question)
+        assert_accurate(call, sample)

@@ -8,31 +8,19 @@ import hypothesis
 import pytest
 import torch
 
-from flashattn.problem import DTYPES, Problem, check_scale, diagonal
+from flashattn.mask import Mask
+from flashattn.problem import DTYPES, Problem, check_scale
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.strategies import problems
 
 
-def seen(problem):
-    """Return the mask [T, S] by its definition."""
+@hypothesis.given(problem=problems(longest=40))
+def test_pairs_and_rows(problem):
+    """Pairs are those that the mask lets through in every head; rows are those of one head."""
     t, s = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_kv)[None, :]
-    return {
-        False: torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool),
-        "top_left": s <= t,
-        "bottom_right": s <= t + problem.seq_kv - problem.seq_q,
-    }[problem.causal]
-
-
-@hypothesis.given(problem=problems(longest=40))
-def test_pairs(problem):
-    """Score pairs are those that the mask lets through, one by one."""
-    assert problem.pairs == problem.batch * problem.heads * int(seen(problem).sum())
-
-
-@hypothesis.given(problem=problems(longest=40))
-def test_dead_rows(problem):
-    """Dead rows are those of the mask that let nothing through."""
-    assert problem.dead_rows == int((~seen(problem).any(-1)).sum())
+    seen = problem.band.sees(t, s).expand(problem.seq_q, problem.seq_kv)
+    assert problem.pairs == problem.batch * problem.heads * int(seen.sum())
+    assert problem.fully_masked_rows == int((~seen.any(-1)).sum())
 
 
 def test_costs():
@@ -47,22 +35,32 @@ def test_costs():
 
 def test_alignments_differ_only_off_the_square():
     """Top-left and bottom-right are one mask when T = S, and two otherwise."""
-    assert diagonal("top_left", 5, 5) == diagonal("bottom_right", 5, 5) == diagonal(True, 5, 5) == 0
-    assert (diagonal("top_left", 5, 8), diagonal("bottom_right", 5, 8)) == (0, 3)
-    assert diagonal(False, 5, 8) is None
+    masks = [Mask.of(causal) for causal in ("top_left", "bottom_right", True, False)]
+    assert [mask.over(5, 5).right for mask in masks] == [0, 0, 0, None]
+    assert [mask.over(5, 8).right for mask in masks] == [0, 3, 0, None]
+
+
+def test_masks_have_one_form():
+    """However a mask is asked for, equal masks make equal problems of one name."""
+    window = Problem(causal=True, window=(3, None))
+    assert window == Problem(window=(3, 0)) == Problem(causal="top_left", window=[3, 9])
+    assert str(window) == "fp32-b1h1-q128-d64-window3+0"
+    assert window.mask_options == {"causal": "top_left", "window": (3, None)}
+    assert Problem(window=(None, 0)) == Problem(causal=True)
+    assert Problem(causal=True).mask_options == {"causal": "top_left"}
 
 
 @hypothesis.given(problem=problems())
 def test_problem_of_its_own_inputs(problem):
     """The problem that made the inputs is the one they pose."""
-    assert Problem.of(*make_inputs(problem), causal=problem.causal) == problem
+    assert Problem.of(*make_inputs(problem), **problem.mask_options) == problem
 
 
 def test_names_are_unique():
     """Problems that differ have names that differ."""
     base = Problem(batch=2, heads=4, kv_heads=2, seq_q=5, seq_kv=7, head_dim=8, causal=True)
     others = {"batch": 3, "heads": 6, "kv_heads": 1, "seq_q": 6, "seq_kv": 8, "head_dim": 9}
-    others |= {"causal": "bottom_right", "dtype": "float16"}
+    others |= {"causal": "bottom_right", "window": (3, None), "dtype": "float16"}
     changed = [dataclasses.replace(base, **{name: value}) for name, value in others.items()]
     assert len({str(problem) for problem in [base, *changed]}) == 1 + len(others)
 
@@ -76,6 +74,7 @@ def test_names_are_unique():
         ({"heads": 3, "kv_heads": 0}, "kv_heads: wanted a divisor of the 3 query heads, got 0"),
         ({"dtype": "int8"}, "dtype: wanted one of float64, float32, .*, got 'int8'"),
         ({"causal": "middle"}, "causal: wanted False, True"),
+        ({"window": (3, -1)}, r"window: wanted \(left, right\), each an int"),
     ],
 )
 def test_impossible_problems(wrong, words):
@@ -102,7 +101,10 @@ def test_names_are_read_back(problem):
     assert Problem.parse(str(problem)) == problem
 
 
-@pytest.mark.parametrize("name", ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding", "fp32-b1h1-q1-d1-window1+2_br"],
+)
 def test_names_of_no_problem(name):
     """What is no problem's name is refused, with an example of one."""
     with pytest.raises(ValueError, match=r"problem: wanted a name like .*, got"):

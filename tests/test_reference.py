@@ -7,6 +7,7 @@ import math
 import hypothesis
 import torch
 
+from flashattn.mask import Mask
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.strategies import problems, scales
@@ -14,11 +15,11 @@ from flashattn.testing.strategies import problems, scales
 FP64 = ("float64",)
 
 
-def by_hand(q, k, v, last, scale):
+def by_hand(q, k, v, band, scale):
     """Attention of one head in scalars, as on paper."""
     rows, lses = [], []
     for t, query in enumerate(q.tolist()):
-        keys = [s for s in range(len(k)) if last is None or s <= t + last]
+        keys = [s for s in range(len(k)) if band.sees(t, s)]
         scores = [
             scale * sum(a * b for a, b in zip(query, k[s].tolist(), strict=True)) for s in keys
         ]
@@ -41,12 +42,12 @@ def test_definition(problem, scale):
     """Every head is softmax(scale * q @ k.T + mask) @ v, computed number by number."""
     scale = 0.5 if scale is None else scale
     q, k, v = make_inputs(problem)
-    o, lse = reference_attention(q, k, v, diagonal=problem.diagonal, scale=scale)
+    o, lse = reference_attention(q, k, v, mask=problem.mask, scale=scale)
     for b in range(problem.batch):
         for h in range(problem.heads):
             g = h // (problem.heads // problem.kv_heads)
             if problem.seq_q and problem.seq_kv:
-                wanted_o, wanted_lse = by_hand(q[b, h], k[b, g], v[b, g], problem.diagonal, scale)
+                wanted_o, wanted_lse = by_hand(q[b, h], k[b, g], v[b, g], problem.band, scale)
                 assert torch.allclose(o[b, h], wanted_o, rtol=1e-12, atol=1e-14)
                 assert torch.allclose(lse[b, h], wanted_lse, rtol=1e-12, atol=1e-14)
 
@@ -57,20 +58,22 @@ def test_gradients(problem):
     """Its gradients, and theirs, are those of finite differences."""
     hypothesis.assume(problem.batch * problem.head_dim * problem.heads <= 12)
     inputs = [x.requires_grad_() for x in make_inputs(problem)]
-    dead = problem.dead_rows
+    t = torch.arange(problem.seq_q)
+    low, high = problem.band.keys_of(t)
+    live = torch.as_tensor(low < high).expand_as(t)
 
     def call(q, k, v):
-        o, lse = reference_attention(q, k, v, diagonal=problem.diagonal, scale=0.5)
-        return o, lse[..., dead:]
+        o, lse = reference_attention(q, k, v, mask=problem.mask, scale=0.5)
+        return o, lse[..., live]
 
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
-def test_dead_rows_pass_no_gradient():
+def test_fully_masked_rows_pass_no_gradient():
     """A query that sees no key gives o = 0, lse = -inf, and no gradient, not even through lse."""
     q, k, v = (torch.randn(1, 1, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 2, 2))
-    o, lse = reference_attention(q, k, v, diagonal=2 - 5, scale=1.0)
+    o, lse = reference_attention(q, k, v, mask=Mask(right=0, corner="bottom_right"), scale=1.0)
     assert torch.equal(o[:, :, :3], torch.zeros(1, 1, 3, 4, dtype=torch.float64))
     assert torch.equal(lse[:, :, :3], torch.full((1, 1, 3), -torch.inf, dtype=torch.float64))
     for x in torch.autograd.grad((o[:, :, :3].sum(), lse[:, :, :3].sum()), (q, k, v)):

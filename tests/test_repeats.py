@@ -9,7 +9,7 @@ import torch
 
 from flashattn.problem import Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, run
+from flashattn.testing.accuracy import Sample, run
 
 RUNS = {"cuda": 50, "cpu": 2}
 
@@ -45,8 +45,8 @@ def test_runs_are_alike_bit_by_bit(device, name, dtype, head_dim, causal):
     sizes = {"batch": 2, "heads": 16, "kv_heads": 4} if on_gpu else {"heads": 2, "kv_heads": 1}
     length = 1000 if on_gpu else 70
     problem = Problem(**sizes, seq_q=length, head_dim=head_dim, causal=causal, dtype=dtype)
-    case = Question(problem=problem, device=device).draw()
-    call = partial(get(name), causal=problem.causal, scale=case.scale)
+    case = Sample(problem=problem, device=device).draw()
+    call = partial(get(name), **problem.mask_options, scale=case.scale)
     stream = torch.cuda.Stream(device) if on_gpu else None
     first = run(call, case)
     assert set(first) == {"o", "lse", "dq", "dk", "dv"}

@@ -1,4 +1,4 @@
-"""Shrinking: the smallest question that still fails."""
+"""Shrinking: the smallest sample that still fails."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from flashattn.problem import Problem
 from flashattn.testing import shrink as module
-from flashattn.testing.accuracy import Question
+from flashattn.testing.accuracy import Sample
 from flashattn.testing.shrink import shrink
 
-LARGE = Question(
+LARGE = Sample(
     problem=Problem(
         batch=3, heads=6, kv_heads=2, seq_q=129, seq_kv=300, head_dim=80, dtype="bfloat16",
         causal="bottom_right",
@@ -31,29 +31,32 @@ LEAST = Problem(seq_q=1, head_dim=1)
         (lambda q: q.problem.heads != q.problem.kv_heads, {"heads": 2, "kv_heads": 1}),
         (lambda q: q.problem.causal, {"causal": "top_left"}),
         (lambda q: q.problem.dtype == "bfloat16", {"dtype": "bfloat16"}),
-        (lambda q: q.problem.dead_rows, {"seq_q": 2, "seq_kv": 1, "causal": "bottom_right"}),
+        (
+            lambda q: q.problem.fully_masked_rows,
+            {"seq_q": 2, "seq_kv": 1, "causal": "bottom_right"},
+        ),
         (lambda q: q.problem.seq_q * q.problem.seq_kv >= 64 * 65, {"seq_q": 33, "seq_kv": 127}),
     ],
 )
 def test_only_what_matters_is_kept(fails, least):
     """Everything that the failure does not need is as small and plain as can be."""
-    assert shrink(LARGE, fails) == Question(problem=dataclasses.replace(LEAST, **least))
+    assert shrink(LARGE, fails) == Sample(problem=dataclasses.replace(LEAST, **least))
 
 
 @pytest.mark.parametrize("name", ["values", "layout", "scale", "seed"])
 def test_unusual_inputs_are_kept_where_they_matter(name):
     """Values, layout, scale and seed become the usual ones, but for those that it fails by."""
     found = shrink(LARGE, lambda q: getattr(q, name) == getattr(LARGE, name))
-    assert found == Question(problem=LEAST, **{name: getattr(LARGE, name)})
+    assert found == Sample(problem=LEAST, **{name: getattr(LARGE, name)})
 
 
 @pytest.mark.parametrize(
     "problem", [LEAST, LARGE.problem, Problem(batch=0, heads=0, seq_q=0, seq_kv=0, head_dim=3)]
 )
 def test_what_cannot_be_smaller_stays(problem):
-    """A question on which alone it fails is found again, and nothing in it becomes negative."""
-    question = dataclasses.replace(LARGE, problem=problem)
-    assert shrink(question, lambda q: q == question) == question
+    """A sample on which alone it fails is found again, and nothing in it becomes negative."""
+    sample = dataclasses.replace(LARGE, problem=problem)
+    assert shrink(sample, lambda q: q == sample) == sample
 
 
 @pytest.mark.parametrize("limit", ["tries", "seconds"])
@@ -63,9 +66,9 @@ def test_a_slow_failure_is_shrunk_for_a_while_only(monkeypatch, limit):
     clock = SimpleNamespace(perf_counter=lambda: float(len(tried)))  # a second for each
     monkeypatch.setattr(module, "time", clock)
 
-    def fails(question):
-        tried.append(question)
-        return question.problem.seq_q >= 70
+    def fails(sample):
+        tried.append(sample)
+        return sample.problem.seq_q >= 70
 
     found = shrink(LARGE, fails, **{limit: 5})
     assert found in (LARGE, *tried)

@@ -14,8 +14,7 @@ from triton import knobs
 
 from flashattn.counts.addresses import findings
 from flashattn.counts.expect import Rows
-from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.offline import (
+from flashattn.counts.offline import (
     ARCHITECTURES,
     Resources,
     Variant,
@@ -24,19 +23,20 @@ from flashattn.kernels.offline import (
     sass_of,
     variants,
 )
+from flashattn.kernels.hopper.offline import HopperVariant
 
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.
 MINOR = ".".join(triton.__version__.split(".")[:2])
 FILE = f"compiled-triton-{MINOR}.json"
-# fp32 at BLOCK_D 128 and 256: six bf16 products split operands that wide in registers, three parts
-# a number, and hardly a tile of the search has room for that; on sm_100 bwd_delta's two tiles of
-# 256, 128 a thread each, and merge's do not fit either. Where operands come cut, dk and dv have
-# many addresses, and the fastest tile of 64 columns no room for all. Expected to the byte, not held
-# against the table.
+# fp32 at BLOCK_D 128 and 256: six bf16 products decompose operands that wide in registers, three
+# terms a number, and hardly a tile of the search has room for that; on sm_100 bwd_preprocess's two
+# tiles of 256, 128 a thread each, and combine's do not fit either. Where operands come decomposed,
+# dk and dv have many addresses, and the fastest tile of 64 columns no room for all. Expected to the
+# byte, not held against the table.
 KNOWN_TO_SPILL = {
     *product(("fwd", "bwd_dkdv", "bwd_dq"), (4,), (128, 256)),
-    *product(("decode", "bwd_delta"), (4,), (256,)),
-    ("merge", 2, 256),
+    *product(("decode", "bwd_preprocess"), (4,), (256,)),
+    ("combine", 2, 256),
     *product(("bwd", "bwd_dkdv"), (4,), (64,)),
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.

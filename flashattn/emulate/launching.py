@@ -17,9 +17,9 @@ from flashattn.emulate.language import Number
 from flashattn.emulate.memory import Descriptor, Pointer, Shared
 from flashattn.emulate.schedule import Schedule, here
 from flashattn.emulate.source import Edit, Source
-from flashattn.kernels import backward as portable
 from flashattn.kernels import launch
 from flashattn.kernels.hopper import backward, forward
+from flashattn.kernels.portable import backward as portable
 
 
 class Program:

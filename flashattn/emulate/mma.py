@@ -9,7 +9,7 @@ import torch
 
 from flashattn.emulate.memory import Registers, Shared, registers
 from flashattn.emulate.schedule import here
-from flashattn.kernels.primitives import HIGH_BITS
+from flashattn.kernels.constants import HIGH_BITS
 
 
 class Product:

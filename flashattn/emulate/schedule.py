@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from bisect import bisect
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,7 +53,9 @@ class Warps:
         self.unfenced: list[Callable[[], object]] = []
         self._error: BaseException | None = None
         self._dropped = False
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn, self._back = threading.Lock(), threading.Lock()  # faster than semaphores
+        self._turn.acquire()
+        self._back.acquire()
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
 
@@ -142,14 +146,17 @@ class Schedule:
         choices: list[tuple[int, Callable[[], object]]] = [
             (warps.speed, warps.go_on) for warps in self._warps if warps.ready()
         ]
+        waiting = len(choices)
         choices += self._events
         if not choices:
             raise DeadlockError("all wait: " + "; ".join(map(str, self._warps)))
-        chosen = self.random.choices(choices, [speed for speed, _ in choices])[0]
-        if chosen in self._events:
-            self._events.remove(chosen)
-        chosen[1]()
-        self._warps = [warps for warps in self._warps if not warps.ended]
+        speeds = list(accumulate(speed for speed, _ in choices))
+        at = bisect(speeds, self.random.random() * speeds[-1], 0, len(choices) - 1)
+        if at >= waiting:
+            del self._events[at - waiting]
+        choices[at][1]()
+        if any(warps.ended for warps in self._warps):
+            self._warps = [warps for warps in self._warps if not warps.ended]
 
 
 def here() -> Warps:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -62,16 +63,11 @@ class Source:
             return self._modules[name]
         module = sys.modules[name]
         path = str(module.__file__)
-        tree = ast.parse(self._edit(path, Path(path).read_text(encoding="utf-8")))
+        text = self._edit(path, Path(path).read_text(encoding="utf-8"))
         names = self._modules[name] = {
             key: self._stand_in(value, name) for key, value in vars(module).items()
         }
-        tree.body = [node for node in tree.body if _is_device_code(node, module)]
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                node.decorator_list = []
-        code = compile(tree, path, "exec", flags=annotations.compiler_flag, dont_inherit=True)
-        exec(code, names)  # noqa: S102
+        exec(_device_code(name, path, text), names)  # noqa: S102
         return names
 
     def _stand_in(self, value: Any, name: str) -> Any:
@@ -85,6 +81,17 @@ class Source:
         if hasattr(value, "__triton_aggregate__") and value.__module__ != name:
             return self._names(value.__module__)[value.__name__]
         return value
+
+
+@cache
+def _device_code(name: str, path: str, text: str) -> CodeType:
+    """Return what a module's text defines for a device, without decorators."""
+    tree = ast.parse(text)
+    tree.body = [node for node in tree.body if _is_device_code(node, sys.modules[name])]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            node.decorator_list = []
+    return compile(tree, path, "exec", flags=annotations.compiler_flag, dont_inherit=True)
 
 
 def _is_device_code(node: ast.stmt, module: ModuleType) -> bool:

@@ -189,7 +189,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-d64-causal",
-        why="its two loops: full tiles, then those on the diagonal",
+        why="its two loops: full tiles, then those that the mask cuts",
         impl="triton",
         step="forward",
         shape=(4, 32, 32, 4096, 64),

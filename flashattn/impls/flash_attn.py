@@ -1,6 +1,6 @@
 """FlashAttention 2, 3 and 4 of the flash-attn project, when they are installed.
 
-Their tensors are [B, T, H, D]; their causal mask is bottom-right.
+Their tensors are [B, T, H, D]; their causal masks and windows are bottom-right.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashattn.problem import Causal, Problem
+from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
+from flashattn.problem import Problem
 from flashattn.registry import register
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ MODULES = {
     "flash_attn_3": "flash_attn_interface",
     "flash_attn_4": "flash_attn.cute",
 }
+NO_BOUND = {"flash_attn": -1, "flash_attn_interface": -1, "flash_attn.cute": None}
 HOPPER = (9, 0)
 
 
@@ -36,12 +38,21 @@ def _installed(module: str) -> bool:
 
 def _attending(module: str) -> Callable[..., torch.Tensor]:
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: Causal,
+        window: Window = UNBOUNDED,
+        scale: float,
     ) -> torch.Tensor:
         flash = import_module(module).flash_attn_func
-        result = flash(
-            *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=bool(causal)
-        )
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": bool(causal)}
+        if window != UNBOUNDED:
+            mask = Mask.of(causal, window)
+            bounds = (NO_BOUND[module] if x is None else x for x in (mask.left, mask.right))
+            options["window_size"] = tuple(bounds)
+        result = flash(*(x.transpose(1, 2) for x in (q, k, v)), **options)
         o = result[0] if isinstance(result, tuple) else result
         return o.transpose(1, 2)
 
@@ -57,11 +68,12 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         "takes fp16 and bf16 only": problem.dtype not in ("float16", "bfloat16"),
         "takes head dimensions up to 256 in multiples of 8": problem.head_dim
         not in range(8, 257, 8),
-        "knows the bottom-right mask only": problem.causal == "top_left"
+        "aligns masks at the bottom right only": problem.mask != FULL
+        and problem.mask.corner == "top_left"
         and problem.seq_q != problem.seq_kv,
         "is not asked for empty problems": 0
         in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
-        "does not test its gradients where a query sees no key": problem.dead_rows > 0,
+        "does not test its gradients where a query sees no key": problem.fully_masked_rows > 0,
         "needs a Hopper GPU": name != "flash_attn_2"
         and torch.cuda.get_device_capability(device) < HOPPER,
     }
@@ -69,4 +81,6 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 for _name, _module in MODULES.items():
-    register(_name, why_not=partial(_limits, name=_name), strict=False)(_attending(_module))
+    register(_name, why_not=partial(_limits, name=_name), windows=True, strict=False)(
+        _attending(_module)
+    )

@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with the causal mask as a block mask."""
+"""FlexAttention, compiled, with masks as block masks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashattn.problem import Causal, Problem, diagonal
+from flashattn.mask import FULL, UNBOUNDED, Band, Causal, Mask, Window
+from flashattn.problem import Problem
 from flashattn.registry import register
 
 if TYPE_CHECKING:
@@ -24,13 +25,13 @@ def _flex() -> Callable[..., torch.Tensor]:
 
 
 @cache
-def _block_mask(seq_q: int, seq_kv: int, last: int, device: torch.device) -> BlockMask:
+def _block_mask(band: Band, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
     def seen(b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-        return s <= t + last
+        return band.sees(t, s)
 
-    return create_block_mask(seen, None, None, seq_q, seq_kv, device=device)
+    return create_block_mask(seen, None, None, band.seq_q, band.seq_kv, device=device)
 
 
 def _limits(problem: Problem, device: torch.device) -> str | None:
@@ -52,10 +53,16 @@ def _group(problem: Problem) -> int:
     return problem.heads // max(problem.kv_heads, 1)
 
 
-@register("flex", why_not=_limits, strict=False, compiles=True)
+@register("flex", why_not=_limits, windows=True, strict=False, compiles=True)
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
-    last = diagonal(causal, q.shape[2], k.shape[2])
-    mask = None if last is None else _block_mask(q.shape[2], k.shape[2], last, q.device)
-    return _flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    mask = Mask.of(causal, window)
+    blocks = None if mask == FULL else _block_mask(mask.over(q.shape[2], k.shape[2]), q.device)
+    return _flex()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

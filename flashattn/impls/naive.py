@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashattn.problem import Causal, Problem, check_scale, diagonal
+from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
+from flashattn.problem import Problem, check_scale
 from flashattn.registry import register
 
 if TYPE_CHECKING:
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
 
 
 def naive_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, diagonal: int | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, scale: float
 ) -> torch.Tensor:
     """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = (q @ k.mT) * scale  # [B, H, T, S]
-    if diagonal is not None:
-        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(ones.triu(diagonal + 1), -torch.inf)
+    if mask != FULL:
+        t, s = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        hidden = ~mask.over(*scores.shape[-2:]).sees(t[:, None], s)
+        scores = scores.masked_fill(hidden, -torch.inf)
     return scores.softmax(dim=-1) @ v
 
 
@@ -36,7 +38,7 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
     del device
     if 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv):
         return f"{name} is not asked for empty problems"
-    if problem.dead_rows > 0:
+    if problem.fully_masked_rows > 0:
         return f"{name} gives NaN for a query that sees no key"
     return None
 
@@ -46,19 +48,33 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     return torch.compile(naive_attention, dynamic=True)
 
 
-@register("naive", why_not=partial(_limits, name="naive"), strict=False)
+@register("naive", why_not=partial(_limits, name="naive"), windows=True, strict=False)
 def naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
-    last = diagonal(causal, q.shape[-2], k.shape[-2])
-    return naive_attention(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))
+    scale = check_scale(scale, q.shape[-1])
+    return naive_attention(q, k, v, mask=Mask.of(causal, window), scale=scale)
 
 
-@register("compiled", why_not=partial(_limits, name="compiled"), strict=False, compiles=True)
+@register(
+    "compiled", why_not=partial(_limits, name="compiled"), windows=True, strict=False, compiles=True
+)
 def compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
-    last = diagonal(causal, q.shape[-2], k.shape[-2])
-    return _compiled_naive()(q, k, v, diagonal=last, scale=check_scale(scale, q.shape[-1]))
+    scale = check_scale(scale, q.shape[-1])
+    return _compiled_naive()(q, k, v, mask=Mask.of(causal, window), scale=scale)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashattn import ops, tiled
-from flashattn.problem import Causal, check_scale, diagonal
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.registry import register
 
@@ -62,28 +65,35 @@ def _hopper(
     )
 
 
-@register("tiled", lse=True)
+def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
+    """Leave to others on a CPU what is dense; of a window only the tiles are computed."""
+    return None if device.type == "cpu" and problem.window == UNBOUNDED else {}
+
+
+@register("tiled", fastest=_fastest, windows=True, lse=True)
 def _tiled(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
 ) -> Pair:
-    return tiled.tiled_attention(q, k, v, causal=causal, scale=scale)
+    return tiled.tiled_attention(q, k, v, causal=causal, window=window, scale=scale)
 
 
-@register("reference", lse=True)
+@register("reference", windows=True, lse=True)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
 ) -> Pair:
-    last, scale = diagonal(causal, q.shape[-2], k.shape[-2]), check_scale(scale, q.shape[-1])
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
-    o, lse = reference_attention(*wide, diagonal=last, scale=scale)
+    scale = check_scale(scale, q.shape[-1])
+    o, lse = reference_attention(*wide, mask=Mask.of(causal, window), scale=scale)
     return o.to(q.dtype), lse

@@ -1,7 +1,7 @@
 """PyTorch's own: scaled_dot_product_attention as it chooses, and each of its backends by name.
 
-The logsumexp is not public there. A bottom-right mask that is not also top-left is handed over as a
-boolean mask, which only the math and the memory-efficient backends take.
+The logsumexp is not public there. A window, and a bottom-right mask that is not also top-left, is
+handed over as a boolean mask, which only the math and the memory-efficient backends take.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashattn.problem import Causal, Problem, diagonal
+from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
+from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
 
 if TYPE_CHECKING:
@@ -28,25 +29,32 @@ BACKENDS = {
 }
 
 
-def _mask(q: torch.Tensor, k: torch.Tensor, last: int) -> torch.Tensor:
-    t = torch.arange(q.shape[2], device=q.device)[:, None]
-    return torch.arange(k.shape[2], device=q.device)[None, :] <= t + last
+def _mask(band: Band, device: torch.device) -> torch.Tensor:
+    t, s = (torch.arange(n, device=device) for n in (band.seq_q, band.seq_kv))
+    seen: torch.Tensor = band.sees(t[:, None], s)
+    return seen
 
 
 def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal,
+    window: Window = UNBOUNDED,
+    scale: float | None,
 ) -> torch.Tensor:
-    last = diagonal(causal, q.shape[2], k.shape[2])
+    band = Mask.of(causal, window).over(q.shape[2], k.shape[2])
     if scale is not None and scale <= 0:
         # The CPU's kernel multiplies its -inf mask by the scale: NaN at 0, +inf below (PyTorch
         # 2.13).
         q, scale = q * scale, 1.0
     # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if last == 0:
+    if band.left is None and band.right == 0:
         options["is_causal"] = True
-    elif last is not None:
-        options["attn_mask"] = _mask(q, k, last)
+    elif band.left is not None or band.right is not None:
+        options["attn_mask"] = _mask(band, q.device)
     o = scaled_dot_product_attention(q, k, v, scale=scale, **options)
     if o.is_cpu and not torch.compiler.is_compiling() and o.grad_fn is not None:
         o.grad_fn.register_hook(_once)
@@ -67,16 +75,23 @@ def _refuse(_: object) -> None:
 
 def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
     def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: Causal, scale: float
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: Causal,
+        window: Window = UNBOUNDED,
+        scale: float,
     ) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v, causal=causal, scale=scale)
+            return _sdpa(q, k, v, causal=causal, window=window, scale=scale)
 
     return call
 
 
 def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") -> str | None:
-    own_mask = problem.diagonal not in (None, 0)
+    band = problem.band
+    own_mask = band.left is not None or band.right not in (None, 0)
     grouped = problem.heads != problem.kv_heads
     fused = backend not in ("sdpa", "sdpa_math")
     on_cuda = device.type == "cuda"
@@ -88,18 +103,23 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
         and backend in ("sdpa_flash", "sdpa_cudnn")
         and problem.dtype not in HALF,
         "takes no fp64": on_cuda and backend == "sdpa_efficient" and problem.dtype == "float64",
-        "takes no mask tensor, so no bottom-right mask when T != S": own_mask
+        "takes no mask tensor, so no window, and no bottom-right mask when T != S": own_mask
         and backend in ("sdpa_flash", "sdpa_cudnn"),
         "takes no grouped heads": grouped and backend == "sdpa_efficient",
         "takes head dimensions up to 256 in multiples of 8": on_cuda
         and fused
         and (problem.head_dim > 256 or problem.head_dim % 8 != 0),  # noqa: PLR2004
-        "does not promise zeros for a query that sees no key": problem.dead_rows > 0,
+        "does not promise zeros for a query that sees no key": problem.fully_masked_rows > 0,
     }
     return next((f"{backend} {reason}" for reason, holds in reasons.items() if holds), None)
 
 
-register("sdpa", why_not=_limits, strict=False)(_sdpa)
+def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
+    """Leave windows on a CPU to others: with a mask tensor every score is computed."""
+    return None if device.type == "cpu" and problem.window != UNBOUNDED else {}
+
+
+register("sdpa", why_not=_limits, fastest=_fastest, windows=True, strict=False)(_sdpa)
 for _name, _kind in BACKENDS.items():
     _why_not: WhyNot = partial(_limits, backend=_name)
-    register(_name, why_not=_why_not, strict=False)(_backend(_kind))
+    register(_name, why_not=_why_not, windows=True, strict=False)(_backend(_kind))

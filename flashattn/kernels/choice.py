@@ -12,8 +12,8 @@ import torch
 import triton
 
 from flashattn.kernels import launch
+from flashattn.kernels.constants import INTERPRETED
 from flashattn.kernels.launch import Like
-from flashattn.kernels.primitives import INTERPRETED
 from flashattn.kernels.tiles import Kernel, Tile
 
 FEW_QUERIES = 16  # from here down a tile has rows to spare: what counts is how fast keys come

@@ -272,7 +272,7 @@ def _together(changes: Iterable[Change]) -> list[str]:
             said.append(
                 f"Taken together, {kind[1]} {kind[2]} of {impl} is {FASTER if log < 0 else SLOWER}:"
                 f" {times(math.exp(log))} in the median of {len(own)} cases"
-                f" beside the controls, ±{percent(math.expm1(noise))}."
+                f" beside the controls, {_within(noise)}."
             )
     return said
 
@@ -305,10 +305,16 @@ def report(a: Run, b: Run, *, every: bool = False) -> str:
     return "\n\n".join(parts)
 
 
+def _within(noise: float) -> str:
+    """Return noise, a logarithm, as a share of a time; from a factor of two on no share tells."""
+    share = math.expm1(noise)
+    return f"±{percent(share)}" if share < 1 else "more than 2x"
+
+
 def _line(change: Change) -> list[str]:
     beside = ["", ""]
     if change.noise:
-        beside = [digits(math.exp(change.shift)), f"±{percent(math.expm1(change.noise))}"]
+        beside = [digits(math.exp(change.shift)), _within(change.noise)]
     seconds = (ms(each) for each in change.seconds)
     return [": ".join(change.case), *seconds, digits(change.ratio), *beside, change.verdict]
 

@@ -18,7 +18,7 @@ import torch
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Question, run
+from flashattn.testing.accuracy import Sample, run
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POINTERS = "misaligned"  # what no descriptor can address; tiny problems go by pointers, too
@@ -44,6 +44,10 @@ PROBLEMS = {
     Problem(seq_q=300, seq_kv=501, head_dim=100, causal="bottom_right"): "contiguous",
     Problem(heads=8, kv_heads=4, seq_q=300, seq_kv=501, head_dim=60, causal=True): "contiguous",
     Problem(seq_q=501, seq_kv=300, head_dim=40): POINTERS,
+    # Windows: tiles before the first that is seen, keys that no query sees, masked last rows.
+    Problem(heads=2, seq_q=300, head_dim=64, causal=True, window=(70, None), **BF16): "contiguous",
+    Problem(seq_q=70, seq_kv=400, head_dim=64, causal="bottom_right", window=(20, None)): POINTERS,
+    Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=200, window=(20, 33), **HALF): "packed",
     # Queries that see no key.
     Problem(heads=2, seq_q=129, seq_kv=65, head_dim=64, causal="bottom_right"): "contiguous",
     Problem(batch=3, heads=8, seq_q=70, seq_kv=45, head_dim=40, **BF16): "packed",  # padded to 64
@@ -81,8 +85,8 @@ def main(text: str = "", impl: str = "triton") -> None:
         torch.autograd.set_multithreading_enabled(False)
     for name, (problem, layout) in cases(text, impl).items():
         print(f"case {name}", flush=True)  # noqa: T201 - for the reader of the sanitizer's output
-        case = Question(problem=problem, device=HERE, layout=layout).draw()
-        run(partial(get(impl), causal=problem.causal, scale=case.scale), case)
+        case = Sample(problem=problem, device=HERE, layout=layout).draw()
+        run(partial(get(impl), **problem.mask_options, scale=case.scale), case)
         if HERE.type == "cuda":
             torch.cuda.synchronize(HERE)
         print(f"done {name}", flush=True)  # noqa: T201

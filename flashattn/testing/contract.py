@@ -25,7 +25,7 @@ import torch
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import Impl, get
-from flashattn.testing.accuracy import Case, Outputs, Question, Truth, run
+from flashattn.testing.accuracy import Case, Expected, Outputs, Sample, run
 from flashattn.testing.inputs import LAYOUTS, make_grads, make_inputs
 
 KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
@@ -35,7 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 NEAR = 4096  # elements: one head begins there, or
 FAR = 2**31 + NEAR
 Trial = Callable[[Impl, torch.device], None]
-Verdict = dict[str, str | None]
+Outcome = dict[str, str | None]
 ASKED: Mapping[str, Any] = {}  # as usual
 
 
@@ -56,15 +56,15 @@ def _within(
 ) -> None:
     """Hold the usual problem with other sizes, asked in some way, to its budgets."""
     problem = replace(usual(impl, device), **sizes)
-    question = Question(problem=problem, device=device, lse=impl.lse, **how)
+    sample = Sample(problem=problem, device=device, lse=impl.lse, **how)
     case, enlarged = (
         replace(drawn, grad_lse=drawn.grad_lse if grad_lse else None)  # it has its own clause
-        for drawn in (question.draw(), question.enlarged().draw())
+        for drawn in (sample.draw(), sample.enlarged().draw())
     )
-    got = run(partial(impl, causal=problem.causal, scale=case.scale), case)
-    complaints = Truth.of(case, enlarged).complaints(got)
-    if complaints:
-        raise AssertionError(f"{problem}: {'; '.join(complaints)}")
+    got = run(partial(impl, **problem.mask_options, scale=case.scale), case)
+    failures = Expected.of(case, enlarged).failures(got)
+    if failures:
+        raise AssertionError(f"{problem}: {'; '.join(failures)}")
 
 
 def _dtype(impl: Impl, device: torch.device, dtype: str) -> None:
@@ -76,9 +76,11 @@ def _rectangles(impl: Impl, device: torch.device) -> None:
     _within(impl, device, seq_q=1, seq_kv=SEQ_KV)
 
 
-def _causal(impl: Impl, device: torch.device, causal: str, lengths: tuple[int, int]) -> None:
+def _masked(
+    impl: Impl, device: torch.device, lengths: tuple[int, int] = (SEQ_Q, SEQ_Q), **mask: Any
+) -> None:
     seq_q, seq_kv = lengths
-    _within(impl, device, seq_q=seq_q, seq_kv=seq_kv, causal=causal)
+    _within(impl, device, seq_q=seq_q, seq_kv=seq_kv, **mask)
 
 
 def _grouped(impl: Impl, device: torch.device) -> None:
@@ -121,7 +123,7 @@ def _outputs(impl: Impl, problem: Problem, inputs: tuple[torch.Tensor, ...]) -> 
     grad_o, _ = make_grads(problem, device=q.device)
     scale = problem.head_dim**-0.5
     case = Case(problem=problem, inputs=(q, k, v), scale=scale, grad_o=grad_o)
-    return run(partial(impl, causal=problem.causal, scale=scale), case)
+    return run(partial(impl, **problem.mask_options, scale=scale), case)
 
 
 def _same(got: Outputs, wanted: Outputs, what: str) -> None:
@@ -143,7 +145,8 @@ def _repeats(impl: Impl, device: torch.device) -> None:
 def _future(impl: Impl, device: torch.device) -> None:
     problem = replace(usual(impl, device), causal=True)
     q, k, v = make_inputs(problem, device=device)
-    call = partial(impl, causal=problem.causal, scale=problem.head_dim**-0.5)
+    scale = problem.head_dim**-0.5
+    call: Callable[..., Any] = partial(impl, **problem.mask_options, scale=scale)
     clean = call(q, k, v)[0][:, :, :13]
     for poison in (torch.nan, torch.inf):
         k[:, :, 13:] = poison
@@ -195,10 +198,12 @@ CLAUSES: dict[str, Trial] = {
     "head dims 8, 80, 256, 7": _head_dims,
     "T != S": _rectangles,
     "grouped heads": _grouped,
-    "causal": partial(_causal, causal="top_left", lengths=(SEQ_Q, SEQ_Q)),
-    "causal top-left, T < S": partial(_causal, causal="top_left", lengths=(SEQ_Q, SEQ_KV)),
-    "causal bottom-right, T < S": partial(_causal, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
-    "no visible key: 0 and -inf": partial(_causal, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
+    "causal": partial(_masked, causal="top_left"),
+    "causal top-left, T < S": partial(_masked, causal="top_left", lengths=(SEQ_Q, SEQ_KV)),
+    "causal bottom-right, T < S": partial(_masked, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
+    "causal window": partial(_masked, causal="top_left", window=(9, None)),
+    "two-sided window": partial(_masked, window=(9, 5)),
+    "no visible key: 0 and -inf": partial(_masked, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
     "NaN and inf behind the mask": _future,
     "zero lengths": _empty,
     "scales 0.3, 0, -0.2": _scales,
@@ -211,7 +216,7 @@ CLAUSES: dict[str, Trial] = {
 }
 
 
-def verdict(impl: Impl, device: torch.device, clause: str) -> Verdict:
+def try_clause(impl: Impl, device: torch.device, clause: str) -> Outcome:
     """Try one clause.
 
     Args:
@@ -241,7 +246,7 @@ def _line(error: Exception) -> str:
     return said if len(said) <= LONGEST else said[: LONGEST - 3] + "..."
 
 
-def verdicts(impl: Impl, device: torch.device) -> dict[str, Verdict]:
+def try_contract(impl: Impl, device: torch.device) -> dict[str, Outcome]:
     """Try every clause: on a CPU here, on a GPU in a process of its own, again after a crash.
 
     Args:
@@ -253,8 +258,8 @@ def verdicts(impl: Impl, device: torch.device) -> dict[str, Verdict]:
             it said.
     """
     if device.type != "cuda":
-        return {clause: verdict(impl, device, clause) for clause in CLAUSES}
-    found: dict[str, Verdict] = {}
+        return {clause: try_clause(impl, device, clause) for clause in CLAUSES}
+    found: dict[str, Outcome] = {}
     while len(found) < len(CLAUSES):
         left = [clause for clause in CLAUSES if clause not in found]
         command = [sys.executable, "-m", "flashattn.testing.contract", str(device), impl.name]
@@ -270,7 +275,7 @@ def verdicts(impl: Impl, device: torch.device) -> dict[str, Verdict]:
     return found
 
 
-def _told(text: str) -> Iterator[tuple[str, Verdict]]:
+def _told(text: str) -> Iterator[tuple[str, Outcome]]:
     for line in text.splitlines():
         if line.startswith('{"clause"'):
             said = json.loads(line)
@@ -290,7 +295,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     for clause in clauses or CLAUSES:
-        said = verdict(impl, torch.device(device), clause)
+        said = try_clause(impl, torch.device(device), clause)
         sys.stdout.write(json.dumps({"clause": clause} | said) + "\n")
         sys.stdout.flush()
         if said["verdict"] == CRASHES:

@@ -6,7 +6,7 @@ whose terms cancel: what is lost in it is of the size of the terms, and in its o
 would be any number. A result that is only rounded is off by half a unit at the most. ``eps`` is of
 the problem's dtype; of fp32 for the logsumexp, whatever the dtype (fp64 in fp64).
 
-The gradients are those of o alone, so that they are the same question to those who return no
+The gradients are those of o alone, so that they are the same task for those who return no
 logsumexp. The bias is the mean of the signed errors: half a unit lost in every element shows there,
 and cancels where errors are roundings.
 
@@ -25,12 +25,12 @@ from typing import Any, Protocol
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Case, Error, Outputs, Question, Truth, run
+from flashattn.testing.accuracy import Case, Error, Expected, Outputs, Sample, run
 
 # Names of ``values.VALUES``: what is usual, one key that takes all, a logsumexp below -88.7, where
 # exp() of it is 0 in fp32, values far larger than weights, and scores that are all alike.
 VALUES = ("normal", "extreme", "negative", "huge_v", "ties")
-Answers = dict[str, Outputs]  # by values
+Results = dict[str, Outputs]  # by values
 Errors = dict[str, dict[str, dict[str, float | None]]]  # by values, output, and which error
 
 
@@ -44,34 +44,32 @@ class Impl(Protocol):
 
 
 @lru_cache(maxsize=len(VALUES))  # implementations of one problem run next to one another
-def _judged(problem: Problem, device: torch.device, values: str) -> tuple[Case, Truth]:
-    question = Question(problem=problem, device=device, values=values)
-    case, enlarged = (
-        replace(asked.draw(), grad_lse=None) for asked in (question, question.enlarged())
-    )
-    return case, Truth.of(case, enlarged)
+def _expected(problem: Problem, device: torch.device, values: str) -> tuple[Case, Expected]:
+    sample = Sample(problem=problem, device=device, values=values)
+    case, enlarged = (replace(asked.draw(), grad_lse=None) for asked in (sample, sample.enlarged()))
+    return case, Expected.of(case, enlarged)
 
 
-def answers(impl: Impl, problem: Problem, device: torch.device) -> Answers:
+def results(impl: Impl, problem: Problem, device: torch.device) -> Results:
     """Return what an implementation makes of a problem, o, lse, dq, dk, dv, by ``VALUES``."""
     found = {}
     for values in VALUES:
-        case, _ = _judged(problem, device, values)
+        case, _ = _expected(problem, device, values)
 
         def call(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = case.scale
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return impl(q, k, v, causal=problem.causal, scale=scale)
+            return impl(q, k, v, **problem.mask_options, scale=scale)
 
         found[values] = run(call, case)
     return found
 
 
-def errors(given: Answers, problem: Problem, device: torch.device) -> Errors:
-    """Return the errors of answers and their budgets, in units of the last place.
+def errors(given: Results, problem: Problem, device: torch.device) -> Errors:
+    """Return the errors of results and their budgets, in units of the last place.
 
     Args:
-        given: of ``answers``.
+        given: of ``results``.
         problem: that was answered.
         device: where.
 
@@ -82,21 +80,21 @@ def errors(given: Answers, problem: Problem, device: torch.device) -> Errors:
     """
     return {
         values: {
-            name: _in_units(_judged(problem, device, values)[1], name, got)
+            name: _in_units(_expected(problem, device, values)[1], name, got)
             for name, got in outputs.items()
         }
         for values, outputs in given.items()
     }
 
 
-def _in_units(truth: Truth, name: str, got: torch.Tensor) -> dict[str, float | None]:
-    exact, dtype = truth.exact[name], got.dtype
+def _in_units(expected: Expected, name: str, got: torch.Tensor) -> dict[str, float | None]:
+    exact, dtype = expected.exact[name], got.dtype
     if name == "lse":
         dtype = torch.promote_types(dtype, torch.float32)
     finite = exact.isfinite()
     largest = exact[finite].abs().max().item() if finite.any() else 0.0
     unit = torch.finfo(dtype).eps * max(largest, torch.finfo(dtype).smallest_normal)
-    error, budgets = Error.of(got, exact), truth.budgets(name, got)
+    error, budgets = Error.of(got, exact), expected.budgets(name, got)
     found: dict[str, float | None] = {"max": math.inf, "mean": math.inf, "bias": None}
     if got[finite].isfinite().all():
         found = {"max": error.max / unit, "mean": error.mean / unit, "bias": error.bias / unit}

@@ -12,7 +12,7 @@ import pytest
 from flashattn import registry
 from flashattn.problem import Problem
 from flashattn.testing import repro
-from flashattn.testing.accuracy import Question
+from flashattn.testing.accuracy import Sample
 from flashattn.testing.plugin_file import asked
 
 if TYPE_CHECKING:
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Failed:
-    """An implementation that failed: in which test first, and on which questions."""
+    """An implementation that failed: in which test first, and on which samples."""
 
     impl: registry.Impl
     test: str
-    questions: list[Question] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     def small(self) -> tuple[str, str]:
         """Return what is wrong with the smallest case that was found, and the line that repeats it.
 
-        Where no question fails as it stands, because a test asks for more than accuracy, that is
+        Where no sample fails as it stands, because a test asks for more than accuracy, that is
         the test itself.
         """
-        if self.questions:
-            least = min(self.questions, key=lambda question: question.problem.flops())
+        if self.samples:
+            least = min(self.samples, key=lambda sample: sample.problem.flops())
             found = repro.smallest(self.impl, least)
             if found is not None:
                 return found
@@ -58,8 +58,8 @@ class Failures:
         if report.when == "call" and report.failed and impl is not None and call.excinfo:
             error = call.excinfo.value
             causes = getattr(error, "exceptions", (error,))  # Hypothesis may find several
-            questions = [_plain(cause.question) for cause in causes if hasattr(cause, "question")]
-            report.user_properties.append(("failed on", {"impl": impl.name, "asked": questions}))
+            samples = [_plain(cause.sample) for cause in causes if hasattr(cause, "sample")]
+            report.user_properties.append(("failed on", {"impl": impl.name, "asked": samples}))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -69,7 +69,7 @@ class Failures:
         if value is not None and report.when == "call":
             impl = registry.get(value["impl"])
             failed = self._failed.setdefault(impl.name, Failed(impl, report.nodeid))
-            failed.questions += _questions(value["asked"])
+            failed.samples += _samples(value["asked"])
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say it for each implementation."""
@@ -78,9 +78,9 @@ class Failures:
             terminalreporter.write_line("\n".join(failed.small()))
 
 
-def _plain(question: Question) -> dict[str, Any]:
-    return asdict(question) | {"device": str(question.device)}
+def _plain(sample: Sample) -> dict[str, Any]:
+    return asdict(sample) | {"device": str(sample.device)}
 
 
-def _questions(plain: Iterable[dict[str, Any]]) -> list[Question]:
-    return [Question(**facts | {"problem": Problem(**facts["problem"])}) for facts in plain]
+def _samples(plain: Iterable[dict[str, Any]]) -> list[Sample]:
+    return [Sample(**facts | {"problem": Problem(**facts["problem"])}) for facts in plain]

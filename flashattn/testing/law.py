@@ -1,4 +1,4 @@
-"""A law: a check that holds for every question, as a test of every implementation."""
+"""A law: a check that holds for every sample, as a test of every implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.examples import Check, Count
-from flashattn.testing.strategies import problems, questions
+from flashattn.testing.strategies import problems, samples
 
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def law(
     drawn: dict[str, st.SearchStrategy[Any]] | None = None,
     **fixed: object,
 ) -> Callable[[Check], Callable[[Impl, torch.device], None]]:
-    """Make a test of ``check(impl, question)``: run it on questions that the implementation takes.
+    """Make a test of ``check(impl, sample)``: run it on samples that the implementation takes.
 
     One that does not claim the contract (``strict``) is asked ordinary values only; and if it
     breaks the law that is an expected failure, reported with the smallest example: its maker's to
@@ -57,9 +57,10 @@ def law(
 
     Args:
         asked: arguments of ``strategies.problems``.
-        needs: of the facts "grad", "lse" and "strict", those without which the law says nothing.
+        needs: of the facts "grad", "lse", "strict" and "windows", those without which the law says
+            nothing.
         drawn: further arguments of ``check``.
-        fixed: attributes of ``Question`` that are not drawn.
+        fixed: attributes of ``Sample`` that are not drawn.
     """
 
     def decorate(check: Check) -> Callable[[Impl, torch.device], None]:
@@ -80,7 +81,7 @@ def law(
                 "groups": (1, 2),
                 "batches": (1,) if few else (1, 2),
             }
-            question = questions(
+            sample = samples(
                 device,
                 solves,
                 asked=problems(**limits | LIMITS[device.type] | (asked or {})),
@@ -88,7 +89,7 @@ def law(
                 denormals=impl.denormals,
                 **fixed | {"grad": grad, "lse": impl.lse and bool(fixed.get("lse", True))},
             )
-            held = hypothesis.given(question=question, **drawn or {})(Count.of(check))
+            held = hypothesis.given(sample=sample, **drawn or {})(Count.of(check))
             settings = hypothesis.settings(
                 max_examples=share(impl, device),
                 report_multiple_bugs=False,  # one AssertionError, and not a group of them
@@ -123,6 +124,7 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
     missing = {
         "grad": f"{impl.name} is not differentiable",
         "lse": f"{impl.name} does not return the logsumexp",
+        "windows": f"{impl.name} takes no sliding windows",
         "strict": f"{impl.name} does not claim the contract beyond ordinary inputs",
     }
     reasons = [missing[fact] for fact in needs.split() if not getattr(impl, fact)]

@@ -1,4 +1,4 @@
-"""Asks one question again: ``python -m flashattn.testing.repro --impl my_kernel.py --problem ...``.
+"""Runs one sample again: ``python -m flashattn.testing.repro --impl my_kernel.py --problem ...``.
 
 Tests that fail print such a line, for the smallest problem found on which the implementation fails.
 """
@@ -20,67 +20,67 @@ if not torch.cuda.is_available():
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.problem import Problem, check_scale
-from flashattn.testing.accuracy import InaccurateError, Question, assert_accurate
+from flashattn.testing.accuracy import InaccurateError, Sample, assert_accurate
 from flashattn.testing.inputs import LAYOUTS, VALUES
 from flashattn.testing.plugin_file import asked, choose
 from flashattn.testing.shrink import shrink
 
 
-def ask(impl: registry.Impl, question: Question) -> str | None:
-    """Return the complaint about an implementation's answer, None if there is none.
+def ask(impl: registry.Impl, sample: Sample) -> str | None:
+    """Return the failure of an implementation on a sample, None if there is none.
 
     Raises:
         Exception: whatever the implementation itself raises.
     """
-    scale = check_scale(question.scale, question.problem.head_dim)
-    causal = question.problem.causal
+    scale = check_scale(sample.scale, sample.problem.head_dim)
+    masked = sample.problem.mask_options
     if impl.compiles:
         torch.compiler.reset()  # or it gives up compiling after some shapes
     try:
-        assert_accurate(lambda q, k, v: impl(q, k, v, causal=causal, scale=scale), question)
+        assert_accurate(lambda q, k, v: impl(q, k, v, **masked, scale=scale), sample)
     except InaccurateError as error:
         return str(error)
     return None
 
 
-def smallest(impl: registry.Impl, question: Question) -> tuple[str, str] | None:
-    """Return the complaint about the smallest question that fails, and the line that asks it.
+def smallest(impl: registry.Impl, sample: Sample) -> tuple[str, str] | None:
+    """Return the failure on the smallest sample that fails, and the command that repeats it.
 
-    None if ``question`` itself, as it stands, does not fail: then a test did more than ask it.
+    None if ``sample`` itself, as it stands, does not fail: then a test did more than run it.
     """
 
-    def complaint(asked_now: Question) -> str | None:
+    def failure(asked_now: Sample) -> str | None:
         if impl.why_not(asked_now.problem, asked_now.device) is not None:
             return None
         return ask(impl, asked_now)
 
-    def fails(asked_now: Question) -> bool:
+    def fails(asked_now: Sample) -> bool:
         try:
-            return complaint(asked_now) is not None
+            return failure(asked_now) is not None
         except Exception:  # noqa: BLE001 - falling over is another bug than being wrong
             return False
 
-    if not fails(question):
+    if not fails(sample):
         return None
-    question = shrink(question, fails)
-    return ask(impl, question) or "", line(impl, question)
+    sample = shrink(sample, fails)
+    return ask(impl, sample) or "", line(impl, sample)
 
 
-def line(impl: registry.Impl, question: Question) -> str:
-    """Return the command that asks ``impl`` the question."""
+def line(impl: registry.Impl, sample: Sample) -> str:
+    """Return the command that runs ``impl`` on the sample."""
     words = ["python", "-m", "flashattn.testing.repro", "--impl", asked(impl)]
-    words += ["--problem", str(question.problem)]
-    usual = Question(problem=question.problem)
+    words += ["--problem", str(sample.problem)]
+    usual = Sample(problem=sample.problem)
     for name in ("values", "layout", "scale", "seed"):
-        if getattr(question, name) != getattr(usual, name):
-            words.append(f"--{name}={getattr(question, name)}")  # one word: a scale may be below 0
+        if getattr(sample, name) != getattr(usual, name):
+            words.append(f"--{name}={getattr(sample, name)}")  # one word: a scale may be below 0
     return shlex.join(words)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print how the implementations asked for do; return 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m flashattn.testing.repro", description="Ask one question again."
+        prog="python -m flashattn.testing.repro", description="Run one sample again."
     )
     parser.add_argument("--impl", required=True, help="NAME, FILE.py or FILE.py:NAME")
     parser.add_argument("--problem", required=True, help="as bf16-b2h8kv2-q1-kv70-d64-causal_br")
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         importlib.import_module("flashattn.testing.patching").patch_interpreter()
     wrong = False
     for impl in map(registry.get, names):
-        question = Question(
+        sample = Sample(
             problem=problem,
             device=device,
             grad=impl.grad,
@@ -107,9 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
             **asked_for,
         )
         reason = impl.why_not(problem, device)
-        complaint = ask(impl, question) if reason is None else None
-        print(f"{impl.name}: {reason or complaint or f'{problem}: within its budgets'}")
-        wrong |= complaint is not None
+        failure = ask(impl, sample) if reason is None else None
+        print(f"{impl.name}: {reason or failure or f'{problem}: within its budgets'}")
+        wrong |= failure is not None
     return int(wrong)
 
 

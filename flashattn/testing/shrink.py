@@ -1,4 +1,4 @@
-"""Lets Hypothesis make a question smaller for as long as an implementation still fails on it."""
+"""Lets Hypothesis make a sample smaller for as long as an implementation still fails on it."""
 
 from __future__ import annotations
 
@@ -10,61 +10,62 @@ from typing import TypeVar
 import hypothesis
 from hypothesis import strategies as st
 
-from flashattn.testing.accuracy import Question
+from flashattn.mask import UNBOUNDED
+from flashattn.testing.accuracy import Sample
 from flashattn.testing.strategies import MASKS
 
 T = TypeVar("T")
 
 TRIES = 100  # each may compile a kernel
 SECONDS = 20.0  # interpreted kernels are slow; what is found by then is small enough
-OWN = 50  # to 1: how often a drawn fact is the question's own
+OWN = 50  # to 1: how often a drawn fact is the sample's own
 
 
 def shrink(
-    question: Question,
-    fails: Callable[[Question], bool],
+    sample: Sample,
+    fails: Callable[[Sample], bool],
     *,
     tries: int = TRIES,
     seconds: float = SECONDS,
-) -> Question:
-    """Return the smallest question found on which it fails, ``question`` itself at worst.
+) -> Sample:
+    """Return the smallest sample found on which it fails, ``sample`` itself at worst.
 
     Args:
-        question: one on which it fails.
+        sample: one on which it fails.
         fails: whether it fails on another.
         tries: how many others are tried at most, ...
         seconds: ... and for how long.
     """
     end = time.perf_counter() + seconds
-    known = {question: True}
+    known = {sample: True}
 
-    def still(other: Question) -> bool:
+    def still(other: Sample) -> bool:
         if other not in known:
             known[other] = len(known) <= tries and time.perf_counter() < end and fails(other)
         return known[other]
 
     settings = hypothesis.settings(
-        max_examples=100,  # until one is ``question``, where shrinking begins; most are
+        max_examples=100,  # until one is ``sample``, where shrinking begins; most are
         derandomize=True,
         database=None,
         deadline=None,
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
     )
-    return hypothesis.find(_up_to(question), still, settings=settings)
+    return hypothesis.find(_up_to(sample), still, settings=settings)
 
 
 @st.composite
-def _up_to(draw: st.DrawFn, question: Question) -> Question:
-    """Draw a question that is no larger and no less plain in any fact, most often the same."""
+def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
+    """Draw a sample that is no larger and no less plain in any fact, most often the same."""
 
     def one(facts: Sequence[T]) -> T:
-        """Draw one of some facts, the plainest first and the question's own last."""
+        """Draw one of some facts, the plainest first and the sample's own last."""
         return facts[min(draw(st.integers(0, OWN * len(facts))), len(facts) - 1)]
 
     def size(own: int) -> int:
         return one(range(min(own, 1), own + 1))
 
-    p = question.problem
+    p = sample.problem
     problem = replace(
         p,
         seq_q=size(p.seq_q),
@@ -74,13 +75,14 @@ def _up_to(draw: st.DrawFn, question: Question) -> Question:
         kv_heads=(kv_heads := size(p.kv_heads)),
         heads=kv_heads * size(p.heads // max(p.kv_heads, 1)),
         causal=one(MASKS[: MASKS.index(p.causal) + 1]),
+        window=one((UNBOUNDED, p.window)),
         dtype=one(("float32", p.dtype)),
     )
     return replace(
-        question,
+        sample,
         problem=problem,
-        values=one(("normal", question.values)),
-        layout=one(("contiguous", question.layout)),
-        scale=one((None, question.scale)),
-        seed=one((0, question.seed)),
+        values=one(("normal", sample.values)),
+        layout=one(("contiguous", sample.layout)),
+        scale=one((None, sample.scale)),
+        seed=one((0, sample.seed)),
     )

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: problems, values, layouts, scales and questions as a vocabulary."""
+"""Hypothesis strategies: problems, values, layouts, scales and samples as a vocabulary."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from hypothesis import strategies as st
 
-from flashattn.problem import Causal, Problem
-from flashattn.testing.accuracy import Question
+from flashattn.mask import UNBOUNDED, Causal, Window
+from flashattn.problem import Problem
+from flashattn.testing.accuracy import Sample
 from flashattn.testing.layouts import LAYOUTS
 from flashattn.testing.values import VALUES
 
@@ -24,6 +25,12 @@ def lengths(shortest: int, longest: int) -> st.SearchStrategy[int]:
     return st.integers(shortest, longest) | st.sampled_from(edges)
 
 
+def windows(longest: int) -> st.SearchStrategy[Window]:
+    """Draw how far a query sees on either side: any number, an edge of a tile, all or no bound."""
+    bound = st.none() | st.integers(0, longest) | st.sampled_from((0, *EDGES, 2 * longest))
+    return st.tuples(bound, bound)
+
+
 @st.composite
 def problems(
     draw: st.DrawFn,
@@ -33,6 +40,7 @@ def problems(
     batches: tuple[int, ...] = (1, 2, 0),
     groups: tuple[int, ...] = (1, 2, 3),
     masks: tuple[Causal, ...] = MASKS,
+    windowed: tuple[bool, ...] = (False, False, True),
     square: bool = False,
     aligned: bool = False,
     head_dims: tuple[int, ...] = (),
@@ -47,6 +55,7 @@ def problems(
         batches: to choose from.
         groups: to choose from: query heads that share a key head.
         masks: to choose from.
+        windowed: to choose from: whether there is a window.
         square: as many keys as queries.
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
         head_dims: to choose from; none means any, up to 128.
@@ -67,6 +76,9 @@ def problems(
         seq_kv=seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv"),
         head_dim=draw(dims, label="head_dim"),
         causal=draw(st.sampled_from(masks), label="causal"),
+        window=draw(windows(longest), label="window")
+        if draw(st.sampled_from(windowed), label="windowed")
+        else UNBOUNDED,
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )
 
@@ -86,25 +98,25 @@ def scales() -> st.SearchStrategy[float | None]:
     return st.sampled_from((None, 0.3, 0.0, -0.2))
 
 
-def questions(
+def samples(
     device: torch.device | str,
     solves: Callable[[Problem], bool],
     *,
     asked: st.SearchStrategy[Problem],
     strict: bool = True,
     **fixed: object,
-) -> st.SearchStrategy[Question]:
-    """Draw questions: a problem, and how its inputs are made.
+) -> st.SearchStrategy[Sample]:
+    """Draw samples: a problem, and how its inputs are made.
 
     Args:
         device: where.
         solves: whether a problem can be asked at all.
         asked: to choose from.
         strict: any values, layout and scale, or only the ordinary.
-        fixed: attributes of ``Question`` that are not drawn.
+        fixed: attributes of ``Sample`` that are not drawn.
     """
     drawn: dict[str, st.SearchStrategy[object]] = {"seed": st.integers(0, 2**31)}
     if strict:
         drawn |= {"values": values(), "layout": layouts(), "scale": scales()}
     drawn |= {name: st.just(value) for name, value in fixed.items()}
-    return st.builds(Question, problem=asked.filter(solves), device=st.just(device), **drawn)
+    return st.builds(Sample, problem=asked.filter(solves), device=st.just(device), **drawn)

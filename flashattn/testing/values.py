@@ -53,7 +53,7 @@ def _grid(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 
 def _one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    """Write each key's number in signs; a query has the signs of one key that every mask lets see.
+    """Write each key's number in signs; a query has those of one key that any causal mask shows it.
 
     A last column makes that key's score 0 and each wrong sign cost 2 * ONE_HOT, so with scale 1 the
     logsumexp is 0 and P is 1 there, exactly, and 0 elsewhere.

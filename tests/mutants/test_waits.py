@@ -10,7 +10,7 @@ import pytest
 
 from flashattn.emulate.launching import emulated
 from flashattn.kernels.hopper import backward
-from flashattn.testing.accuracy import Question, assert_accurate
+from flashattn.testing.accuracy import Sample, assert_accurate
 
 ROOT = Path(__file__).parents[2]
 HOPPER = ROOT / "flashattn" / "kernels" / "hopper"
@@ -64,7 +64,7 @@ def right(asked, seed, edit):
         with emulated(seed=seed, multiprocessors=1 + seed % 3, edit=edit):
             assert_accurate(
                 attend(problem, config, how),
-                Question(problem=problem, values=values, grad=how is not None),
+                Sample(problem=problem, values=values, grad=how is not None),
             )
     except (AssertionError, RuntimeError):
         return False

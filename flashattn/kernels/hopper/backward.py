@@ -46,19 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
-from flashattn.kernels.backward import (
-    Gradients,
-    Grads,
-    Plan,
-    Saved,
-    copies,
-    known,
-    readable,
-    row_shape,
-    row_terms,
-)
-from flashattn.kernels.backward import backward as portable
-from flashattn.kernels.backward import plan as portable_plan
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper import backward_d256, backward_fp32
 from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile
 from flashattn.kernels.hopper.config import (
@@ -83,7 +71,18 @@ from flashattn.kernels.hopper.semaphore import (
 )
 from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like
-from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.portable.backward import (
+    Gradients,
+    Grads,
+    Plan,
+    Saved,
+    copies,
+    known,
+    readable,
+)
+from flashattn.kernels.portable.backward import backward as portable
+from flashattn.kernels.portable.backward import plan as portable_plan
+from flashattn.kernels.portable.preprocess import row_shape, row_terms
 from flashattn.kernels.tiles import block_d
 
 KEYS = gl.constexpr(64)  # of a warpgroup

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import WideConfig, columns
 from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
@@ -49,7 +50,6 @@ from flashattn.kernels.hopper.registers import opaque, pack, unpack
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import Launch, Like
-from flashattn.kernels.primitives import LOG2E
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
 PAIR = gl.constexpr(128)  # queries of both warpgroups

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels import launch
-from flashattn.kernels.backward import passes as portable
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
@@ -24,8 +24,9 @@ from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
 from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import Facts, Launch, Like
-from flashattn.kernels.passes import Pass, Passes, Walk, pitch, walk
-from flashattn.kernels.primitives import LOG2E
+from flashattn.kernels.portable.backward import passes as portable
+from flashattn.kernels.portable.passes import Pass, Passes, Walk, walk
+from flashattn.kernels.portable.preprocess import rounded
 from flashattn.kernels.tiles import block_d
 
 COLUMNS = gl.constexpr(128)
@@ -335,14 +336,14 @@ def _pass(
     """Prepare a launch of one of them, with so many rows in tiles of q, k, v and grad_o."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_kv = k.shape[1:3]
-    group, stats = heads // kv_heads, pitch(seq_q)
+    group, stats = heads // kv_heads, rounded(seq_q)
     fold = Launch(
         function,
         way.programs,
         [*map(Tiles, rows), *[None] * (2 + len(way.written))],
         (
             *(x[:3] for x in way.strides),
-            *(heads, group, seq_q, seq_kv, stats, diagonal, batch, way.chunk),
+            *(heads, group, seq_q, seq_kv, stats, diagonal, batch, way.split_len),
             *(scale, scale * LOG2E.value, head_dim),
         ),
         constants(split=way.split, parts=parts) | {"num_warps": WARPS},

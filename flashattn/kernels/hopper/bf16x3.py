@@ -1,4 +1,4 @@
-"""fp32 products by two or three bf16 terms of each operand, see ``kernels.cut``.
+"""fp32 products by two or three bf16 terms of each operand, see ``portable.bf16x3``.
 
 As the portable kernels do it: the lesser products first, the greatest to their sum, each in a sum
 of its own, which is then added in fp32.
@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flashattn.kernels.constants import HIGH_BITS
 from flashattn.kernels.hopper.mma import ROWS
-from flashattn.kernels.primitives import HIGH_BITS
 
 
 @gluon.jit
@@ -26,7 +26,7 @@ def bf16_operand(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
-    """Return operands of a product whose sum is x, in fp32: see ``primitives.cut``."""
+    """Return operands of a product whose sum is x, in fp32: see ``portable.bf16x3``."""
     a = leading_bits(x)
     rest = x - a
     rest = gl.where(rest == rest, rest, 0.0)  # inf - inf

@@ -23,8 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels import launch
-from flashattn.kernels.forward import SMALLEST_SCALE, Outputs, Plan
-from flashattn.kernels.forward import forward as portable
+from flashattn.kernels.constants import LN2, LOG2E
 from flashattn.kernels.hopper import forward_fp32
 from flashattn.kernels.hopper.compat import aggregate, store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
@@ -44,7 +43,8 @@ from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.primitives import LN2, LOG2E
+from flashattn.kernels.portable.forward import SMALLEST_SCALE, Outputs, Plan
+from flashattn.kernels.portable.forward import forward as portable
 
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
 # may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).

@@ -13,8 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels import launch
-from flashattn.kernels.forward import SMALLEST_SCALE, Cut, Forward, Plan
-from flashattn.kernels.forward import forward as portable
+from flashattn.kernels.constants import LN2, LOG2E
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.mask import apply_mask, key_tiles
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
@@ -22,7 +21,8 @@ from flashattn.kernels.hopper.pipeline import new_pipeline
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_tile_each
 from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import Launch, Like
-from flashattn.kernels.primitives import LN2, LOG2E
+from flashattn.kernels.portable.forward import SMALLEST_SCALE, Cut, Forward, Plan
+from flashattn.kernels.portable.forward import forward as portable
 from flashattn.kernels.tiles import block_d
 
 WIDTHS = (64, 128)  # that heads are padded to
@@ -89,7 +89,9 @@ def consumer(
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = gl.exp2(s * scale_log2 - finite[:, None])
         alpha = gl.exp2(m - finite)
-        term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as in primitives
+        term = (
+            gl.sum(p, 1) - lost * alpha
+        )  # a compensated sum (Kahan, 1965), as portable
         longer = l * alpha + term
         lost = (longer - l * alpha) - term
         l = longer

@@ -15,11 +15,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels import launch, splitting
+from flashattn.kernels import launch
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.launch import Like
-from flashattn.kernels.splitting import Tensors, Written
+from flashattn.kernels.portable import combine
+from flashattn.kernels.portable.combine import Tensors, Written
 
 ONE_PASS = 128  # head dimension, up to which the backward is one
 # Of narrow heads and of wide ones: under a mask, how much of what the longest program has to do
@@ -135,7 +136,7 @@ class Shares:
         if self.adding is None:
             fold(grads)
         else:
-            shares = splitting.room(grads, [self.count] * len(grads))
+            shares = combine.room(grads, [self.count] * len(grads))
             fold(shares)
             self.adding(shares, grads)
 
@@ -155,4 +156,4 @@ def share(q: Like, k: Like, v: Like, tiles: int, *, causal: bool) -> Shares:
         return Shares(1, (None, None, None), None)
     dense = torch.empty(k.shape, device="meta").stride()
     written = [Written(count, x.shape, torch.empty_like(x.meta).stride()) for x in (k, v)]
-    return Shares(count, (count, k.shape[3], dense[:3]), splitting.adding(written))
+    return Shares(count, (count, k.shape[3], dense[:3]), combine.adding(written))

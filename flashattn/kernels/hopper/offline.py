@@ -1,4 +1,4 @@
-"""The Hopper kernels as launches on aligned tensors compile them, for ``kernels.offline``."""
+"""The Hopper kernels as launches on aligned tensors compile them, for ``counts.offline``."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ Reproducible LLM Training", for the shift schedule; the waves are ours.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn.kernels.constants import BAND
 from flashattn.kernels.hopper.compat import aggregate
-from flashattn.kernels.primitives import BAND
 
 LINEAR, ASCENDING, DESCENDING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 

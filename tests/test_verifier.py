@@ -1,43 +1,50 @@
-"""The judge: what may be timed, and what is right."""
+"""The verifier: what may be timed, and what is right."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flashattn import registry
 from flashattn.problem import Problem
-from flashattn.testing import judge as module
+from flashattn.testing import verifier as module
 from flashattn.testing.inputs import make_grads, make_inputs
-from flashattn.testing.judge import Judge
+from flashattn.testing.verifier import Verifier
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=48, head_dim=16, causal=True)
 LONG = Problem(heads=2, kv_heads=1, seq_q=96, head_dim=16, causal=True)
+WINDOW = replace(LONG, window=(30, None))
 
 
 def outputs(problem, device):
     """Return what the reference gives: o, lse, dq, dk, dv."""
     inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
-    o, lse = registry.get("reference")(*inputs, causal=problem.causal, scale=problem.head_dim**-0.5)
+    o, lse = registry.get("reference")(
+        *inputs, **problem.mask_options, scale=problem.head_dim**-0.5
+    )
     grads = torch.autograd.grad(o, inputs, make_grads(problem, device=device)[0])
     return {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
 @pytest.fixture
 def short(monkeypatch):
-    """Judge only the last queries of problems as small as a test's."""
+    """Verify only the last queries of problems as small as a test's."""
     monkeypatch.setattr(module, "SCORES_OF_A_GROUP", 1000)
     monkeypatch.setattr(module, "LAST", 40)
-    module._truth.cache_clear()
+    module._expected.cache_clear()
     yield
-    module._truth.cache_clear()
+    module._expected.cache_clear()
 
 
 def test_facts_are_noted(device):
     """Admitting a case notes who, what, which pass, its flops and bytes, and why not."""
     facts = {}
     limited = registry.Impl(name="limited", call=print, limits=lambda p, d: "limited by nature")
-    assert Judge(limited, PROBLEM, device, facts).admit("forward+backward") == "limited by nature"
+    assert (
+        Verifier(limited, PROBLEM, device, facts).admit("forward+backward") == "limited by nature"
+    )
     assert facts["impl"] == "limited"
     assert facts["problem"] == str(PROBLEM)
     assert facts["pass"] == "forward+backward"
@@ -47,19 +54,19 @@ def test_facts_are_noted(device):
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("problem", [PROBLEM, LONG], ids=str)
+@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW], ids=str)
 def test_right_results_are_admitted(device, problem):
     """The reference's own results pass, those of a long problem by its last queries and keys."""
-    Judge(registry.get("reference"), problem, device, {}).check(**outputs(problem, device))
+    Verifier(registry.get("reference"), problem, device, {}).check(**outputs(problem, device))
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize("problem", [PROBLEM, LONG], ids=str)
+@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW], ids=str)
 def test_one_wrong_row_is_seen(device, problem, name):
     """One row of the last head, wrong by a hundredth, fails, whichever output it is of."""
     found = {key: x.detach().clone() for key, x in outputs(problem, device).items()}
     row = found[name][-1, -1, -20]  # there every gradient has terms
     row += 0.01 * found[name].abs().max()
     with pytest.raises(AssertionError, match=f"reference: {name}: max error"):
-        Judge(registry.get("reference"), problem, device, {}).check(**found)
+        Verifier(registry.get("reference"), problem, device, {}).check(**found)

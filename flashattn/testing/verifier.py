@@ -1,8 +1,8 @@
 """Admits an implementation to a problem, and its results to the clock: nothing wrong is timed.
 
 Exact results cost a score matrix in fp64. Heads do not depend on one another, so the first and the
-last group of heads are judged; and of a long causal problem the last queries and keys, which is a
-problem of its own: these queries see every key, and these keys are seen by no other query.
+last group of heads are verified; and of a long causal problem the last queries and keys, which is a
+problem of its own, aligned at the bottom right: no other query sees these keys.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Case, Truth
+from flashattn.testing.accuracy import Case, Expected
 from flashattn.testing.inputs import make_grads, make_inputs
 
-SCORES_JUDGED = 1 << 26  # of all heads; in fp64, several copies at once: a few GiB
+SCORES_VERIFIED = 1 << 26  # of all heads; in fp64, several copies at once: a few GiB
 SCORES_OF_A_GROUP = 1 << 29
 OF_KEYS = ("dk", "dv")
-LAST = 2048  # queries that are judged of a longer problem
+LAST = 2048  # queries that are verified of a longer problem
 Part = tuple[int, slice, slice, slice]  # a batch, its query heads, its key heads, the rows
 
 
@@ -37,8 +37,8 @@ class Impl(Protocol):
         """Return why it cannot solve the problem, None when it can."""
 
 
-class Judge:
-    """Judges one implementation on one problem.
+class Verifier:
+    """Verifies one implementation on one problem.
 
     Args:
         impl: who is timed.
@@ -76,31 +76,35 @@ class Judge:
             AssertionError: which outputs are off, by how much, and what was allowed.
         """
         grad = not {"dq", "dk", "dv"}.isdisjoint(outputs)
-        for (batch, queries, keys, rows), truth in _truth(self.problem, self.device, grad=grad):
+        for (batch, queries, keys, rows), expected in _expected(
+            self.problem, self.device, grad=grad
+        ):
             got = {
                 name: x.detach()[batch, keys if name in OF_KEYS else queries, rows][None]
                 for name, x in outputs.items()
                 if x is not None
             }
-            broken = truth.complaints(got)
+            broken = expected.failures(got)
             if broken:
                 raise AssertionError(f"{self.impl.name}: " + "; ".join(broken))
 
 
 @lru_cache(maxsize=1)  # implementations of one problem run next to one another
-def _truth(problem: Problem, device: torch.device, *, grad: bool) -> Iterable[tuple[Part, Truth]]:
-    """Return what is judged, as parts of the outputs, and what each is held against."""
+def _expected(
+    problem: Problem, device: torch.device, *, grad: bool
+) -> Iterable[tuple[Part, Expected]]:
+    """Return what is verified, as parts of the outputs, and what each is held against."""
     inputs, group = make_inputs(problem, device=device), problem.heads // problem.kv_heads
     grad_o = make_grads(problem, device=device)[0] if grad else None
     scale, queries = problem.head_dim**-0.5, problem.batch * problem.heads * problem.seq_q
     whole = None  # so few heads say little about how wrong naive is: hear all, if there is room
-    if queries * problem.seq_kv <= SCORES_JUDGED:
+    if queries * problem.seq_kv <= SCORES_VERIFIED:
         whole = Case(problem=problem, inputs=inputs, scale=scale, grad_o=grad_o)
     rows = _rows(problem)
     few = replace(problem, batch=1, heads=group, kv_heads=1)
     if rows != slice(None):
         few = replace(few, seq_q=LAST, causal="bottom_right")
-    truths = []
+    parts = []
     for batch, g in sorted({(0, 0), (problem.batch - 1, problem.kv_heads - 1)}):
         heads, keys = slice(g * group, (g + 1) * group), slice(g, g + 1)
         q, k, v = (
@@ -112,18 +116,18 @@ def _truth(problem: Problem, device: torch.device, *, grad: bool) -> Iterable[tu
             scale=scale,
             grad_o=None if grad_o is None else grad_o[batch, heads, rows][None],
         )
-        truth = Truth.of(case, whole)
-        cut = {name: x[..., rows, :] for name, x in truth.exact.items() if name in OF_KEYS}
+        expected = Expected.of(case, whole)
+        cut = {name: x[..., rows, :] for name, x in expected.exact.items() if name in OF_KEYS}
         stored = {
-            name: x[..., rows, :] if name in OF_KEYS else x for name, x in truth.stored.items()
+            name: x[..., rows, :] if name in OF_KEYS else x for name, x in expected.stored.items()
         }
-        truth = replace(truth, exact=truth.exact | cut, stored=stored)
-        truths.append(((batch, heads, keys, rows), truth))
-    return truths
+        expected = replace(expected, exact=expected.exact | cut, stored=stored)
+        parts.append(((batch, heads, keys, rows), expected))
+    return parts
 
 
 def _rows(problem: Problem) -> slice:
-    """Return the queries and keys that are judged: all, or the last of a long causal square."""
+    """Return the queries and keys that are verified: all, or the last of a long causal square."""
     group = problem.heads // problem.kv_heads
     square = problem.causal and problem.seq_q == problem.seq_kv
     if not square or group * problem.seq_q * problem.seq_kv <= SCORES_OF_A_GROUP:

@@ -1,6 +1,6 @@
-"""Answers: what an implementation gives for a question and for changes of it, compared.
+"""Results: what an implementation gives for a sample and for changes of it, compared.
 
-A law says how an answer changes when its question does. Two answers may differ by what both may be
+A law says how a result changes when its sample does. Two results may differ by what both may be
 wrong: the sum of their budgets, on the largest and on the mean error (see ``accuracy``). The budget
 of a sum of n numbers is n times that of one.
 """
@@ -15,7 +15,7 @@ import hypothesis
 import torch
 
 from flashattn.registry import Impl
-from flashattn.testing.accuracy import Case, Outputs, Question, Truth, run_guarded
+from flashattn.testing.accuracy import Case, Expected, Outputs, Sample, run_guarded
 
 Change = Callable[[Case], Case]
 Back = Callable[[torch.Tensor], torch.Tensor]
@@ -23,43 +23,43 @@ Budget = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     """What was asked, what came, and how wrong it may be.
 
     Args:
-        question: what was asked ...
+        sample: what was asked ...
         change: ... before it was changed.
         case: what was asked, drawn and changed.
         got: what came, of o, lse, dq, dk and dv.
     """
 
-    question: Question
+    sample: Sample
     change: Change
     case: Case
     got: Outputs
 
     @cached_property
-    def truth(self) -> Truth:
+    def expected(self) -> Expected:
         """What it is held against."""
-        return Truth.of(self.case, self.change(self.question.enlarged().draw()))
+        return Expected.of(self.case, self.change(self.sample.enlarged().draw()))
 
     def budget(self, name: str, times: float = 1.0) -> Budget:
         """Return how wrong a sum of ``times`` elements of an output may be."""
-        budgets = self.truth.budgets(name, self.got[name])
+        budgets = self.expected.budgets(name, self.got[name])
         return {which: times * budget for which, budget in budgets.items()}
 
 
-def ask(impl: Impl, question: Question, change: Change = lambda case: case) -> Answer:
-    """Return the answer of ``impl``, run among poison, to a question or to a change of it.
+def ask(impl: Impl, sample: Sample, change: Change = lambda case: case) -> Result:
+    """Return the result of ``impl``, run among poison, for a sample or for a change of it.
 
     An example whose change the implementation cannot solve is rejected.
     """
-    case = change(question.draw())
+    case = change(sample.draw())
     grad = case.grad_o is not None
     if impl.why_not(case.problem, case.inputs[0].device, grad=grad) is not None:
         hypothesis.reject()
-    call = partial(impl, causal=case.problem.causal, scale=case.scale)
-    return Answer(question, change, case, run_guarded(call, case))
+    call = partial(impl, **case.problem.mask_options, scale=case.scale)
+    return Result(sample, change, case, run_guarded(call, case))
 
 
 def assert_within(name: str, errors: torch.Tensor, *budgets: Budget) -> None:
@@ -92,14 +92,14 @@ def assert_same_bits(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
         raise AssertionError(msg)
 
 
-def assert_agree(one: Answer, other: Answer, *, times: float = 1.0, **back: Back) -> None:
-    """Hold the second answer to the first, within the budgets of both.
+def assert_agree(one: Result, other: Result, *, times: float = 1.0, **back: Back) -> None:
+    """Hold the second result to the first, within the budgets of both.
 
     Args:
-        one: to the plain question.
-        other: to the changed one.
+        one: for the plain sample.
+        other: for the changed one.
         times: how many elements of ``other``'s ``back`` adds up, or what it multiplies by.
-        back: by name of an output, what takes the second answer's back to the first.
+        back: by name of an output, what takes the second result's back to the first.
 
     Raises:
         AssertionError: which output differs, and by how much.
@@ -110,6 +110,7 @@ def assert_agree(one: Answer, other: Answer, *, times: float = 1.0, **back: Back
         b = b if changed is None else changed(b)
         finite = a.isfinite()
         same = torch.equal(a[~finite], b[~finite]) and bool(b[finite].isfinite().all())
-        assert same, f"{name}: infinite or NaN in one answer and not in the other"
-        summed = times if changed is not None else 1.0
-        assert_within(name, (a - b)[finite], one.budget(name), other.budget(name, summed))
+        assert same, f"{name}: infinite or NaN in one result and not in the other"
+        summed, errors = times if changed is not None else 1.0, (a - b)[finite]
+        if errors.any():  # budgets take as long as both results
+            assert_within(name, errors, one.budget(name), other.budget(name, summed))

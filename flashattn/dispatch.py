@@ -1,4 +1,4 @@
-"""Whether anybody but us looks at what is called, so that it has to be an operator of PyTorch."""
+"""Whether PyTorch's dispatcher has anything to do, or may be bypassed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _tracing = torch._C._get_tracing_state  # noqa: SLF001
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-def unwatched(*tensors: torch.Tensor | None) -> bool:
-    """Return whether nobody looks, and the tensors are of no kind of their own.
+def dispatch_is_trivial(*tensors: torch.Tensor | None) -> bool:
+    """Return whether dispatching an operator on these tensors would just call its kernel.
 
-    The compiler, modes, function transforms, autocast and subclasses of tensors want to see an
-    operator; to pass by them costs the host as much as a launch.
+    The compiler, modes, function transforms, autocast and tensor subclasses must see an operator.
+    Without any of them the dispatcher costs the host as much as a launch, and may be bypassed.
     """
     if torch.compiler.is_compiling():
         return False

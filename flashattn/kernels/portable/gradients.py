@@ -1,0 +1,329 @@
+"""The backward's two deterministic passes: algorithm 2 of FlashAttention-2 (Dao, 2023), split.
+
+``flashattn_bwd_dkdv`` owns a tile of keys and loops over queries; ``flashattn_bwd_dq`` owns a tile
+of queries and loops over keys; where both together are few programs, ``flashattn_bwd`` is both,
+side by side, and where there is next to nothing to do it needs no preprocessing either. Each output
+element is written by one program, in one order: no atomics.
+
+All three take ``stats`` as ``preprocess.load_lse_log2`` says; ``right`` as ``mask`` says; and
+``split_len`` rows of what a program loops over, None if it loops over all: then an output has a
+batch for each split.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn.kernels.constants import SIZES
+from flashattn.kernels.portable.mask import (
+    apply_mask,
+    apply_mask_transposed,
+    key_tiles,
+    query_tiles,
+)
+from flashattn.kernels.portable.memory import load_tile, store_tile
+from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
+from flashattn.kernels.portable.preprocess import load_delta, load_lse_log2
+from flashattn.kernels.portable.scheduler import own_tile, split_begin
+
+# BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
+# in dk and dv of fp32 that the kernel decomposes.
+ONE_LOOP = tl.constexpr(128)
+
+
+@triton.jit
+def dkdv_mainloop(
+    state,
+    k_tile,
+    v_tile,
+    q,
+    grad_o,
+    stats,
+    layout,
+    batch,
+    head,
+    heads,
+    start_kv,
+    first,
+    end,
+    seq_q,
+    right,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
+
+    The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one
+    product in the layout in which the next one takes them.
+    """
+    dk, dv = state
+    row = batch * heads + head
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    for start_q in tl.range(first, end, BLOCK_Q):
+        at = batch, head, start_q
+        q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+        lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
+        s = dot_transposed(k_tile, q_tile, CONFIG)
+        p = tl.exp2(s * scale_log2 - lse_log2_rows[None, :])
+        if MASKED:
+            p = apply_mask_transposed(p, start_q, start_kv, right, 0.0, BLOCK_Q, CONFIG.BLOCK_KV)
+        do_tile = load_tile(
+            grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
+        )
+        dv = dot(p, do_tile, dv, CONFIG)
+        dp = dot_transposed(v_tile, do_tile, CONFIG)
+        delta_rows = load_delta(
+            stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG
+        )
+        ds = p * (dp - delta_rows[None, :])
+        dk = dot(ds, q_tile, dk, CONFIG)
+    return dk, dv
+
+
+@triton.jit
+def compute_dkdv(
+    program,
+    programs,
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    dk,
+    dv,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    scale,
+    BOTH: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Compute dk and dv of one tile; BOTH says that the launch computes dq as well."""
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    CAUSAL: tl.constexpr = right is not None
+    # Tiles that need no mask are masked, too, where a loop of their own would keep too many
+    # addresses beside those of the other.
+    CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
+    ALL_MASKED: tl.constexpr = CAUSAL and (CONFIG.TERMS > 0 or CROWDED or stats[2] is not None)
+    # Under a causal mask the first keys are seen by most queries, so they come first.
+    start_kv, out_batch, batch, kv_head = own_tile(
+        program, programs, seq_kv, heads // group, batches, split_len,
+        BLOCK_KV, False, CAUSAL and CONFIG.TERMS > 0,
+    )  # fmt: skip
+    at, out_at = (batch, kv_head, start_kv), (out_batch, kv_head, start_kv)
+    k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
+    v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
+    dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
+    begin = split_begin(out_batch, batches, split_len)
+    first, full_begin, _, end = query_tiles(
+        start_kv, right, seq_q, begin, split_len, CONFIG.BLOCK_Q, BLOCK_KV
+    )
+    if ALL_MASKED:
+        full_begin = end
+    for head in tl.range(kv_head * group, kv_head * group + group):
+        if CAUSAL:
+            dk_acc, dv_acc = dkdv_mainloop(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
+                start_kv, first, full_begin, seq_q, right, scale[1], True, CONFIG,
+            )  # fmt: skip
+        if not ALL_MASKED:
+            dk_acc, dv_acc = dkdv_mainloop(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
+                start_kv, full_begin, end, seq_q, right, scale[1], False, CONFIG,
+            )  # fmt: skip
+    store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale[0], layout.head_dim, CONFIG.PADDED,
+               BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
+    store_tile(dv, layout.dv, out_at, seq_kv, dv_acc, layout.head_dim, CONFIG.PADDED, BLOCK_KV,
+               CONFIG.BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def dq_mainloop(
+    dq,
+    q_tile,
+    do_tile,
+    lse_log2_rows,
+    delta_rows,
+    k,
+    v,
+    layout,
+    batch,
+    kv_head,
+    start_q,
+    first,
+    end,
+    seq_kv,
+    right,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Add what keys ``first ... end`` give to dq of a tile of queries."""
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    for start_kv in tl.range(first, end, BLOCK_KV):
+        at = batch, kv_head, start_kv
+        k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
+        p = tl.exp2(s * scale_log2 - lse_log2_rows[:, None])
+        if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
+            p = apply_mask(p, start_q, start_kv, right, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
+        v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        dp = dot_transposed(do_tile, v_tile, CONFIG)
+        ds = p * (dp - delta_rows[:, None])
+        dq = dot(ds, k_tile, dq, CONFIG)
+    return dq
+
+
+@triton.jit
+def compute_dq(
+    program,
+    programs,
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    dq,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    scale,
+    BOTH: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Compute dq of one tile; BOTH says that the launch computes dk and dv as well."""
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    CAUSAL: tl.constexpr = right is not None
+    CROWDED: tl.constexpr = CAUSAL and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
+    WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
+    start_q, out_batch, batch, head = own_tile(
+        program, programs, seq_q, heads, batches, split_len,
+        BLOCK_Q, CAUSAL, CAUSAL and CONFIG.TERMS > 0,
+    )  # fmt: skip
+    begin, row = split_begin(out_batch, batches, split_len), batch * heads + head
+    at, out_at = (batch, head, start_q), (out_batch, head, start_q)
+    q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    do_tile = load_tile(grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
+    delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
+    acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
+    _, full_begin, full_end, end = key_tiles(
+        start_q, right, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
+    )
+    if CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED:
+        full_end = full_begin
+    else:
+        acc = dq_mainloop(
+            acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
+            start_q, full_begin, full_end, seq_kv, right, scale[1], False, CONFIG,
+        )  # fmt: skip
+    acc = dq_mainloop(
+        acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
+        start_q, full_end, end, seq_kv, right, scale[1], True, CONFIG,
+    )  # fmt: skip
+    store_tile(dq, layout.dq, out_at, seq_q, acc * scale[0], layout.head_dim, CONFIG.PADDED,
+               BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dkdv(
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    grads,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    scale,
+    CONFIG: tl.constexpr,
+):
+    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
+    compute_dkdv(
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], layout,
+        heads, group, seq_q, seq_kv, right, batches, split_len, scale, False, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dq(
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    grads,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    scale,
+    CONFIG: tl.constexpr,
+):
+    """Compute dq; a program owns a tile of queries of one head."""
+    compute_dq(
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], layout,
+        heads, group, seq_q, seq_kv, right, batches, split_len, scale, False, CONFIG,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd(
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    grads,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    split_len_kv,
+    dkdv_programs,
+    scale,
+    CONFIG: tl.constexpr,
+):
+    """Compute dk, dv and dq: the first ``dkdv_programs`` own tiles of keys, the others of queries.
+
+    The former loop over ``split_len`` queries, the latter over ``split_len_kv`` keys.
+    """
+    program = tl.program_id(0)
+    if program < dkdv_programs:
+        compute_dkdv(
+            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], layout,
+            heads, group, seq_q, seq_kv, right, batches, split_len, scale, True, CONFIG,
+        )  # fmt: skip
+    else:
+        compute_dq(
+            program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
+            grads[2], layout, heads, group, seq_q, seq_kv, right, batches, split_len_kv, scale,
+            True, CONFIG,
+        )  # fmt: skip

@@ -1,0 +1,65 @@
+"""The tile scheduler: which tile of which head a program owns, and which split of the others."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn.kernels.constants import BAND
+
+
+@triton.jit
+def tile_coord(program, programs, blocks, heads, REVERSED: tl.constexpr, SECTIONED: tl.constexpr):
+    """Return (block, batch, head) of one of ``programs``.
+
+    Neighbours share a head, and so its keys in L2. REVERSED starts the last block first: under a
+    causal mask it has most to do (longest processing time first). SECTIONED starts all blocks of
+    BAND heads in this order before those of the next: no long block is left for the end, and
+    several programs at a time still share a head's keys.
+    """
+    if SECTIONED:
+        first = program // (BAND * blocks) * BAND
+        width = tl.minimum(BAND, programs // blocks - first)
+        within = program - first * blocks
+        block, row = within // width, first + within % width
+    else:
+        block, row = program % blocks, program // blocks
+    if REVERSED:
+        block = blocks - 1 - block
+    return block, row // heads, row % heads
+
+
+@triton.jit
+def own_tile(
+    program,
+    programs,
+    size,
+    heads,
+    batches,
+    split_len,
+    BLOCK: tl.constexpr,
+    REVERSED: tl.constexpr,
+    SECTIONED: tl.constexpr,
+):
+    """Return (start, out_batch, batch, head) of the tile that a program owns, of ``size`` rows.
+
+    The output has ``batches`` for each split of what a program loops over.
+    """
+    blocks = tl.cdiv(size, BLOCK)
+    block, out_batch, head = tile_coord(program, programs, blocks, heads, REVERSED, SECTIONED)
+    start = block * BLOCK
+    if split_len is None:
+        batch = out_batch
+    else:
+        batch = out_batch % batches
+    return start, out_batch, batch, head
+
+
+@triton.jit
+def split_begin(out_batch, batches, split_len):
+    """Return the first row of the split that a program loops over."""
+    if split_len is None:
+        begin = 0
+    else:
+        begin = out_batch // batches * split_len
+    return begin

@@ -1,0 +1,177 @@
+"""Triton's types, made once: making and comparing them takes most of its interpreter's time.
+
+Nothing that a kernel computes changes. What is replaced here depends on types alone, and is kept
+for the next time; whatever is out of the ordinary goes to Triton's own function.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+# There is no public way to any of these.
+_SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
+_BUILTIN = tl.core.full.__code__  # of the wrapper of every builtin
+_PLAIN = {int, float, bool, str, type(None), tl.dtype, tl.pointer_type, tl.block_type, tl.tensor}
+_NUMBERS = {"fp32", "fp64", *tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES}
+_CASTS = {(a, b) for a in _NUMBERS for b in (_NUMBERS | {"fp16", "bf16"}) - {"int1"}}
+_CASTS |= {("fp16", "fp32"), ("bf16", "fp32")}  # all that take no detour
+_make_block, _make_pointer = tl.block_type.__init__, tl.pointer_type.__init__
+_unwrap = tl.core._unwrap_if_constexpr  # noqa: SLF001
+_item = tl.tuple.__getitem__
+_cast, _broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
+_find_operands = TritonSemantic.binary_op_type_checking_impl
+_BYTES = {
+    name: max(8, tl.dtype(name).primitive_bitwidth) // 8
+    for name in (*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, *tl.dtype.FP_TYPES)
+}
+_TYPES: dict[Any, Any] = {x.name: x for x in vars(tl).values() if type(x) is tl.dtype}
+_OPERANDS: dict[Any, tuple[Any, Any]] = {}
+
+
+def intern_types() -> None:
+    """Let types be made once in this process, which only interprets kernels from now on."""
+    tl.dtype.of_tensors = (tl.constexpr(1), tl.tuple([]))
+    makes = {tl.dtype: _dtype, tl.pointer_type: _pointer_type, tl.block_type: _block_type}
+    for kind, make in makes.items():
+        kind.__eq__ = _equal(kind.__eq__)
+        kind.__hash__ = object.__hash__
+        kind.__new__ = make
+    tl.block_type.__init__ = tl.pointer_type.__init__ = lambda *_, **__: None
+    tl.block_type.to_ir = lambda self, _: self
+    tl.tensor.__init__ = _init_tensor
+    tl.tuple.__getitem__ = lambda self, i: self.values[i] if type(i) is int else _item(self, i)
+    for module in (tl, tl.core):
+        module._unwrap_if_constexpr = _unwrap_fast  # noqa: SLF001
+    interpreter._validate_np_data_size = _fits  # noqa: SLF001
+    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # noqa: SLF001
+    interpreter._patch_attr = _replace_builtin  # noqa: SLF001
+    InterpreterBuilder.create_splat = _splat
+    TritonSemantic.make_tensor = staticmethod(tl.tensor)
+    TritonSemantic.cast = _cast_unlike
+    TritonSemantic.binary_op_type_checking_impl = _operands
+    TritonSemantic.broadcast_impl_value = _broadcast_unlike
+
+
+def _equal(compare: Any) -> Any:
+    return lambda self, other: self is other or compare(self, other)
+
+
+def _dtype(cls: type, name: Any) -> Any:
+    return _TYPES.setdefault(_unwrap(name), object.__new__(cls))
+
+
+def _pointer_type(cls: type, *given: Any, **options: Any) -> Any:
+    made: Any = object.__new__(cls)
+    _make_pointer(made, *given, **options)
+    return _TYPES.setdefault((made.name, made.address_space), made)
+
+
+def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
+    """Return the type of such blocks, with what their tensors know of themselves."""
+    sizes = shape.values if type(shape) is tl.tuple else shape
+    sizes = tuple([s.value if type(s) is tl.constexpr else s for s in sizes])
+    known: Any = _TYPES.get((element_ty, sizes))
+    if known is None:
+        known = object.__new__(cls)
+        _make_block(known, element_ty, list(sizes))
+        known.sizes = sizes
+        shape = tl.tuple([tl.constexpr(size) for size in sizes])
+        known.of_tensors = (tl.constexpr(known.numel), shape)
+        _TYPES[element_ty, sizes] = known
+    return known
+
+
+def _init_tensor(tensor: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
+    tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+    tensor.numel, tensor.shape = type.of_tensors
+
+
+def _unwrap_fast(x: Any) -> Any:
+    kind = type(x)
+    if kind is tl.constexpr:
+        return x.value
+    return x if kind in _PLAIN else _unwrap(x)
+
+
+@cache
+def _interpreted(builtin: Any) -> Any:
+    """Return a builtin as the interpreter calls it."""
+    inner = builtin.__wrapped__ if getattr(builtin, "__code__", None) is _BUILTIN else builtin
+
+    def call(*given: Any, **options: Any) -> Any:
+        options["_semantic"] = _SEMANTIC
+        return inner(*given, **options)
+
+    return call
+
+
+def _replace_builtin(owner: Any, name: str, builtin: Any, _: Any, scope: Any) -> None:
+    scope.set_attr(owner, name, _interpreted(builtin))
+
+
+def _fits(numbers: Any, dtype: Any) -> bool:
+    """Return whether numpy's numbers are no wider than Triton's, or are pointers."""
+    return numbers.itemsize <= _BYTES.get(dtype.name, numbers.itemsize)
+
+
+def _splat(_: Any, wanted: Any, x: Any) -> Any:
+    dtype = x.dtype.scalar
+    block = np.empty(wanted.sizes, interpreter._get_np_dtype(dtype))  # noqa: SLF001
+    block.fill(x.data.item())
+    return TensorHandle(block, dtype)
+
+
+def _cast_unlike(semantic: Any, x: Any, wanted: Any, rounding: Any = None) -> Any:
+    """Cast, unless x is of that dtype."""
+    old, new = x.dtype, wanted.scalar
+    if old is new:
+        return x
+    if rounding is None and (old.name, new.name) in _CASTS:
+        dtype = _block_type(tl.block_type, new, x.type.sizes) if x.type.is_block() else new
+        return tl.tensor(semantic.builder.cast_impl(x.handle, new), dtype)
+    return _cast(semantic, x, wanted, rounding)
+
+
+def _broadcast_unlike(semantic: Any, a: Any, b: Any) -> Any:
+    """Broadcast two tensors to one another."""
+    if a.type is b.type:
+        return a, b
+    if (a.type, b.type) not in _OPERANDS:
+        x, y = _broadcast(semantic, a, b)
+        _OPERANDS[a.type, b.type] = x.type, y.type
+    x, y = _OPERANDS[a.type, b.type]
+    return _become(semantic, a, x), _become(semantic, b, y)
+
+
+def _operands(semantic: Any, a: Any, b: Any, *how: bool, **options: bool) -> Any:
+    """Cast two operands and broadcast them to one another: their types say how."""
+    x = a.type if type(a) is tl.tensor else semantic.to_tensor_type(a).name
+    y = b.type if type(b) is tl.tensor else semantic.to_tensor_type(b).name
+    key = (x, y, how, *options.items())
+    if key not in _OPERANDS:
+        x, y = _find_operands(semantic, a, b, *how, **options)
+        _OPERANDS[key] = x.type, y.type
+    x, y = _OPERANDS[key]
+    return _become(semantic, a, x), _become(semantic, b, y)
+
+
+def _become(semantic: Any, x: Any, wanted: Any) -> Any:
+    """Cast and broadcast an operand."""
+    if type(x) is not tl.tensor:
+        x = semantic._cast_to_computation_type(x, wanted.scalar)  # noqa: SLF001
+    elif x.type is wanted:
+        return x
+    else:
+        x = _cast_unlike(semantic, x, wanted.scalar)
+    if x.type is wanted:
+        return x
+    if not x.type.is_block():
+        return tl.tensor(_splat(None, wanted, x.handle), wanted)
+    return tl.tensor(TensorHandle(np.broadcast_to(x.handle.data, wanted.sizes), x.dtype), wanted)

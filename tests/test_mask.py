@@ -1,0 +1,140 @@
+"""Masks: the bounds are the support of the definition, whatever the window, corner and lengths."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from flashattn.mask import CAUSAL, FULL, Band, Mask
+
+LENGTHS = st.integers(0, 33)
+BOUNDS = st.none() | st.sampled_from((0, 1, 7, 8, 9, 40)) | st.integers(0, 12)
+MASKS = st.builds(Mask, BOUNDS, BOUNDS, st.sampled_from(("top_left", "bottom_right")))
+BANDS = st.builds(Mask.over, MASKS, LENGTHS, LENGTHS)
+
+
+def matrix(band):
+    """Return which keys each query sees [T, S], pair by pair."""
+    rows = [[band.sees(t, s) for s in range(band.seq_kv)] for t in range(band.seq_q)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(band.seq_q, band.seq_kv)
+
+
+@hypothesis.given(mask=MASKS, seq_q=LENGTHS, seq_kv=LENGTHS)
+def test_definition(mask, seq_q, seq_kv):
+    """A query sees the keys at most left before and right behind its position, from the corner."""
+    t, s = torch.arange(seq_q)[:, None], torch.arange(seq_kv)[None, :]
+    distance = s - t - (seq_kv - seq_q if mask.corner == "bottom_right" else 0)
+    wanted = torch.ones(seq_q, seq_kv, dtype=torch.bool)
+    if mask.left is not None:
+        wanted &= distance >= -mask.left
+    if mask.right is not None:
+        wanted &= distance <= mask.right
+    assert torch.equal(matrix(mask.over(seq_q, seq_kv)), wanted)
+    assert torch.equal(mask.over(seq_q, seq_kv).sees(t, s).expand(seq_q, seq_kv), wanted)
+
+
+@hypothesis.given(band=BANDS)
+def test_bounds_are_the_support(band):
+    """Keys of a query, and queries of a key, are those that the definition pairs, no others."""
+    seen = matrix(band)
+    for t in range(band.seq_q):
+        low, high = band.keys_of(t)
+        assert seen[t].nonzero().flatten().tolist() == list(range(low, high))
+    for s in range(band.seq_kv):
+        low, high = band.queries_of(s)
+        assert seen[:, s].nonzero().flatten().tolist() == list(range(low, high))
+
+
+@hypothesis.given(band=BANDS)
+def test_bounds_are_monotone(band):
+    """Bounds lie among the keys and never fall; of a tensor they are those of its elements."""
+    for bounds, count, size in (
+        (band.keys_of, band.seq_q, band.seq_kv),
+        (band.queries_of, band.seq_kv, band.seq_q),
+    ):
+        found = [bounds(i) for i in range(count)]
+        for one, other in pairwise(found):
+            assert one[0] <= other[0]
+            assert one[1] <= other[1]
+        assert all(0 <= low <= high <= size for low, high in found)
+        of_all = (torch.as_tensor(x).expand(count) for x in bounds(torch.arange(count)))
+        assert list(zip(*(x.tolist() for x in of_all), strict=True)) == found
+
+
+@hypothesis.given(band=BANDS)
+def test_transposed_bounds(band):
+    """The queries of a key are the keys of the band that is mirrored at the diagonal."""
+    mirrored = Band(band.seq_kv, band.seq_q, band.right, band.left)
+    for s in range(band.seq_kv):
+        assert band.queries_of(s) == mirrored.keys_of(s)
+    assert band.pairs == mirrored.pairs
+
+
+@hypothesis.given(band=BANDS, blocks=st.tuples(st.integers(1, 9), st.integers(1, 9)))
+def test_tiles(band, blocks):
+    """A run of tiles holds every one with a visible pair, and its full part all without a mask."""
+    seen = matrix(band)
+    for matrix_, ranges, own, other in (
+        (seen, band.key_tiles, *blocks),
+        (seen.mT, band.query_tiles, *blocks),
+    ):
+        rows, columns = matrix_.shape
+        for start in range(0, rows, own):
+            tiles = matrix_[start : start + own].split(other, dim=1) if columns else ()
+            first, full, full_end, end = ranges(start, min(start + own, rows), other)
+            assert 0 <= first <= full <= full_end <= end <= len(tiles)
+            visible = [i for i, tile in enumerate(tiles) if tile.any()]
+            assert visible == list(range(first, end))
+            whole = [i for i, tile in enumerate(tiles) if tile.all()]
+            assert whole == list(range(full, full_end))
+
+
+@hypothesis.given(band=BANDS)
+def test_counts(band):
+    """Visible pairs and fully masked rows, in closed form, are those that one counts."""
+    seen = matrix(band)
+    assert band.pairs == int(seen.sum())
+    assert band.fully_masked_rows == int((~seen.any(-1)).sum())
+
+
+@hypothesis.given(mask=MASKS)
+def test_names_are_read_back(mask):
+    """The name of a mask says all of it."""
+    assert Mask.parse(str(mask)) == mask
+
+
+def test_names():
+    """Names are short, and those of causal masks as old as this project."""
+    assert [str(x) for x in (FULL, CAUSAL, Mask.of("bottom_right"))] == [
+        "full", "causal", "causal_br",
+    ]  # fmt: skip
+    assert str(Mask.of(window=(70, 5))) == "window70+5"
+    assert str(Mask.of("bottom_right", (70, None))) == "window70+0_br"
+    assert str(Mask.of(window=(None, 5))) == "windowall+5"
+
+
+def test_what_is_asked():
+    """A causal mask sees nothing behind itself, whatever the window; without it, both bounds."""
+    assert Mask.of(causal=True) == Mask.of("top_left") == CAUSAL == Mask.of(window=(None, 0))
+    assert Mask.of("bottom_right", (3, 9)) == Mask(3, 0, "bottom_right")
+    assert Mask.of(window=(3, 9)) == Mask(3, 9)
+    for mask in (FULL, CAUSAL, Mask(3, 9), Mask(3, 0, "bottom_right")):
+        assert Mask.of(mask.causal, mask.window) == mask
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, -1), (1,), (1, 2, 3), (True, 0), (0, 1.0), 8, "8"])
+def test_impossible_windows(window):
+    """A window is two bounds, each None or an int from 0 on."""
+    with pytest.raises(ValueError, match=r"window: wanted \(left, right\), each an int .* got"):
+        Mask.of(window=window)
+
+
+@pytest.mark.parametrize("causal", ["middle", None, [], 2])
+def test_impossible_corners(causal):
+    """A causal mask has one of two corners."""
+    with pytest.raises(ValueError, match="causal: wanted False, True"):
+        Mask.of(causal)

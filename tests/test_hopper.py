@@ -14,7 +14,7 @@ import torch
 from flashattn import explain, ops
 from flashattn.api import FASTEST_FIRST
 from flashattn.kernels import execute
-from flashattn.kernels.hopper import backward_cut, steps
+from flashattn.kernels.hopper import backward_fp32, steps
 from flashattn.kernels.hopper.offline import variants
 from flashattn.mask import Mask
 from flashattn.plan import hopper
@@ -417,7 +417,7 @@ def test_tiles_fit():
 def test_fp32_tiles_are_the_kernels(terms):
     """A plan has the sizes that the fp32 kernels have."""
     tile = FP32_BACKWARD[terms]
-    assert (tile.own, tile.other) == (backward_cut.OWNED.value, backward_cut.walked(terms))
+    assert (tile.own, tile.other) == (backward_fp32.OWNED.value, backward_fp32.walked(terms))
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def forward(
         tile=found,
         programs=programs,
         scheduler=scheduler,
-        workspaces=(Workspace("tile_count", (1,), torch.int32, zeroed=True),) if dynamic else (),
+        workspaces=(Workspace("tile_counter", (1,), torch.int32, zeroed=True),) if dynamic else (),
         why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
     )
 
@@ -279,8 +279,8 @@ def _backward_d256(
     return BackwardPlan(
         kernel="sm90_d256",
         passes=(
-            Pass("hopper_d256_dkdv", tile, (tiles * splits,)),
-            Pass("hopper_d256_dq", tile, (queries,)),
+            Pass("hopper_bwd_d256_dkdv", tile, (tiles * splits,)),
+            Pass("hopper_bwd_d256_dq", tile, (queries,)),
         ),
         gqa_splits=splits,
         scheduler=Scheduler("lpt" if causal else "linear", section=tile.section),
@@ -303,8 +303,8 @@ def _backward_fp32(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> 
     keys, of_queries = portable.walk("bwd_dkdv", q, k, (other, own), gpu)
     queries, of_keys = portable.walk("bwd_dq", q, k, (own, other), gpu)
     passes = (
-        Pass("hopper_fp32_dkdv", tile, (keys,), (of_queries,), terms),
-        Pass("hopper_fp32_dq", tile, (queries,), (of_keys,), terms),
+        Pass("hopper_bwd_fp32_dkdv", tile, (keys,), (of_queries,), terms),
+        Pass("hopper_bwd_fp32_dq", tile, (queries,), (of_keys,), terms),
     )
     return BackwardPlan(
         kernel="sm90_fp32",

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper import backward as half
-from flashattn.kernels.hopper import backward_cut as fp32
-from flashattn.kernels.hopper import backward_wide as d256
-from flashattn.kernels.hopper import forward_cut as forward_fp32
-from flashattn.kernels.hopper.copies import WARPS, Tiles
+from flashattn.kernels.hopper import backward_d256 as d256
+from flashattn.kernels.hopper import backward_fp32 as fp32
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
-from flashattn.kernels.hopper.numbered import Numbers
+from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
+from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import Described, Launch, Step
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
@@ -48,16 +47,16 @@ def forward(
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    group, last, scale_log2 = heads // kv_heads, options.diagonal or 0, options.scale * LOG2E.value
+    group, last, scale_log2 = heads // kv_heads, options.diagonal, options.scale * LOG2E.value
     tile = plan.tile
     if isinstance(tile, HopperFp32Tile):
         steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
         launch = _launch(
-            forward_fp32.flashattn_hopper_cut_fwd,
+            flashattn_hopper_fwd_fp32,
             plan.programs,
             [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
             (q.like().strides[:3], heads, group, seq_q, seq_kv, last, scale_log2, head_dim),
-            forward_fp32_constants(head_dim, causal=options.causal, terms=plan.terms),
+            forward_fp32_constants(head_dim, terms=plan.terms),
         )
         return [*steps, Step(launch, (*names, "o", "lse"))]
     tile = cast("HopperTile", tile)
@@ -71,33 +70,30 @@ def forward(
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
             *(seq_q, seq_kv, last, scale_log2),
         ),
-        forward_constants(tile, head_dim, causal=options.causal, dynamic=dynamic),
+        forward_constants(tile, head_dim, dynamic=dynamic),
     )
-    return [Step(launch, ("q", "k", "v", "o", "lse", "tile_count" if dynamic else None))]
+    return [Step(launch, ("q", "k", "v", "o", "lse", "tile_counter" if dynamic else None))]
 
 
-def forward_constants(
-    tile: HopperTile, head_dim: int, *, causal: bool, dynamic: bool
-) -> dict[str, Any]:
+def forward_constants(tile: HopperTile, head_dim: int, *, dynamic: bool) -> dict[str, Any]:
     """Return the constexpr arguments of flashattn_hopper_fwd."""
-    first, rest = head_dim_split(head_dim)
+    d_lo, d_hi = head_dim_split(head_dim)
     return {
         "BLOCK_KV": tile.block_kv,
-        "FIRST": first,
-        "REST": rest,
+        "D_LO": d_lo,
+        "D_HI": d_hi,
         "GROUPS": tile.consumers,
-        "SLOTS": tile.stages,
-        "CAUSAL": causal,
-        "DRAWN": dynamic,
-        "STAGED": tile.own_o,
+        "STAGES": tile.stages,
+        "DYNAMIC": dynamic,
+        "OWN_SO": tile.own_o,
         "REGISTERS": tile.registers,
-        "PINNED": tile.barrier,
+        "BARRIER": tile.barrier,
     }
 
 
-def forward_fp32_constants(head_dim: int, *, causal: bool, terms: int) -> dict[str, Any]:
+def forward_fp32_constants(head_dim: int, *, terms: int) -> dict[str, Any]:
     """Return the constexpr arguments of flashattn_hopper_cut_fwd."""
-    return {"COLUMNS": block_d(head_dim), "CAUSAL": causal, "PARTS": terms}
+    return {"BLOCK_D": block_d(head_dim), "TERMS": terms}
 
 
 def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
@@ -117,7 +113,7 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
             rows,
             _one_pass(plan, tile, q, k, options),
             *summing,
-            _postprocess(plan, q, options),
+            _postprocess(plan, q, k, options),
         ]
     if isinstance(tile, HopperD256Tile):
         return [
@@ -165,12 +161,11 @@ def _one_pass(
             *(blocks * batch * owners, blocks, owners, *splits),
             *(tile.section, programs if rotates else 1, tile.stagger),
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
-            *(heads // owners, seq_q, seq_kv, options.diagonal or 0),
+            *(heads // owners, seq_q, seq_kv, options.diagonal),
             *(options.scale, options.scale * LOG2E.value),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
-        backward_constants(tile, head_dim, causal=options.causal)
-        | {"launch_cooperative_grid": tile.persistent},
+        backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
     )
     return Step(launch, (*INPUTS, "dq_accum", *grads, "dq_semaphore"))
 
@@ -180,64 +175,62 @@ def box_lines(head_dim: int) -> int:
     return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
 
 
-def backward_constants(tile: HopperBackwardTile, head_dim: int, *, causal: bool) -> dict[str, Any]:
+def backward_constants(tile: HopperBackwardTile, head_dim: int) -> dict[str, Any]:
     """Return the constexpr arguments of flashattn_hopper_bwd."""
-    first, rest = head_dim_split(head_dim)
+    d_lo, d_hi = head_dim_split(head_dim)
     return {
         "BLOCK_Q": tile.block_q(head_dim),
-        "FIRST": first,
-        "REST": rest,
-        "SLOTS": tile.stages,
-        "CAUSAL": causal,
+        "D_LO": d_lo,
+        "D_HI": d_hi,
+        "STAGES": tile.stages,
     }
 
 
-def _postprocess(plan: BackwardPlan, q: TensorSpec, options: Options) -> Step:
-    """Return the launch of flashattn_hopper_bwd_dq, which scales and rounds dq."""
+def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Options) -> Step:
+    """Return the launch of flashattn_hopper_bwd_postprocess, which scales and rounds dq."""
     batch, heads, seq_q, head_dim = q.shape
     block_q = HopperBackwardTile.block_q(head_dim)
     blocks = cdiv(seq_q, block_q) * (block_q // WARPGROUP_Q)
     launch = _launch(
-        half.flashattn_hopper_bwd_dq,
+        half.flashattn_hopper_bwd_postprocess,
         batch * heads * blocks,
         [None, None],
         (
             *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
-            *(seq_q, options.diagonal or 0, options.scale),
+            *(seq_q, k.shape[2], options.diagonal, options.scale),
         ),
-        postprocess_constants(head_dim, causal=options.causal),
+        postprocess_constants(head_dim),
     )
     return Step(launch, ("dq_accum", "dq"))
 
 
-def postprocess_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
-    """Return the arguments of flashattn_hopper_bwd_dq that are given by name."""
+def postprocess_constants(head_dim: int) -> dict[str, Any]:
+    """Return the arguments of flashattn_hopper_bwd_postprocess that are given by name."""
     return {
         "head_dim": head_dim,
         "BLOCK_Q": HopperBackwardTile.block_q(head_dim),
         "COLUMNS": sum(head_dim_split(head_dim)),
-        "CAUSAL": causal,
     }
 
 
 def _d256_dkdv(
     plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
 ) -> Step:
-    """Return the launch of flashattn_hopper_wide_dkdv."""
+    """Return the launch of flashattn_hopper_bwd_d256_dkdv."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     splits, grads = _gqa(k, plan.gqa_splits)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
     launch = _launch(
-        d256.flashattn_hopper_wide_dkdv,
+        d256.flashattn_hopper_bwd_d256_dkdv,
         sum(plan.passes[0].programs),
         [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
         (
             *(blocks * batch * owners, blocks, owners, *splits, tile.section),
-            *(heads // owners, seq_q, seq_kv, options.diagonal or 0),
+            *(heads // owners, seq_q, seq_kv, options.diagonal),
             *(options.scale, options.scale * LOG2E.value),
         ),
-        d256_constants(head_dim, causal=options.causal),
+        d256_constants(head_dim),
     )
     return Step(launch, (*INPUTS, *grads))
 
@@ -245,36 +238,37 @@ def _d256_dkdv(
 def _d256_dq(
     plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
 ) -> Step:
-    """Return the launch of flashattn_hopper_wide_dq."""
+    """Return the launch of flashattn_hopper_bwd_d256_dq."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
     launch = _launch(
-        d256.flashattn_hopper_wide_dq,
+        d256.flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),
         [*[rows] * 4, None, None, rows],
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
-            *(seq_q, seq_kv, padded_rows(seq_q), options.diagonal or 0),
+            *(seq_q, seq_kv, padded_rows(seq_q), options.diagonal),
             *(options.scale, options.scale * LOG2E.value),
         ),
-        d256_constants(head_dim, causal=options.causal),
+        d256_constants(head_dim),
     )
     return Step(launch, (*INPUTS, "dq"))
 
 
-def d256_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
+def d256_constants(head_dim: int) -> dict[str, Any]:
     """Return the constexpr arguments of both kernels for D from 129 to 256."""
-    first, rest = head_dim_split(head_dim)
-    return {"FIRST": first, "REST": rest, "CAUSAL": causal}
+    d_lo, d_hi = head_dim_split(head_dim)
+    return {"D_LO": d_lo, "D_HI": d_hi}
 
 
 def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
-    """Return the launch of flashattn_hopper_cut_dkdv, or of flashattn_hopper_cut_dq."""
+    """Return the launch of flashattn_hopper_bwd_fp32_dkdv, or of flashattn_hopper_bwd_fp32_dq."""
     (q, k, v), tile = specs[:3], cast("HopperFp32Tile", one.tile)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     own, other = Tiles(tile.own), Tiles(tile.other)
-    function, loads = fp32.flashattn_hopper_cut_dkdv, [other, own, own, other]
+    function, loads = fp32.flashattn_hopper_bwd_fp32_dkdv, [other, own, own, other]
     if one.kernel.endswith("_dq"):
-        function, loads = fp32.flashattn_hopper_cut_dq, [own, other, other, own]
+        function, loads = fp32.flashattn_hopper_bwd_fp32_dq, [own, other, other, own]
     grads = portable.written(one, q, k, v).values()
     launch = _launch(
         function,
@@ -282,15 +276,16 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
         [*loads, *[None] * (2 + len(grads))],
         (
             *(strides for _, strides in grads),
-            *portable.sizes(q, k, [one.splits[0].length], options),
-            q.shape[3],
+            *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q), options.diagonal, batch),
+            one.splits[0].length,
+            *(options.scale, options.scale * LOG2E.value, head_dim),
         ),
-        fp32_constants(causal=options.causal, split=one.splits[0].num > 1, terms=one.terms),
+        fp32_constants(split=one.splits[0].num > 1, terms=one.terms),
     )
     names = [f"{name}_terms" for name in portable.INPUTS]
     return Step(launch, (*names, "lse_log2", "delta", *(where for where, _ in grads)))
 
 
-def fp32_constants(*, causal: bool, split: bool, terms: int) -> dict[str, Any]:
+def fp32_constants(*, split: bool, terms: int) -> dict[str, Any]:
     """Return the constexpr arguments of both fp32 kernels of the backward."""
-    return {"CAUSAL": causal, "SPLIT": split, "PARTS": terms}
+    return {"SPLIT": split, "TERMS": terms}

@@ -28,8 +28,8 @@ KERNELS: dict[Kernel, Any] = {
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
 WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
     **dict.fromkeys(FUSED, GRADS),
-    **dict.fromkeys(("bwd_dkdv", "hopper_fp32_dkdv"), GRADS[:2]),
-    **dict.fromkeys(("bwd_dq", "hopper_fp32_dq"), GRADS[2:]),
+    **dict.fromkeys(("bwd_dkdv", "hopper_bwd_fp32_dkdv"), GRADS[:2]),
+    **dict.fromkeys(("bwd_dq", "hopper_bwd_fp32_dq"), GRADS[2:]),
 }
 
 
@@ -152,17 +152,6 @@ def preprocessing(o: TensorSpec, grad_o: TensorSpec) -> Step:
         _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS),
     )
     return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta"))
-
-
-def sizes(
-    q: TensorSpec, k: TensorSpec, lengths: Sequence[int], options: Options
-) -> tuple[object, ...]:
-    """Return what kernels of a pass take, from ``heads`` to ``scale_log2``."""
-    batch, heads, seq_q, _ = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    last = options.diagonal or 0
-    found = heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q), last, batch, *lengths
-    return *found, options.scale, options.scale * LOG2E.value
 
 
 def written(

@@ -28,3 +28,15 @@ class Tiles:
         return TensorDescriptor(
             x, list(x.shape), launch.described_strides(x.shape, x.stride()), block, layout
         )
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
+
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x."""
+        layout = gl.NVMMASharedLayout(0, 32, 2)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows], layout)

@@ -169,8 +169,8 @@ def tensor(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.Tenso
     return empty(*shape)
 
 
-def specs(question: Question) -> list[TensorSpec]:
-    """Return the specs of q, k, v, grad_o, o, lse, and grad_lse if it is asked."""
+def tensors(question: Question) -> list[torch.Tensor]:
+    """Return q, k, v, grad_o, o, lse, and grad_lse if it is asked, without memory."""
     problem, dtype = question.problem, question.problem.torch_dtype
     rows = [(problem.heads, problem.seq_q)] + [(problem.kv_heads, problem.seq_kv)] * 2
     q, k, v, grad_o = (
@@ -183,7 +183,7 @@ def specs(question: Question) -> list[TensorSpec]:
     if question.grad_lse != "absent":
         lies = lse.transpose(1, 2).contiguous().transpose(1, 2)
         given.append(lse if question.grad_lse == "contiguous" else lies)
-    return [TensorSpec.of(x) for x in given]
+    return given
 
 
 def asked(question: Question) -> Options:
@@ -206,7 +206,7 @@ def plans(question: Question, gpu: Gpu) -> tuple[ForwardPlan, BackwardPlan] | st
         reason = support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
     if reason is not None:
         return reason
-    given, options = specs(question), asked(question)
+    given, options = [TensorSpec.of(x) for x in tensors(question)], asked(question)
     return choose_forward(given[:3], gpu, options), choose_backward(given, gpu, options)
 
 

@@ -41,7 +41,7 @@ MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Differentiate = Callable[[Any, Any], Gradients]
+Differentiate = Callable[..., Gradients]
 
 
 def why_not(problem: Problem, device: torch.device) -> str | None:
@@ -126,9 +126,10 @@ def _launch_backward(
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
     options = Options(diagonal, scale, input_precision(precision, q.dtype), family, deterministic)
-    grads, saved = (grad_o, grad_lse), (q, k, v, o, lse)
-    prepared: Differentiate = _execute().prepare_backward(grads, saved, options)
-    return prepared(grads, saved)
+    prepared: Differentiate = _execute().prepare_backward(
+        (grad_o, grad_lse), (q, k, v, o, lse), options
+    )
+    return prepared(q, k, v, grad_o, o, lse, grad_lse)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,7 @@ class _Prepared:
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key] = plan
-        return plan(grads, saved)
+        return plan(q, k, v, grad_o, o, lse, grad_lse)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from flashattn.gpus import gpu_of
-from flashattn.kernels.execute import BOUND, Bound, allocation, like
+from flashattn.kernels.execute import BOUND, Bound
 from flashattn.kernels.portable import steps
 from flashattn.plan import portable
 from flashattn.plan.plan import BackwardPlan
@@ -71,10 +71,15 @@ class Recomputation:
 def _preprocess(given: tuple[Signature, ...]) -> Bound:
     """Return flashattn_bwd_preprocess."""
     o, grad_o = (TensorSpec(*x) for x in given)
-    outputs = {x.name: allocation(x, o.device) for x in portable.row_workspaces(o)}
+    outputs = portable.row_workspaces(o)
     inputs = ("o", "grad_o", "lse", "grad_lse")
     return Bound(
-        inputs, outputs, BackwardPlan(kernel="portable"), [steps.preprocessing(o, grad_o)], o.device
+        inputs,
+        {},
+        outputs,
+        BackwardPlan(kernel="portable"),
+        [steps.preprocessing(o, grad_o)],
+        o.device,
     )
 
 
@@ -110,7 +115,8 @@ def _alone(
         workspaces += portable.partials(splits[name], **{name: summed[name][0]})
     return Bound(
         (*NAMES, *ROWS),
-        {name: like(OF[name]) for name in grads},
+        {name: NAMES[OF[name]] for name in grads},
+        [],
         BackwardPlan(kernel="portable", passes=(one,), workspaces=workspaces),
         [*decomposing, run, *steps.sum_partials(summed)],
         q.device,
@@ -130,5 +136,6 @@ def _decompose(given: tuple[Signature, ...], terms: int) -> Bound:
     decomposing, _, _ = steps.terms(terms, **inputs)
     workspaces = portable.terms_workspaces(terms, **inputs)
     device = inputs["q"].device
-    outputs = {x.name: allocation(x, device) for x in workspaces}
-    return Bound(tuple(inputs), outputs, BackwardPlan(kernel="portable"), decomposing, device)
+    return Bound(
+        tuple(inputs), {}, workspaces, BackwardPlan(kernel="portable"), decomposing, device
+    )

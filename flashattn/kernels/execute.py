@@ -7,7 +7,7 @@ longer than a whole SDPA call. So a bound plan keeps its launches, and these wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +23,6 @@ from flashattn.plan.spec import Family, Options, Signature, TensorSpec, signatur
 
 BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
 
-Allocate = Callable[[Sequence[Any]], torch.Tensor]
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Grads = tuple[torch.Tensor, torch.Tensor | None]
@@ -35,7 +34,8 @@ class Bound:
 
     Args:
         inputs: names of what a call takes.
-        outputs: names of what it returns, each with how to allocate it, from the inputs.
+        likes: names of outputs, and of the inputs that they are like; these are returned first.
+        outputs: other outputs.
         plan: what was decided.
         steps: the launches.
         device: of all.
@@ -44,7 +44,8 @@ class Bound:
     def __init__(
         self,
         inputs: Sequence[str],
-        outputs: Mapping[str, Allocate],
+        likes: Mapping[str, str],
+        outputs: Sequence[Workspace],
         plan: ForwardPlan | BackwardPlan,
         steps: Sequence[Step],
         device: torch.device,
@@ -52,20 +53,27 @@ class Bound:
         """Number the tensors."""
         self.plan = plan
         self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
-        self._outputs = slice(len(inputs), len(inputs) + len(outputs))
-        self._allocate = [*outputs.values(), *(allocation(x, device) for x in plan.workspaces)]
-        names = [*inputs, *outputs, *(x.name for x in plan.workspaces), None]
+        self._likes = [inputs.index(name) for name in likes.values()]
+        made = [*outputs, *plan.workspaces]
+        self._make = [
+            partial(torch.zeros if x.zeroed else torch.empty, x.shape, dtype=x.dtype, device=device)
+            for x in made
+        ]
+        self._outputs = slice(len(inputs), len(inputs) + len(likes) + len(outputs))
+        names = [*inputs, *likes, *(x.name for x in made), None]
         at = {name: i for i, name in enumerate(names)}
         self._steps = [(x.launch, _gather(x.operands, at)) for x in steps]
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """Return the outputs."""
-        tensors: list[Any] = list(inputs)
+        tensors: list[Any] = [*inputs]
         for i in self._copies:
             tensors[i] = tensors[i].contiguous()
         with on_device(tensors[0]):
-            for allocate in self._allocate:
-                tensors.append(allocate(tensors))
+            for i in self._likes:
+                tensors.append(torch.empty_like(tensors[i]))
+            for make in self._make:
+                tensors.append(make())  # noqa: PERF401 - it costs less than what is faster for many
             tensors.append(None)
             for launch, operands in self._steps:
                 launch(*operands(tensors))
@@ -82,17 +90,6 @@ def _gather(
         _gather(name, at) if isinstance(name, tuple) else itemgetter(at[name]) for name in names
     ]
     return lambda tensors: tuple([pick(tensors) for pick in picks])
-
-
-def allocation(x: Workspace, device: torch.device) -> Allocate:
-    """Return what allocates a workspace."""
-    make = torch.zeros if x.zeroed else torch.empty
-    return lambda _: make(x.shape, dtype=x.dtype, device=device)
-
-
-def like(i: int) -> Allocate:
-    """Return what allocates a tensor like the i-th input."""
-    return lambda tensors: torch.empty_like(tensors[i])
 
 
 def _sees_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
@@ -132,13 +129,9 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     if plan.kernel == "none":
         return _sees_nothing
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
-    rows = tuple(q.shape[:3])
-    outputs = {
-        "o": like(0),
-        "lse": lambda _: torch.empty(rows, dtype=torch.float32, device=device),
-    }
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
-    return Bound(NAMES[:3], outputs, plan, steps, device)
+    lse = Workspace("lse", tuple(q.shape[:3]))
+    return Bound(NAMES[:3], {"o": "q"}, [lse], plan, steps, device)
 
 
 @lru_cache(BOUND)
@@ -157,9 +150,9 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     if plan.kernel == "none":
         return _no_gradients
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
-    outputs = {"dq": like(0), "dk": like(1), "dv": like(2)}
     steps = _steps(plan.kernel).backward(plan, specs, options)
-    return Bound(NAMES, outputs, plan, steps, device)
+    likes = {"dq": "q", "dk": "k", "dv": "v"}
+    return Bound(NAMES, likes, [], plan, steps, device)
 
 
 def forward(
@@ -214,7 +207,10 @@ def backward(
     """
     precision = input_precision(precision, saved[0].dtype)
     options = Options(diagonal, scale, precision, family, deterministic)
-    return prepare_backward(grads, saved, options, **instead)(grads, saved)
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    run = prepare_backward(grads, saved, options, **instead)
+    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse)
+    return gradients
 
 
 def prepare_forward(
@@ -226,17 +222,11 @@ def prepare_forward(
     return bound
 
 
-def prepare_backward(
-    grads: Grads, saved: Saved, options: Options, **instead: Any
-) -> Callable[[Grads, Saved], Gradients]:
-    """Return what computes the gradients of all tensors with the specs of these."""
+def prepare_backward(grads: Grads, saved: Saved, options: Options, **instead: Any) -> Any:
+    """Return what computes the gradients of all tensors with the specs of these.
+
+    It takes q, k, v, the gradient of o, o, lse, and the gradient of lse or None.
+    """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
-    bound = bind_backward(signature(*given), options, **instead)
-
-    def run(grads: Grads, saved: Saved) -> Gradients:
-        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-        gradients: Gradients = bound(q, k, v, grad_o, o, lse, grad_lse)
-        return gradients
-
-    return run
+    return bind_backward(signature(*given), options, **instead)

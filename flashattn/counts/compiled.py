@@ -41,9 +41,9 @@ KNOWN_TO_SPILL = {
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),
-    *product(("hopper_cut_fwd", "hopper_cut_dkdv", "hopper_cut_dq"), (4,), (128,)),
-    ("hopper_wide_dkdv", 2, 192),
-    ("hopper_wide_dq", 2, 256),
+    *product(("hopper_fwd_fp32", "hopper_bwd_fp32_dkdv", "hopper_bwd_fp32_dq"), (4,), (128,)),
+    ("hopper_bwd_d256_dkdv", 2, 192),
+    ("hopper_bwd_d256_dq", 2, 256),
 }
 # Of the same PTX, Triton 3.6's ptxas makes other code for sm_90 from one time to the next where
 # tiles have descriptors and registers run out. Such a row has no code, stack and registers.

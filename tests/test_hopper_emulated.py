@@ -270,28 +270,23 @@ WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER = "kernels/hopper/scheduler.py"
 PIPELINE = "kernels/hopper/pipeline.py"
-# What the warp that stores dq does in a step; and of that, what lets the next CTA do so.
+# What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
     "                if value < semaphore.ordered:\n"
-    "                    arrive_inc(semaphore.counter(accum_batch * heads + head, end, i))\n"
+    "                    counter = semaphore.counter(accum_batch * heads + head, end, i)\n"
+    "                    arrive_inc(counter + WARPGROUP)\n"
 )
 STORED = (
-    "                mbarrier.wait(sdQ.full.index(0), n & 1)\n"
-    "                reduce_add_dq("
-    "dq, sdQ.tiles.index(0), accum_batch, head, row, value == 0, LINE)\n"
-    "                mbarrier.wait(sdQ.full.index(1), n & 1)\n"
-    "                reduce_add_dq(\n"
-    "                    dq, sdQ.tiles.index(1), accum_batch, head, row + LINE, value == 0,\n"
-    "                    t.lines - LINE,\n"
-    "                )  # fmt: skip\n"
-    "                for w in gl.static_range(2):\n"
-    "                    tma.store_wait(1 - w)\n"
-    "                    mbarrier.arrive(sdQ.empty.index(w), count=1)\n"
+    "                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)\n"
+    "                part = sdQ.tiles.index(WARPGROUP)\n"
+    "                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)\n"
+    "                tma.store_wait(0)\n"
+    "                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)\n"
     f"{PASSED}"
 )
 # As the warp that waits for the semaphore asks for it.
 TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))\n"
-WAITED = "                wait_eq("
+WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -344,7 +339,7 @@ PLANTED = [
             MASK,
             "full_end, end = full_hi // BLOCK_KV, gl.cdiv(hi, BLOCK_KV)",
             "full_end, end = full_hi // BLOCK_KV, hi // BLOCK_KV",
-            "keys of a last tile that is not whole wave_len for nothing",
+            "keys of a last tile that is not whole count for nothing",
         ),
         WRONG,
     ),
@@ -445,7 +440,7 @@ PLANTED = [
             FORWARD,
             "            tma.store_wait(0)\n            queries.consumer_release(q_n)",
             "            queries.consumer_release(q_n)",
-            "the next queries come while o leaves from their split_batch",
+            "the next queries come while o leaves from their place",
         ),
         WRONG,
     ),
@@ -467,7 +462,7 @@ PLANTED = [
             FORWARD,
             "t.d_lo, t.d_hi)\n    fence_async_shared()\n    store_tile(o,",
             "t.d_lo, t.d_hi)\n    store_tile(o,",
-            "the copy of o may read what was visited_accums before",
+            "the copy of o may read what was there before",
         ),
         WRONG,
     ),
@@ -478,7 +473,7 @@ PLANTED = [
             FORWARD,
             "    s = mma_wait(s, 1, t.d_hi)\n    if MASKED",
             "    s = mma_wait(s, 2, t.d_hi)\n    if MASKED",
-            "scores are used before they are visited_accums",
+            "scores are used before they are there",
         ),
         UNFINISHED,
     ),
@@ -544,7 +539,7 @@ PLANTED = [
             BACKWARD,
             "    consumer_barrier()\n    dq = mma_dq(",
             "    dq = mma_dq(",
-            "a warpgroup reads the other's dS before it is visited_accums",
+            "a warpgroup reads the other's dS before it is there",
         ),
         WRONG,
     ),
@@ -553,9 +548,9 @@ PLANTED = [
         Mutant(
             "exchange_not_fenced",
             BACKWARD,
-            ".store(ds)\n    fence_async_shared()\n",
-            ".store(ds)\n",
-            "the product for dq may read what was visited_accums before",
+            "    fence_async_shared()\n    consumer_barrier()\n    dq = mma_dq(",
+            "    consumer_barrier()\n    dq = mma_dq(",
+            "the product for dq may read what was there before",
         ),
         WRONG,
     ),
@@ -593,7 +588,7 @@ PLANTED = [
         STUCK,
     ),
     (
-        "in dq_semaphore",
+        "in turns",
         Mutant(
             "turns_reversed",
             BACKWARD,
@@ -604,7 +599,7 @@ PLANTED = [
         STUCK,
     ),
     (
-        "in dq_semaphore",
+        "in turns",
         Mutant(
             "passed_on_too_early",
             BACKWARD,
@@ -615,13 +610,13 @@ PLANTED = [
         WRONG,
     ),
     (
-        "in dq_semaphore",
+        "in turns",
         Mutant(
             "first_not_stored",
             BACKWARD,
             "        if first:\n            store_tile(",
             "        if not first:\n            store_tile(",
-            "the workspace is added to before it is set",
+            "the accumulator is added to before it is set",
         ),
         WRONG,
     ),
@@ -643,7 +638,7 @@ PLANTED = [
             SCHEDULER,
             "before = self.begin + self.rank - first",
             "before = self.rank - first",
-            "programs of a later round take the dq_semaphore of an earlier one",
+            "programs of a later round take the turns of an earlier one",
         ),
         (WRONG, STUCK),
     ),
@@ -676,18 +671,7 @@ PLANTED = [
             SCHEDULER,
             "return gl.where(self.rank < first, before + self.count, before)",
             "return before",
-            "who comes after the last of a round waits for a tile_n before the first",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "gradients",
-        Mutant(
-            "first_tile_late",
-            BACKWARD,
-            "t, COLUMNS, True, i < end - 1, S",
-            "t, COLUMNS, True, True, S",
-            "of each head a tile of dq is sP over that nobody computed",
+            "who comes after the last of a round waits for a turn before the first",
         ),
         (WRONG, STUCK),
     ),
@@ -736,7 +720,7 @@ PLANTED = [
         UNFINISHED,
     ),
     (
-        "gqa_splits",
+        "shares",
         Mutant(
             "shares_for_heads",
             GQA,
@@ -747,18 +731,18 @@ PLANTED = [
         WRONG,
     ),
     (
-        "gqa_splits",
+        "shares",
         Mutant(
             "shares_of_one_batch",
             GQA,
             "split_head % self.count * batches + batch,",
             "split_head % self.count * batches,",
-            "what batches sum is stored in one split_batch",
+            "what batches sum is stored in one place",
         ),
         WRONG,
     ),
     (
-        "gqa_splits",
+        "shares",
         Mutant(
             "shares_in_one_place",
             GQA,
@@ -769,7 +753,7 @@ PLANTED = [
         WRONG,
     ),
     (
-        "gqa_splits",
+        "shares",
         Mutant(
             "rest_of_shares_misplaced",
             GQA,

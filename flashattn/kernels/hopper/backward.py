@@ -1,28 +1,27 @@
 """flashattn_hopper_bwd: dk, dv and dq in one pass over the scores.
 
-A program owns 128 keys of a head, 64 for each of two warpgroups, which keep dk and dv in registers
-while tiles of queries and of dO come by. The scores are transposed, [keys, queries], so P and dS
-are in registers as the products for dv and dk take them. For dq the warpgroups exchange dS through
-shared memory, and each computes half of the tile from all 128 keys. One warp loads; another adds
-the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_postprocess scales and rounds.
+A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which accumulate dk and dv in
+registers while a producer warp loads tiles of queries and dO. S and dP are computed transposed,
+[keys, queries], so P and dS are in registers in the layout that the products for dv and dk need.
+For dq the warpgroups exchange dS through shared memory, and each computes half of a tile from all
+128 keys. Two warps, one for each half, add dq to an fp32 accumulator; the postprocess converts it.
 
-While the tensor cores multiply, the other units work: on the exponentials under the product for
-dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
+The order of products is FlashAttention-4's. The exponentials run under dP's product, the exchange
+under dv's, and dq is written to shared memory under dk's.
 
-A tile of dq takes what programs add after the first of them has stored, so the workspace need not
-be cleared. Deterministic: they add in a fixed order, and a warp of its own waits for the turn.
+The first CTA that adds to a tile of dq stores instead, so nobody clears the accumulator.
+Deterministic: a semaphore for each half orders the additions, and a warp of its own waits for them.
+A CTA waits only for CTAs that have started, so there is no deadlock:
 
-Under a mask the order is that of their keys. Whom a program waits for has a smaller number, so it
-runs, or did. All visit the last queries first, which all keys see. Where a few heads have all
-programs, these take several workspaces in rotation, added up at the end.
+* Under a causal mask the order is that of the keys, and a lower id starts earlier. One long head
+  takes several accumulators in rotation, which shortens the queue.
+* Without a mask the order is that of the visits in the shift schedule. The launch is cooperative,
+  so the CTAs of a wave run at once.
 
-Without a mask those of a head that run at once begin at queries of their own, go round, and add in
-the order in which they come by: nobody waits for another to begin. All of a round do run, as the
-launch is cooperative, and earlier rounds are over before a program begins the next.
+Where many query heads share few keys, a CTA takes some of the heads: the GQA split.
 
-Where few keys are shared by many heads, a program has the queries of some of them only: ``shares``.
-
-Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; FlashAttention-4's
+source for the order of products; Triton's Gluon.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
@@ -41,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -59,7 +57,7 @@ from flashattn.kernels.hopper.config import (
 from flashattn.kernels.hopper.forward import takes
 from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
 from flashattn.kernels.hopper.mask import apply_mask_transposed, key_tiles, keys_of_tl, query_tiles
-from flashattn.kernels.hopper.mma import mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
 from flashattn.kernels.hopper.semaphore import (
@@ -201,7 +199,7 @@ def producer(
 
 @gluon.jit
 def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t):
-    """Wait for the dq semaphore, and send its values to the warp that stores dq."""
+    """Wait for the dq semaphores, and send their values to the warps that store dq."""
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -213,9 +211,11 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
-                wait_eq(semaphore.counter(accum_batch * heads + head, end, i), value)
-                turns.write(n, value)
-                n += 1
+                counter = semaphore.counter(accum_batch * heads + head, end, i)
+                for w in gl.static_range(2):
+                    wait_eq(counter + w, value)
+                    turns.write(n + w, value)
+                n += 2
 
 
 @gluon.jit
@@ -240,8 +240,14 @@ def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
 
 
 @gluon.jit
-def dq_store(dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t):
-    """Add both warpgroups' parts of dq to the accumulator."""
+def dq_store(
+    WARPGROUP: gl.constexpr, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t
+):
+    """Add a warpgroup's half of each dq tile to the accumulator.
+
+    With one warp for both halves, waiting for its writes would limit the deterministic order.
+    """
+    LINES: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -252,25 +258,20 @@ def dq_store(dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
-                row = i * t.lines
-                value = turns.read(n)
+                row = i * t.lines + WARPGROUP * LINE
+                value = turns.read(2 * n + WARPGROUP)
                 if shape.right is not None:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
                 fence_acquire()
-                mbarrier.wait(sdQ.full.index(0), n & 1)
-                reduce_add_dq(dq, sdQ.tiles.index(0), accum_batch, head, row, value == 0, LINE)
-                mbarrier.wait(sdQ.full.index(1), n & 1)
-                reduce_add_dq(
-                    dq, sdQ.tiles.index(1), accum_batch, head, row + LINE, value == 0,
-                    t.lines - LINE,
-                )  # fmt: skip
-                for w in gl.static_range(2):
-                    tma.store_wait(1 - w)
-                    mbarrier.arrive(sdQ.empty.index(w), count=1)
+                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)
+                part = sdQ.tiles.index(WARPGROUP)
+                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)
+                tma.store_wait(0)
+                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)
                 if value < semaphore.ordered:
-                    arrive_inc(semaphore.counter(accum_batch * heads + head, end, i))
+                    counter = semaphore.counter(accum_batch * heads + head, end, i)
+                    arrive_inc(counter + WARPGROUP)
                 n += 1
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -309,56 +310,52 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def commit_sdq(WARPGROUP: gl.constexpr, sdQ, queries, n):
-    """Hand the part of dq to the warp that stores it, and release the n-th tile of queries."""
-    fence_async_shared()
-    mbarrier.arrive(sdQ.full.index(WARPGROUP), count=1)
-    queries.consumer_release(n)
-
-
-@gluon.jit
 def mainloop_step(
     WARPGROUP: gl.constexpr, state, k, v, keys, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, has_previous,
-    S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+    shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Compute the n-th tile of queries; the state has dq of the previous one, if there is one."""
-    dq, dk, dv = state
+    """Compute the n-th tile of queries.
+
+    dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
+    at half the rate of the others.
+    """
+    dk, dv = state
+    EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_qk(k, q, t.d_lo, t.d_hi, S)
-    if has_previous:
-        store_sdq(WARPGROUP, dq, sdQ, n - 1, COLUMNS)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_qk(v, do, t.d_lo, t.d_hi, S)
-    if has_previous:
-        commit_sdq(WARPGROUP, sdQ, queries, n - 1)
-    s = mma_wait(s, 1, t.d_hi)
-    p = gl.exp2(s * scale_log2 - lse_log2.load(gl.SliceLayout(0, S))[None, :])
+    if EARLY:
+        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+        s = mma_wait(s, 1, t.d_hi)
+    else:
+        s = mma_wait(s, 1, t.d_hi)
+        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+    p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
         p = apply_mask_transposed(p, start_q, start_kv, shape.right, shape.seq_kv)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
-    dp = mma_wait(dp, 1, t.d_hi)
-    ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
+    if EARLY:
+        row_delta = delta.load(gl.SliceLayout(0, S))
+        dp = mma_wait(dp, 0, t.d_hi)
+    else:
+        dp = mma_wait(dp, 0, t.d_hi)
+        row_delta = delta.load(gl.SliceLayout(0, S))
+    ds = (p * (dp - row_delta[None, :])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
     sdS.index((n & 1) * 2 + WARPGROUP).store(ds)
+    dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
-    dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
     consumer_barrier()
     dq = mma_dq(WARPGROUP, sdS, n, keys, t, COLUMNS, DQ)
-    return mma_wait_all(dq, dk, dv, t.d_hi)
-
-
-@gluon.jit
-def mma_wait_all(dq, dk, dv, D_HI: gl.constexpr):
-    """Wait for all products."""
-    if D_HI == 0:
-        dq, k, v = warpgroup_mma_wait(0, deps=[dq, dk[0], dv[0]])
-        dk, dv = (k,), (v,)
-    else:
-        dq, k, l, v, w = warpgroup_mma_wait(0, deps=[dq, dk[0], dk[1], dv[0], dv[1]])
-        dk, dv = (k, l), (v, w)
-    return dq, dk, dv
+    dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
+    store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, n, COLUMNS)
+    fence_async_shared()
+    mbarrier.arrive(sdQ.full.index(WARPGROUP), count=1)
+    dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
+    queries.consumer_release(n)
+    return dk, dv
 
 
 @gluon.jit
@@ -384,29 +381,23 @@ def consumer(
             keys.consumer_wait(kv_n + w)
         values.consumer_wait(kv_n + WARPGROUP)
         k, v = keys.term(WARPGROUP), values.term(WARPGROUP)
-        dq = gl.zeros([QUERIES, COLUMNS], gl.float32, DQ)
         full_begin = gl.minimum(full_begin, end - 1)
         for half in range(2 * shape.group):  # of a head: the last tile, then those without a mask
             second = half % 2 > 0  # ... and then the others, masked as the last is
             start = gl.where(second, full_begin, end)
             stop = gl.where(second, first, end - 1)
             for i in range(start - 1, stop - 1, -1):
-                dq, dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, i < end - 1, S, P,
-                    DQ,
+                dk_acc, dv_acc = mainloop_step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, end - 1) - 1, full_begin - 1, -1):
-                dq, dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False,
-                    gl.constexpr(True), S, P, DQ,
+                dk_acc, dv_acc = mainloop_step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            if second:
-                store_sdq(WARPGROUP, dq, sdQ, n - 1, COLUMNS)
-                commit_sdq(WARPGROUP, sdQ, queries, n - 1)
         if splits.count is None:
             consumer_barrier()  # both have read all keys, so gradients may take their place
             store_acc(dk_acc, scale, k, t.d_lo, t.d_hi)
@@ -477,11 +468,12 @@ def flashattn_hopper_bwd(
                         scale, scale_log2, t)),
             (producer, (q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler,
                         splits, wave_size, stagger, shape, t)),
-            (dq_store, (dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (1, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
             (dq_semaphore_wait, (semaphore, turns, scheduler, wave_size, stagger, shape, t)),
         ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )  # fmt: skip
 
 
@@ -759,4 +751,4 @@ def _narrow(
         postprocess_constants(head_dim) | {"num_warps": WARPS},
     )
     workspace = slabs * batch, heads, query_blocks * wide, LINE.value
-    return _Narrow(fold, rounding, shares, workspace, slabs * batch * heads * query_tiles)
+    return _Narrow(fold, rounding, shares, workspace, 2 * slabs * batch * heads * query_tiles)

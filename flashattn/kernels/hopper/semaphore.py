@@ -88,8 +88,8 @@ class DqSemaphore:
 
     @gluon.jit
     def counter(self, head, end, i):
-        """Return the counter of query tile i, of ``end``, of a head of all accumulators."""
-        return self.counters + (head * end + i)
+        """Return the counters, one a warpgroup, of query tile i, of ``end``, of a head."""
+        return self.counters + (head * end + i) * 2
 
 
 def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int) -> int:

@@ -89,9 +89,7 @@ def consumer(
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = gl.exp2(s * scale_log2 - finite[:, None])
         alpha = gl.exp2(m - finite)
-        term = (
-            gl.sum(p, 1) - lost * alpha
-        )  # a compensated sum (Kahan, 1965), as portable
+        term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as portable
         longer = l * alpha + term
         lost = (longer - l * alpha) - term
         l = longer

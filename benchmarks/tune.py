@@ -27,7 +27,7 @@ from flashattn.counts.offline import Variant, compile_variant
 from flashattn.counts.single_kernel import Recomputation
 from flashattn.kernels import choice, launch
 from flashattn.kernels.portable import forward
-from flashattn.kernels.portable.bf16x3 import cut_all
+from flashattn.kernels.portable.bf16x3 import decompose_all
 from flashattn.kernels.tiles import JOINT, OPTIONAL, Kernel, Tile
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
@@ -150,7 +150,7 @@ def prepare(
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, precision=precision,
-        parts=1 if kernel == "bwd_whole" else None, **options,
+        num_splits=1 if kernel == "bwd_whole" else None, **options,
     )  # fmt: skip
     wanted = {"bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}.get(kernel, (dk, dv, dq))
     return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
@@ -197,7 +197,7 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
         tile, asked.torch_dtype, launch.input_precision(precision, asked.torch_dtype)
     )
     if parts:
-        seconds -= bench(lambda: cut_all(*inputs, parts=parts)) / 1e3
+        seconds -= bench(lambda: decompose_all(*inputs, terms=parts)) / 1e3
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import hypothesis
@@ -39,6 +40,17 @@ def pytest_configure(config):
             "--every-tile: wanted a CUDA GPU, got none; without one all tiles are compiled by "
             "python -m flashattn.counts compiled"
         )
+
+
+def pytest_collection_finish():
+    """Let the collector pass over what is there for good: modules and items, a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let it look again, or Triton's bindings say at the end that all of it leaks."""
+    gc.unfreeze()
 
 
 def pytest_report_header():

@@ -11,19 +11,18 @@ from weakref import ref
 
 import pytest
 import torch
-import torch._dynamo  # an inner run forgets what it imported, and these two
-import triton  # noqa: F401 - cannot be imported twice
 
 from flashattn import registry
 from flashattn.measure import roofline, timing
 from flashattn.measure.device import accelerator
 from flashattn.report.compare import EXIT_INSIDE_NOISE
 from flashattn.report.runs import load
+from flashattn.testing import plugin_file
 
 ROOT = Path(__file__).parents[1]
 FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 ONE = ("-k", "q64 and full")  # one problem in three passes
-reference = registry.get("reference")
+reference, naive = map(registry.get, ("reference", "naive"))
 
 
 def good(q, k, v, **options):
@@ -245,24 +244,24 @@ def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester):
 
     A limit inside the noise fails nobody and has a status of its own.
     """
-    bench({"good": good}, "--collect-only")  # lays out the folder
-    quick = LESS + MINE.partition('@register("deadly"')[0]
-    mine = pytester.makepyfile(mine=quick)
+    mine = pytester.makepyfile(mine=MINE.partition('@register("deadly"')[0])
     # Not backward: an own kernel's sleep is in the forward pass.
     case = ("-k", "q64 and full and (quick or naive) and not bench_backward")
-    command = ("benchmarks", "--sweep", "smoke", "--impl", "mine.py", *case)
-    compare = (*command, "--benchmark-compare", "--junit-xml=junit.xml")
-    pytester.runpytest_subprocess(*command, timeout=300).assert_outcomes(passed=4)
-    inside = pytester.runpytest_subprocess(*compare, "--benchmark-compare-fail=median:1%")
+    compare = ("--benchmark-compare", "--junit-xml=junit.xml")
+
+    def run(*arguments):
+        plugin_file._load.cache_clear()
+        return bench({"naive": naive}, "--impl", "mine.py", *case, *arguments)
+
+    run().assert_outcomes(passed=4)
+    inside = run(*compare, "--benchmark-compare-fail=median:1%")
     inside.assert_outcomes(passed=4)
     assert inside.ret == EXIT_INSIDE_NOISE
     inside.stdout.fnmatch_lines(["--benchmark-compare-fail: the limit on the median lies inside*"])
     before = kept(pytester)
-    slow = quick.replace(
-        "    return answer(q", "    __import__('time').sleep(0.3)\n    return answer(q"
-    )
-    mine.write_text(slow)
-    result = pytester.runpytest_subprocess(*compare, "--benchmark-compare-fail=median:900%")
+    slow = "    __import__('time').sleep(0.3)\n    return answer(q"
+    mine.write_text(mine.read_text().replace("    return answer(q", slow))
+    result = run(*compare, "--benchmark-compare-fail=median:900%")
     result.assert_outcomes(failed=2, passed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = ["SLOWER +*% than in the kept runs: median beside *", "FAILED *quick]*"]
@@ -343,13 +342,14 @@ def test_a_killed_run_goes_on(bench, pytester):
     bench({"good": good}, "--collect-only")  # lays out the folder
     pytester.makepyfile(mine=LESS + MINE)
     two = ("-k", "q64 and full and (quick or deadly)")
-    command = ("benchmarks", "--sweep", "smoke", "--impl", "mine.py", *two)
-    killed = pytester.runpytest_subprocess(*command, timeout=300)
+    command = ("--impl", "mine.py", *two)
+    smoke = ("benchmarks", "--sweep", "smoke")
+    killed = pytester.runpytest_subprocess(*smoke, *command, timeout=300)
     assert killed.ret == -signal.SIGKILL
     measured = rows_of(journal(pytester))
     assert measured
     assert kept(pytester) == []
-    resumed = pytester.runpytest_subprocess(*command, "--resume", timeout=300)
+    resumed = bench({"good": good}, *command, "--resume")
     resumed.assert_outcomes(passed=6)
     (path,) = kept(pytester)
     found = rows_of(path)

@@ -114,12 +114,12 @@ def test_interpreter_counts(done):
 
 NO_LAST_KEY = (
     "portable/mask.py",
-    "end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))",
+    "end = tl.minimum(end, tl.maximum(hi, 0))",
     "end = seq_kv",
 )
 NO_FIRST_QUERY = (
-    "portable/gradients.py",
-    "first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q",
+    "portable/mask.py",
+    "first = first // BLOCK_Q * BLOCK_Q",
     "first = 0",
 )
 SKIPPED = f"{CAUSAL} descriptors"
@@ -139,14 +139,12 @@ def test_lost_causal_skipping(done):
     assert "python -m flashattn.counts --rewrite" in done.stdout
 
 
-END_OF_PASS = "    row = place * heads + head\n"
+END_OF_PASS = "    row = out_batch * heads + head\n"
 ONE_MORE = """\
-        load_tile(
-            {x}, {x}_strides, batch, head // group, again, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
-        )
+        at = batch, head // group, again
+        load_tile({x}, layout.{x}, at, seq_kv, layout.head_dim, CONFIG.BLOCK_KV, False, CONFIG)
 """
-SECOND_PASS = "    for again in tl.range(0, end, BLOCK_KV):\n" + "".join(
+SECOND_PASS = "    for again in tl.range(0, end, CONFIG.BLOCK_KV):\n" + "".join(
     ONE_MORE.format(x=x) for x in "kv"
 )
 AGAIN = ("portable/forward.py", END_OF_PASS, SECOND_PASS + END_OF_PASS)
@@ -228,25 +226,30 @@ def test_plain_counts_are_right(rows):
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_expectations(path):
-    """All variants are expected, on tensor cores, none to spill; cut fp32 spills less than uncut.
+    """All variants are expected, on tensor cores, none to spill.
 
-    On GPUs other than Hopper wide fp32 comes cut for that: nothing spills up to D = 128.
+    On GPUs other than Hopper wide fp32 is decomposed before, which spills less than fp32 that the
+    kernel decomposes: nothing up to D = 128.
     """
     expected = read(path)
     assert expected.keys() == {"ptxas", *map(str, variants())}
     for variant in variants():
         row = expected[str(variant)]
-        multiplies = variant.kernel not in {*FIXED, "hopper_bwd_dq"} and variant.head_dim > 1
+        multiplies = (
+            variant.kernel not in {*FIXED, "hopper_bwd_postprocess"} and variant.head_dim > 1
+        )
         assert bool(row["matrix"]) == multiplies
         if unsteady(variant, path.stem.removeprefix("compiled-triton-")):
             assert row.keys().isdisjoint(compiled.VARYING)
         else:
             assert row["stack"] == 0 or may_spill(variant, row["stack"])
-    cut = {name: row for name, row in expected.items() if "sm_90" not in name and " cut" in name}
-    wide = {name: row for name, row in cut.items() if row["tile"].endswith("by pointers")}
+    terms = {
+        name: row for name, row in expected.items() if "sm_90" not in name and " decomposed" in name
+    }
+    wide = {name: row for name, row in terms.items() if row["tile"].endswith("by pointers")}
     assert wide
     for name, row in wide.items():
-        loaded = expected[name.replace(" cut", " pointers")]
+        loaded = expected[name.replace(" decomposed", " pointers")]
         assert row["stack"] == 0 or (" d256 " in name and row["stack"] < loaded["stack"])
 
 

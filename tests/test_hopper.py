@@ -14,7 +14,7 @@ import torch
 from flashattn import ops
 from flashattn.api import FASTEST_FIRST
 from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_cut, forward, shares, turns
+from flashattn.kernels.hopper import backward, backward_fp32, forward, gqa, semaphore
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -173,9 +173,9 @@ def test_cut_in_two(device, head_dim, shape, causal):
 def test_what_is_not_cut_is_the_portable_kernels(device, monkeypatch):
     """Other head dims, few scores, and other ways to multiply fp32 are the portable passes'."""
     asked = []
-    passes = backward_cut.portable
+    passes = backward_fp32.portable
     monkeypatch.setattr(
-        backward_cut, "portable", lambda *given: asked.append(given) or passes(*given)
+        backward_fp32, "portable", lambda *given: asked.append(given) or passes(*given)
     )
     for head_dim, length, precision, own in (
         (128, 1024, "bf16x6", True),
@@ -190,7 +190,7 @@ def test_what_is_not_cut_is_the_portable_kernels(device, monkeypatch):
         o, lse = call(None, q, k, v, causal=False, scale=0.1)
         how = {"diagonal": None, "scale": 0.1, "precision": precision}
         backward.portable_plan(
-            (o, None), (q, k, v, o, lse), **how, passes=partial(backward_cut.passes)
+            (o, None), (q, k, v, o, lse), **how, passes=partial(backward_fp32.passes)
         )
         assert bool(asked) is not own
 
@@ -346,7 +346,7 @@ def test_where_its_forward_is_the_fastest_in_fp32(monkeypatch, device, shape, ow
 def test_slabs(monkeypatch, device, sizes, head_dim, slabs):
     """As measured: a head's programs share so many workspaces that they hardly queue."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    assert turns.slabs_for(*sizes, device, head_dim=head_dim) == slabs
+    assert semaphore.slabs_for(*sizes, device, head_dim=head_dim) == slabs
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_shares(monkeypatch, device, heads, kv_heads, seq, head_dim, causal, cou
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     q, k = (Like.of(torch.empty(1, n, seq, head_dim, device=device)) for n in (heads, kv_heads))
     tiles = kv_heads * (-(-seq // (128 if head_dim <= 128 else 64)))
-    assert shares.shares_for(q, k, tiles, causal=causal) == count
+    assert gqa.shares_for(q, k, tiles, causal=causal) == count
 
 
 def test_kernels_by_name():

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn.emulate import barriers, copies, language, products
+from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
-from flashattn.kernels.hopper import backward, forward, shares, turns
+from flashattn.kernels.hopper import backward, forward, gqa, semaphore
 from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
-from flashattn.kernels.hopper.copies import Tiles
+from flashattn.kernels.hopper.tma import Tiles
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import (
     InaccurateError,
@@ -126,7 +126,7 @@ def test_wide_backward(problem, at_once):
     with emulated(multiprocessors=at_once) as launched:
         attends = attend(problem, config, {"config": WideConfig(band=2)})
         assert_accurate(attends, Sample(problem=problem))
-    wide = ["flashattn_hopper_wide_dkdv", "flashattn_hopper_wide_dq"]
+    wide = ["flashattn_hopper_bwd_d256_dkdv", "flashattn_hopper_bwd_d256_dq"]
     assert launched == ["flashattn_hopper_fwd", *wide]
 
 
@@ -145,7 +145,7 @@ def divide(monkeypatch):
     """Return what says into how many shares heads that share keys are divided."""
 
     def into(count):
-        monkeypatch.setattr(shares, "shares_for", lambda *_, **__: count)
+        monkeypatch.setattr(gqa, "shares_for", lambda *_, **__: count)
         backward._plan.cache_clear()
 
     yield into
@@ -194,7 +194,7 @@ def test_the_same_bits(deterministic, causal):
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
     """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
-    monkeypatch.setattr(turns, "QUEUE", 1)
+    monkeypatch.setattr(semaphore, "QUEUE", 1)
     backward._plan.cache_clear()
     problem = bf16(seq_q=200, seq_kv=520, causal=causal)
     asked, found = [], backward.slabs_for
@@ -227,8 +227,8 @@ CUT_CASES = [
 
 def cut_kernels(problem):
     """Return the kernels that are asked for what comes cut."""
-    backward = ("dkdv", "dq") if problem.head_dim > 64 else ()
-    return {f"flashattn_hopper_cut_{kernel}" for kernel in ("fwd", *backward)}
+    backward = ("bwd_fp32_dkdv", "bwd_fp32_dq") if problem.head_dim > 64 else ()
+    return {f"flashattn_hopper_{kernel}" for kernel in ("fwd_fp32", *backward)}
 
 
 @pytest.mark.parametrize(
@@ -265,32 +265,28 @@ def test_cut_in_two(shape):
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
-VISITS, CUT_FORWARD = "kernels/hopper/visits.py", "kernels/hopper/forward_cut.py"
-WIDE, COLUMNS = "kernels/hopper/backward_wide.py", "kernels/hopper/columns.py"
-CUT = "kernels/hopper/backward_cut.py"
-TURNS_FILE, SHARES_FILE = "kernels/hopper/turns.py", "kernels/hopper/shares.py"
-RING, PAIRS = "kernels/hopper/ring.py", "kernels/hopper/pairs.py"
-# What the storing warp does in a step; and of that, what lets the next program do so.
+MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
+WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
+CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
+SCHEDULER = "kernels/hopper/scheduler.py"
+PIPELINE = "kernels/hopper/pipeline.py"
+# What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
-    "                if turn < ordered:\n"
-    "                    pass_on(turn_of(turns, place_of, head, owners, group, end, i))\n"
+    "                if value < semaphore.ordered:\n"
+    "                    counter = semaphore.counter(accum_batch * heads + head, end, i)\n"
+    "                    arrive_inc(counter + WARPGROUP)\n"
 )
 STORED = (
-    "                mbarrier.wait(staged.index(0), n & 1)\n"
-    "                send(dq, staging.index(0), place_of, head, row, turn == 0, LINE)\n"
-    "                mbarrier.wait(staged.index(1), n & 1)\n"
-    "                send(dq, staging.index(1), place_of, head, row + LINE, turn == 0,"
-    " LINES - LINE)\n"
-    "                for w in gl.static_range(2):\n"
-    "                    tma.store_wait(1 - w)\n"
-    "                    mbarrier.arrive(left.index(w), count=1)\n"
+    "                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)\n"
+    "                part = sdQ.tiles.index(WARPGROUP)\n"
+    "                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)\n"
+    "                tma.store_wait(0)\n"
+    "                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)\n"
     f"{PASSED}"
 )
-TURN = (  # as the warp that follows asks for it
-    "turn_at(\n"
-    "                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL\n"
-    "                )"
-)
+# As the warp that waits for the semaphore asks for it.
+TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))\n"
+WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
 TURNS = {"config": BackwardConfig(), "deterministic": True}
@@ -329,9 +325,9 @@ PLANTED = [
         "cut causal",
         Mutant(
             "first_queries_not_visited",
-            CUT,
-            "first = gl.maximum(block * OWNED - diagonal, 0) // WALKED",
-            "first = gl.maximum(block * OWNED - diagonal, 0) // WALKED + 1",
+            MASK,
+            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end",
+            "return lo // BLOCK_Q + 1, gl.cdiv(full_lo, BLOCK_Q), end, end",
             "keys lack what the first queries give that see them",
         ),
         WRONG,
@@ -340,9 +336,9 @@ PLANTED = [
         "cut causal",
         Mutant(
             "last_keys_not_visited",
-            CUT_FORWARD,
-            "gl.cdiv(last, WALKED)",
-            "last // WALKED",
+            MASK,
+            "full_end, end = full_hi // BLOCK_KV, gl.cdiv(hi, BLOCK_KV)",
+            "full_end, end = full_hi // BLOCK_KV, hi // BLOCK_KV",
             "keys of a last tile that is not whole count for nothing",
         ),
         WRONG,
@@ -352,8 +348,10 @@ PLANTED = [
         Mutant(
             "parts_freed_too_early",
             CUT_FORWARD,
-            "        s = product(q, transposed(k, PARTS), S, PARTS)\n        keys.free(n)\n",
-            "        keys.free(n)\n        s = product(q, transposed(k, PARTS), S, PARTS)\n",
+            "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n"
+            "        keys.consumer_release(n)\n",
+            "        keys.consumer_release(n)\n"
+            "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n",
             "the next keys come while these are multiplied",
         ),
         WRONG,
@@ -363,8 +361,8 @@ PLANTED = [
         Mutant(
             "sums_not_weighed",
             CUT_FORWARD,
-            "by_row(acc, alpha) + product(",
-            "acc + product(",
+            "scale_rows(acc, alpha) + mma_terms(",
+            "acc + mma_terms(",
             "what was summed before a greater score came weighs too much",
         ),
         WRONG,
@@ -373,7 +371,7 @@ PLANTED = [
         "cut",
         Mutant(
             "a_product_less",
-            "kernels/hopper/parts.py",
+            "kernels/hopper/bf16x3.py",
             "    acc = warpgroup_mma(a[0], b[1], acc, is_async=True)\n",
             "",
             "fp32 is multiplied with 8 bits of one of the factors",
@@ -384,9 +382,9 @@ PLANTED = [
         "wide",
         Mutant(
             "diagonal_not_hidden",
-            WIDE,
-            "full = gl.cdiv(gl.maximum(start_kv + BLOCK - 1 - diagonal, 0), BLOCK)",
-            "full = gl.maximum(start_kv + BLOCK - 1 - diagonal, 0) // BLOCK",
+            MASK,
+            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end",
+            "return lo // BLOCK_Q, full_lo // BLOCK_Q, end, end",
             "keys take what queries before them give",
         ),
         WRONG,
@@ -407,8 +405,8 @@ PLANTED = [
         Mutant(
             "values_freed_too_early",
             FORWARD,
-            "    accs = folded(accs, 0, REST)\n    keys.free(n + 1)\n",
-            "    keys.free(n + 1)\n    accs = folded(accs, 0, REST)\n",
+            "    acc = acc_wait(acc, 0, t.d_hi)\n    keys.consumer_release(n + 1)\n",
+            "    keys.consumer_release(n + 1)\n    acc = acc_wait(acc, 0, t.d_hi)\n",
             "values are overwritten while they are multiplied",
         ),
         WRONG,
@@ -418,7 +416,7 @@ PLANTED = [
         Mutant(
             "last_values_not_loaded",
             FORWARD,
-            "        values.load(n, v, batch, kv_head, 0)\n",
+            "        values.producer_commit(n, v, batch, kv_head, first * t.block_kv)\n",
             "",
             "warpgroups wait for ever",
         ),
@@ -428,9 +426,9 @@ PLANTED = [
         "full",
         Mutant(
             "keys_not_hidden",
-            VISITS,
-            "last = gl.full([ROWS], seq_kv - 1 - start_kv,",
-            "last = gl.full([ROWS], BLOCK_KV,",
+            MASK,
+            "seen = keys[None, :] < seq_kv - start_kv",
+            "seen = keys[None, :] < x.shape[1]",
             "keys that only pad a tile are in the sum",
         ),
         WRONG,
@@ -440,8 +438,8 @@ PLANTED = [
         Mutant(
             "o_overwritten",
             FORWARD,
-            "            tma.store_wait(0)\n            queries.free(asked)",
-            "            queries.free(asked)",
+            "            tma.store_wait(0)\n            queries.consumer_release(q_n)",
+            "            queries.consumer_release(q_n)",
             "the next queries come while o leaves from their place",
         ),
         WRONG,
@@ -451,8 +449,8 @@ PLANTED = [
         Mutant(
             "o_left_behind",
             FORWARD,
-            "        asked += GROUPS\n    tma.store_wait(0)\n",
-            "        asked += GROUPS\n",
+            "        q_n += t.groups\n    tma.store_wait(0)\n",
+            "        q_n += t.groups\n",
             "the program ends while o is read from its memory",
         ),
         WRONG,
@@ -462,8 +460,8 @@ PLANTED = [
         Mutant(
             "o_not_fenced",
             FORWARD,
-            "FIRST, REST)\n    fence_async_shared()\n    store_tile(o,",
-            "FIRST, REST)\n    store_tile(o,",
+            "t.d_lo, t.d_hi)\n    fence_async_shared()\n    store_tile(o,",
+            "t.d_lo, t.d_hi)\n    store_tile(o,",
             "the copy of o may read what was there before",
         ),
         WRONG,
@@ -473,8 +471,8 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = ready(s, 1, REST)\n    if MASKED",
-            "    s = ready(s, 2, REST)\n    if MASKED",
+            "    s = mma_wait(s, 1, t.d_hi)\n    if MASKED",
+            "    s = mma_wait(s, 2, t.d_hi)\n    if MASKED",
             "scores are used before they are there",
         ),
         UNFINISHED,
@@ -484,8 +482,8 @@ PLANTED = [
         Mutant(
             "tile_skipped",
             FORWARD,
-            "gl.num_programs(0) + gl.atomic_add(counter, 1)",
-            "gl.num_programs(0) + 1 + gl.atomic_add(counter, 1)",
+            "gl.num_programs(0) + gl.atomic_add(tile_counter, 1)",
+            "gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1)",
             "nobody takes the first tile that is drawn",
         ),
         WRONG,
@@ -494,9 +492,9 @@ PLANTED = [
         "full",
         Mutant(
             "phase_flipped",
-            RING,
-            "mbarrier.wait(self.full.index(n % self.slots), (n // self.slots) & 1)",
-            "mbarrier.wait(self.full.index(n % self.slots), ((n // self.slots) & 1) ^ 1)",
+            PIPELINE,
+            "(n // self.stages) & 1)\n        return self.tile(n)",
+            "((n // self.stages) & 1) ^ 1)\n        return self.tile(n)",
             "tiles are read before they have come",
         ),
         (WRONG, STUCK),
@@ -505,9 +503,9 @@ PLANTED = [
         "gradients",
         Mutant(
             "bytes_not_expected",
-            PAIRS,
-            "mbarrier.expect(full, x.block_type.nbytes + x_numbers.block_type.nbytes)",
-            "mbarrier.expect(full, x.block_type.nbytes)",
+            PIPELINE,
+            "mbarrier.expect(full, size + row_stats.block_type.nbytes)",
+            "mbarrier.expect(full, size)",
             "a barrier waits for fewer bytes than come",
         ),
         (WRONG, STUCK),
@@ -516,9 +514,9 @@ PLANTED = [
         "gradients",
         Mutant(
             "second_not_awaited",
-            PAIRS,
-            "mbarrier.wait(self.others_full.index(n % self.slots), (n // self.slots) & 1)",
-            "pass",
+            BACKWARD,
+            "    do, delta = grads.consumer_wait(n), grads.stats(n)\n",
+            "    do, delta = grads.tile(n), grads.stats(n)\n",
             "dO is read before it has come",
         ),
         (WRONG, RuntimeError),
@@ -539,8 +537,8 @@ PLANTED = [
         Mutant(
             "exchange_not_met",
             BACKWARD,
-            "    meet()\n    dq = part(",
-            "    dq = part(",
+            "    consumer_barrier()\n    dq = mma_dq(",
+            "    dq = mma_dq(",
             "a warpgroup reads the other's dS before it is there",
         ),
         WRONG,
@@ -550,8 +548,8 @@ PLANTED = [
         Mutant(
             "exchange_not_fenced",
             BACKWARD,
-            ".store(ds)\n    fence_async_shared()\n",
-            ".store(ds)\n",
+            "    fence_async_shared()\n    consumer_barrier()\n    dq = mma_dq(",
+            "    consumer_barrier()\n    dq = mma_dq(",
             "the product for dq may read what was there before",
         ),
         WRONG,
@@ -561,8 +559,8 @@ PLANTED = [
         Mutant(
             "keys_not_met",
             BACKWARD,
-            "            meet()  # both have read all keys, so gradients may take their place\n",
-            "",
+            "            consumer_barrier()  # both have read all keys",
+            "            pass  #",
             "dk takes the place of keys that the other warpgroup reads",
         ),
         WRONG,
@@ -572,7 +570,7 @@ PLANTED = [
         Mutant(
             "staging_overwritten",
             BACKWARD,
-            "    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)\n",
+            "    mbarrier.wait(sdQ.empty.index(WARPGROUP), (n & 1) ^ 1)\n",
             "",
             "a part of dq is written over the one that leaves",
         ),
@@ -583,7 +581,7 @@ PLANTED = [
         Mutant(
             "keys_kept",
             BACKWARD,
-            "        for w in gl.static_range(2):\n            keys.free(w)\n",
+            "        for w in gl.static_range(2):\n            keys.consumer_release(w)\n",
             "",
             "a program hangs at its second tile",
         ),
@@ -594,8 +592,8 @@ PLANTED = [
         Mutant(
             "turns_reversed",
             BACKWARD,
-            f"turn = {TURN}",
-            "turn = gl.minimum(blocks - 1 - block, ordered)",
+            f"{TURN}{WAITED}",
+            f"value = gl.minimum(scheduler.blocks - 1 - block, semaphore.ordered)\n{WAITED}",
             "programs wait for those that have not begun",
         ),
         STUCK,
@@ -618,7 +616,7 @@ PLANTED = [
             BACKWARD,
             "        if first:\n            store_tile(",
             "        if not first:\n            store_tile(",
-            "the workspace is added to before it is set",
+            "the accumulator is added to before it is set",
         ),
         WRONG,
     ),
@@ -627,8 +625,8 @@ PLANTED = [
         Mutant(
             "first_not_awaited",
             BACKWARD,
-            f"turn = {TURN}",
-            "turn = 0",
+            f"{TURN}{WAITED}",
+            f"value = 0\n{WAITED}",
             "programs do not wait for the first, or for what was before it",
         ),
         (WRONG, STUCK),
@@ -637,9 +635,9 @@ PLANTED = [
         "round",
         Mutant(
             "rounds_forgotten",
-            BACKWARD,
-            TURN,
-            TURN.replace("eldest", "0"),
+            SCHEDULER,
+            "before = self.begin + self.rank - first",
+            "before = self.rank - first",
             "programs of a later round take the turns of an earlier one",
         ),
         (WRONG, STUCK),
@@ -648,9 +646,9 @@ PLANTED = [
         "round",
         Mutant(
             "rounds_overlap",
-            TURNS_FILE,
-            "end = gl.minimum(gl.cdiv(begin + at_once, width), blocks)",
-            "end = gl.minimum(gl.cdiv(begin + at_once, width) + 1, blocks)",
+            SCHEDULER,
+            "end = gl.minimum(gl.cdiv(begin + wave_size, heads), scheduler.blocks)",
+            "end = gl.minimum(gl.cdiv(begin + wave_size, heads) + 1, scheduler.blocks)",
             "one is waited for that does not run",
         ),
         (WRONG, STUCK),
@@ -659,7 +657,7 @@ PLANTED = [
         "round",
         Mutant(
             "not_gone_round",
-            TURNS_FILE,
+            SCHEDULER,
             "i = gl.where(i < 0, i + end, i)",
             "i = gl.maximum(i, 0)",
             "who begins amid the queries visits the first ones over and over",
@@ -670,21 +668,10 @@ PLANTED = [
         "round",
         Mutant(
             "ranks_not_round",
-            TURNS_FILE,
-            "turn = gl.where(number < first, turn + count, turn)",
-            "pass",
+            SCHEDULER,
+            "return gl.where(self.rank < first, before + self.count, before)",
+            "return before",
             "who comes after the last of a round waits for a turn before the first",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "gradients",
-        Mutant(
-            "first_tile_late",
-            BACKWARD,
-            "CAUSAL, True, i < end - 1, S",
-            "CAUSAL, True, True, S",
-            "of each head a tile of dq is handed over that nobody computed",
         ),
         (WRONG, STUCK),
     ),
@@ -693,8 +680,8 @@ PLANTED = [
         Mutant(
             "second_half_skipped",
             BACKWARD,
-            "gl.where(second, middle, end), gl.where(second, first, end - 1)",
-            "gl.where(second, middle, end), gl.where(second, middle, end - 1)",
+            "stop = gl.where(second, first, end - 1)",
+            "stop = gl.where(second, full_begin, end - 1)",
             "queries that not all keys see are not visited",
         ),
         (WRONG, STUCK),
@@ -703,9 +690,9 @@ PLANTED = [
         "columns",
         Mutant(
             "wrong_columns_multiplied",
-            COLUMNS,
-            "x, y = a.slice(FIRST, REST, dim=1), b",
-            "x, y = a.slice(0, REST, dim=1), b",
+            MMA,
+            "x, y = a.slice(D_LO, D_HI, dim=1), b",
+            "x, y = a.slice(0, D_HI, dim=1), b",
             "columns past the first power of two are multiplied with others",
         ),
         WRONG,
@@ -714,8 +701,8 @@ PLANTED = [
         "columns",
         Mutant(
             "rest_not_stored",
-            COLUMNS,
-            "tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))",
+            MMA,
+            "tile.slice(D_LO, D_HI, dim=1).store((accs[1] * factor).to(tile.dtype))",
             "pass",
             "so does what is stored",
         ),
@@ -725,9 +712,9 @@ PLANTED = [
         "columns",
         Mutant(
             "one_part_awaited",
-            COLUMNS,
-            "PARTS: gl.constexpr = 1 if REST == 0 else 2",
-            "PARTS: gl.constexpr = 3",
+            MMA,
+            "PRODUCTS: gl.constexpr = 1 if D_HI == 0 else 2",
+            "PRODUCTS: gl.constexpr = 3",
             "one product of two is not awaited",
         ),
         UNFINISHED,
@@ -736,9 +723,9 @@ PLANTED = [
         "shares",
         Mutant(
             "shares_for_heads",
-            SHARES_FILE,
-            "        owner = owner // shares\n",
-            "        owner = owner % shares\n",
+            GQA,
+            "            split_head = split_head // self.count\n",
+            "            split_head = split_head % self.count\n",
             "a share's keys are of another head, or of none",
         ),
         WRONG,
@@ -747,9 +734,9 @@ PLANTED = [
         "shares",
         Mutant(
             "shares_of_one_batch",
-            SHARES_FILE,
-            "owner % shares * batches + batch,",
-            "owner % shares * batches,",
+            GQA,
+            "split_head % self.count * batches + batch,",
+            "split_head % self.count * batches,",
             "what batches sum is stored in one place",
         ),
         WRONG,
@@ -758,10 +745,10 @@ PLANTED = [
         "shares",
         Mutant(
             "shares_in_one_place",
-            SHARES_FILE,
-            "owner % shares * batches + batch,",
+            GQA,
+            "split_head % self.count * batches + batch,",
             "batch,",
-            "shares are stored over one another, and others not at all",
+            "gqa_splits are stored over one another, and others not at all",
         ),
         WRONG,
     ),
@@ -769,9 +756,9 @@ PLANTED = [
         "shares",
         Mutant(
             "rest_of_shares_misplaced",
-            SHARES_FILE,
-            "store(terms + FIRST, accs[1]",
-            "store(terms, accs[1]",
+            GQA,
+            "store_global(x + D_LO, acc[1]",
+            "store_global(x, acc[1]",
             "columns past the first power of two are stored over these",
         ),
         WRONG,
@@ -780,9 +767,9 @@ PLANTED = [
         "far below zero",
         Mutant(
             "padding_not_hidden",
-            BACKWARD,
-            "    seen_from = gl.where(keys < seq_kv, seen_from, BLOCK_Q)\n",
-            "",
+            MASK,
+            "        lo = gl.where(keys < seq_kv, lo, x.shape[1])\n",
+            "        pass\n",
             "inf * 0 in dq where lse is far below zero",
         ),
         WRONG,
@@ -935,7 +922,7 @@ def test_loads_come_late(start, rows):
         described = Descriptor(Tiles(4).describe(x))
         barriers.expect(bar, described.block_type.nbytes)
         tile.outer.zero_()
-        copies.load_tile(described, [0, 0, start, 0], bar, tile)
+        tma.load_tile(described, [0, 0, start, 0], bar, tile)
         assert tile.load(None).isnan().all()
         barriers.wait(bar, 0)
 
@@ -955,11 +942,11 @@ def test_stores_leave_late(waits):
         described = Descriptor(Tiles(2).describe(x))
         for n in (1, 2):
             tile.store(torch.full_like(tile.own, n))
-            copies.fence_async_shared()
+            tma.fence_async_shared()
             if n == 1:
-                copies.store_tile(described, [0, 0, 1, 0], tile)
+                tma.store_tile(described, [0, 0, 1, 0], tile)
                 if waits:
-                    copies.store_wait(0)
+                    tma.store_wait(0)
                 here().pause()
 
     for seed in range(8):
@@ -979,13 +966,13 @@ def test_products_read_late(waits):
         a, b = (Shared.allocate([4, 4], torch.float16) for _ in "ab")
         for tile in (a, b):
             tile.store(torch.ones_like(tile.own))
-        copies.fence_async_shared()
-        product = products.warpgroup_mma(a, b, None, use_acc=False, is_async=True)
+        tma.fence_async_shared()
+        product = mma.warpgroup_mma(a, b, None, use_acc=False, is_async=True)
         if waits:
-            product = products.warpgroup_mma_wait(0, [product])
+            product = mma.warpgroup_mma_wait(0, [product])
         a.store(torch.zeros_like(a.own))
-        copies.fence_async_shared()
-        seen.add(int(products.warpgroup_mma_wait(0, [product]).max()))
+        tma.fence_async_shared()
+        seen.add(int(mma.warpgroup_mma_wait(0, [product]).max()))
 
     for seed in range(8):
         play(role, seed=seed)

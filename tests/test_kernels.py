@@ -28,7 +28,12 @@ from flashattn.testing.inputs import make_grads, make_inputs
 def forget():
     """Plan anew whatever is launched next."""
     api._PLANS.clear()
-    for planned in (forward._plan, backward._plan, single_kernel._alone, preprocess.delta_launch):
+    for planned in (
+        forward._plan,
+        backward._plan,
+        single_kernel._prepared,
+        preprocess.preprocess_launch,
+    ):
         planned.cache_clear()
 
 
@@ -81,7 +86,7 @@ def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
 def test_loading_changes_no_bit(device, layout, dtype):
-    """Descriptors and pointers give the same bits with the same tile, of fp32 that is cut, too."""
+    """Descriptors and pointers give the same bits with the same tile, of decomposed fp32, too."""
     problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype=dtype, causal=True)
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad_o, grad_lse = make_grads(problem, device=device)
@@ -171,7 +176,7 @@ def test_a_forward_plan_is_of_all_that_it_depends_on(device):
         forward.forward(*given, **(NUMBERS | other))
         assert planned(forward) == n
     forward.forward(*given, **NUMBERS, tile=launch.Tile(32, 32, 4, 1))
-    forward.forward(*given, **NUMBERS, parts=1)
+    forward.forward(*given, **NUMBERS, num_splits=1)
     forward.forward(*(x.half() for x in given), **NUMBERS)
     assert planned(forward) == 14
 
@@ -288,18 +293,18 @@ SPLITS = (
     Problem(batch=2, heads=4, kv_heads=1, seq_q=1, seq_kv=130, head_dim=32, causal="bottom_right"),
     Problem(heads=2, kv_heads=1, seq_q=1, seq_kv=200, head_dim=16, causal="top_left"),  # one key
     Problem(heads=2, seq_q=7, seq_kv=190, head_dim=24, causal="bottom_right", dtype="float16"),
-    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # parts that no query sees
+    Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # splits that no query sees
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left", dtype="bfloat16"),
     Problem(seq_q=150, seq_kv=130, head_dim=16, causal="bottom_right"),  # dead rows
 )
 
 
-@pytest.mark.parametrize("parts", [2, 1000])
+@pytest.mark.parametrize("num_splits", [2, 1000])
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
-def test_split_keys(device, problem, parts, monkeypatch):
-    """However many parts the keys are split into, o and lse, and their gradients, are right."""
+def test_split_keys(device, problem, num_splits, monkeypatch):
+    """However many splits the keys have, o and lse, and their gradients, are right."""
     chosen = splitting.split
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], num_splits))
     forget()
     asked = Sample(problem=problem, device=device)
     try:
@@ -310,12 +315,12 @@ def test_split_keys(device, problem, parts, monkeypatch):
 
 @pytest.mark.parametrize("apart", [0, 1, 4])
 @pytest.mark.parametrize("head_dim", [6, 20, 40])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes cut
-def test_columns_come_together(device, head_dim, apart, parts, dtype, monkeypatch):
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes decomposed
+def test_columns_come_together(device, head_dim, apart, num_splits, dtype, monkeypatch):
     """As many at once as their number, and the distance of the rows, allow; NaN lies between."""
     chosen = splitting.split
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], num_splits))
     attend = triton("bottom_right")
 
     def spread(x):
@@ -335,7 +340,7 @@ def test_columns_come_together(device, head_dim, apart, parts, dtype, monkeypatc
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("few", "parts", "tiny"),
+    ("few", "num_splits", "tiny"),
     [
         (True, 1, True),
         (True, 1, False),
@@ -345,8 +350,8 @@ def test_columns_come_together(device, head_dim, apart, parts, dtype, monkeypatc
         (False, 2, False),
     ],
 )
-def test_backward_is_few_launches(device, dtype, few, parts, tiny, monkeypatch):
-    """One for all inputs that are cut, one or two for the passes, one for all sums of parts.
+def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, monkeypatch):
+    """One to decompose all inputs, one or two for the passes, one for all sums of splits.
 
     And one in all where there is next to nothing to do.
     """
@@ -364,7 +369,7 @@ def test_backward_is_few_launches(device, dtype, few, parts, tiny, monkeypatch):
         launched.append(self._kernel.fn.__name__.removeprefix("flashattn_"))
         start(self, *tensors)
 
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], parts))
+    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], num_splits))
     monkeypatch.setattr(backward, "FEW_PROGRAMS", 1000 if few else 0)
     monkeypatch.setattr(backward, "WHOLE", 1 << 20 if tiny else 0)
     forget()
@@ -374,9 +379,9 @@ def test_backward_is_few_launches(device, dtype, few, parts, tiny, monkeypatch):
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
     forget()
     passes = ["bwd"] if few and both else ["bwd_dkdv", "bwd_dq"]
-    cuts, sums = ["cut"] * (dtype == "float32"), ["bwd_sum"] * (parts > 1)
+    terms, sums = ["decompose"] * (dtype == "float32"), ["bwd_reduce"] * (num_splits > 1)
     one = tiny and whole and passes == ["bwd"] and not sums
-    assert launched == (["bwd"] if one else ["bwd_delta", *cuts, *passes, *sums])
+    assert launched == (["bwd"] if one else ["bwd_preprocess", *terms, *passes, *sums])
 
 
 @pytest.mark.parametrize(
@@ -384,7 +389,7 @@ def test_backward_is_few_launches(device, dtype, few, parts, tiny, monkeypatch):
     [("bfloat16", 64, 8), ("float32", 32, 8), ("float32", 33, 2), ("float32", 64, 2)],
 )
 def test_few_programs(device, dtype, head_dim, most):
-    """Both passes are one launch up to 8 programs a multiprocessor, 2 where wide fp32 comes cut."""
+    """Both passes are one launch up to 8 programs a multiprocessor, 2 of wide decomposed fp32."""
     tile = launch.Tile(64, 32, 4, 1, descriptors=True, cut=True)
     heads = launch.multiprocessors(device) * most // 2  # each a tile of queries and one of keys
     for rows in (64, 65):
@@ -411,19 +416,19 @@ def test_ties_weigh_the_same_in_every_tile(device, scale):
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
 def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_kv):
-    """Every row is in one part, no part is empty, and many programs are not split."""
-    parts, chunk = splitting.split(kernel, programs, seq_kv, 64, device)
-    assert chunk % 64 == 0
-    assert (parts - 1) * chunk < seq_kv <= parts * chunk
+    """Every row is in one split, no split is empty, and many programs are not split."""
+    num_splits, split_len = splitting.split(kernel, programs, seq_kv, 64, device)
+    assert split_len % 64 == 0
+    assert (num_splits - 1) * split_len < seq_kv <= num_splits * split_len
     if programs == 100_000:
-        assert parts == 1
+        assert num_splits == 1
     if (programs, seq_kv) == (1, 2**20):
-        assert parts > 1
+        assert num_splits > 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_few_programs_split_long_rows(device, causal, monkeypatch):
-    """Parts fill the GPU with so many programs as they are worth, and no part is too short."""
+    """Splits fill the GPU with so many programs as they are worth, and none is too short."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     pairs = ((1, 256), (2, 1024), *((4, 2048) for _ in range(causal)))
     monkeypatch.setattr(choice, "FEW", pairs[:2])
@@ -433,9 +438,9 @@ def test_few_programs_split_long_rows(device, causal, monkeypatch):
         for programs in (1, 16, 64, 128, 256, 264, 265, 1000)
         for keys in (1, 255, 512, 1024, 4096, 8192, 2**20)
     }
-    for (programs, keys), parts in found.items():
-        assert parts == 1 or any(
-            parts * programs <= 132 * n and keys >= parts * least for n, least in pairs
+    for (programs, keys), num_splits in found.items():
+        assert num_splits == 1 or any(
+            num_splits * programs <= 132 * n and keys >= num_splits * least for n, least in pairs
         )
     assert found[16, 1024] == 4
     assert found[64, 4096] == 4
@@ -469,15 +474,15 @@ def test_tiles_for_few_programs(device, head_dim, causal, most, monkeypatch):
     assert chosen(16, 768)[0] == "decode"
 
 
-def test_what_is_cut_is_whole(device):
-    """Three parts are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
+def test_bf16_terms_add_up(device):
+    """Three terms are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
     exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)[:, None]
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
-    parts = bf16x3.cut_all(*[wanted[None, None].to(device)] * 4, parts=3)
-    assert all(torch.equal(x, parts[0]) for x in parts)
-    errors = (parts[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
+    terms = bf16x3.decompose_all(*[wanted[None, None].to(device)] * 4, terms=3)
+    assert all(torch.equal(x, terms[0]) for x in terms)
+    errors = (terms[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110
     assert errors[whole].count_nonzero() == 0
     assert 0 < errors[~whole].max() <= 2.0**-134
@@ -520,8 +525,8 @@ def test_heads_beyond_a_band(device, monkeypatch, few):
 
 
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
-def test_tf32_in_two_parts(device, causal):
-    """Where TF32 will do, what comes cut in two is right to 16 bits, twice what is lost of each."""
+def test_tf32_in_two_terms(device, causal):
+    """Where TF32 will do, fp32 as two bf16 terms is right to 16 bits, twice what each loses."""
     problem = Problem(heads=8, seq_q=400, seq_kv=500, head_dim=64, causal=causal)
     if device.type == "cpu":
         problem = replace(problem, heads=2, kv_heads=2, seq_q=70, seq_kv=100)

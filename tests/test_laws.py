@@ -218,7 +218,7 @@ def test_merging_parts(impl, sample):
     """The results to two halves of the keys, merged by their logsumexp, are that to the whole."""
     problem = sample.problem
     n = 1 + int(torch.randint(problem.seq_kv - 1, (), generator=generator(sample)))
-    # Below the diagonal of a square, the later keys meet the queries from the bottom right.
+    # The later keys of a square meet the queries from the bottom right.
     late = "bottom_right" if problem.causal else False
     whole = ask(impl, sample)
     parts = (

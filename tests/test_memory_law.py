@@ -38,13 +38,13 @@ def sizes(problem):
     return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
 
 
-def cut(problem, device, *rows, kernel="fwd"):
-    """Return the bytes of tensors of so many rows, cut, if they are: so many of bf16 for each."""
+def decomposed(problem, device, *rows, kernel="fwd"):
+    """Return the bytes of the bf16 terms of tensors of so many rows, if they are decomposed."""
     likes = map(launch.Like.of, make_inputs(problem, device=device))
     causal = problem.causal is not False
     tile = launch.pick_tile(kernel, *likes, causal=causal, precision="bf16x6")
-    parts = launch.cuts(tile, problem.torch_dtype, "bf16x6")
-    return parts * HALF * problem.head_dim * sum(rows)
+    terms = launch.cuts(tile, problem.torch_dtype, "bf16x6")
+    return terms * HALF * problem.head_dim * sum(rows)
 
 
 def rows_of(problem):
@@ -53,8 +53,8 @@ def rows_of(problem):
     return heads * problem.seq_q, kv_heads * problem.seq_kv
 
 
-def of_parts(problem, device):
-    """Return the bytes of parts of gradients: of dk and dv, and of dq."""
+def partial_sums(problem, device):
+    """Return the bytes of partial sums of gradients: of dk and dv, and of dq."""
     likes = [launch.Like.of(x) for x in make_inputs(problem, device=device)]
     how = {"causal": problem.causal is not False, "precision": "bf16x6"}
     queries, keys = rows_of(problem)
@@ -75,20 +75,20 @@ def of_parts(problem, device):
     for kernel, (rows, _, _, walked, step, outputs) in passes.items():
         tile = both or launch.pick_tile(kernel, *likes, **how)
         which, beside = ("bwd", together) if both else (kernel, programs(kernel, tile))
-        parts, _ = splitting.split(which, beside, walked, getattr(tile, step), device)
+        num_splits, _ = splitting.split(which, beside, walked, getattr(tile, step), device)
         most = max(n for n, _ in splitting.FILL[which])
-        assert parts == 1 or parts * beside <= most * multiprocessors
-        scratch += (parts > 1) * parts * outputs * FP32 * problem.head_dim * rows
+        assert num_splits == 1 or num_splits * beside <= most * multiprocessors
+        scratch += (num_splits > 1) * num_splits * outputs * FP32 * problem.head_dim * rows
     return scratch
 
 
-def kernels(problem, device, parts=1):
+def kernels(problem, device, num_splits=1):
     """Launch the kernels, below the operators that hide what they allocate."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
     how = {"diagonal": problem.band.right, "scale": 0.25}
     with Live(q, k, v, *grads) as live:
-        o, lse = forward(q, k, v, parts=parts, **how)
+        o, lse = forward(q, k, v, num_splits=num_splits, **how)
         peaks = [live.peak]
         backward(grads, (q, k, v, o, lse), **how)
     return live, [*peaks, live.peak]
@@ -118,12 +118,12 @@ def naively(problem, device):
 
 @pytest.mark.parametrize("way", [kernels, tiles])
 def test_no_tensor_is_a_score_matrix(device, way):
-    """No tensor of forward and backward is larger than o, or o cut; naive's have T x S."""
+    """No tensor of forward and backward is larger than o, or its bf16 terms; naive's have T x S."""
     heads = 1 if device.type == "cpu" else 128  # so many that nothing is split
     problem = problem_of(256, heads=heads)
     largest = heads * 256 * 16 * FP32
     if way is kernels:
-        largest = max(largest, cut(problem, device, heads * 256))
+        largest = max(largest, decomposed(problem, device, heads * 256))
     assert way(problem, device)[0].largest == largest
     assert naively(problem, device)[0].largest == heads * 256 * 256 * FP32
 
@@ -140,8 +140,8 @@ def test_bytes_grow_linearly(device):
 @pytest.mark.parametrize(
     ("length", "seq_kv", "dtype", "also"),
     [
-        (64, 90, "float32", {"cut", "rows"}),
-        (130, 90, "float32", {"cut", "rows"}),
+        (64, 90, "float32", {"terms", "rows"}),
+        (130, 90, "float32", {"terms", "rows"}),
         (30, 30, "float32", set()),
         (130, 90, "bfloat16", {"rows"}),
         (30, 30, "bfloat16", set()),
@@ -150,21 +150,21 @@ def test_bytes_grow_linearly(device):
 def test_kernels_allocate_what_they_return(device, length, seq_kv, dtype, also):
     """Forward allocates o and lse, backward the gradients and two numbers a query: to the byte.
 
-    And, where there is much to do in fp32, what the inputs are cut into; where there is next to
+    And, where there is much to do in fp32, the bf16 terms of the inputs; where there is next to
     nothing to do, not even the two numbers.
     """
-    if device.type == "cuda":  # where less is never cut, and fp32 has its two numbers always
+    if device.type == "cuda":  # where less is never decomposed, and fp32 has its two numbers always
         much = length == 130  # for a backward
-        also = ({"cut", "rows"} if much else {"rows"}) if dtype == "float32" else set()
+        also = ({"terms", "rows"} if much else {"rows"}) if dtype == "float32" else set()
     problem = replace(problem_of(length, heads=4, kv_heads=2, seq_kv=seq_kv), dtype=dtype)
     _, (after_forward, after_backward) = kernels(problem, device)
     o, lse, grads, rows = sizes(problem)
     queries, keys = rows_of(problem)
-    assert after_forward == o + lse + cut(problem, device, queries, keys, keys)
-    given = cut(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
-    assert (given > 0) is ("cut" in also)
+    assert after_forward == o + lse + decomposed(problem, device, queries, keys, keys)
+    given = decomposed(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
+    assert (given > 0) is ("terms" in also)
     rows = rows if "rows" in also else 0
-    assert after_backward == o + lse + grads + rows + given + of_parts(problem, device)
+    assert after_backward == o + lse + grads + rows + given + partial_sums(problem, device)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(128, 60), (64, 256)])
@@ -172,11 +172,11 @@ def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
     """Each part of what is split has gradients in fp32."""
     problem = problem_of(seq_q, heads=1, seq_kv=seq_kv, causal=False)
     o, lse, grads, rows = sizes(problem)
-    scratch = of_parts(problem, device)
+    scratch = partial_sums(problem, device)
     assert scratch
     _, (_, after_backward) = kernels(problem, device)
     queries, keys = rows_of(problem)
-    given = cut(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
+    given = decomposed(problem, device, queries, keys, keys, queries, kernel="bwd_dkdv")
     assert after_backward == o + lse + grads + rows + given + scratch
 
 
@@ -187,13 +187,13 @@ def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     likes = map(launch.Like.of, make_inputs(problem, device=device))
     tile = launch.pick_tile("fwd", *likes, causal=False, precision="bf16x6")
     programs = -(-64 // tile.block_q)
-    parts, _ = splitting.split("fwd", programs, seq_kv, tile.block_kv, device)
-    assert 1 < parts * programs <= splitting.FILL["fwd"][0][0] * launch.multiprocessors(device)
+    num_splits, _ = splitting.split("fwd", programs, seq_kv, tile.block_kv, device)
+    assert 1 < num_splits * programs <= splitting.FILL["fwd"][0][0] * launch.multiprocessors(device)
     o, lse, _, _ = sizes(problem)
-    _, (after_forward, _) = kernels(problem, device, parts=None)
+    _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
-    scratch = parts * (o + 2 * lse)
-    assert after_forward == o + lse + scratch + cut(problem, device, queries, keys, keys)
+    scratch = num_splits * (o + 2 * lse)
+    assert after_forward == o + lse + scratch + decomposed(problem, device, queries, keys, keys)
 
 
 def requested(call, device):
@@ -227,8 +227,8 @@ def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
             lambda q=q, k=k, v=v, o=outputs, g=grads: torch.autograd.grad(o, (q, k, v), g), device
         )
         queries, keys = rows_of(problem)
-        given = cut(problem, device, queries, keys, keys)
-        more = cut(problem, device, queries)
+        given = decomposed(problem, device, queries, keys, keys)
+        more = decomposed(problem, device, queries)
         ratios.append((forward_bytes, backward_bytes, *sizes(problem), given, more))
         del outputs
     for forward_bytes, backward_bytes, o, lse, of_grads, rows, given, more in ratios[1:]:

@@ -177,6 +177,6 @@ def test_files_that_hold_none(tmp_path, source, option, words):
 def test_usage_error(pytester):
     """On the command line that sentence is a usage error."""
     shutil.copy(ROOT / "conftest.py", pytester.path)
-    result = pytester.runpytest_subprocess("--impl", "absent.py")
+    result = pytester.runpytest_inprocess("--impl", "absent.py")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --impl absent.py: wanted a file, *"])

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # an inner run forgets what it imported, and these two
-import triton  # noqa: F401 - cannot be imported twice
 
 from flashattn.gate import cases, pair, plugin, worker
 from flashattn.gate.pair import Pair, WorkerError
@@ -219,7 +217,7 @@ def test_a_dead_worker_tells_why(repository):
 
 @pytest.mark.parametrize(
     ("broken", "outcomes", "status"),
-    [("old", {"skipped": 2}, gate.EXIT_UNPROVEN), ("new", {"failed": 2}, 1)],
+    [("old", {"skipped": 2}, gate.EXIT_UNPROVEN), ("new", {"failed": 1}, 1)],
 )
 def test_a_revision_that_cannot_be_imported(repository, monkeypatch, broken, outcomes, status):
     """An old revision that does not start proves nothing; a new one that does not is a failure."""
@@ -231,7 +229,8 @@ def test_a_revision_that_cannot_be_imported(repository, monkeypatch, broken, out
     if broken == "old":
         commit(repository.path)
         init.write_text(sound)
-    set_cases(QUICK, replace(QUICK, name="other"))
+    if broken == "old":
+        set_cases(QUICK, replace(QUICK, name="other"))
     result = run(repository, "--gate-against=HEAD")
     result.assert_outcomes(**outcomes)
     assert result.ret == status

@@ -28,22 +28,22 @@ from flashattn.kernels.hopper.offline import HopperVariant
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.
 MINOR = ".".join(triton.__version__.split(".")[:2])
 FILE = f"compiled-triton-{MINOR}.json"
-# fp32 at BLOCK_D 128 and 256: six bf16 products split operands that wide in registers, three parts
-# a number, and hardly a tile of the search has room for that; on sm_100 bwd_delta's two tiles of
-# 256, 128 a thread each, and combine's do not fit either. Where operands come cut, dk and dv have
-# many addresses, and the fastest tile of 64 columns no room for all. Expected to the byte, not held
-# against the table.
+# fp32 at BLOCK_D 128 and 256: six bf16 products decompose operands that wide in registers, three
+# terms a number, and hardly a tile of the search has room for that; on sm_100 bwd_preprocess's two
+# tiles of 256, 128 a thread each, and combine's do not fit either. Where operands come decomposed,
+# dk and dv have many addresses, and the fastest tile of 64 columns no room for all. Expected to the
+# byte, not held against the table.
 KNOWN_TO_SPILL = {
     *product(("fwd", "bwd_dkdv", "bwd_dq"), (4,), (128, 256)),
-    *product(("decode", "bwd_delta"), (4,), (256,)),
+    *product(("decode", "bwd_preprocess"), (4,), (256,)),
     ("combine", 2, 256),
     *product(("bwd", "bwd_dkdv"), (4,), (64,)),
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),
-    *product(("hopper_cut_fwd", "hopper_cut_dkdv", "hopper_cut_dq"), (4,), (128,)),
-    ("hopper_wide_dkdv", 2, 192),
-    ("hopper_wide_dq", 2, 256),
+    *product(("hopper_fwd_fp32", "hopper_bwd_fp32_dkdv", "hopper_bwd_fp32_dq"), (4,), (128,)),
+    ("hopper_bwd_d256_dkdv", 2, 192),
+    ("hopper_bwd_d256_dq", 2, 256),
 }
 # Of the same PTX, Triton 3.6's ptxas makes other code for sm_90 from one time to the next where
 # tiles have descriptors and registers run out. Such a row has no code, stack and registers.

@@ -25,7 +25,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
 
 FILE = "interpreter.json"
-KERNELS = ("fwd", "fwd_split", "bwd_delta", *backward.KERNELS)
+KERNELS = ("fwd", "fwd_split", "bwd_preprocess", *backward.KERNELS)
 # What would touch memory or multiply past the three that count. A method that this version of
 # Triton lacks cannot be called.
 NOT_COUNTED = ("create_atomic_cas", "create_atomic_rmw", "create_dot_scaled")
@@ -143,13 +143,13 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     grad_o, grad_lse = make_grads(problem)
     counts = {}
     with counting() as counts["fwd"]:
-        o, lse = forward.forward(q, k, v, parts=1, **options)
+        o, lse = forward.forward(q, k, v, num_splits=1, **options)
     with counting() as counts["fwd_split"]:  # and combined
-        forward.forward(q, k, v, parts=2, **options)
+        forward.forward(q, k, v, num_splits=2, **options)
     given = Recomputation(
-        q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, parts=1, **options
+        q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, num_splits=1, **options
     )
-    with counting() as counts["bwd_delta"]:
+    with counting() as counts["bwd_preprocess"]:
         _ = given.row_terms
     for kernel in backward.KERNELS:
         with counting() as counts[kernel]:

@@ -21,6 +21,8 @@ import re
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +36,45 @@ from flashattn.counts.offline import Variant, source_of, variants
 
 SOURCE_LINE = re.compile(r"(^#loc.*$)|\s*loc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
 SIGNATURE = re.compile(r"tt\.func public @[\w$.]+\((.*?)\) attributes", re.DOTALL)
-NAME = re.compile(r"[%@][\w$.]+")
+NAME = re.compile(r"[%@][\w$.-]+")
+DEFINITION = re.compile(
+    r"([%@][\w$.-]+)(?=(?P<new>(?::\d+)? = |: )?)"
+)  # or a use, which has no new
+CONSTANT = re.compile(r"^ *(%[\w$.-]+) = arith\.constant (.*)\n", re.MULTILINE)
+ALIAS = re.compile(r"^(#\w+) = (.*)\n", re.MULTILINE)
+USED_ALIAS = re.compile(r"#\w+\b(?!\.)")
 
 
 def canonical(module: str) -> str:
     """Return a module's text without source lines and names.
 
-    Functions and values are numbered in the order of the body; arguments that the body does not use
-    are left out, and the others listed in that order.
+    Functions and values are numbered in the order of the body; constants and layouts stand where
+    they are used; arguments that the body does not use are left out, the others in that order.
     """
     numbers: dict[str, str] = {}
+    fresh = count()
 
     def number(found: re.Match[str]) -> str:
-        return numbers.setdefault(found[0], f"{found[0][0]}{len(numbers)}")
+        name = found[1]
+        if found["new"] or name not in numbers:  # regions side by side use a name twice
+            numbers[name] = f"{name[0]}{next(fresh)}"
+        return numbers[name]
 
     text = SOURCE_LINE.sub("", module)
+    for definition, used in ((ALIAS, USED_ALIAS), (CONSTANT, NAME)):
+        known = {name: f"({value})" for name, value in definition.findall(text)}
+        text = used.sub(partial(_inline, known), definition.sub("", text))
     signature = SIGNATURE.search(text)
     arguments = re.split(r", (?=%)", signature[1]) if signature else []
-    body = NAME.sub(number, SIGNATURE.sub("", text))
-    used = [NAME.sub(number, one) for one in arguments if NAME.match(one)[0] in numbers]  # type: ignore[index]
-    return "\n".join([*sorted(used), body])
+    body = DEFINITION.sub(number, SIGNATURE.sub("", text))
+    names = [NAME.match(one)[0] for one in arguments]  # type: ignore[index]
+    taken = [
+        one.replace(x, numbers[x], 1)
+        for x, one in zip(names, arguments, strict=True)
+        if x in numbers
+    ]
+    lines = (line for line in body.splitlines() if line)  # a source line leaves an empty one
+    return "\n".join([*sorted(taken), *lines])
 
 
 def lowered(variant: Any) -> str:
@@ -74,6 +95,11 @@ def lowered(variant: Any) -> str:
         if name == "ttgir":
             break
     return str(module)
+
+
+def _inline(known: dict[str, str], found: re.Match[str]) -> str:
+    """Return what a name stands for."""
+    return known.get(found[0], found[0])
 
 
 def _hash(variant: Variant) -> str:

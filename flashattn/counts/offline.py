@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flashattn.kernels import launch
-from flashattn.kernels.constants import SIZES
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import backward, bf16x3, combine, forward, preprocess
+from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.tiles import (
     HEAD_DIMS,
     OPTIONAL,
@@ -37,34 +37,21 @@ from flashattn.kernels.tiles import (
     padding,
 )
 
-Untiled = Literal["combine", "cut", "bwd_delta", "bwd_sum"]
+Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce"]
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_few", "fwd_short", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
-    "cut": bf16x3.flashattn_cut,
-    "bwd_delta": preprocess.flashattn_bwd_delta,
-    "bwd_sum": combine.flashattn_bwd_sum,
+    "decompose": bf16x3.flashattn_decompose,
+    "bwd_preprocess": preprocess.flashattn_bwd_preprocess,
+    "bwd_reduce": combine.flashattn_bwd_reduce,
     **{str(kernel): fn for kernel, fn in backward.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "combine": (combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
-    "cut": (bf16x3.BLOCK, bf16x3.WARPS),
-    "bwd_delta": (preprocess.DELTA_BLOCK, preprocess.DELTA_WARPS),
-    "bwd_sum": (combine.SUM_BLOCK, combine.SUM_WARPS),
+    "decompose": (bf16x3.BLOCK, bf16x3.WARPS),
+    "bwd_preprocess": (preprocess.BLOCK, preprocess.WARPS),
+    "bwd_reduce": (combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
 }
-ROWS = (
-    "lse",
-    "lse_partial",
-    "o_partial",
-    "dk_terms",
-    "dv_terms",
-    "dq_terms",
-    "grad_lse",
-    "lse2",
-    "delta",
-)  # fp32, whatever the inputs
-INPUTS = ("q", "k", "v", "grad_o")
-SUMS = ("o", "dk", "dv", "dq")  # fp32, where rows are split
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
@@ -74,7 +61,6 @@ SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 # Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
 # short and whole is what is not split.
 SPLIT = {"decode": (True,), "fwd_short": (False,), "bwd_whole": (False,)}
-TAKE_O = ("fwd", "fwd_few", "fwd_short", "decode", "bwd_whole")
 ARCHITECTURES = tuple(SHARED_LIMIT)
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
@@ -96,7 +82,7 @@ class Variant:
         tile: of the launch; None for kernels that have one for all, and no mask.
         causal: whether scores are masked.
         describable: whether it serves inputs that can have descriptors; the tile may do without.
-        split: whether a program has a part of the rows only that it would walk over.
+        split: whether a program has only a split of the rows that it would walk over.
         precision: as ``launch.input_precision`` takes it.
     """
 
@@ -116,14 +102,14 @@ class Variant:
         asked = f" {self.precision}" if self.precision != "auto" else ""
         if self.tile is None:
             return name + asked
-        loading = "cut" if self.cut else "descriptors" if self.describable else "pointers"
+        loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
         return (
             f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}{asked}"
         )
 
     @property
-    def cut(self) -> int:
-        """Into how many parts its operands are cut beforehand; 0: they are whole."""
+    def terms(self) -> int:
+        """How many bf16 terms its operands are decomposed into beforehand; 0: they are not."""
         dtype = DTYPES[self.size]
         precision = launch.input_precision(self.precision, dtype)
         return 0 if self.tile is None else launch.cuts(self.tile, dtype, precision)
@@ -150,32 +136,22 @@ class Variant:
         return self.tile.compiler_options()
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """The values of the kernel's constexpr arguments, and of others."""
+    def config(self) -> Config:
+        """The constants of a kernel that has a tile."""
         if self.tile is None:
-            d = block_d(self.head_dim)
-            block = self._fixed[0]
-            precision = launch.input_precision(self.precision, DTYPES[self.size])
-            parts = launch.PARTS.get(precision, 0)
-            return {
-                "PADDED": padding(self.head_dim, []),
-                "BLOCK": block,
-                "BLOCK_D": d,
-                "PARTS": parts,
-            }
+            raise ValueError(f"{self} has no tile")
+        precision = launch.input_precision(self.precision, DTYPES[self.size])
+        return Config.of(self.tile, self.head_dim, [], precision, self.terms)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The values of the constexpr arguments of a kernel that has no tile."""
+        precision = launch.input_precision(self.precision, DTYPES[self.size])
         return {
-            "CAUSAL": self.causal,
-            "POSITIVE_SCALE": True,
-            "SPLIT": self.split,
-            "SPLIT_KV": self.split,
-            **dict.fromkeys(("program", "programs")),
-            **({} if self.kernel in TAKE_O else dict.fromkeys(("o", "o_strides"))),
-            "PRECISION": (
-                f"cut{self.cut}"
-                if self.cut
-                else launch.input_precision(self.precision, DTYPES[self.size])
-            ),
-            **self.tile.options(self.head_dim, []),
+            "PADDED": padding(self.head_dim, []),
+            "BLOCK": self._fixed[0],
+            "BLOCK_D": block_d(self.head_dim),
+            "TERMS": launch.PARTS.get(precision, 0),
         }
 
 
@@ -206,46 +182,101 @@ class Resources:
         return None
 
 
+@dataclass(frozen=True)
+class Type:
+    """The type of an argument, or of a part of one, as a launch on aligned tensors gives it.
+
+    Args:
+        name: Triton's.
+        aligned: whether 16 divides it.
+    """
+
+    name: str
+    aligned: bool = False
+
+
+INT, FLOAT = Type("i32"), Type("fp32")
+FP32, BF16 = Type("*fp32", aligned=True), Type("*bf16", aligned=True)
+
+
+def _types(variant: Variant) -> dict[str, Any]:
+    """Return the type of each argument by its name; None is a constant, and tuples are tuples."""
+    given = Type(f"*{ELEMENTS[variant.size]}", aligned=True)
+    columns = Type("i32", aligned=variant.head_dim % 16 in (0, 1))  # one is loaded alone anyway
+    strides = (columns,) * 3
+    if variant.tile is None:
+        return {
+            **dict.fromkeys(("o", "grad_o"), given),
+            **dict.fromkeys(("o_strides", "grad_o_strides"), strides),
+            **dict.fromkeys(("o_partial", "lse_partial", "lse", "grad_lse"), FP32),
+            **dict.fromkeys(("lse_log2", "delta"), FP32),
+            "seq_q_rounded": Type("i32", aligned=True),
+            "head_dim": columns,
+            "inputs": (given,) * 4,
+            "terms": (BF16,) * 4,
+            "partials": (FP32,) * 3,
+            "grads": (given,) * 3,
+            "strides": (strides,) * (4 if variant.kernel == "decompose" else 3),
+        }
+    written = FP32 if variant.split else given
+    types: dict[str, Any] = {
+        **dict.fromkeys(("q", "grad_o"), _operand(variant, variant.tile.block_q)),
+        **dict.fromkeys(("k", "v"), _operand(variant, variant.tile.block_kv)),
+        "o": written,
+        "lse": FP32,
+        "right": INT if variant.causal else None,
+        **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
+    }
+    if variant.kernel not in backward.KERNELS:
+        layout: Any = ForwardLayout(strides, strides, strides, strides, columns)
+        return types | {"layout": layout, "scale": (FLOAT, None)}
+    grads = backward.GRADS[variant.kernel]  # type: ignore[index]
+    o = variant.kernel == "bwd_whole"
+    layout = BackwardLayout._make(
+        (
+            *(strides, strides, strides, strides),
+            *(strides if name in grads else None for name in backward.GRADS["bwd"]),
+            *(strides if o else None, columns, Type("i32", aligned=True)),
+        )
+    )
+    return types | {
+        "stats": (FP32, FP32, given if o else None),
+        "grads": (written,) * len(grads),
+        "layout": layout,
+        "scale": (FLOAT, FLOAT),
+    }
+
+
+def _operand(variant: Variant, rows: int) -> Type:
+    """Return the type of what is loaded in tiles of so many rows."""
+    element = "bf16" if variant.terms else ELEMENTS[variant.size]
+    if variant.tile is None or not variant.tile.descriptors:
+        return Type(f"*{element}", aligned=True)
+    return Type(f"tensordesc<{element}[1, 1, {rows}, {block_d(variant.head_dim)}]>")
+
+
 def _source(variant: Variant) -> ASTSource:
     """Return the kernel with the argument types that a launch on aligned tensors gives it."""
-    fn, tile, element = KERNELS[variant.kernel], variant.tile, ELEMENTS[variant.size]
-    constants = {n: x for n, x in variant.constants.items() if n in fn.arg_names}
-    described = {}  # rows of the tiles that descriptors load
-    if tile is not None and tile.descriptors:
-        described = {
-            "q": tile.block_q,
-            "grad_o": tile.block_q,
-            "k": tile.block_kv,
-            "v": tile.block_kv,
-        }
-    signature: dict[str, Any] = {}
+    fn = KERNELS[variant.kernel]
+    known = variant.constants if variant.tile is None else {"CONFIG": variant.config}
+    types = _types(variant) | dict.fromkeys(known)
+    constants: dict[Any, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    aligned = [["tt.divisibility", 16]]
-    columns = aligned if variant.head_dim % 16 in (0, 1) else []  # one is loaded alone anyway
-    for i, name in enumerate(fn.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in described:
-            block = f"[1, 1, {described[name]}, {constants['BLOCK_D']}]"
-            signature[name] = f"tensordesc<{'bf16' if variant.cut else element}{block}>"
-        elif name.endswith("strides"):
-            signature[name] = ("i32",) * 3
-            attributes |= {(i, j): columns for j in range(3)}
-        elif name.startswith("scale"):
-            signature[name] = "fp32"
-        elif name in ("pitch", "head_dim"):
-            signature[name], attributes[(i,)] = "i32", aligned if name == "pitch" else columns
-        elif name in SIZES:
-            signature[name] = "i32"
-        elif name in INPUTS and variant.cut:
-            signature[name], attributes[(i,)] = "*bf16", aligned
-        else:
-            wide = name in ROWS or (name in SUMS and variant.split)
-            signature[name] = (
-                "*bf16" if name.startswith("cut_") else "*fp32" if wide else f"*{element}"
-            )
-            attributes[(i,)] = aligned
-    return ASTSource(fn, signature, constants, attributes)
+
+    def signature(kind: Any, path: tuple[int, ...], value: Any = None) -> Any:
+        if isinstance(kind, tuple):
+            parts = [signature(x, (*path, i)) for i, x in enumerate(kind)]
+            return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
+        if kind is None:
+            constants[path] = value
+            return "constexpr"
+        if kind.aligned:
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind.name
+
+    names = enumerate(fn.arg_names)
+    arguments = {name: signature(types.get(name, INT), (i,), known.get(name)) for i, name in names}
+    return ASTSource(fn, arguments, constants, attributes)
 
 
 @cache
@@ -355,11 +386,11 @@ def variants() -> list[Variant | HopperVariant]:
     fixed = [
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, (1, *HEAD_DIMS))
-        if kernel != "cut" or (DTYPES[size] == torch.float32 and head_dim > 1)
+        if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
     ]
     fixed += [
         replace(variant, precision="tf32")
         for variant in fixed
-        if (variant.kernel, variant.arch) == ("cut", "sm_90")
+        if (variant.kernel, variant.arch) == ("decompose", "sm_90")
     ]
     return [*tiled, *columns, *fixed, *hopper.variants()]

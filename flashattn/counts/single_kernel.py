@@ -19,8 +19,8 @@ from flashattn.kernels.tiles import Kernel, Tile
 class Recomputation:
     """What each kernel finds P and dS from.
 
-    q, k, v, grad_o and o have dense rows; parts are those that a pass is split into at most, None
-    lets ``splitting.split`` say.
+    q, k, v, grad_o and o have dense rows. A pass is split into ``num_splits`` at most; None lets
+    ``splitting.split`` say.
     """
 
     q: torch.Tensor
@@ -33,11 +33,11 @@ class Recomputation:
     diagonal: int | None
     scale: float
     precision: str = "auto"
-    parts: int | None = None
+    num_splits: int | None = None
 
     @cached_property
     def row_terms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """lse2 and delta."""
+        """lse_log2 and delta."""
         return preprocess.row_terms(self.grad_o, self.grad_lse, self.o, self.lse)
 
     def gradients(self, kernel: Kernel, tile: Tile | None = None) -> tuple[torch.Tensor, ...]:
@@ -55,17 +55,17 @@ class Recomputation:
         grads = tuple(map(torch.empty_like, of.get(kernel, (self.k, self.v, self.q))))
         strides = tuple(x.stride() for x in grads)
         precision = launch.input_precision(self.precision, self.q.dtype)
-        how = self.diagonal, self.scale, precision, tile, self.parts
-        step = _alone(kernel, facts(*inputs, self.o), strides, *how)
+        how = self.diagonal, self.scale, precision, tile, self.num_splits
+        step = _prepared(kernel, facts(*inputs, self.o), strides, *how)
         if isinstance(step, Launch):
-            step(*inputs, self.lse, self.grad_lse, *grads, self.o)
+            step(*inputs, (self.lse, self.grad_lse, self.o), grads)
         else:
             step(inputs, self.row_terms, grads)
         return grads
 
 
 @lru_cache(PLANS)
-def _alone(kernel: Kernel, *given: Any) -> Passes | Launch:
+def _prepared(kernel: Kernel, *given: Any) -> Passes | Launch:
     """Return the pass that is prepared; for "bwd_whole" the launch, which is all."""
     step = backward.prepare(kernel, *given)
-    return step.fold if kernel == "bwd_whole" else Passes(step)
+    return step.run if kernel == "bwd_whole" else Passes(step)

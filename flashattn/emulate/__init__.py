@@ -8,6 +8,7 @@ What may be late is as late as drawn: a tile is NaN from the moment that it is a
 lands; a product reads its operands when it is begun or when it is waited for; what threads store to
 shared memory reaches copies and products by a fence; a copy to memory reads, and later writes.
 
-Not emulated: layouts, bank conflicts, registers, fences between memories of the GPU and the texts
-of assembler (``meet``, ``await_turn`` and ``pass_on`` are done as a whole), 32-bit overflow.
+Not emulated: layouts, bank conflicts, registers, fences between memories of the GPU, 32-bit
+overflow, and the texts of assembler: ``consumer_barrier``, ``wait_eq`` and ``arrive_inc`` are done
+as a whole.
 """

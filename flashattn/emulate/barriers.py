@@ -98,6 +98,6 @@ def expect(barrier: Barrier, size: int) -> None:
     barrier.arrive(expected=size)
 
 
-def meet() -> None:
+def consumer_barrier() -> None:
     """Wait for the other warpgroup of the program."""
     here().program.meeting.join()

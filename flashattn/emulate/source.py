@@ -14,29 +14,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
-from flashattn.emulate import barriers, copies, language, products
-from flashattn.kernels.hopper import backward, compat, parts, ring, turns, words
+from flashattn.emulate import barriers, language, mma, tma
+from flashattn.kernels.hopper import backward, bf16x3, compat, registers, semaphore
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
     id(gl): language,
     id(hopper.mbarrier): barriers,
-    id(hopper.tma): copies,
-    id(hopper.fence_async_shared): copies.fence_async_shared,
-    id(hopper.warpgroup_mma): products.warpgroup_mma,
-    id(hopper.warpgroup_mma_wait): products.warpgroup_mma_wait,
-    id(compat.load_tile): copies.load_tile,
-    id(compat.store_tile): copies.store_tile,
-    id(compat.add_tile): copies.add_tile,
-    id(ring.anew): language.to_tensor,
-    id(parts.high): products.high,
-    id(words.packed): products.packed,
-    id(words.operand): products.operand,
-    id(words.settle): products.settle,
-    id(backward.meet): barriers.meet,
-    id(turns.await_turn): copies.await_turn,
-    id(turns.order_after_turn): copies.order_after_turn,
-    id(turns.pass_on): copies.pass_on,
+    id(hopper.tma): tma,
+    id(hopper.fence_async_shared): tma.fence_async_shared,
+    id(hopper.warpgroup_mma): mma.warpgroup_mma,
+    id(hopper.warpgroup_mma_wait): mma.warpgroup_mma_wait,
+    id(compat.load_tile): tma.load_tile,
+    id(compat.store_tile): tma.store_tile,
+    id(compat.add_tile): tma.add_tile,
+    id(registers.opaque): language.to_tensor,
+    id(bf16x3.leading_bits): mma.leading_bits,
+    id(registers.pack): mma.pack,
+    id(registers.unpack): mma.unpack,
+    id(registers.compiler_barrier): mma.compiler_barrier,
+    id(backward.consumer_barrier): barriers.consumer_barrier,
+    id(semaphore.wait_eq): tma.wait_eq,
+    id(semaphore.fence_acquire): tma.fence_acquire,
+    id(semaphore.arrive_inc): tma.arrive_inc,
 }
 
 
@@ -78,6 +78,8 @@ class Source:
             return value.value
         if isinstance(value, GluonJITFunction) and value.fn.__module__ != name:
             return self.plain(value)
+        if hasattr(value, "__triton_aggregate__") and value.__module__ != name:
+            return self._names(value.__module__)[value.__name__]
         return value
 
 

@@ -189,7 +189,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-d64-causal",
-        why="both loops of flashattn_fwd: unmasked tiles, then tiles on the diagonal",
+        why="both loops of flashattn_fwd: full tiles, then partially masked tiles",
         impl="triton",
         step="forward",
         shape=(4, 32, 32, 4096, 64),

@@ -226,8 +226,11 @@ def described_strides(x: torch.Tensor) -> list[int]:
     return [*strides[:-1], 1]
 
 
+Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
+
+
 class Launch:
-    """A kernel with all of its arguments but the tensors, which come first and are like these.
+    """A kernel with all of its arguments but the tensors, which come first, alone or in tuples.
 
     Args:
         kernel: what is launched.
@@ -253,7 +256,7 @@ class Launch:
         self._known: tuple[object, ...] = ()
         self._rest: tuple[object, ...] = ()
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
+    def __call__(self, *tensors: Operand) -> None:
         """Launch it on the current device's stream."""
         if self._compiled is None:
             self._first(tensors)
@@ -270,12 +273,12 @@ class Launch:
         else:  # as that does, without making what it would tell, which takes as long as the launch
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
 
-    def _first(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _first(self, tensors: Sequence[Operand]) -> None:
         """Launch it as Triton does, and keep what Triton compiled."""
         operands: list[Any] = list(tensors)
         described = []
         for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True)):
-            if x is not None and operand is not None:
+            if isinstance(x, torch.Tensor) and operand is not None:
                 operands[i] = operand.describe(x)
                 described.append((i, type(operands[i]), vars(operands[i]) | {"base": None}))
         compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)

@@ -1,32 +1,30 @@
 """flashattn_hopper_bwd: dk, dv and dq in one pass over the scores.
 
-A program owns 128 keys of a head, 64 for each of two warpgroups, which keep dk and dv in registers
-while tiles of queries and of dO come by. The scores are transposed, [keys, queries], so P and dS
-are in registers as the products for dv and dk take them. For dq the warpgroups exchange dS through
-shared memory, and each computes half of the tile from all 128 keys. One warp loads; another adds
-the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_dq scales and rounds.
+A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which accumulate dk and dv in
+registers while a producer warp loads tiles of queries and dO. S and dP are computed transposed,
+[keys, queries], so P and dS are in registers in the layout that the products for dv and dk need.
+For dq the warpgroups exchange dS through shared memory, and each computes half of a tile from all
+128 keys. Two warps, one for each half, add dq to an fp32 accumulator; the postprocess converts it.
 
-While the tensor cores multiply, the other units work: on the exponentials under the product for
-dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
+The order of products is FlashAttention-4's. The exponentials run under dP's product, the exchange
+under dv's, and dq is written to shared memory under dk's.
 
-A tile of dq takes what programs add after the first of them has stored, so the workspace need not
-be cleared. Deterministic: they add in a fixed order, and a warp of its own waits for the turn.
+The first CTA that adds to a tile of dq stores instead, so nobody clears the accumulator.
+Deterministic: a semaphore for each half orders the additions, and a warp of its own waits for them.
+A CTA waits only for CTAs that have started, so there is no deadlock:
 
-Under a mask the order is that of their keys. Whom a program waits for has a smaller number, so it
-runs, or did. All visit the last queries first, which all keys see. Where a few heads have all
-programs, these take several workspaces in rotation, added up at the end.
+* Under a causal mask the order is that of the keys, and a lower id starts earlier. One long head
+  takes several accumulators in rotation, which shortens the queue.
+* Without a mask the order is that of the visits in the shift schedule. The launch is cooperative,
+  so the CTAs of a wave run at once.
 
-Without a mask those of a head that run at once begin at queries of their own, go round, and add in
-the order in which they come by: nobody waits for another to begin. All of a round do run, as the
-launch is cooperative, and earlier rounds are over before a program begins the next.
+Where many query heads share few keys, a CTA takes some of the heads: the GQA split.
 
-Where few keys are shared by many heads, a program has the queries of some of them only: ``shares``.
-
-Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; FlashAttention-4's
+source for the order of products; Triton's Gluon.
 """
 
-from __future__ import annotations
-
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -42,15 +40,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
 from flashattn.kernels.constants import LOG2E
-from flashattn.kernels.hopper import backward_cut, backward_wide
-from flashattn.kernels.hopper.columns import fold, inner, put, ready, zeros
-from flashattn.kernels.hopper.compat import add_tile, store_tile
+from flashattn.kernels.hopper import backward_d256, backward_fp32
+from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile
 from flashattn.kernels.hopper.config import (
     BackwardConfig,
     WideConfig,
@@ -58,24 +54,20 @@ from flashattn.kernels.hopper.config import (
     pick_backward,
     pick_wide,
 )
-from flashattn.kernels.hopper.copies import WARPS, Tiles
 from flashattn.kernels.hopper.forward import takes
-from flashattn.kernels.hopper.numbered import Numbers
-from flashattn.kernels.hopper.pairs import new_pairs
-from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.hopper.shares import Shares, key_head, share, store_share
-from flashattn.kernels.hopper.turns import (
-    await_turn,
-    nth,
-    order_after_turn,
-    pass_on,
-    place,
-    round_of,
-    slab,
+from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
+from flashattn.kernels.hopper.mask import apply_mask_transposed, key_tiles, keys_of_tl, query_tiles
+from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
+from flashattn.kernels.hopper.semaphore import (
+    DqSemaphore,
+    arrive_inc,
+    fence_acquire,
     slabs_for,
-    turn_at,
-    turn_of,
+    wait_eq,
 )
+from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like
 from flashattn.kernels.portable.backward import (
     Gradients,
@@ -93,157 +85,203 @@ from flashattn.kernels.tiles import block_d
 
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
-QUERIES = gl.constexpr(64)  # of a warpgroup's part of a tile of dq
-LINE = gl.constexpr(64)  # numbers in a row of the workspace
-MEET = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
+QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
+LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
+BARRIER = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
 
 
 @gluon.jit
-def meet():
-    """Wait for the other warpgroup."""
-    gl.inline_asm_elementwise(MEET, "=r,~{memory}", [], gl.int32, False, 1)
+def consumer_barrier():
+    """Wait for the other consumer warpgroup: a named barrier."""
+    gl.inline_asm_elementwise(BARRIER, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@aggregate
+class Tile:
+    """What is known when the kernel is compiled.
+
+    Args:
+        block_q: queries.
+        d_lo: columns that are multiplied first, see ``mma``.
+        d_hi: columns that are multiplied next.
+        lines: of a tile of dq in the accumulator.
+    """
+
+    block_q: gl.constexpr
+    d_lo: gl.constexpr
+    d_hi: gl.constexpr
+    lines: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, block_q, d_lo, d_hi, lines):
+        """Store the fields."""
+        self.block_q = gl.constexpr(block_q)
+        self.d_lo = gl.constexpr(d_lo)
+        self.d_hi = gl.constexpr(d_hi)
+        self.lines = gl.constexpr(lines)
+
+
+@aggregate
+class SharedDq:
+    """dq of a tile in shared memory, between the consumers and the warp that stores it.
+
+    Each consumer warpgroup writes a part of its own: [1, 1, lines, LINE].
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        """Store the fields."""
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
 
 
 @gluon.jit
-def visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return (first, full, end) tiles of queries; those from full on see all keys; first < end."""
-    end = gl.cdiv(seq_q, BLOCK_Q)
-    first, full = 0, 0
-    if CAUSAL:
-        first = gl.minimum(gl.maximum(start_kv - diagonal, 0) // BLOCK_Q, end - 1)
-        full = gl.cdiv(gl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0), BLOCK_Q)
-    full = gl.minimum(gl.maximum(full, first), end)
-    if start_kv + BLOCK_KV > seq_kv:
-        full = end
-    return first, full, end
+def new_shared_dq(dq):
+    """Return shared memory for one tile of dq."""
+    tiles = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(2):
+        mbarrier.init(full.index(w), count=1)
+        mbarrier.init(empty.index(w), count=1)
+    return SharedDq(tiles, full, empty)
 
 
 @gluon.jit
-def load(
-    q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, owners, shares, band,
-    at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
+def visited_tiles(block, shape, t):
+    """Return (first, full_begin, end) of query tiles; there is at least one.
+
+    The keys of tiles from full_begin on need no mask.
+    """
+    start_kv = block * BLOCK_KV
+    first, full_begin, _, end = query_tiles(start_kv, shape.right, shape.seq_q, t.block_q, BLOCK_KV)
+    if shape.right is not None:
+        first = gl.minimum(first, end - 1)
+    full_begin = gl.minimum(gl.maximum(full_begin, first), end)
+    if start_kv + BLOCK_KV > shape.seq_kv:
+        full_begin = end
+    return first, full_begin, end
+
+
+@gluon.jit
+def producer(
+    q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler, splits, wave_size,
+    stagger, shape, t,
 ):  # fmt: skip
-    """Be the warp that loads: keys and values, and before these the first queries, with dO."""
+    """Load keys and values, and before these the first queries with dO."""
     n = 0
-    held = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
-        _, count, number = round_of(tile, tiles, blocks, band, at_once)
-        start_kv, kv_head = block * BLOCK_KV, key_head(owner, shares)
-        first, _, end = visited(start_kv, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        for head in range(owner * group, owner * group + group):
+    kv_n = 0
+    for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
+        block, batch, split_head = scheduler.tile_coord(tile)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.right is not None)
+        start_kv, kv_head = block * BLOCK_KV, splits.kv_head(split_head)
+        first, _, end = visited_tiles(block, shape, t)
+        begin = split_head * shape.group
+        for head in range(begin, begin + shape.group):
+            row = batch * (scheduler.heads * shape.group) + head
             for visit in range(end - first):
-                start_q = nth(visit, number, count, apart, end, CAUSAL) * BLOCK_Q
-                queries.put(n, q, lse2, grad_o, delta, batch, head, owners * group, start_q)
+                start_q = schedule.query_tile(visit, end) * t.block_q
+                queries.load(n, q, batch, head, start_q, lse_log2, row)
+                grads.producer_commit(n, grad_o, batch, head, start_q, delta, row)
                 n += 1
-                if visit == 0 and head == owner * group:
+                if visit == 0 and head == begin:
                     for w in gl.static_range(2):
-                        keys.put(held + w, k, batch, kv_head, start_kv + w * KEYS)
+                        keys.load(kv_n + w, k, batch, kv_head, start_kv + w * KEYS)
                     for w in gl.static_range(2):
-                        values.put(held + w, v, batch, kv_head, start_kv + w * KEYS)
-                    held += 2
+                        values.load(kv_n + w, v, batch, kv_head, start_kv + w * KEYS)
+                    kv_n += 2
 
 
 @gluon.jit
-def send(dq, part, batch, head, row, first, LINES: gl.constexpr):
-    """Add a part of dq, some lines of the workspace, to it, or store it if it is the first."""
+def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t):
+    """Wait for the dq semaphores, and send their values to the warps that store dq."""
+    n = 0
+    for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
+        block, batch, split_head = scheduler.tile_coord(tile)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.right is not None)
+        first, _, end = visited_tiles(block, shape, t)
+        accum_batch = semaphore.accum_batch(block, batch, scheduler)
+        heads = scheduler.heads * shape.group
+        for head in range(split_head * shape.group, split_head * shape.group + shape.group):
+            for visit in range(end - first):
+                i = schedule.query_tile(visit, end)
+                value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
+                counter = semaphore.counter(accum_batch * heads + head, end, i)
+                for w in gl.static_range(2):
+                    wait_eq(counter + w, value)
+                    turns.write(n + w, value)
+                n += 2
+
+
+@gluon.jit
+def first_key_tile(i, shape, t):
+    """Return the first key tile that visits a query tile."""
+    first, _, _, _ = key_tiles(
+        i * t.block_q, shape.right, shape.seq_q, shape.seq_kv, t.block_q, BLOCK_KV
+    )
+    return first
+
+
+@gluon.jit
+def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
+    """Add a part of dq, LINES of the accumulator, to it; or store it, if it is the first."""
     BOX: gl.constexpr = dq.block_shape[2]
     for i in gl.static_range(0, LINES, BOX):
         box = part.slice(i, BOX, dim=2)
         if first:
-            store_tile(dq, [batch, head, row + i, 0], box)
+            store_tile(dq, [accum_batch, head, row + i, 0], box)
         else:
-            add_tile(dq, [batch, head, row + i, 0], box)
+            add_tile(dq, [accum_batch, head, row + i, 0], box)
 
 
 @gluon.jit
-def follow(
-    turns, allowed, tiles, blocks, owners, band, at_once, apart, ordered, slabs, group, seq_q,
-    seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Be the warp that waits for turns, and tells them: the one that stores has no time to."""
+def dq_store(
+    WARPGROUP: gl.constexpr, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t
+):
+    """Add a warpgroup's half of each dq tile to the accumulator.
+
+    With one warp for both halves, waiting for its writes would limit the deterministic order.
+    """
+    LINES: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
     n = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
-        eldest, count, number = round_of(tile, tiles, blocks, band, at_once)
-        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        place_of = slab(block, batch, tiles, blocks, owners, slabs)
-        for head in range(owner * group, owner * group + group):
+    for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
+        block, batch, split_head = scheduler.tile_coord(tile)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.right is not None)
+        first, _, end = visited_tiles(block, shape, t)
+        accum_batch = semaphore.accum_batch(block, batch, scheduler)
+        heads = scheduler.heads * shape.group
+        for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
-                i = nth(visit, number, count, apart, end, CAUSAL)
-                turn = turn_at(
-                    i, block, eldest, number, count, apart, end, slabs, ordered, CAUSAL
-                )  # fmt: skip
-                await_turn(turn_of(turns, place_of, head, owners, group, end, i), turn)
-                allowed.give(n, turn)
+                i = schedule.query_tile(visit, end)
+                row = i * t.lines + WARPGROUP * LINE
+                value = turns.read(2 * n + WARPGROUP)
+                if shape.right is not None:  # cheaper to compute again than to keep
+                    value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
+                fence_acquire()
+                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)
+                part = sdQ.tiles.index(WARPGROUP)
+                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)
+                tma.store_wait(0)
+                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)
+                if value < semaphore.ordered:
+                    counter = semaphore.counter(accum_batch * heads + head, end, i)
+                    arrive_inc(counter + WARPGROUP)
                 n += 1
 
 
 @gluon.jit
-def store(
-    dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band, at_once, apart,
-    ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q: gl.constexpr, LINES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Be the warp that adds both warpgroups' parts of dq to the workspace."""
-    n = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
-        _, count, number = round_of(tile, tiles, blocks, band, at_once)
-        first, _, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-        place_of = slab(block, batch, tiles, blocks, owners, slabs)
-        for head in range(owner * group, owner * group + group):
-            for visit in range(end - first):
-                i = nth(visit, number, count, apart, end, CAUSAL)
-                row = i * LINES
-                turn = allowed.take(n)
-                if CAUSAL:  # it is the same for all
-                    turn = turn_at(i, block, 0, 0, 1, 1, end, slabs, ordered, CAUSAL)
-                order_after_turn()
-                mbarrier.wait(staged.index(0), n & 1)
-                send(dq, staging.index(0), place_of, head, row, turn == 0, LINE)
-                mbarrier.wait(staged.index(1), n & 1)
-                send(dq, staging.index(1), place_of, head, row + LINE, turn == 0, LINES - LINE)
-                for w in gl.static_range(2):
-                    tma.store_wait(1 - w)
-                    mbarrier.arrive(left.index(w), count=1)
-                if turn < ordered:
-                    pass_on(turn_of(turns, place_of, head, owners, group, end, i))
-                n += 1
-    tma.store_wait(0)
-
-
-@gluon.jit
-def hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """Put 0 where a query does not see a key, or there is no key: there P could be inf."""
-    layout: gl.constexpr = p.type.layout
-    queries = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
-    keys = start_kv + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    seen_from = gl.full([KEYS], 0, gl.int32, layout=gl.SliceLayout(1, layout))
-    if CAUSAL:
-        seen_from = keys - diagonal - start_q
-    seen_from = gl.where(keys < seq_kv, seen_from, BLOCK_Q)
-    return gl.where(queries[None, :] >= seen_from[:, None], p, 0.0)
-
-
-@gluon.jit
-def slot(ring, SLOT: gl.constexpr):
-    """Return the tile that lies in a slot: where that is known, fewer registers are needed."""
-    tile = ring.tiles.index(SLOT)
-    return tile.reshape([tile.shape[2], tile.shape[3]])
-
-
-@gluon.jit
-def part(
-    WARPGROUP: gl.constexpr, exchange, n, keys, BLOCK_Q: gl.constexpr, COLUMNS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+def mma_dq(WARPGROUP: gl.constexpr, sdS, n, keys, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
     dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
     for w in gl.static_range(2):
-        ds = exchange.index((n & 1) * 2 + w)
-        k = slot(keys, w)
-        if BLOCK_Q == QUERIES:
+        ds = sdS.index((n & 1) * 2 + w)
+        k = keys.term(w)
+        if t.block_q == QUERIES:
             k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
         else:
             ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=1)
@@ -252,8 +290,8 @@ def part(
 
 
 @gluon.jit
-def in_order(dq, COLUMNS: gl.constexpr):
-    """Return a part of dq in the workspace's order, as rows of 64 numbers.
+def to_accum_layout(dq, COLUMNS: gl.constexpr):
+    """Return a part of dq in the accumulator's order, as rows of 64 numbers.
 
     Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers of
     a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
@@ -263,243 +301,218 @@ def in_order(dq, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def stage(WARPGROUP: gl.constexpr, dq, staging, left, n, COLUMNS: gl.constexpr):
-    """Write this warpgroup's part of the n-th tile of dq to where the warp that stores finds it."""
-    mbarrier.wait(left.index(WARPGROUP), (n & 1) ^ 1)
-    staging.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0).store(
-        in_order(dq, COLUMNS)
+def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
+    """Write this warpgroup's part of the n-th tile of dq to shared memory."""
+    mbarrier.wait(sdQ.empty.index(WARPGROUP), (n & 1) ^ 1)
+    sdQ.tiles.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0).store(
+        to_accum_layout(dq, COLUMNS)
     )
 
 
 @gluon.jit
-def hand_over(WARPGROUP: gl.constexpr, staged, queries, n):
-    """Say that the part of dq is there, and that the n-th tile of queries is not needed more."""
-    fence_async_shared()
-    mbarrier.arrive(staged.index(WARPGROUP), count=1)
-    queries.free(n)
-
-
-@gluon.jit
-def step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, exchange, staging, staged, left, n,
-    start_q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr,
-    REST: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    late, S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+def mainloop_step(
+    WARPGROUP: gl.constexpr, state, k, v, keys, queries, grads, sdS, sdQ, n, start_q, start_kv,
+    shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of queries; if late, the state has the part of dq of the one before."""
-    dq, dk, dv = state
-    queries.await_first(n)
-    q, lse2 = queries.first(n)
-    s = inner(k, q, FIRST, REST, S)
-    if late:
-        stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
-    do, delta = queries.second(n)
-    queries.await_second(n)
-    dp = inner(v, do, FIRST, REST, S)
-    if late:
-        hand_over(WARPGROUP, staged, queries, n - 1)
-    s = ready(s, 1, REST)
-    p = gl.exp2(s * scale_log2 - lse2.load(gl.SliceLayout(0, S))[None, :])
-    if MASKED:
-        p = hide(p, start_q, start_kv, seq_kv, diagonal, BLOCK_Q, CAUSAL)
-    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    dv = fold(p_operand, do, dv, FIRST, REST)
-    dp = ready(dp, 1, REST)
-    ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
-    # The other warpgroup has read what was there: it came to the last meeting after it did so.
-    exchange.index((n & 1) * 2 + WARPGROUP).store(ds)
-    fence_async_shared()
-    dk = fold(gl.convert_layout(ds, P, assert_trivial=True), q, dk, FIRST, REST)
-    meet()
-    dq = part(WARPGROUP, exchange, n, keys, BLOCK_Q, COLUMNS, DQ)
-    return all_ready(dq, dk, dv, REST)
+    """Compute the n-th tile of queries.
 
-
-@gluon.jit
-def all_ready(dq, dk, dv, REST: gl.constexpr):
-    """Wait for all products."""
-    if REST == 0:
-        dq, k, v = warpgroup_mma_wait(0, deps=[dq, dk[0], dv[0]])
-        dk, dv = (k,), (v,)
+    dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
+    at half the rate of the others.
+    """
+    dk, dv = state
+    EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
+    q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
+    s = mma_qk(k, q, t.d_lo, t.d_hi, S)
+    do, delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_qk(v, do, t.d_lo, t.d_hi, S)
+    if EARLY:
+        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+        s = mma_wait(s, 1, t.d_hi)
     else:
-        dq, k, l, v, w = warpgroup_mma_wait(0, deps=[dq, dk[0], dk[1], dv[0], dv[1]])
-        dk, dv = (k, l), (v, w)
-    return dq, dk, dv
+        s = mma_wait(s, 1, t.d_hi)
+        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+    p = gl.exp2(s * scale_log2 - row_lse[None, :])
+    if MASKED:
+        p = apply_mask_transposed(p, start_q, start_kv, shape.right, shape.seq_kv)
+    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
+    if EARLY:
+        row_delta = delta.load(gl.SliceLayout(0, S))
+        dp = mma_wait(dp, 0, t.d_hi)
+    else:
+        dp = mma_wait(dp, 0, t.d_hi)
+        row_delta = delta.load(gl.SliceLayout(0, S))
+    ds = (p * (dp - row_delta[None, :])).to(q.dtype)
+    # The other warpgroup has read what was there: it came to the last barrier after it did so.
+    sdS.index((n & 1) * 2 + WARPGROUP).store(ds)
+    dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
+    fence_async_shared()
+    consumer_barrier()
+    dq = mma_dq(WARPGROUP, sdS, n, keys, t, COLUMNS, DQ)
+    dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
+    store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, n, COLUMNS)
+    fence_async_shared()
+    mbarrier.arrive(sdQ.full.index(WARPGROUP), count=1)
+    dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
+    queries.consumer_release(n)
+    return dk, dv
 
 
 @gluon.jit
-def attend(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-    blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv, diagonal, scale,
-    scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    LINES: gl.constexpr, CAUSAL: gl.constexpr,
+def consumer(
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits,
+    shape, scale, scale_log2, t,
 ):  # fmt: skip
-    """Be a warpgroup that computes dk and dv of its keys, and its parts of dq."""
-    COLUMNS: gl.constexpr = LINES - LINE if WARPGROUP == 1 else LINE  # of a part of dq
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    """Compute dk and dv of this warpgroup's keys, and its parts of dq."""
+    COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE  # of a part of dq
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_q, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     n = 0
-    held = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, batch, owner = place(tile, tiles, blocks, owners, band)
-        first, full, end = visited(block * BLOCK_KV, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)
+    kv_n = 0
+    for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
+        block, batch, split_head = scheduler.tile_coord(tile)
+        first, full_begin, end = visited_tiles(block, shape, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
-        dk_acc = zeros(FIRST, REST)
-        dv_acc = zeros(FIRST, REST)
+        dk_acc = zero_acc(t.d_lo, t.d_hi)
+        dv_acc = zero_acc(t.d_lo, t.d_hi)
         for w in gl.static_range(2):
-            keys.take(held + w)
-        values.take(held + WARPGROUP)
-        k, v = slot(keys, WARPGROUP), slot(values, WARPGROUP)
-        dq = gl.zeros([QUERIES, COLUMNS], gl.float32, DQ)
-        middle = gl.minimum(full, end - 1)
-        for half in range(2 * group):  # of a head: the last tile, then those that all keys see
-            second = half % 2 > 0  # ... and then those that not all see: masked as the last is
-            start, stop = gl.where(second, middle, end), gl.where(second, first, end - 1)
+            keys.consumer_wait(kv_n + w)
+        values.consumer_wait(kv_n + WARPGROUP)
+        k, v = keys.term(WARPGROUP), values.term(WARPGROUP)
+        full_begin = gl.minimum(full_begin, end - 1)
+        for half in range(2 * shape.group):  # of a head: the last tile, then those without a mask
+            second = half % 2 > 0  # ... and then the others, masked as the last is
+            start = gl.where(second, full_begin, end)
+            stop = gl.where(second, first, end - 1)
             for i in range(start - 1, stop - 1, -1):
-                dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                    REST, COLUMNS, CAUSAL, True, i < end - 1, S, P, DQ,
+                dk_acc, dv_acc = mainloop_step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            for i in range(gl.where(second, middle, end - 1) - 1, middle - 1, -1):
-                dq, dk_acc, dv_acc = step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, exchange, staging, staged,
-                    left, n, i * BLOCK_Q, start_kv, seq_kv, diagonal, scale_log2, BLOCK_Q, FIRST,
-                    REST, COLUMNS, CAUSAL, False, gl.constexpr(True), S, P, DQ,
+            for i in range(gl.where(second, full_begin, end - 1) - 1, full_begin - 1, -1):
+                dk_acc, dv_acc = mainloop_step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            if second:
-                stage(WARPGROUP, dq, staging, left, n - 1, COLUMNS)
-                hand_over(WARPGROUP, staged, queries, n - 1)
-        if shares is None:
-            meet()  # both have read all keys, so gradients may take their place
-            put(dk_acc, scale, k, FIRST, REST)
-            put(dv_acc, 1.0, v, FIRST, REST)
+        if splits.count is None:
+            consumer_barrier()  # both have read all keys, so gradients may take their place
+            store_acc(dk_acc, scale, k, t.d_lo, t.d_hi)
+            store_acc(dv_acc, 1.0, v, t.d_lo, t.d_hi)
             fence_async_shared()
-            store_tile(dk, [batch, owner, start_kv, 0], keys.tiles.index(WARPGROUP))
-            store_tile(dv, [batch, owner, start_kv, 0], values.tiles.index(WARPGROUP))
+            store_tile(dk, [batch, split_head, start_kv, 0], keys.tiles.index(WARPGROUP))
+            store_tile(dv, [batch, split_head, start_kv, 0], values.tiles.index(WARPGROUP))
             tma.store_wait(0)
         else:
-            batches = tiles // (blocks * owners)
-            store_share(
-                dk_acc, scale, dk, strides, owner, batch, batches, shares, start_kv, seq_kv,
-                head_dim, FIRST, REST,
-            )  # fmt: skip
-            store_share(
-                dv_acc, 1.0, dv, strides, owner, batch, batches, shares, start_kv, seq_kv,
-                head_dim, FIRST, REST,
-            )  # fmt: skip
+            at = splits.partial(batch, split_head, scheduler)
+            splits.store(dk, dk_acc, scale, at, start_kv, shape.seq_kv, t.d_lo, t.d_hi)
+            splits.store(dv, dv_acc, 1.0, at, start_kv, shape.seq_kv, t.d_lo, t.d_hi)
         for w in gl.static_range(2):
-            keys.free(w)
-        values.free(WARPGROUP)
-        held += 2
+            keys.consumer_release(w)
+        values.consumer_release(WARPGROUP)
+        kv_n += 2
 
 
 @gluon.jit(
     do_not_specialize=[
         "tiles",
         "blocks",
-        "owners",
-        "shares",
-        "band",
-        "at_once",
-        "apart",
+        "split_heads",
+        "gqa_splits",
+        "section_heads",
+        "wave_size",
+        "stagger",
         "ordered",
-        "slabs",
+        "num_accums",
         "group",
         "seq_q",
         "seq_kv",
-        "diagonal",
+        "right",
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse2, delta, dq, dk, dv, turns, tiles, blocks, owners, shares, head_dim,
-    strides, band, at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, scale,
-    scale_log2, BLOCK_Q: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, tiles, blocks, split_heads,
+    gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered, num_accums, group,
+    seq_q, seq_kv, right, scale, scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, and add dq / scale to a workspace, of which there are ``slabs``.
+    """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
-    A head's programs take the slabs in rotation. The first ``ordered`` of a slab add in their
-    order, and the others after these. All tensors but turns are descriptors; dk and dv are not
-    where heads are divided into shares, whose fp32 sums [shares, batches, ...] they then are.
+    The key tiles of a head take the accumulators in rotation. The first ``ordered`` of an
+    accumulator add in their order, and the others after these. All tensors but dq_semaphore are
+    descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...].
     """
-    LINES: gl.constexpr = BLOCK_Q * (FIRST + REST) // LINE  # of a tile of dq in the workspace
-    gl.static_assert(LINE < LINES)
-    gl.static_assert(LINES <= 2 * LINE)
-    keys = new_ring(k, 2, 2)
-    values = new_ring(v, 2, 1)
-    queries = new_pairs(q, lse2, grad_o, delta, SLOTS, 2)
-    exchange = gl.allocate_shared_memory(
-        q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2)
-    )
-    staging = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
-    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for w in gl.static_range(2):
-        mbarrier.init(staged.index(w), count=1)
-        mbarrier.init(left.index(w), count=1)
-    allowed = new_queue(1)
+    t = Tile(BLOCK_Q, D_LO, D_HI, BLOCK_Q * (D_LO + D_HI) // LINE)
+    gl.static_assert(t.lines > LINE)
+    gl.static_assert(t.lines <= 2 * LINE)
+    shape = Shape(group, seq_q, seq_kv, right)
+    scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
+    splits = new_gqa_splits(gqa_splits, head_dim, strides)
+    semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
+    keys = new_pipeline(k, 2, 2)
+    values = new_pipeline(v, 2, 1)
+    queries = new_pipeline(q, STAGES, 2, row_stats=lse_log2)
+    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, shared=queries)
+    sdS = gl.allocate_shared_memory(q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2))
+    sdQ = new_shared_dq(dq)
+    turns = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-                      blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
-                      diagonal, scale, scale_log2, BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
-            (attend, (1, dk, dv, keys, values, queries, exchange, staging, staged, left, tiles,
-                      blocks, owners, shares, head_dim, strides, band, group, seq_q, seq_kv,
-                      diagonal, scale, scale_log2, BLOCK_Q, FIRST, REST, LINES, CAUSAL)),
-            (load, (q, k, v, grad_o, lse2, delta, keys, values, queries, tiles, blocks, owners,
-                    shares, band, at_once, apart, group, seq_q, seq_kv, diagonal, BLOCK_Q,
-                    CAUSAL)),
-            (store, (dq, turns, staging, staged, left, allowed, tiles, blocks, owners, band,
-                     at_once, apart, ordered, slabs, group, seq_q, seq_kv, diagonal, BLOCK_Q, LINES,
-                     CAUSAL)),
-            (follow, (turns, allowed, tiles, blocks, owners, band, at_once, apart, ordered, slabs,
-                      group, seq_q, seq_kv, diagonal, BLOCK_Q, CAUSAL)),
+            (consumer, (0, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
+                        scale, scale_log2, t)),
+            (consumer, (1, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
+                        scale, scale_log2, t)),
+            (producer, (q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler,
+                        splits, wave_size, stagger, shape, t)),
+            (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (1, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_semaphore_wait, (semaphore, turns, scheduler, wave_size, stagger, shape, t)),
         ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks", "heads", "slabs", "seq_q", "diagonal"])
-def flashattn_hopper_bwd_dq(
-    total, dq, dq_strides, blocks, heads, slabs, seq_q, diagonal, scale, head_dim: tl.constexpr,
-    BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+@triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "right"])
+def flashattn_hopper_bwd_postprocess(
+    dq_accum, dq, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, right, scale,
+    head_dim: tl.constexpr, BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq = scale * the sum of slabs in its order, and 0 to queries that see no key.
+    """Write dq = scale * the sum of the accumulators in their order, and 0 to fully masked rows.
 
-    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers. Those of a
-    tile of queries that a slab's first program did not visit are not there.
+    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers. An accumulator
+    that no key tile has added to is not set.
     """
     block = tl.program_id(0)
     row = (block // blocks).to(tl.int64)
     queries = block % blocks * 64 + tl.arange(0, 64)
-    there = slabs
-    if CAUSAL:
+    accums = num_accums
+    if right is not None:
         tile = block % blocks * 64 // BLOCK_Q
         if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # the last is visited by all
-            there = tl.minimum(slabs, ((tile + 1) * BLOCK_Q - 1 + diagonal) // 128 + 1)
+            _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, right, seq_kv)
+            accums = tl.minimum(num_accums, tl.cdiv(hi, 128))
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
     numbers = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    pitch = tl.num_programs(0).to(tl.int64) * COLUMNS * 64
+    accum_stride = tl.num_programs(0).to(tl.int64) * COLUMNS * 64
     for start in tl.static_range(0, COLUMNS, 32):
-        at = total + (block.to(tl.int64) * COLUMNS + start) * 64
+        at = dq_accum + (block.to(tl.int64) * COLUMNS + start) * 64
         x = tl.load(at + numbers)
-        for i in tl.range(1, there):
-            x += tl.load(at + i * pitch + numbers)
+        for i in tl.range(1, accums):
+            x += tl.load(at + i * accum_stride + numbers)
         x = tl.permute(tl.reshape(x * scale, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
         x = tl.reshape(x, [64, 32])
-        if CAUSAL:
-            x = tl.where(queries[:, None] + diagonal >= 0, x, 0.0)
+        if right is not None:
+            lo, hi = keys_of_tl(queries, right, seq_kv)
+            x = tl.where((lo < hi)[:, None], x, 0.0)
         columns = start + tl.arange(0, 32)
         inside = (queries[:, None] < seq_q) & (columns[None, :] < head_dim)
-        place_of = queries[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
-        tl.store(base + place_of, x.to(dq.dtype.element_ty), mask=inside)
+        offsets = queries[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
+        tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
 
 
 def block_q(head_dim: int) -> int:
@@ -512,22 +525,19 @@ def box_lines(head_dim: int) -> int:
     return LINE.value // 2 if columns(head_dim)[1] else LINE.value
 
 
-def constants(config: BackwardConfig, head_dim: int, *, causal: bool) -> dict[str, Any]:
+def constants(config: BackwardConfig, head_dim: int) -> dict[str, Any]:
     """Return the values of the kernel's constexpr arguments."""
-    first, rest = columns(head_dim)
+    d_lo, d_hi = columns(head_dim)
+    return {"BLOCK_Q": block_q(head_dim), "D_LO": d_lo, "D_HI": d_hi, "STAGES": config.slots}
+
+
+def postprocess_constants(head_dim: int) -> dict[str, Any]:
+    """Return the values of flashattn_hopper_bwd_postprocess's constexpr arguments."""
     return {
+        "head_dim": head_dim,
         "BLOCK_Q": block_q(head_dim),
-        "FIRST": first,
-        "REST": rest,
-        "SLOTS": config.slots,
-        "CAUSAL": causal,
+        "COLUMNS": sum(columns(head_dim)),
     }
-
-
-def rounding_constants(head_dim: int, *, causal: bool) -> dict[str, Any]:
-    """Return the values of flashattn_hopper_bwd_dq's constexpr arguments."""
-    wide = sum(columns(head_dim))
-    return {"head_dim": head_dim, "BLOCK_Q": block_q(head_dim), "COLUMNS": wide, "CAUSAL": causal}
 
 
 @dataclass(frozen=True)
@@ -562,9 +572,9 @@ def plan(
     deterministic: bool = False,
     config: BackwardConfig | WideConfig | None = None,
 ) -> Plan:
-    """Return what launches flashattn_bwd_delta, flashattn_hopper_bwd and flashattn_hopper_bwd_dq.
+    """Return what launches flashattn_bwd_delta and flashattn_hopper_bwd with its postprocess.
 
-    Wider heads are those of ``backward_wide``, fp32 those of ``backward_cut``. What they cannot
+    Wider heads are those of ``backward_d256``, fp32 those of ``backward_fp32``. What they cannot
     take is the portable kernels': tensors that no descriptor can have, and scales that are not
     positive. It does for these tensors, and for all that are ``Like`` them.
 
@@ -580,7 +590,7 @@ def plan(
     """
     if saved[0].dtype == torch.float32:
         how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
-        return portable_plan(grads, saved, **how, passes=backward_cut.passes)
+        return portable_plan(grads, saved, **how, passes=backward_fp32.passes)
     launch.input_precision(precision, saved[0].dtype)
     return _plan(known(grads, saved), diagonal, scale, deterministic, config)
 
@@ -635,7 +645,7 @@ def _plan(
     dq = q._replace(strides=torch.empty_like(q.meta).stride())
     if isinstance(chosen, WideConfig):
         pitch = row_shape(q.shape)[1]
-        wide = backward_wide.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
+        wide = backward_d256.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
         return partial(_fill, wide)
     return partial(_fill, _narrow(q, k, v, dq, diagonal, scale, deterministic, chosen))
 
@@ -660,7 +670,7 @@ class _Narrow:
 
     Args:
         fold: flashattn_hopper_bwd.
-        rounding: flashattn_hopper_bwd_dq.
+        rounding: flashattn_hopper_bwd_postprocess.
         shares: what dk and dv are filled with.
         total: shape of the workspace.
         turns: counters, one for each tile of queries, of those that have added to its dq.
@@ -725,20 +735,20 @@ def _narrow(
             heads // owners,
             seq_q,
             seq_kv,
-            diagonal or 0,
+            diagonal,
             scale,
             scale * LOG2E.value,
         ),
-        constants(config, head_dim, causal=causal)
+        constants(config, head_dim)
         # Programs wait for those before them: these run, or they are started in their order.
         | {"num_warps": WARPS, "launch_cooperative_grid": config.persistent},
     )
     rounding = Launch(
-        flashattn_hopper_bwd_dq,
+        flashattn_hopper_bwd_postprocess,
         batch * heads * query_blocks,
         [None, None],
-        (dq.strides[:3], query_blocks, heads, slabs, seq_q, diagonal or 0, scale),
-        rounding_constants(head_dim, causal=causal) | {"num_warps": WARPS},
+        (dq.strides[:3], query_blocks, heads, slabs, seq_q, seq_kv, diagonal, scale),
+        postprocess_constants(head_dim) | {"num_warps": WARPS},
     )
     workspace = slabs * batch, heads, query_blocks * wide, LINE.value
-    return _Narrow(fold, rounding, shares, workspace, slabs * batch * heads * query_tiles)
+    return _Narrow(fold, rounding, shares, workspace, 2 * slabs * batch * heads * query_tiles)

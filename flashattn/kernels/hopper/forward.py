@@ -8,8 +8,7 @@ next queries come while these are attended to.
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
 """
 
-from __future__ import annotations
-
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,218 +24,279 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels import launch
 from flashattn.kernels.constants import LN2, LOG2E
-from flashattn.kernels.hopper import forward_cut
-from flashattn.kernels.hopper.columns import ROWS, fold, folded, inner, put, ready, scaled, zeros
-from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper import forward_fp32
+from flashattn.kernels.hopper.compat import aggregate, store_tile
 from flashattn.kernels.hopper.config import Config, columns, pick
-from flashattn.kernels.hopper.copies import WARPS, Tiles
-from flashattn.kernels.hopper.ring import new_queue, new_ring
-from flashattn.kernels.hopper.visits import hide, place, visited
-from flashattn.kernels.hopper.words import operand, packed, settle
+from flashattn.kernels.hopper.mask import apply_mask, key_tiles
+from flashattn.kernels.hopper.mma import (
+    ROWS,
+    acc_wait,
+    mma_pv,
+    mma_qk,
+    mma_wait,
+    scale_acc,
+    store_acc,
+    zero_acc,
+)
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
+from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
+from flashattn.kernels.hopper.tma import WARPS, Tiles
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
 from flashattn.kernels.portable.forward import SMALLEST_SCALE, Outputs, Plan
 from flashattn.kernels.portable.forward import forward as portable
 
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
-# may need one. On an H200 forward takes 3 to 5% more time without that loop at D = 256, from N =
-# 4096 on, why is not known, and 2 to 6% less at 64 to 128.
-WIDE = gl.constexpr(128)
+# may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).
+MASKED_LOOP_ABOVE_D = gl.constexpr(128)
 KEPT = 24 << 20  # bytes of keys and values of a band of heads: half of the L2 cache
 
 
-@gluon.jit
-def load(
-    q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band, group, seq_q,
-    seq_kv, diagonal, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, GROUPS: gl.constexpr,
-    CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
-):  # fmt: skip
-    """Be the warp that loads: queries of each tile, then its keys and values, the last first.
+@aggregate
+class Tile:
+    """What is known when the kernel is compiled.
 
-    Keys and the values of the step before are freed together, when ``keys`` says so: freeing
-    makes the threads of a warpgroup wait for each other.
+    Args:
+        block_q: queries of a CTA, ROWS of them for each of its consumer warpgroups.
+        block_kv: keys.
+        d_lo: columns that are multiplied first, see ``mma``.
+        d_hi: columns that are multiplied next.
+        groups: consumer warpgroups.
+        dynamic: whether CTAs draw their tiles from a counter.
+        own_so: whether o leaves through shared memory of its own; else through that of q.
+        barrier: whether P of a step must be computed before the wait for the product with V.
+    """
+
+    block_q: gl.constexpr
+    block_kv: gl.constexpr
+    d_lo: gl.constexpr
+    d_hi: gl.constexpr
+    groups: gl.constexpr
+    dynamic: gl.constexpr
+    own_so: gl.constexpr
+    barrier: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, block_kv, d_lo, d_hi, groups, dynamic, own_so, barrier):
+        """Store the fields."""
+        self.block_q = gl.constexpr(groups * 64)
+        self.block_kv = gl.constexpr(block_kv)
+        self.d_lo = gl.constexpr(d_lo)
+        self.d_hi = gl.constexpr(d_hi)
+        self.groups = gl.constexpr(groups)
+        self.dynamic = gl.constexpr(dynamic)
+        self.own_so = gl.constexpr(own_so)
+        self.barrier = gl.constexpr(barrier)
+
+
+@gluon.jit
+def visited_tiles(block, shape, t):
+    """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
+    first, full_begin, full_end, end = key_tiles(
+        block * t.block_q, shape.right, shape.seq_q, shape.seq_kv, t.block_q, t.block_kv
+    )
+    return first, full_begin, full_end, gl.maximum(end, first + 1)
+
+
+@gluon.jit
+def producer(q, k, v, queries, keys, values, next_tile, tile_counter, scheduler, shape, t):
+    """Load the queries of each tile, then its keys and values from the last to the first.
+
+    The consumers release a stage of keys and the values of the step before together, through
+    ``keys``: a release makes the threads of a warpgroup wait for each other.
     """
     n = 0
-    turn = 0
+    tile_n = 0
     tile = gl.program_id(0)
-    while tile < tiles:
-        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
-        kv_head = head // group
-        _, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-        for w in gl.static_range(GROUPS):
-            queries.put(turn * GROUPS + w, q, batch, head, block * BLOCK_Q + w * ROWS)
-        keys.load(n, k, batch, kv_head, (end - 1) * BLOCK_KV)
-        if DRAWN:
-            tile = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            queue.give(turn, tile)
+    while tile < scheduler.tiles:
+        block, batch, head = scheduler.tile_coord(tile)
+        kv_head = head // shape.group
+        first, _, _, end = visited_tiles(block, shape, t)
+        for w in gl.static_range(t.groups):
+            queries.load(tile_n * t.groups + w, q, batch, head, block * t.block_q + w * ROWS)
+        keys.producer_commit(n, k, batch, kv_head, (end - 1) * t.block_kv)
+        if t.dynamic:
+            tile = gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
+            next_tile.write(tile_n, tile)
         else:
             tile += gl.num_programs(0)
-        for i in range(1, end):
-            keys.wait(n + 1)
-            keys.load(n + 1, k, batch, kv_head, (end - 1 - i) * BLOCK_KV)
-            values.load(n, v, batch, kv_head, (end - i) * BLOCK_KV)
+        for i in range(1, end - first):
+            keys.producer_acquire(n + 1)
+            keys.producer_commit(n + 1, k, batch, kv_head, (end - 1 - i) * t.block_kv)
+            values.producer_commit(n, v, batch, kv_head, (end - i) * t.block_kv)
             n += 1
-        keys.wait(n + 1)
-        values.load(n, v, batch, kv_head, 0)
+        keys.producer_acquire(n + 1)
+        values.producer_commit(n, v, batch, kv_head, first * t.block_kv)
         n += 1
-        turn += 1
+        tile_n += 1
 
 
 @gluon.jit
-def part_sums(p, BLOCK_KV: gl.constexpr):
+def thread_row_sums(p):
     """Return [ROWS, 4]: the sums over the elements that one thread has, without a shuffle."""
-    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_KV // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def first_weights(s, scale_log2, BLOCK_KV: gl.constexpr, DTYPE: gl.constexpr):
-    """Return P of the first tile of keys, the greatest scores, and the sums."""
+def softmax_first(s, scale_log2, DTYPE: gl.constexpr):
+    """Return P of the first tile of keys, the row maxima, and the row sums."""
     m = gl.max(s, 1) * scale_log2
     finite = gl.where(m == float("-inf"), 0.0, m)
-    weights = gl.exp2(s * scale_log2 - finite[:, None])
-    return packed(weights, DTYPE), m, part_sums(weights, BLOCK_KV)
+    p = gl.exp2(s * scale_log2 - finite[:, None])
+    return pack(p, DTYPE), m, thread_row_sums(p)
 
 
 @gluon.jit
-def step(
-    state, q, keys, values, n, start_q, start_kv, seq_kv, diagonal, scale_log2,
-    BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr, PINNED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
-    OPERAND: gl.constexpr,
+def mainloop_step(
+    state, q, keys, values, n, start_q, start_kv, shape, scale_log2, t, MASKED: gl.constexpr,
+    DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of values, and under that product compute P of the next tile of keys."""
-    accs, p, m, l = state
-    s = inner(q, keys.take(n + 1), FIRST, REST, LAYOUT)
-    accs = fold(operand(p, DTYPE, OPERAND), values.take(n), accs, FIRST, REST)
-    s = ready(s, 1, REST)
+    """Add the n-th P V, and under that product compute P of the next tile of keys."""
+    acc, p, m, l = state
+    s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi, LAYOUT)
+    acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
+    s = mma_wait(s, 1, t.d_hi)
     if MASKED:
-        s = hide(s, start_q, start_kv, seq_kv, diagonal, BLOCK_KV, CAUSAL)
+        s = apply_mask(s, start_q, start_kv, shape.right, shape.seq_kv, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     finite = m_new
     if MASKED:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
-    weights = gl.exp2(s * scale_log2 - finite[:, None])
-    parts = part_sums(weights, BLOCK_KV)
-    rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
-    l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + parts
-    p = packed(weights, DTYPE)
-    if PINNED:
-        settle(p)
-    accs = folded(accs, 0, REST)
-    keys.free(n + 1)
-    return scaled(accs, alpha, REST), p, m_new, l
+    p_fp32 = gl.exp2(s * scale_log2 - finite[:, None])
+    sums = thread_row_sums(p_fp32)
+    rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
+    p = pack(p_fp32, DTYPE)
+    if t.barrier:
+        compiler_barrier(p)
+    acc = acc_wait(acc, 0, t.d_hi)
+    keys.consumer_release(n + 1)
+    return scale_acc(acc, alpha, t.d_hi), p, m_new, l
 
 
 @gluon.jit
-def attend(
-    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-    band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    FIRST: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
-    DRAWN: gl.constexpr, STAGED: gl.constexpr, PINNED: gl.constexpr,
+def consumer(
+    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
+    scale_log2, t,
 ):  # fmt: skip
-    """Be a warpgroup that attends to ROWS queries of every tile."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    """Attend to ROWS queries of every tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    MASKED: gl.constexpr = shape.right is not None
     n = 0
-    asked = WARPGROUP
-    turn = 0
+    q_n = WARPGROUP
+    tile_n = 0
     tile = gl.program_id(0)
-    while tile < tiles:
-        block, batch, head = place(tile, tiles, blocks, heads, band, CAUSAL)
-        start_q = block * BLOCK_Q + WARPGROUP * ROWS
-        full, end = visited(block * BLOCK_Q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-        q = queries.take(asked)
-        s = ready(inner(q, keys.take(n), FIRST, REST, S), 0, REST)
-        keys.free(n)
-        if CAUSAL or full < end:
-            s = hide(s, start_q, (end - 1) * BLOCK_KV, seq_kv, diagonal, BLOCK_KV, CAUSAL)
-        p, m, l = first_weights(s, scale_log2, BLOCK_KV, o.dtype)
-        accs = zeros(FIRST, REST)
-        masked = gl.minimum(full, end - 1)
-        if CAUSAL or FIRST > WIDE:
-            for i in range(end - 2, masked - 1, -1):
-                accs, p, m, l = step(
-                    (accs, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                    scale_log2, BLOCK_KV, FIRST, REST, CAUSAL, True, PINNED, o.dtype, S, P,
+    while tile < scheduler.tiles:
+        block, batch, head = scheduler.tile_coord(tile)
+        start_q = block * t.block_q + WARPGROUP * ROWS
+        _, full_begin, full_end, end = visited_tiles(block, shape, t)
+        q = queries.consumer_wait(q_n)
+        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
+        keys.consumer_release(n)
+        if MASKED or full_end < end:
+            start_kv = (end - 1) * t.block_kv
+            s = apply_mask(s, start_q, start_kv, shape.right, shape.seq_kv, float("-inf"))
+        p, m, l = softmax_first(s, scale_log2, o.dtype)
+        acc = zero_acc(t.d_lo, t.d_hi)
+        full_end = gl.minimum(full_end, end - 1)
+        if MASKED or t.d_lo > MASKED_LOOP_ABOVE_D:
+            for i in range(end - 2, full_end - 1, -1):
+                acc, p, m, l = mainloop_step(
+                    (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape, scale_log2,
+                    t, True, o.dtype, S, P,
                 )  # fmt: skip
                 n += 1
-        for i in range(masked - 1, -1, -1):
-            accs, p, m, l = step(
-                (accs, p, m, l), q, keys, values, n, start_q, i * BLOCK_KV, seq_kv, diagonal,
-                scale_log2, BLOCK_KV, FIRST, REST, CAUSAL, False, PINNED, o.dtype, S, P,
+        for i in range(full_end - 1, full_begin - 1, -1):
+            acc, p, m, l = mainloop_step(
+                (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape, scale_log2, t,
+                False, o.dtype, S, P,
             )  # fmt: skip
             n += 1
-        if DRAWN:
-            tile = queue.take(turn)
-            turn += 1
+        if t.dynamic:
+            tile = next_tile.read(tile_n)
+            tile_n += 1
         else:
             tile += gl.num_programs(0)
-        accs = fold(operand(p, o.dtype, P), values.take(n), accs, FIRST, REST)
+        acc = mma_pv(unpack(p, o.dtype, P), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
         n += 1
-        if STAGED:
-            queries.free(asked)
-            staged = staging.index(WARPGROUP)
+        if t.own_so:
+            queries.consumer_release(q_n)
+            so = sO.index(WARPGROUP)
         else:
-            staged = queries.tiles.index(asked % GROUPS)
-        accs = folded(accs, 0, REST)
-        write(accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST, REST, S)
-        if not STAGED:
+            so = queries.tiles.index(q_n % t.groups)
+        acc = acc_wait(acc, 0, t.d_hi)
+        inverse = store_lse(m, l, lse, batch, head, scheduler.heads, start_q, shape.seq_q, S)
+        store_o(scale_acc(acc, inverse, t.d_hi), o, so, batch, head, start_q, t)
+        if not t.own_so:
             tma.store_wait(0)
-            queries.free(asked)
-        asked += GROUPS
+            queries.consumer_release(q_n)
+        q_n += t.groups
     tma.store_wait(0)
 
 
 @gluon.jit
-def write(
-    accs, m, l, o, lse, staged, batch, head, heads, start_q, seq_q, FIRST: gl.constexpr,
-    REST: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Store o through shared memory, and lse; a row that sees no key has o = 0 and lse = -inf."""
+def store_o(acc, o, so, batch, head, start_q, t):
+    """Store o through shared memory."""
+    tma.store_wait(0)  # o of the tile before has left
+    store_acc(acc, 1.0, so.reshape([so.shape[2], so.shape[3]]), t.d_lo, t.d_hi)
+    fence_async_shared()
+    store_tile(o, [batch, head, start_q, 0], so)
+
+
+@gluon.jit
+def store_lse(m, l, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexpr):
+    """Store lse, and return the factors of o; a fully masked row has lse = -inf and o = 0."""
     total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT))
     rows = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     value = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * LN2)
     row = (batch * heads + head).to(gl.int64) * seq_q
     gl.store(lse + row + rows, value, mask=rows < seq_q)
-    inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-    accs = scaled(accs, inverse, REST)
-    tma.store_wait(0)  # o of the tile before has left
-    put(accs, 1.0, staged.reshape([staged.shape[2], staged.shape[3]]), FIRST, REST)
-    fence_async_shared()
-    store_tile(o, [batch, head, start_q, 0], staged)
+    return gl.where(total == 0.0, 0.0, 1.0 / total)
 
 
 @gluon.jit(
-    do_not_specialize=["tiles", "blocks", "heads", "band", "group", "seq_q", "seq_kv", "diagonal"]
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "heads",
+        "section_heads",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "right",
+    ]
 )
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, counter, tiles, blocks, heads, band, group, seq_q, seq_kv, diagonal,
-    scale_log2, BLOCK_KV: gl.constexpr, FIRST: gl.constexpr, REST: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DRAWN: gl.constexpr,
-    STAGED: gl.constexpr, REGISTERS: gl.constexpr, PINNED: gl.constexpr,
+    q, k, v, o, lse, tile_counter, tiles, blocks, heads, section_heads, group, seq_q, seq_kv, right,
+    scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr,
+    REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
-    BLOCK_Q: gl.constexpr = GROUPS * ROWS
-    queries = new_ring(q, 2 * GROUPS if STAGED else GROUPS, 1)
-    keys = new_ring(k, SLOTS, GROUPS)
-    values = new_ring(v, SLOTS, GROUPS)
-    queue = new_queue(GROUPS)
-    staging = queries.tiles
-    if STAGED:
-        staging = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
+    ORDER: gl.constexpr = LINEAR if right is None else DESCENDING
+    t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
+    shape = Shape(group, seq_q, seq_kv, right)
+    scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
+    queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)
+    keys = new_pipeline(k, STAGES, GROUPS)
+    values = new_pipeline(v, STAGES, GROUPS)
+    next_tile = new_scalar_pipeline(GROUPS)
+    sO = queries.tiles
+    if OWN_SO:
+        sO = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
-                (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
-                (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
-                        group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
+                (consumer, (0, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
+                            scale_log2, t)),
+                (consumer, (1, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
+                            scale_log2, t)),
+                (producer, (q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
+                            shape, t)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -244,37 +304,33 @@ def flashattn_hopper_fwd(
     else:
         gl.warp_specialize(
             [
-                (attend, (0, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
-                (attend, (1, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
-                (attend, (2, o, lse, queries, keys, values, staging, queue, tiles, blocks, heads,
-                          band, seq_q, seq_kv, diagonal, scale_log2, BLOCK_Q, BLOCK_KV, FIRST,
-                          REST, GROUPS, CAUSAL, DRAWN, STAGED, PINNED)),
-                (load, (q, k, v, queries, keys, values, queue, counter, tiles, blocks, heads, band,
-                        group, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, GROUPS, CAUSAL, DRAWN)),
+                (consumer, (0, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
+                            scale_log2, t)),
+                (consumer, (1, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
+                            scale_log2, t)),
+                (consumer, (2, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
+                            scale_log2, t)),
+                (producer, (q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
+                            shape, t)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
 
 
-def constants(config: Config, head_dim: int, *, causal: bool, drawn: bool) -> dict[str, Any]:
+def constants(config: Config, head_dim: int, *, drawn: bool) -> dict[str, Any]:
     """Return the values of the kernel's constexpr arguments."""
-    first, rest = columns(head_dim)
+    d_lo, d_hi = columns(head_dim)
     return {
         "BLOCK_KV": config.block_kv,
-        "FIRST": first,
-        "REST": rest,
+        "D_LO": d_lo,
+        "D_HI": d_hi,
         "GROUPS": config.groups,
-        "SLOTS": config.slots,
-        "CAUSAL": causal,
-        "DRAWN": drawn,
-        "STAGED": config.staged,
+        "STAGES": config.slots,
+        "DYNAMIC": drawn,
+        "OWN_SO": config.staged,
         "REGISTERS": config.registers,
-        "PINNED": config.pinned,
+        "BARRIER": config.pinned,
     }
 
 
@@ -357,7 +413,7 @@ def _plan(
         how["config"] = config
         return lambda *inputs: forward(*map(dense, inputs), **how)
     if q.dtype == torch.float32:
-        return forward_cut.plan(q, k, v, diagonal, scale, precision)
+        return forward_fp32.plan(q, k, v, diagonal, scale, precision)
     causal = diagonal is not None
     multiprocessors = launch.multiprocessors(q.device)
     config = config or pick(
@@ -390,9 +446,9 @@ def _plan(
             heads // kv_heads,
             seq_q,
             seq_kv,
-            diagonal or 0,
+            diagonal,
             scale * LOG2E.value,
         ),
-        constants(config, head_dim, causal=causal, drawn=drawn) | {"num_warps": WARPS},
+        constants(config, head_dim, drawn=drawn) | {"num_warps": WARPS},
     )
     return _Forward(kernel, drawn)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_cut, backward_wide, forward, forward_cut
+from flashattn.kernels.hopper import backward, backward_d256, backward_fp32, forward, forward_fp32
 from flashattn.kernels.hopper.config import (
     BACKWARD,
     DETERMINISTIC,
@@ -22,7 +22,7 @@ from flashattn.kernels.hopper.config import (
     Config,
     WideConfig,
 )
-from flashattn.kernels.hopper.copies import SWIZZLE, WARPS
+from flashattn.kernels.hopper.tma import SWIZZLE, WARPS
 from flashattn.kernels.tiles import block_d
 
 FP32 = 4  # bytes
@@ -34,14 +34,14 @@ class HopperVariant:
     """One of the kernels as one launch compiles it: in fp32 those of what is cut, others in bf16.
 
     Args:
-        kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_dq", "hopper_wide_dkdv", "hopper_wide_dq",
-            "hopper_cut_fwd", "hopper_cut_dkdv" or "hopper_cut_dq".
+        kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_postprocess"; with "_d256" or "_fp32" after
+            the direction those of wide heads and of fp32, "_dkdv" or "_dq" if they are passes.
         head_dim: D.
         config: of the launch; None for those that have none.
         causal: whether scores are masked.
-        mode: of the forward "drawn", where programs draw their tiles; of what is cut "split", where
+        mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "shared", where heads that share keys are divided into shares.
+            "gqa_split", where query heads are split.
     """
 
     kernel: str
@@ -63,7 +63,7 @@ class HopperVariant:
     @property
     def cut(self) -> bool:
         """Whether it is in fp32."""
-        return "cut" in self.kernel
+        return "fp32" in self.kernel
 
     @property
     def parts(self) -> int:
@@ -90,7 +90,7 @@ class HopperVariant:
     @property
     def stored(self) -> tuple[str, ...]:
         """Which gradients of keys are stored in tiles: not those that are shares of a sum."""
-        return () if self.mode == "shared" else ("dk", "dv")
+        return () if self.mode == "gqa_split" else ("dk", "dv")
 
     @property
     def options(self) -> dict[str, int]:
@@ -104,52 +104,53 @@ class HopperVariant:
         if isinstance(self.config, Config):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), ROWS)
-            drawn = self.mode == "drawn"
-            constants = forward.constants(self.config, d, causal=self.causal, drawn=drawn)
+            drawn = self.mode == "dynamic"
+            constants = forward.constants(self.config, d, drawn=drawn)
         elif isinstance(self.config, BackwardConfig):
             function, block_q = backward.flashattn_hopper_bwd, backward.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
             rows |= dict.fromkeys(("k", "v", *self.stored), ROWS)
-            constants = backward.constants(self.config, d, causal=self.causal)
+            constants = backward.constants(self.config, d)
         elif isinstance(self.config, WideConfig):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), ROWS)
-            function = backward_wide.flashattn_hopper_wide_dkdv
-            constants = backward_wide.constants(d, causal=self.causal)
-            if self.kernel == "hopper_wide_dq":
-                function = backward_wide.flashattn_hopper_wide_dq
-        elif self.kernel == "hopper_cut_fwd":
-            function, rows = forward_cut.flashattn_hopper_cut_fwd, dict.fromkeys("qkv", ROWS)
-            constants = forward_cut.constants(d, causal=self.causal, parts=self.parts)
+            function = backward_d256.flashattn_hopper_bwd_d256_dkdv
+            constants = backward_d256.constants(d)
+            if self.kernel == "hopper_bwd_d256_dq":
+                function = backward_d256.flashattn_hopper_bwd_d256_dq
+        elif self.kernel == "hopper_fwd_fp32":
+            function, rows = forward_fp32.flashattn_hopper_fwd_fp32, dict.fromkeys("qkv", ROWS)
+            constants = forward_fp32.constants(d, parts=self.parts)
         elif self.cut:
             own, others = ("k", "v"), ("q", "grad_o")
-            function = backward_cut.flashattn_hopper_cut_dkdv
-            if self.kernel == "hopper_cut_dq":
-                function, own, others = backward_cut.flashattn_hopper_cut_dq, others, own
-            rows = dict.fromkeys(own, backward_cut.OWNED.value)
-            rows |= dict.fromkeys(others, backward_cut.walked(self.parts))
+            function = backward_fp32.flashattn_hopper_bwd_fp32_dkdv
+            if self.kernel == "hopper_bwd_fp32_dq":
+                function, own, others = backward_fp32.flashattn_hopper_bwd_fp32_dq, others, own
+            rows = dict.fromkeys(own, backward_fp32.OWNED.value)
+            rows |= dict.fromkeys(others, backward_fp32.walked(self.parts))
             split = "split" in self.mode
-            constants = backward_cut.constants(causal=self.causal, split=split, parts=self.parts)
+            constants = backward_fp32.constants(split=split, parts=self.parts)
         else:
-            function, rows = backward.flashattn_hopper_bwd_dq, {}
-            constants = backward.rounding_constants(d, causal=self.causal)
+            function, rows = backward.flashattn_hopper_bwd_postprocess, {}
+            constants = backward.postprocess_constants(d)
         types = {
             name: _described("bf16", [1, 1, n, block_d(d)], SWIZZLE) for name, n in rows.items()
         }
         if isinstance(self.config, BackwardConfig):
-            types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, block_q], 0))
+            types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, block_q], 0))
             types["dq"] = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
-        if self.kernel == "hopper_wide_dkdv":
-            types |= dict.fromkeys(("lse2", "delta"), _described("fp32", [1, ROWS], 0))
-        constants |= dict.fromkeys(_absent(function, self.mode))
+        if self.kernel == "hopper_bwd_d256_dkdv":
+            types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, ROWS], 0))
+        constants |= dict.fromkeys(_absent(function, self.mode, causal=self.causal))
         return _source(function, types, constants, fp32=self.cut or not self.stored)
 
 
-def _absent(function: Any, mode: str) -> list[str]:
-    """Return the arguments that are None but in one mode."""
-    modes = {"counter": "drawn"}
-    if "shares" in function.arg_names:
-        modes |= dict.fromkeys(("shares", "head_dim", "strides"), "shared")
-    return [name for name in function.arg_names if modes.get(name, mode) != mode]
+def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
+    """Return the arguments that are None: without a mask, or but in one mode."""
+    modes = {"tile_counter": "dynamic"}
+    if "gqa_splits" in function.arg_names:
+        modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
+    absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
+    return absent if causal else [*absent, "right"]
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -163,8 +164,8 @@ def _source(
     function: Any, types: dict[str, str], constants: dict[str, Any], *, fp32: bool
 ) -> ASTSource:
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
-    common = dict.fromkeys(("lse", "lse2", "delta", "total"), "*fp32")
-    common |= {"counter": "*i32", "turns": "*i32"}
+    common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum"), "*fp32")
+    common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -193,29 +194,29 @@ def variants() -> list[HopperVariant]:
             HopperVariant("hopper_fwd", d, config, causal, mode)
             for (d, causal), configs in FORWARD.items()
             for config in configs.values()
-            for mode in (("", "drawn") if causal else ("",))
+            for mode in (("", "dynamic") if causal else ("",))
         ),
         *(
             HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal, mode)
             for table in (BACKWARD, DETERMINISTIC)
             for (d, causal), configs in table.items()
             for config in configs.values()
-            for mode in ("", "shared")
+            for mode in ("", "gqa_split")
         ),
-        *(HopperVariant("hopper_bwd_dq", d, None, causal) for d, causal in BACKWARD),
+        *(HopperVariant("hopper_bwd_postprocess", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_wide_{kernel}", d, WideConfig(), causal, mode)
+            HopperVariant(f"hopper_bwd_d256_{kernel}", d, WideConfig(), causal, mode)
             for d, causal in WIDE
-            for kernel, mode in (("dkdv", ""), ("dkdv", "shared"), ("dq", ""))
+            for kernel, mode in (("dkdv", ""), ("dkdv", "gqa_split"), ("dq", ""))
         ),
         *(
-            HopperVariant("hopper_cut_fwd", d, None, causal, mode)
-            for d in forward_cut.WIDTHS
+            HopperVariant("hopper_fwd_fp32", d, None, causal, mode)
+            for d in forward_fp32.WIDTHS
             for causal in (False, True)
             for mode in ("", "tf32")
         ),
         *(
-            HopperVariant(f"hopper_cut_{kernel}", 128, None, causal, mode)
+            HopperVariant(f"hopper_bwd_fp32_{kernel}", 128, None, causal, mode)
             for kernel in ("dkdv", "dq")
             for causal in (False, True)
             for mode in ("", "split", "tf32", "split tf32")

@@ -1,7 +1,7 @@
-"""The gradients, launched: ``gradients`` has the kernels.
+"""The backward's launches: ``gradients`` has the kernels.
 
-First two numbers a row, then, of inputs that may be cut before, dk and dv in one pass and dq in
-another, or both side by side where they are few programs; of next to nothing all in one launch.
+First the preprocessing, then, of inputs that may be decomposed before, dk and dv in one pass and dq
+in another, or both side by side where they are few programs; of next to nothing all in one launch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from flashattn.kernels import launch
-from flashattn.kernels.constants import INTERPRETED
+from flashattn.kernels.constants import INTERPRETED, LOG2E
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.portable.bf16x3 import cut_like
+from flashattn.kernels.portable.bf16x3 import decomposed_like
+from flashattn.kernels.portable.config import BackwardLayout, Config
 from flashattn.kernels.portable.gradients import (
     flashattn_bwd,
     flashattn_bwd_dkdv,
     flashattn_bwd_dq,
 )
-from flashattn.kernels.portable.passes import Pass, Passes, Walk, numbers, owners, walk
-from flashattn.kernels.portable.preprocess import delta_launch, row_shape
+from flashattn.kernels.portable.passes import Pass, Passes, Walk, owners, walk
+from flashattn.kernels.portable.preprocess import preprocess_launch, rounded, row_shape
 from flashattn.kernels.tiles import JOINT, Kernel, Tile
 
 KERNELS: dict[Kernel, Any] = {
@@ -32,13 +33,18 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dkdv": flashattn_bwd_dkdv,
     "bwd_dq": flashattn_bwd_dq,
 }
+GRADS: dict[Kernel, tuple[str, ...]] = {  # what each writes, in the order of its arguments
+    **dict.fromkeys(("bwd", "bwd_whole"), ("dk", "dv", "dq")),
+    "bwd_dkdv": ("dk", "dv"),
+    "bwd_dq": ("dq",),
+}
 # For each multiprocessor, of both passes together; and where fp32 comes cut, of 64 columns: then
 # passes of their own, with larger tiles, are soon the faster. On an H200 one head of 8192 took 480
 # us with 256 programs, and 490 by passes apart, one of 16 384 1901 and 1618, eight of 4096 1016 and
 # 801.
 FEW_PROGRAMS, FEW_WIDE_CUT = 8, 2
 WIDE_CUT = 64  # columns
-# Scores, as ``launch.scores`` counts them, up to which these programs find lse2 and delta
+# Scores, as ``launch.scores`` counts them, up to which these programs find lse_log2 and delta
 # themselves, each anew: a launch less, for the host and for the device. In the interpreter some
 # problems are on either side.
 WHOLE = 1 << 13 if INTERPRETED.value else launch.TINY
@@ -52,7 +58,7 @@ def prepare(
     scale: float,
     precision: str,
     tile: Tile | None = None,
-    parts: int | None = None,
+    num_splits: int | None = None,
 ) -> Pass:
     """Prepare the launch of flashattn_bwd_dkdv, flashattn_bwd_dq, or flashattn_bwd, which is both.
 
@@ -64,46 +70,56 @@ def prepare(
         scale: as in ``forward``.
         precision: as ``launch.input_precision`` returns it.
         tile: instead of the table's.
-        parts: that a pass is split into at most; None lets ``splitting.split`` say.
+        num_splits: that a pass is split into at most; None lets ``splitting.split`` say.
     """
     *inputs, o = (Like(*x) for x in given)
     q, k = inputs[:2]
     tile = tile or launch.pick_tile(
         kernel, *inputs, causal=diagonal is not None, precision=precision
     )
-    cut = launch.cuts(tile, q.dtype, precision)
-    operands = [cut_like(x, cut) if cut else x for x in inputs]
+    terms = launch.cuts(tile, q.dtype, precision)
+    operands = [decomposed_like(x, terms) if terms else x for x in inputs]
     rows = (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q)
-    ways = _walks(kernel, q, k, tile, strides, parts)
-    chunks = [way.chunk for way in ways]
-    constants: dict[str, Any] = {"SPLIT": ways[0].split}
-    if kernel in JOINT:
-        chunks.append(ways[0].programs)
-        constants["SPLIT_KV"] = ways[1].split
-    else:
-        constants |= dict.fromkeys(("program", "programs"))
-    whole = kernel == "bwd_whole"  # which takes o
-    strides_of = [like.strides[:3] for like in operands]
-    strides_of += [x[:3] for way in ways for x in way.strides]
-    fold = Launch(
+    ways = _walks(kernel, q, k, tile, strides, num_splits)
+    split_lens = [way.split_len if way.split else None for way in ways]
+    one_launch = kernel == "bwd_whole"  # which takes o
+    read = [like.strides[:3] for like in operands]
+    written = [x[:3] for way in ways for x in way.strides]
+    lies = dict(zip(GRADS[kernel], written, strict=True))
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    kind = Launch if one_launch else _Grouped
+    run = kind(
         KERNELS[kernel],
         sum(way.programs for way in ways),
-        [*(launch.loaded(tile, n) for n in rows), *[None] * (2 + len(strides) + whole)],
+        [*(launch.loaded(tile, n) for n in rows), None, None],
         (
-            *([] if whole else [None]),
-            *strides_of,
-            o.strides[:3] if whole else None,
-            *numbers(q, k, chunks, diagonal, scale),
+            BackwardLayout._make(
+                (
+                    *read,
+                    *(lies.get(name) for name in GRADS["bwd"]),
+                    *(o.strides[:3] if one_launch else None, head_dim, rounded(seq_q)),
+                )
+            ),
+            *(heads, heads // kv_heads, seq_q, seq_kv, diagonal, batch, *split_lens),
+            *([ways[0].programs] if kernel in JOINT else []),
+            (scale, scale * LOG2E.value),
         ),
         {
-            "head_dim": q.shape[3],
-            "CAUSAL": diagonal is not None,
-            "PRECISION": f"cut{cut}" if cut else precision,
-            **constants,
-            **tile.options(q.shape[3], [*strides_of, o.strides[:3]]),
+            "CONFIG": Config.of(tile, head_dim, [*read, *written, o.strides[:3]], precision, terms),
+            **tile.compiler_options(),
         },
     )
-    return Pass(fold, cut, tuple(x for way in ways for x in way.written))
+    filled = tuple(x for way in ways for x in way.written)
+    return Pass(run, terms, filled)
+
+
+class _Grouped(Launch):
+    """Takes q, k, v, grad_o, lse_log2, delta and gradients, and groups them as the kernel does."""
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch it."""
+        super().__call__(*tensors[:4], (*tensors[4:6], None), tensors[6:])
 
 
 def _walks(
@@ -112,16 +128,16 @@ def _walks(
     k: Like,
     tile: Tile,
     strides: tuple[tuple[int, ...], ...],
-    parts: int | None,
+    num_splits: int | None,
 ) -> list[Walk]:
     """Return how programs walk: those of a pass, or of both."""
     blocks = tile.block_q, tile.block_kv
     if kernel not in JOINT:
-        return [walk(kernel, q, k, blocks, strides, parts)]
+        return [walk(kernel, q, k, blocks, strides, num_splits)]
     together = _owners(q, k, tile)
     return [
-        walk("bwd_dkdv", q, k, blocks, strides[:2], parts, together),
-        walk("bwd_dq", q, k, blocks, strides[2:], parts, together),
+        walk("bwd_dkdv", q, k, blocks, strides[:2], num_splits, together),
+        walk("bwd_dq", q, k, blocks, strides[2:], num_splits, together),
     ]
 
 
@@ -147,7 +163,7 @@ def passes(
 ) -> Passes | Launch:
     """Prepare what fills dk, dv and dq: passes, or one launch, which takes more than passes do.
 
-    That is "bwd_whole": of q, k, v, grad_o, lse, its gradient or None, dk, dv, dq and o.
+    That is "bwd_whole": of q, k, v, grad_o, (lse, its gradient or None, o) and (dk, dv, dq).
 
     Args:
         given: what is to be known of q, k, v, grad_o and o.
@@ -168,7 +184,7 @@ def passes(
         )
     tile = launch.find_tile("bwd_whole", *inputs, **how) if launch.scores(q, k) <= WHOLE else None
     if tile and not any(way.split for way in _walks("bwd_whole", q, k, tile, strides, None)):
-        return prepare("bwd_whole", given, strides, *options).fold
+        return prepare("bwd_whole", given, strides, *options).run
     return Passes(prepare("bwd", given, strides, *options))
 
 
@@ -253,11 +269,11 @@ def _plan(
 
         return copied
     strides = tuple(torch.empty_like(x.meta).stride() for x in (k, v, q))
-    fold = passes(given[:5], strides, diagonal, scale, precision)
-    if isinstance(fold, Launch):
-        return partial(_whole, fold)
-    delta = delta_launch((given[4], given[3], *given[5:]))
-    return _Backward(row_shape(q.shape), q.device, delta, fold)
+    run = passes(given[:5], strides, diagonal, scale, precision)
+    if isinstance(run, Launch):
+        return partial(_one_launch, run)
+    preprocess = preprocess_launch((given[4], given[3], *given[5:]))
+    return _Backward(row_shape(q.shape), q.device, preprocess, run)
 
 
 def readable(rows: Sequence[Like], numbers: Sequence[Like]) -> bool:
@@ -279,12 +295,12 @@ def _no_gradients(grads: Grads, saved: Saved) -> Gradients:
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _whole(fold: Launch, grads: Grads, saved: Saved) -> Gradients:
+def _one_launch(run: Launch, grads: Grads, saved: Saved) -> Gradients:
     """Allocate dq, dk and dv, and launch what fills them, once."""
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.on_device(q):
-        fold(q, k, v, grad_o, lse, grad_lse, dk, dv, dq, o)
+        run(q, k, v, grad_o, (lse, grad_lse, o), (dk, dv, dq))
     return dq, dk, dv
 
 
@@ -293,24 +309,24 @@ class _Backward:
     """Allocates what a backward fills, and launches it.
 
     Args:
-        rows: sizes of lse2 and delta.
+        rows: sizes of lse_log2 and delta.
         device: of all.
-        delta: flashattn_bwd_delta.
-        fold: the passes.
+        preprocess: flashattn_bwd_preprocess.
+        passes: what fills the gradients.
     """
 
     rows: tuple[int, int]
     device: torch.device
-    delta: Launch
-    fold: Passes
+    preprocess: Launch
+    passes: Passes
 
     def __call__(self, grads: Grads, saved: Saved) -> Gradients:
         """Return dq, dk and dv."""
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        lse2 = torch.empty(*self.rows, dtype=torch.float32, device=self.device)
-        delta = torch.empty_like(lse2)
+        lse_log2 = torch.empty(*self.rows, dtype=torch.float32, device=self.device)
+        delta = torch.empty_like(lse_log2)
         with launch.on_device(q):
-            self.delta(o, grad_o, lse, grad_lse, lse2, delta)
-            self.fold((q, k, v, grad_o), (lse2, delta), (dk, dv, dq))
+            self.preprocess(o, grad_o, lse, grad_lse, lse_log2, delta)
+            self.passes((q, k, v, grad_o), (lse_log2, delta), (dk, dv, dq))
         return dq, dk, dv

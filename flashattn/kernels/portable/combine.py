@@ -13,10 +13,10 @@ from flashattn.kernels import launch
 from flashattn.kernels.constants import SIZES
 from flashattn.kernels.launch import Launch
 from flashattn.kernels.portable.memory import multiple, tile_mask
-from flashattn.kernels.portable.softmax import normalized
+from flashattn.kernels.portable.softmax import finite_max, normalized
 
-COMBINE_BLOCK, COMBINE_WARPS = 4, 1  # rows of o that a program of flashattn_combine puts together
-SUM_BLOCK, SUM_WARPS = 16, 4  # likewise of flashattn_bwd_sum
+COMBINE_BLOCK, COMBINE_WARPS = 4, 1  # rows of a program of flashattn_combine
+REDUCE_BLOCK, REDUCE_WARPS = 16, 4  # likewise of flashattn_bwd_reduce
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def flashattn_combine(
     o,
     lse,
     o_strides,
-    parts,
+    num_splits,
     rows,
     heads,
     seq_q,
@@ -45,23 +45,23 @@ def flashattn_combine(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Put together parts that are dense: o [parts, rows, head_dim] and lse [2, parts, rows]."""
+    """Combine o [num_splits, rows, head_dim], not divided by l; lse is m and l of each split."""
     start = tl.program_id(0) * BLOCK
     row = start + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
-    for part in range(parts):
-        m_part = tl.load(lse_partial + part * rows + row, mask=row < rows, other=float("-inf"))
-        m = tl.maximum(m, m_part)
-    finite = tl.where(m == float("-inf"), 0.0, m)  # a row that sees no key
+    for split in range(num_splits):
+        m_split = tl.load(lse_partial + split * rows + row, mask=row < rows, other=float("-inf"))
+        m = tl.maximum(m, m_split)
+    finite = finite_max(m)
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
-        at = part * rows + row
-        m_part = tl.load(lse_partial + at, mask=row < rows, other=float("-inf"))
-        weight = tl.exp2(m_part - finite)
-        l += weight * tl.load(lse_partial + parts * rows + at, mask=row < rows, other=0.0)
+    for split in range(num_splits):
+        at = split * rows + row
+        m_split = tl.load(lse_partial + at, mask=row < rows, other=float("-inf"))
+        weight = tl.exp2(m_split - finite)
+        l += weight * tl.load(lse_partial + num_splits * rows + at, mask=row < rows, other=0.0)
         origin = at.to(tl.int64)[:, None] * multiple(head_dim, PADDED)
         acc += weight[:, None] * tl.load(o_partial + origin + cols, mask=mask, other=0.0)
     acc, lse_rows = normalized(acc, m, l)
@@ -70,12 +70,12 @@ def flashattn_combine(
 
 
 @triton.jit
-def add_parts(
+def add_splits(
     program,
-    terms,
+    partial,
     total,
     strides,
-    parts,
+    num_splits,
     batches,
     heads,
     size,
@@ -84,32 +84,26 @@ def add_parts(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up BLOCK rows of a gradient, terms [parts, rows, head_dim], dense, in their order."""
+    """Add up BLOCK rows of a gradient, partial [num_splits, rows, head_dim], in this order."""
     rows = batches * heads * size
     start = program * BLOCK
     row = start + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    for part in range(parts):
-        origin = (tl.cast(part, tl.int64) * rows + row)[:, None] * multiple(head_dim, PADDED)
-        acc += tl.load(terms + origin + cols, mask=mask, other=0.0)
+    for split in range(num_splits):
+        origin = (tl.cast(split, tl.int64) * rows + row)[:, None] * multiple(head_dim, PADDED)
+        acc += tl.load(partial + origin + cols, mask=mask, other=0.0)
     store_dense(total, strides, row, heads, size, cols, acc, mask, PADDED)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def flashattn_bwd_sum(
-    dk_terms,
-    dv_terms,
-    dq_terms,
-    dk,
-    dv,
-    dq,
-    dk_strides,
-    dv_strides,
-    dq_strides,
-    parts,
-    parts_kv,
+def flashattn_bwd_reduce(
+    partials,
+    grads,
+    strides,
+    num_splits,
+    num_splits_kv,
     batches,
     heads,
     kv_heads,
@@ -120,62 +114,51 @@ def flashattn_bwd_sum(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up the parts of gradients, of dk and dv, of dq, or of all; None are those without.
+    """Add up the splits of gradients: of dk and dv, of dq, or of all; None are those without.
 
     Args:
-        dk_terms: fp32, of ``parts`` parts of the queries.
-        dv_terms: likewise.
-        dq_terms: fp32, of ``parts_kv`` parts of the keys.
-        dk: [batches, kv_heads, seq_kv, head_dim].
-        dv: likewise.
-        dq: [batches, heads, seq_q, head_dim].
-        dk_strides: of its batches, heads and rows.
-        dv_strides: likewise.
-        dq_strides: likewise.
-        parts: of the queries.
-        parts_kv: of the keys.
+        partials: of dk, dv and dq, in fp32; batches for each split of the queries, or of the keys.
+        grads: dk and dv [batches, kv_heads, seq_kv, D], dq [batches, heads, seq_q, D].
+        strides: of these, of batches, heads and rows.
+        num_splits: of the queries.
+        num_splits_kv: of the keys.
         batches: of all.
         heads: of dq.
         kv_heads: of dk and dv.
         seq_q: rows of dq.
-        seq_kv: of dk and dv.
+        seq_kv: rows of dk and dv.
         head_dim: D.
-        PADDED: see ``primitives.tile_mask``.
+        PADDED: see ``memory.tile_mask``.
         BLOCK: rows of a program.
         BLOCK_D: columns of a program.
     """
+    dk, dv, dq = grads
     program = tl.program_id(0)
     if dk is not None:
         programs = tl.cdiv(batches * kv_heads * seq_kv, BLOCK)
         if program < programs:
-            add_parts(
-                program, dk_terms, dk, dk_strides, parts, batches, kv_heads, seq_kv, head_dim,
-                PADDED, BLOCK, BLOCK_D,
-            )  # fmt: skip
+            add_splits(program, partials[0], dk, strides[0], num_splits, batches, kv_heads,
+                       seq_kv, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
         elif program < 2 * programs:
-            add_parts(
-                program - programs, dv_terms, dv, dv_strides, parts, batches, kv_heads, seq_kv,
-                head_dim, PADDED, BLOCK, BLOCK_D,
-            )  # fmt: skip
+            add_splits(program - programs, partials[1], dv, strides[1], num_splits, batches,
+                       kv_heads, seq_kv, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
         program -= 2 * programs
     if dq is not None:
         if program >= 0:
-            add_parts(
-                program, dq_terms, dq, dq_strides, parts_kv, batches, heads, seq_q, head_dim,
-                PADDED, BLOCK, BLOCK_D,
-            )  # fmt: skip
+            add_splits(program, partials[2], dq, strides[2], num_splits_kv, batches, heads,
+                       seq_q, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
 
 
 class Written(NamedTuple):
     """A gradient that programs write.
 
     Args:
-        parts: in which they do so; 1: it is whole.
+        num_splits: that each write their partial sum; 1: there is but the gradient.
         shape: its own.
         strides: likewise.
     """
 
-    parts: int
+    num_splits: int
     shape: torch.Size
     strides: tuple[int, ...]
 
@@ -183,7 +166,7 @@ class Written(NamedTuple):
 Tensors = Sequence[torch.Tensor]
 
 
-def combine_launch(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
+def combine_launch(num_splits: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
     """Prepare the launch of flashattn_combine for o of this shape and strides."""
     batch, heads, seq_q, head_dim = shape
     rows = batch * heads * seq_q
@@ -191,47 +174,50 @@ def combine_launch(parts: int, shape: torch.Size, strides: tuple[int, ...]) -> L
         flashattn_combine,
         triton.cdiv(rows, COMBINE_BLOCK),
         [None] * 4,
-        (strides[:3], parts, rows, heads, seq_q),
+        (strides[:3], num_splits, rows, heads, seq_q),
         launch.row_options(head_dim, [strides[:3]], COMBINE_BLOCK, COMBINE_WARPS),
     )
 
 
 def adding(written: Sequence[Written]) -> Callable[[Tensors, Tensors], None]:
-    """Prepare the launch of flashattn_bwd_sum.
+    """Prepare the launch of flashattn_bwd_reduce.
 
     Args:
-        written: dk and dv, dq, or all three; at least one of them in parts.
+        written: dk and dv, dq, or all three; at least one of them by several splits.
 
     Returns:
-        What fills such gradients, the second argument, from their parts, the first.
+        What fills such gradients, the second argument, from their partial sums, the first.
     """
     first = 2 if len(written) == 1 else 0  # of the kernel's dk, dv and dq
-    added = {first + i: x for i, x in enumerate(written) if x.parts > 1}
+    added = {first + i: x for i, x in enumerate(written) if x.num_splits > 1}
     dk, dv, dq = (added.get(i, Written(1, torch.Size((0, 1, 1)), (0, 0, 0))) for i in range(3))
-    strides = [x.strides[:3] for x in (dk, dv, dq)]
+    strides = tuple(x.strides[:3] for x in (dk, dv, dq))
     add = Launch(
-        flashattn_bwd_sum,
-        sum(triton.cdiv(x.shape[:3].numel(), SUM_BLOCK) for x in added.values()),
-        [None] * 6,
+        flashattn_bwd_reduce,
+        sum(triton.cdiv(x.shape[:3].numel(), REDUCE_BLOCK) for x in added.values()),
+        [None] * 2,
         (
-            *strides,
-            *(dk.parts, dq.parts, written[0].shape[0]),
+            strides,
+            *(dk.num_splits, dq.num_splits, written[0].shape[0]),
             *(dq.shape[1], dk.shape[1], dq.shape[2], dk.shape[2]),
         ),
-        launch.row_options(written[0].shape[3], strides, SUM_BLOCK, SUM_WARPS),
+        launch.row_options(written[0].shape[3], strides, REDUCE_BLOCK, REDUCE_WARPS),
     )
 
-    def fill(terms: Tensors, grads: Tensors) -> None:
-        add(*(x[i - first] if i in added else None for x in (terms, grads) for i in range(3)))
+    def fill(partials: Tensors, grads: Tensors) -> None:
+        given = [
+            [x[i - first] if i in added else None for i in range(3)] for x in (partials, grads)
+        ]
+        add(*map(tuple, given))
 
     return fill
 
 
-def room(grads: Tensors, parts: Sequence[int]) -> list[torch.Tensor]:
-    """Return what parts of gradients are written to: the gradient itself where it is whole."""
+def room(grads: Tensors, num_splits: Sequence[int]) -> list[torch.Tensor]:
+    """Return where splits write their partial sums: the gradient itself where there is one."""
     return [
         x
         if n == 1
         else torch.empty((n * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
-        for x, n in zip(grads, parts, strict=True)
+        for x, n in zip(grads, num_splits, strict=True)
     ]

@@ -1,10 +1,13 @@
-"""The gradients on the device, in two deterministic passes: algorithm 2 of FlashAttention-2, split.
+"""The backward's two deterministic passes: algorithm 2 of FlashAttention-2 (Dao, 2023), split.
 
-``flashattn_bwd_delta`` prepares two numbers a row; ``flashattn_bwd_dkdv`` owns a tile of keys and
-walks over queries; ``flashattn_bwd_dq`` owns a tile of queries and walks over keys; where both
-together are few programs, ``flashattn_bwd`` is all of them, side by side, and where there is next
-to nothing to do it finds the two numbers itself. Each output element is written by one program, in
-one order: no atomics. The algorithm is of Dao, 2023.
+``flashattn_bwd_dkdv`` owns a tile of keys and loops over queries; ``flashattn_bwd_dq`` owns a tile
+of queries and loops over keys; where both together are few programs, ``flashattn_bwd`` is both,
+side by side, and where there is next to nothing to do it needs no preprocessing either. Each output
+element is written by one program, in one order: no atomics.
+
+All three take ``stats`` as ``preprocess.load_lse_log2`` says; ``right`` as ``mask`` says; and
+``split_len`` rows of what a program loops over, None if it loops over all: then an output has a
+batch for each split.
 """
 
 from __future__ import annotations
@@ -13,48 +16,42 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.mask import seen_keys, visited_keys
+from flashattn.kernels.portable.mask import (
+    apply_mask,
+    apply_mask_transposed,
+    key_tiles,
+    query_tiles,
+)
 from flashattn.kernels.portable.memory import load_tile, store_tile
-from flashattn.kernels.portable.mma import WIDE_FP32, cut_parts, dot, dot_transposed
-from flashattn.kernels.portable.preprocess import load_delta, load_lse2
-from flashattn.kernels.portable.scheduler import banded_tile
+from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
+from flashattn.kernels.portable.preprocess import load_delta, load_lse_log2
+from flashattn.kernels.portable.scheduler import own_tile, split_begin
 
-# Columns from which two loops leave too few registers: each pass where both are at once, and dk and
-# dv of fp32 that the kernel cuts.
-WIDE = tl.constexpr(128)
+# BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
+# in dk and dv of fp32 that the kernel decomposes.
+ONE_LOOP = tl.constexpr(128)
 
 
 @triton.jit
-def fold_queries(
+def dkdv_mainloop(
     state,
     k_tile,
     v_tile,
     q,
     grad_o,
-    lse2,
-    delta,
-    o,
-    q_strides,
-    grad_o_strides,
-    o_strides,
+    stats,
+    layout,
     batch,
     head,
-    row,
-    pitch,
+    heads,
     start_kv,
     first,
     end,
     seq_q,
-    diagonal,
+    right,
     scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
 
@@ -62,30 +59,183 @@ def fold_queries(
     product in the layout in which the next one takes them.
     """
     dk, dv = state
+    row = batch * heads + head
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     for start_q in tl.range(first, end, BLOCK_Q):
-        q_tile = load_tile(
-            q, q_strides, batch, head, start_q, seq_q,
-            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
-        )  # fmt: skip
-        lse2_rows = load_lse2(lse2, o, row, pitch, start_q, seq_q, BLOCK_Q)
-        s = dot_transposed(k_tile, q_tile, PRECISION)
-        p = tl.exp2(s * scale_log2 - lse2_rows[None, :])
+        at = batch, head, start_q
+        q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+        lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
+        s = dot_transposed(k_tile, q_tile, CONFIG)
+        p = tl.exp2(s * scale_log2 - lse_log2_rows[None, :])
         if MASKED:
-            rows = start_q + tl.arange(0, BLOCK_Q)[None, :]
-            p = tl.where(start_kv + tl.arange(0, BLOCK_KV)[:, None] <= rows + diagonal, p, 0.0)
+            p = apply_mask_transposed(p, start_q, start_kv, right, 0.0, BLOCK_Q, CONFIG.BLOCK_KV)
         do_tile = load_tile(
-            grad_o, grad_o_strides, batch, head, start_q, seq_q,
-            head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
-        )  # fmt: skip
-        dv = dot(p, do_tile, dv, PRECISION)
-        dp = dot_transposed(v_tile, do_tile, PRECISION)
+            grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
+        )
+        dv = dot(p, do_tile, dv, CONFIG)
+        dp = dot_transposed(v_tile, do_tile, CONFIG)
         delta_rows = load_delta(
-            delta, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start_q, seq_q,
-            head_dim, PADDED, BLOCK_Q, BLOCK_D,
-        )  # fmt: skip
+            stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG
+        )
         ds = p * (dp - delta_rows[None, :])
-        dk = dot(ds, q_tile, dk, PRECISION)
+        dk = dot(ds, q_tile, dk, CONFIG)
     return dk, dv
+
+
+@triton.jit
+def compute_dkdv(
+    program,
+    programs,
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    dk,
+    dv,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    scale,
+    BOTH: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Compute dk and dv of one tile; BOTH says that the launch computes dq as well."""
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    CAUSAL: tl.constexpr = right is not None
+    # Tiles that need no mask are masked, too, where a loop of their own would keep too many
+    # addresses beside those of the other.
+    CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
+    ALL_MASKED: tl.constexpr = CAUSAL and (CONFIG.TERMS > 0 or CROWDED or stats[2] is not None)
+    # Under a causal mask the first keys are seen by most queries, so they come first.
+    start_kv, out_batch, batch, kv_head = own_tile(
+        program, programs, seq_kv, heads // group, batches, split_len,
+        BLOCK_KV, False, CAUSAL and CONFIG.TERMS > 0,
+    )  # fmt: skip
+    at, out_at = (batch, kv_head, start_kv), (out_batch, kv_head, start_kv)
+    k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
+    v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
+    dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
+    begin = split_begin(out_batch, batches, split_len)
+    first, full_begin, _, end = query_tiles(
+        start_kv, right, seq_q, begin, split_len, CONFIG.BLOCK_Q, BLOCK_KV
+    )
+    if ALL_MASKED:
+        full_begin = end
+    for head in tl.range(kv_head * group, kv_head * group + group):
+        if CAUSAL:
+            dk_acc, dv_acc = dkdv_mainloop(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
+                start_kv, first, full_begin, seq_q, right, scale[1], True, CONFIG,
+            )  # fmt: skip
+        if not ALL_MASKED:
+            dk_acc, dv_acc = dkdv_mainloop(
+                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
+                start_kv, full_begin, end, seq_q, right, scale[1], False, CONFIG,
+            )  # fmt: skip
+    store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale[0], layout.head_dim, CONFIG.PADDED,
+               BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
+    store_tile(dv, layout.dv, out_at, seq_kv, dv_acc, layout.head_dim, CONFIG.PADDED, BLOCK_KV,
+               CONFIG.BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def dq_mainloop(
+    dq,
+    q_tile,
+    do_tile,
+    lse_log2_rows,
+    delta_rows,
+    k,
+    v,
+    layout,
+    batch,
+    kv_head,
+    start_q,
+    first,
+    end,
+    seq_kv,
+    right,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Add what keys ``first ... end`` give to dq of a tile of queries."""
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    for start_kv in tl.range(first, end, BLOCK_KV):
+        at = batch, kv_head, start_kv
+        k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
+        p = tl.exp2(s * scale_log2 - lse_log2_rows[:, None])
+        if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
+            p = apply_mask(p, start_q, start_kv, right, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
+        v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        dp = dot_transposed(do_tile, v_tile, CONFIG)
+        ds = p * (dp - delta_rows[:, None])
+        dq = dot(ds, k_tile, dq, CONFIG)
+    return dq
+
+
+@triton.jit
+def compute_dq(
+    program,
+    programs,
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    dq,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    right,
+    batches,
+    split_len,
+    scale,
+    BOTH: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Compute dq of one tile; BOTH says that the launch computes dk and dv as well."""
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    CAUSAL: tl.constexpr = right is not None
+    CROWDED: tl.constexpr = CAUSAL and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
+    WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
+    start_q, out_batch, batch, head = own_tile(
+        program, programs, seq_q, heads, batches, split_len,
+        BLOCK_Q, CAUSAL, CAUSAL and CONFIG.TERMS > 0,
+    )  # fmt: skip
+    begin, row = split_begin(out_batch, batches, split_len), batch * heads + head
+    at, out_at = (batch, head, start_q), (out_batch, head, start_q)
+    q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    do_tile = load_tile(grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
+    delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
+    acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
+    _, full_begin, full_end, end = key_tiles(
+        start_q, right, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
+    )
+    if CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED:
+        full_end = full_begin
+    else:
+        acc = dq_mainloop(
+            acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
+            start_q, full_begin, full_end, seq_kv, right, scale[1], False, CONFIG,
+        )  # fmt: skip
+    acc = dq_mainloop(
+        acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
+        start_q, full_end, end, seq_kv, right, scale[1], True, CONFIG,
+    )  # fmt: skip
+    store_tile(dq, layout.dq, out_at, seq_q, acc * scale[0], layout.head_dim, CONFIG.PADDED,
+               BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -94,160 +244,24 @@ def flashattn_bwd_dkdv(
     k,
     v,
     grad_o,
-    lse2,
-    delta,
-    dk,
-    dv,
-    o,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_o_strides,
-    dk_strides,
-    dv_strides,
-    o_strides,
+    stats,
+    grads,
+    layout,
     heads,
     group,
     seq_q,
     seq_kv,
-    pitch,
-    diagonal,
+    right,
     batches,
-    chunk,
+    split_len,
     scale,
-    scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    program=None,
-    programs=None,
+    CONFIG: tl.constexpr,
 ):
-    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads.
-
-    With SPLIT only those of its part, of ``chunk`` queries; dk and dv have a batch for each part.
-    ``flashattn_bwd`` says which program of this pass it is, and of how many; with o, lse2 and delta
-    are what ``load_lse2`` and ``load_delta`` say.
-    """
-    # Tiles that need no mask are masked, too, where a loop of their own would keep too many
-    # addresses beside those of the other.
-    CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    CROWDED: tl.constexpr = BLOCK_D >= WIDE and (program is not None or PRECISION == "bf16x6")
-    ONE_LOOP: tl.constexpr = CAUSAL and (CUT or CROWDED or o is not None)
-    if program is None:
-        program, programs = tl.program_id(0), tl.num_programs(0)
-    kv_heads = heads // group
-    # Under a causal mask the first keys are seen by most queries, so they come first.
-    block, place, kv_head = banded_tile(
-        program, programs, tl.cdiv(seq_kv, BLOCK_KV), kv_heads, False, CAUSAL and CUT
-    )
-    start_kv = block * BLOCK_KV
-    if SPLIT:
-        batch = place % batches
-    else:
-        batch = place
-    k_tile = load_tile(
-        k, k_strides, batch, kv_head, start_kv, seq_kv,
-        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
+    compute_dkdv(
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], layout,
+        heads, group, seq_q, seq_kv, right, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
-    v_tile = load_tile(
-        v, v_strides, batch, kv_head, start_kv, seq_kv,
-        head_dim, PADDED, BLOCK_KV, BLOCK_D, False, DESCRIPTORS, PRECISION,
-    )  # fmt: skip
-    dk_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
-    first, full = 0, 0  # queries from ``full`` on see all of the tile, those before ``first`` none
-    if CAUSAL:
-        first = tl.maximum(start_kv - diagonal, 0) // BLOCK_Q * BLOCK_Q
-        full = tl.maximum(start_kv + BLOCK_KV - 1 - diagonal, 0)
-        full = tl.minimum(tl.cdiv(full, BLOCK_Q) * BLOCK_Q, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
-    end = seq_q
-    if SPLIT:  # a chunk is whole tiles
-        begin = place // batches * chunk
-        end = tl.minimum(end, begin + chunk)
-        first = tl.maximum(first, begin)
-        full = tl.maximum(tl.minimum(full, end), first)
-    if ONE_LOOP:
-        full = end
-    for head in tl.range(kv_head * group, kv_head * group + group):
-        row = batch * heads + head
-        if CAUSAL:
-            dk_acc, dv_acc = fold_queries(
-                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, o, q_strides,
-                grad_o_strides, o_strides, batch, head, row, pitch, start_kv, first, full, seq_q,
-                diagonal, scale_log2,
-                head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, True, PRECISION, DESCRIPTORS,
-            )  # fmt: skip
-        if not ONE_LOOP:
-            dk_acc, dv_acc = fold_queries(
-                (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, lse2, delta, o, q_strides,
-                grad_o_strides, o_strides, batch, head, row, pitch, start_kv, full, end, seq_q,
-                diagonal, scale_log2,
-                head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, False, PRECISION, DESCRIPTORS,
-            )  # fmt: skip
-    store_tile(
-        dk, dk_strides, place, kv_head, start_kv, seq_kv, dk_acc * scale,
-        head_dim, PADDED, BLOCK_KV, BLOCK_D,
-    )  # fmt: skip
-    store_tile(
-        dv, dv_strides, place, kv_head, start_kv, seq_kv, dv_acc,
-        head_dim, PADDED, BLOCK_KV, BLOCK_D,
-    )  # fmt: skip
-
-
-@triton.jit
-def fold_keys_dq(
-    dq,
-    q_tile,
-    do_tile,
-    lse2_rows,
-    delta_rows,
-    k,
-    v,
-    k_strides,
-    v_strides,
-    batch,
-    kv_head,
-    start_q,
-    first,
-    end,
-    seq_kv,
-    diagonal,
-    scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """Add what keys ``first ... end`` give to dq of a tile of queries."""
-    for start_kv in tl.range(first, end, BLOCK_KV):
-        k_tile = load_tile(
-            k, k_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
-        )  # fmt: skip
-        s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_Q, BLOCK_KV]
-        p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
-        if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
-            seen = seen_keys(start_q, start_kv, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-            p = tl.where(seen, p, 0.0)
-        v_tile = load_tile(
-            v, v_strides, batch, kv_head, start_kv, seq_kv,
-            head_dim, PADDED, BLOCK_KV, BLOCK_D, not MASKED, DESCRIPTORS, PRECISION,
-        )  # fmt: skip
-        dp = dot_transposed(do_tile, v_tile, PRECISION)
-        ds = p * (dp - delta_rows[:, None])
-        dq = dot(ds, k_tile, dq, PRECISION)
-    return dq
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -256,91 +270,24 @@ def flashattn_bwd_dq(
     k,
     v,
     grad_o,
-    lse2,
-    delta,
-    dq,
-    o,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_o_strides,
-    dq_strides,
-    o_strides,
+    stats,
+    grads,
+    layout,
     heads,
     group,
     seq_q,
     seq_kv,
-    pitch,
-    diagonal,
+    right,
     batches,
-    chunk,
+    split_len,
     scale,
-    scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    program=None,
-    programs=None,
+    CONFIG: tl.constexpr,
 ):
-    """Compute dq; a program owns a tile of queries of one head.
-
-    With SPLIT only what a part of its keys gives, ``chunk`` of them; dq has a batch for each part.
-    ``program``, ``programs`` and o are as in ``flashattn_bwd_dkdv``.
-    """
-    CUT: tl.constexpr = cut_parts(PRECISION) > 0
-    CROWDED: tl.constexpr = program is not None and BLOCK_D >= WIDE
-    CUTS_WIDE: tl.constexpr = PRECISION == "bf16x6" and BLOCK_D >= WIDE_FP32
-    ONE_LOOP: tl.constexpr = CUT or CUTS_WIDE or o is not None or (CAUSAL and CROWDED)
-    if program is None:
-        program, programs = tl.program_id(0), tl.num_programs(0)
-    block, place, head = banded_tile(
-        program, programs, tl.cdiv(seq_q, BLOCK_Q), heads, CAUSAL, CAUSAL and CUT
-    )
-    if SPLIT:
-        batch, first = place % batches, place // batches * chunk
-    else:
-        batch, first = place, 0
-    start_q, row = block * BLOCK_Q, batch * heads + head
-    q_tile = load_tile(
-        q, q_strides, batch, head, start_q, seq_q,
-        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
+    """Compute dq; a program owns a tile of queries of one head."""
+    compute_dq(
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], layout,
+        heads, group, seq_q, seq_kv, right, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
-    do_tile = load_tile(
-        grad_o, grad_o_strides, batch, head, start_q, seq_q,
-        head_dim, PADDED, BLOCK_Q, BLOCK_D, False, DESCRIPTORS, PRECISION,
-    )  # fmt: skip
-    lse2_rows = load_lse2(lse2, o, row, pitch, start_q, seq_q, BLOCK_Q)
-    delta_rows = load_delta(
-        delta, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start_q, seq_q,
-        head_dim, PADDED, BLOCK_Q, BLOCK_D,
-    )  # fmt: skip
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    full, end = visited_keys(start_q, seq_q, seq_kv, diagonal, BLOCK_Q, BLOCK_KV, CAUSAL)
-    if SPLIT:  # a chunk is whole tiles
-        full = tl.maximum(tl.minimum(full, first + chunk), first)
-        end = tl.minimum(end, first + chunk)
-    if ONE_LOOP:
-        full = first
-    else:
-        acc = fold_keys_dq(
-            acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
-            group, start_q, first, full, seq_kv, diagonal, scale_log2,
-            head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, False, PRECISION, DESCRIPTORS,
-        )  # fmt: skip
-    acc = fold_keys_dq(
-        acc, q_tile, do_tile, lse2_rows, delta_rows, k, v, k_strides, v_strides, batch, head //
-        group, start_q, full, end, seq_kv, diagonal, scale_log2,
-        head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, True, PRECISION, DESCRIPTORS,
-    )  # fmt: skip
-    store_tile(
-        dq, dq_strides, place, head, start_q, seq_q, acc * scale, head_dim, PADDED, BLOCK_Q, BLOCK_D
-    )
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -349,60 +296,34 @@ def flashattn_bwd(
     k,
     v,
     grad_o,
-    lse2,
-    delta,
-    dk,
-    dv,
-    dq,
-    o,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_o_strides,
-    dk_strides,
-    dv_strides,
-    dq_strides,
-    o_strides,
+    stats,
+    grads,
+    layout,
     heads,
     group,
     seq_q,
     seq_kv,
-    pitch,
-    diagonal,
+    right,
     batches,
-    chunk,
-    chunk_kv,
-    owners,
+    split_len,
+    split_len_kv,
+    dkdv_programs,
     scale,
-    scale_log2,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLIT_KV: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """Compute dk, dv and dq: the first ``owners`` programs own keys, the others queries.
+    """Compute dk, dv and dq: the first ``dkdv_programs`` own tiles of keys, the others of queries.
 
-    With SPLIT of part of the queries each, ``chunk`` of them, with SPLIT_KV of ``chunk_kv`` keys.
-    With o no launch has been before it: lse2 is lse, and delta its gradient, or None.
+    The former loop over ``split_len`` queries, the latter over ``split_len_kv`` keys.
     """
     program = tl.program_id(0)
-    if program < owners:
-        flashattn_bwd_dkdv(
-            q, k, v, grad_o, lse2, delta, dk, dv, o, q_strides, k_strides, v_strides,
-            grad_o_strides, dk_strides, dv_strides, o_strides, heads, group, seq_q, seq_kv, pitch,
-            diagonal, batches, chunk, scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q,
-            BLOCK_KV, CAUSAL, PRECISION, DESCRIPTORS, SPLIT, program, owners,
+    if program < dkdv_programs:
+        compute_dkdv(
+            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], layout,
+            heads, group, seq_q, seq_kv, right, batches, split_len, scale, True, CONFIG,
         )  # fmt: skip
     else:
-        flashattn_bwd_dq(
-            q, k, v, grad_o, lse2, delta, dq, o, q_strides, k_strides, v_strides, grad_o_strides,
-            dq_strides, o_strides, heads, group, seq_q, seq_kv, pitch, diagonal, batches, chunk_kv,
-            scale, scale_log2, head_dim, PADDED, BLOCK_D, BLOCK_Q, BLOCK_KV, CAUSAL, PRECISION,
-            DESCRIPTORS, SPLIT_KV, program - owners, tl.num_programs(0) - owners,
+        compute_dq(
+            program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
+            grads[2], layout, heads, group, seq_q, seq_kv, right, batches, split_len_kv, scale,
+            True, CONFIG,
         )  # fmt: skip

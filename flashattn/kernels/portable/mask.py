@@ -1,4 +1,9 @@
-"""Which keys a tile of queries visits, and which of their scores count."""
+"""Which keys a query sees: two bounds, and all that follows from them.
+
+Query t sees keys s <= t + right, or every key if right is None. Both bounds of ``keys_of`` and of
+``queries_of`` never fall as their argument grows. They may lie outside of a sequence, and none is
+seen where they cross.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +12,87 @@ import triton.language as tl
 
 
 @triton.jit
-def visited_keys(
-    start_q,
-    seq_q,
-    seq_kv,
-    diagonal,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Return (full, end): a tile of queries sees all keys 0 ... full, and some of full ... end."""
-    full = seq_kv // BLOCK_KV * BLOCK_KV
-    end = seq_kv
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(start_q + diagonal + 1, 0) // BLOCK_KV * BLOCK_KV)
-        end = tl.minimum(end, tl.maximum(tl.minimum(start_q + BLOCK_Q, seq_q) + diagonal, 0))
-    return full, end
+def keys_of(t, right, seq_kv):
+    """Return (lo, hi): query t sees keys lo ... hi - 1, of so many; seq_kv None is no end."""
+    if right is None:
+        hi = seq_kv
+    elif seq_kv is None:
+        hi = t + right + 1
+    else:
+        hi = tl.minimum(seq_kv - 1, t + right) + 1
+    return 0, hi
 
 
 @triton.jit
-def seen_keys(
-    start_q,
-    start_kv,
-    seq_kv,
-    diagonal,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CAUSAL: tl.constexpr,
+def queries_of(s, right, seq_q):
+    """Return (lo, hi): key s is seen by queries lo ... hi - 1."""
+    lo = 0
+    if right is not None:
+        lo = tl.maximum(s - right, 0)
+    return lo, seq_q
+
+
+@triton.jit
+def key_tiles(
+    start_q, right, seq_q, seq_kv, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
-    """Return which scores of a tile count [BLOCK_Q, BLOCK_KV]: keys that exist and are seen."""
-    last = tl.full([BLOCK_Q], seq_kv - 1, tl.int32)
-    if CAUSAL:
-        last = tl.minimum(last, start_q + tl.arange(0, BLOCK_Q) + diagonal)
-    return (start_kv + tl.arange(0, BLOCK_KV))[None, :] <= last[:, None]
+    """Return (first, full_begin, full_end, end) of the keys that a tile of queries visits.
+
+    All queries see all keys of full_begin ... full_end, which are whole tiles. A split visits
+    ``split_len`` keys from ``begin`` on, whole tiles as well; split_len None is all keys.
+    """
+    full_end, end = seq_kv // BLOCK_KV * BLOCK_KV, seq_kv
+    if right is not None:
+        _, hi = keys_of(start_q, right, None)
+        full_end = tl.minimum(full_end, tl.maximum(hi, 0) // BLOCK_KV * BLOCK_KV)
+        _, hi = keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, right, None)
+        end = tl.minimum(end, tl.maximum(hi, 0))
+    if split_len is not None:
+        full_end = tl.maximum(tl.minimum(full_end, begin + split_len), begin)
+        end = tl.minimum(end, begin + split_len)
+    return begin, begin, full_end, end
+
+
+@triton.jit
+def query_tiles(
+    start_kv, right, seq_q, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """Return (first, full_begin, full_end, end) of the queries that a tile of keys visits.
+
+    Queries that do not exist count as such that see all keys: their P is 0.
+    """
+    first, end = queries_of(start_kv, right, seq_q)
+    first = first // BLOCK_Q * BLOCK_Q
+    full_begin, _ = queries_of(start_kv + BLOCK_KV - 1, right, seq_q)
+    full_begin = tl.cdiv(full_begin, BLOCK_Q) * BLOCK_Q
+    if right is not None:
+        full_begin = tl.minimum(full_begin, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
+    if split_len is not None:
+        end = tl.minimum(end, begin + split_len)
+        first = tl.maximum(first, begin)
+        full_begin = tl.maximum(tl.minimum(full_begin, end), first)
+    return first, full_begin, end, end
+
+
+@triton.jit
+def apply_mask(
+    x, start_q, start_kv, right, seq_kv, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """Return a tile [queries, keys] with ``value`` where a query does not see a key.
+
+    The last key seen is compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
+    """
+    _, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), right, seq_kv)
+    last = tl.broadcast_to(hi - 1, [BLOCK_Q])
+    return tl.where((start_kv + tl.arange(0, BLOCK_KV))[None, :] <= last[:, None], x, value)
+
+
+@triton.jit
+def apply_mask_transposed(
+    x, start_q, start_kv, right, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """Return a tile [keys, queries] likewise; of keys that do not exist it says nothing."""
+    queries = start_q + tl.arange(0, BLOCK_Q)[None, :]
+    keys = start_kv + tl.arange(0, BLOCK_KV)[:, None]
+    _, hi = keys_of(queries, right, None)
+    return tl.where(keys <= hi - 1, x, value)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn.kernels.portable.mma import cut_parts
-
 
 @triton.jit
 def multiple(x, PADDED: tl.constexpr):
@@ -17,17 +15,9 @@ def multiple(x, PADDED: tl.constexpr):
 
 
 @triton.jit
-def tile_pointers(
-    x,
-    strides,
-    batch,
-    head,
-    start,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Return pointers [BLOCK, BLOCK_D] to rows ``start ...`` of one head; offsets are 64-bit."""
+def tile_pointers(x, strides, at, PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers [BLOCK, BLOCK_D] to rows from ``at`` on: batch, head, row; in 64 bits."""
+    batch, head, start = at
     stride_b, stride_h, stride_t = strides
     stride_b, stride_h = multiple(stride_b, PADDED), multiple(stride_h, PADDED)
     stride_t = multiple(stride_t, PADDED)
@@ -44,90 +34,112 @@ def tile_mask(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
 ):
     """Return which elements of a tile exist, or None when all do.
 
-    PADDED is ``tiles.padding``: of so many columns at a time all are there or none. WHOLE says that
-    all rows exist.
+    PADDED is ``tiles.padding``: of so many columns at a time all are there or none. ALL_ROWS says
+    that all rows exist.
     """
     rows = (start + tl.arange(0, BLOCK) < size)[:, None]
     if PADDED == 0:
-        mask = None if WHOLE else rows
+        mask = None if ALL_ROWS else rows
     else:
         cols = (tl.arange(0, BLOCK_D) // PADDED < head_dim // PADDED)[None, :]
-        mask = cols if WHOLE else rows & cols
+        mask = cols if ALL_ROWS else rows & cols
     return mask
+
+
+@triton.jit
+def load_by_pointers(
+    x,
+    strides,
+    at,
+    size,
+    head_dim,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+):
+    """Load rows [BLOCK, BLOCK_D] from ``at`` on: batch, head, row; what lies outside is 0."""
+    pointers = tile_pointers(x, strides, at, PADDED, BLOCK, BLOCK_D)
+    mask = tile_mask(at[2], size, head_dim, PADDED, BLOCK, BLOCK_D, ALL_ROWS)
+    if mask is None:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
 
 
 @triton.jit
 def load_one(
     x,
     strides,
-    batch,
-    head,
-    start,
+    at,
     size,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """Load a tile that is not cut, or one part of it, see ``load_tile``."""
-    if DESCRIPTORS:
-        tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
+    """Load a tile that was not decomposed, or one term of it; see ``load_tile``."""
+    if CONFIG.DESCRIPTORS:
+        batch, head, start = at
+        tile = x.load([batch, head, start, 0]).reshape(BLOCK, CONFIG.BLOCK_D)
     else:
-        pointers = tile_pointers(x, strides, batch, head, start, PADDED, BLOCK, BLOCK_D)
-        mask = tile_mask(start, size, head_dim, PADDED, BLOCK, BLOCK_D, WHOLE)
-        if mask is None:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=mask, other=0.0)
+        tile = load_by_pointers(
+            x, strides, at, size, head_dim, PADDED, BLOCK, CONFIG.BLOCK_D, ALL_ROWS
+        )
     return tile
+
+
+@triton.jit
+def load_term(
+    x,
+    strides,
+    at,
+    size,
+    TERM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Load one bf16 term of a decomposed tile."""
+    batch, head, start = at
+    at = batch, head * CONFIG.TERMS + TERM, start
+    return load_one(x, strides, at, size, 0, 0, BLOCK, ALL_ROWS, CONFIG)
 
 
 @triton.jit
 def load_tile(
     x,
     strides,
-    batch,
-    head,
-    start,
+    at,
     size,
     head_dim,
-    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """Load rows ``start ...`` of one head [BLOCK, BLOCK_D]; what lies outside is 0.
+    """Load rows [BLOCK, BLOCK_D] from ``at`` on: batch, head, row; what lies outside is 0.
 
-    What is cut has a head for each part, and no columns to pad: see ``dot``.
+    A decomposed tensor has a head for each bf16 term, and no columns to pad; its tile is a tuple.
     """
-    PARTS: tl.constexpr = cut_parts(PRECISION)
-    if PARTS == 2:  # noqa: PLR2004
+    if CONFIG.TERMS == 2:
         tile = (
-            load_one(x, strides, batch, head * 2, start, size, head_dim,
-                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
-            load_one(x, strides, batch, head * 2 + 1, start, size, head_dim,
-                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
-        )  # fmt: skip
-    elif PARTS == 3:  # noqa: PLR2004
+            load_term(x, strides, at, size, 0, BLOCK, ALL_ROWS, CONFIG),
+            load_term(x, strides, at, size, 1, BLOCK, ALL_ROWS, CONFIG),
+        )
+    elif CONFIG.TERMS == 3:
         tile = (  # type: ignore[assignment]
-            load_one(x, strides, batch, head * 3, start, size, head_dim,
-                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
-            load_one(x, strides, batch, head * 3 + 1, start, size, head_dim,
-                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
-            load_one(x, strides, batch, head * 3 + 2, start, size, head_dim,
-                     0, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS),
-        )  # fmt: skip
+            load_term(x, strides, at, size, 0, BLOCK, ALL_ROWS, CONFIG),
+            load_term(x, strides, at, size, 1, BLOCK, ALL_ROWS, CONFIG),
+            load_term(x, strides, at, size, 2, BLOCK, ALL_ROWS, CONFIG),
+        )
     else:
-        tile = load_one(x, strides, batch, head, start, size, head_dim,
-                        PADDED, BLOCK, BLOCK_D, WHOLE, DESCRIPTORS)  # fmt: skip
+        tile = load_one(x, strides, at, size, head_dim, CONFIG.PADDED, BLOCK, ALL_ROWS, CONFIG)
     return tile
 
 
@@ -135,9 +147,7 @@ def load_tile(
 def store_tile(
     x,
     strides,
-    batch,
-    head,
-    start,
+    at,
     size,
     tile,
     head_dim,
@@ -145,20 +155,20 @@ def store_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store rows ``start ...`` of one head, rounded to x's dtype; what lies outside stays."""
-    pointers = tile_pointers(x, strides, batch, head, start, PADDED, BLOCK, BLOCK_D)
-    mask = tile_mask(start, size, head_dim, PADDED, BLOCK, BLOCK_D, False)
+    """Store rows from ``at`` on, rounded to x's dtype; what lies outside stays."""
+    pointers = tile_pointers(x, strides, at, PADDED, BLOCK, BLOCK_D)
+    mask = tile_mask(at[2], size, head_dim, PADDED, BLOCK, BLOCK_D, False)
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_rows(x, row, pitch, start, size, values, BLOCK: tl.constexpr):
+def store_rows(x, row, stride, start, size, values, BLOCK: tl.constexpr):
     """Store a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, up to ``size``."""
     offsets = start + tl.arange(0, BLOCK)
-    tl.store(x + row.to(tl.int64) * pitch + offsets, values, mask=offsets < size)
+    tl.store(x + row.to(tl.int64) * stride + offsets, values, mask=offsets < size)
 
 
 @triton.jit
-def load_rows(x, row, pitch, start, BLOCK: tl.constexpr):
+def load_rows(x, row, stride, start, BLOCK: tl.constexpr):
     """Load a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, padded to tiles."""
-    return tl.load(x + row.to(tl.int64) * pitch + start + tl.arange(0, BLOCK))
+    return tl.load(x + row.to(tl.int64) * stride + start + tl.arange(0, BLOCK))

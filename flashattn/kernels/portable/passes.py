@@ -12,45 +12,45 @@ from flashattn.kernels import splitting
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Like
 from flashattn.kernels.portable import combine
-from flashattn.kernels.portable.bf16x3 import cut_all
+from flashattn.kernels.portable.bf16x3 import decompose_all
 from flashattn.kernels.portable.combine import Written
-from flashattn.kernels.portable.preprocess import pitch
+from flashattn.kernels.portable.preprocess import rounded
 from flashattn.kernels.tiles import Kernel
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A launch that fills gradients, or parts of them.
+    """A launch that fills gradients, or partial sums of them.
 
     Args:
-        fold: of q, k, v, grad_o, lse2, delta and what it fills.
-        cut: into how many parts the first four are cut; 0: they are whole.
+        run: of q, k, v, grad_o, lse_log2, delta and what it fills.
+        terms: bf16 terms that the first four are decomposed into before; 0: they are not.
         written: what it fills, of dk, dv and dq, in this order.
     """
 
-    fold: Launch
-    cut: int
+    run: Launch
+    terms: int
     written: tuple[Written, ...]
 
 
 class Passes:
-    """Passes one after the other, and at last the sum of the parts that they computed.
+    """Passes one after the other, and at last the sum of the splits that they computed.
 
     Args:
         steps: the passes.
     """
 
     def __init__(self, *steps: Pass) -> None:
-        """Prepare the sum, if there are parts to add up."""
-        self.cut = max(step.cut for step in steps)
+        """Prepare the sum, if there are splits to add up."""
+        self.terms = max(step.terms for step in steps)
         self._steps: list[tuple[Launch, int, slice]] = []
         written: list[Written] = []
         for step in steps:
             filled = slice(len(written), len(written) + len(step.written))
-            self._steps.append((step.fold, step.cut, filled))
+            self._steps.append((step.run, step.terms, filled))
             written += step.written
-        self._parts = [x.parts for x in written]
-        self._sum = combine.adding(written) if max(self._parts) > 1 else None
+        self._num_splits = [x.num_splits for x in written]
+        self._sum = combine.adding(written) if max(self._num_splits) > 1 else None
 
     def __call__(
         self,
@@ -62,13 +62,13 @@ class Passes:
 
         Args:
             inputs: q, k, v, and grad_o.
-            rows: lse2 and delta.
+            rows: lse_log2 and delta.
             grads: what the passes fill, in their order.
         """
-        parts = cut_all(*inputs, parts=self.cut) if self.cut else inputs
-        filled = grads if self._sum is None else combine.room(grads, self._parts)
-        for fold, cut, which in self._steps:
-            fold(*(parts if cut else inputs), *rows, *filled[which])
+        operands = decompose_all(*inputs, terms=self.terms) if self.terms else inputs
+        filled = grads if self._sum is None else combine.room(grads, self._num_splits)
+        for run, terms, which in self._steps:
+            run(*(operands if terms else inputs), *rows, *filled[which])
         if self._sum is not None:
             self._sum(filled, grads)
 
@@ -79,20 +79,20 @@ class Walk:
 
     Args:
         programs: in all.
-        chunk: rows of a part of what a program would walk over.
-        written: the gradients they fill, or parts of them.
+        split_len: rows of a split of what a program would walk over.
+        written: the gradients they fill, or partial sums of them.
         strides: of these.
     """
 
     programs: int
-    chunk: int
+    split_len: int
     written: tuple[Written, ...]
     strides: tuple[tuple[int, ...], ...]
 
     @property
     def split(self) -> bool:
-        """Whether a program has only a part of what it would walk over."""
-        return self.written[0].parts > 1
+        """Whether a program has only a split of what it would walk over."""
+        return self.written[0].num_splits > 1
 
 
 def owners(kernel: Kernel, q: Like, k: Like, blocks: tuple[int, int]) -> int:
@@ -119,26 +119,26 @@ def walk(
         k: [B, G, S, D].
         blocks: queries of a tile, and keys.
         strides: of the gradients.
-        most: parts, instead of what fills the GPU.
+        most: splits, instead of what fills the GPU.
         together: programs of both passes, where they are launched side by side.
     """
     owner, walked = (k, q) if kernel == "bwd_dkdv" else (q, k)
     step = blocks[0] if kernel == "bwd_dkdv" else blocks[1]
     programs = owners(kernel, q, k, blocks)
     which, beside = (kernel, programs) if together is None else ("bwd", together)
-    parts, chunk = splitting.split(which, beside, walked.shape[2], step, q.device, most)
-    written = tuple(Written(parts, owner.shape, of) for of in strides)
-    if parts > 1:
+    num_splits, split_len = splitting.split(which, beside, walked.shape[2], step, q.device, most)
+    written = tuple(Written(num_splits, owner.shape, of) for of in strides)
+    if num_splits > 1:
         strides = [torch.empty(owner.shape, device="meta").stride()] * len(written)
-    return Walk(programs * parts, chunk, written, tuple(strides))
+    return Walk(programs * num_splits, split_len, written, tuple(strides))
 
 
 def numbers(
-    q: Like, k: Like, chunks: Sequence[int], diagonal: int | None, scale: float
+    q: Like, k: Like, split_lens: Sequence[int], diagonal: int | None, scale: float
 ) -> tuple[object, ...]:
     """Return what kernels of a pass take, from ``heads`` to ``scale_log2``."""
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_kv = k.shape[1:3]
     group, last = heads // kv_heads, diagonal or 0
-    sizes = heads, group, seq_q, seq_kv, pitch(seq_q), last, batch, *chunks
+    sizes = heads, group, seq_q, seq_kv, rounded(seq_q), last, batch, *split_lens
     return *sizes, scale, scale * LOG2E.value

@@ -1,4 +1,8 @@
-"""flashattn_bwd_delta: two numbers a row that the backward needs, before its passes."""
+"""flashattn_bwd_preprocess: two numbers a row that the backward needs.
+
+lse_log2 = lse * log2(e); it is +inf for fully masked rows, and for those that only pad: their P is
+0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf.
+"""
 
 from __future__ import annotations
 
@@ -11,140 +15,135 @@ import triton.language as tl
 from flashattn.kernels import launch
 from flashattn.kernels.constants import LOG2E, SIZES
 from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
-from flashattn.kernels.portable.memory import load_one, load_rows, store_rows
-from flashattn.kernels.portable.scheduler import program_tile
+from flashattn.kernels.portable.memory import load_by_pointers, load_rows, store_rows
+from flashattn.kernels.portable.scheduler import tile_coord
 
-ROW_PADDING = 256  # rows of lse2 and delta are padded to whole tiles, whatever the tile
-DELTA_BLOCK = 64  # rows of o and dO that a program of flashattn_bwd_delta reduces
-DELTA_WARPS = 4
+ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
+BLOCK, WARPS = 64, 4  # rows of o and dO that a program of flashattn_bwd_preprocess reduces
 
 
 @triton.jit
-def load_lse2(lse2, o, row, pitch, start, seq_q, BLOCK: tl.constexpr):
-    """Load lse2 of a tile's rows as ``flashattn_bwd_delta`` left it; with o, lse2 is lse.
+def lse_log2_of(lse, row, start, seq_q, BLOCK: tl.constexpr):
+    """Return lse_log2 of a tile's rows from lse."""
+    rows = start + tl.arange(0, BLOCK)
+    offsets = row.to(tl.int64) * seq_q + rows
+    lse_rows = tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
+    fully_masked = lse_rows == float("-inf")
+    return tl.where(fully_masked, float("inf"), lse_rows * LOG2E)
 
-    lse2 = lse * log2(e). Rows that see no key, and those that only pad, have +inf: their P is 0.
-    """
-    if o is None:
-        lse2_rows = load_rows(lse2, row, pitch, start, BLOCK)
-    else:
+
+@triton.jit
+def delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK: tl.constexpr):
+    """Return delta of a tile's rows; grad_lse may be None."""
+    delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if grad_lse is not None:
         rows = start + tl.arange(0, BLOCK)
         offsets = row.to(tl.int64) * seq_q + rows
-        lse_rows = tl.load(lse2 + offsets, mask=rows < seq_q, other=float("-inf"))
-        dead = lse_rows == float("-inf")
-        lse2_rows = tl.where(dead, float("inf"), lse_rows * LOG2E)
-    return lse2_rows
-
-
-@triton.jit
-def load_delta(
-    delta,
-    o,
-    o_strides,
-    do_tile,
-    lse2_rows,
-    batch,
-    head,
-    row,
-    pitch,
-    start,
-    seq_q,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Load delta of a tile's rows likewise; with o, ``delta`` is the gradient of lse, or None.
-
-    delta = rowsum(dO * O) - dlse, and 0 where lse2 is +inf.
-    """
-    if o is None:
-        delta_rows = load_rows(delta, row, pitch, start, BLOCK)
-    else:
-        o_tile = load_one(
-            o, o_strides, batch, head, start, seq_q,
-            head_dim, PADDED, BLOCK, BLOCK_D, False, False,
-        )  # fmt: skip
-        delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-        if delta is not None:
-            rows = start + tl.arange(0, BLOCK)
-            offsets = row.to(tl.int64) * seq_q + rows
-            delta_rows -= tl.load(delta + offsets, mask=rows < seq_q, other=0.0)
-        delta_rows = tl.where(lse2_rows == float("inf"), 0.0, delta_rows)
-    return delta_rows
+        delta_rows -= tl.load(grad_lse + offsets, mask=rows < seq_q, other=0.0)
+    return tl.where(lse_log2_rows == float("inf"), 0.0, delta_rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def flashattn_bwd_delta(
+def flashattn_bwd_preprocess(
     o,
     grad_o,
     lse,
     grad_lse,
-    lse2,
+    lse_log2,
     delta,
     o_strides,
     grad_o_strides,
     heads,
     seq_q,
-    pitch,
+    seq_q_rounded,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write lse2 and delta, see ``load_lse2`` and ``load_delta``; a program takes BLOCK rows."""
-    block, batch, head = program_tile(tl.program_id(0), pitch // BLOCK, heads, False)
+    """Write lse_log2 and delta; a program takes BLOCK rows of one head."""
+    block, batch, head = tile_coord(
+        tl.program_id(0), None, seq_q_rounded // BLOCK, heads, False, False
+    )
     start, row = block * BLOCK, batch * heads + head
-    do_tile = load_one(
-        grad_o, grad_o_strides, batch, head, start, seq_q,
-        head_dim, PADDED, BLOCK, BLOCK_D, False, False,
-    )  # fmt: skip
-    lse2_rows = load_lse2(lse, o, row, pitch, start, seq_q, BLOCK)
-    delta_rows = load_delta(
-        grad_lse, o, o_strides, do_tile, lse2_rows, batch, head, row, pitch, start, seq_q,
-        head_dim, PADDED, BLOCK, BLOCK_D,
-    )  # fmt: skip
-    store_rows(lse2, row, pitch, start, pitch, lse2_rows, BLOCK)
-    store_rows(delta, row, pitch, start, pitch, delta_rows, BLOCK)
+    at = batch, head, start
+    do_tile = load_by_pointers(
+        grad_o, grad_o_strides, at, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False
+    )
+    lse_log2_rows = lse_log2_of(lse, row, start, seq_q, BLOCK)
+    o_tile = load_by_pointers(o, o_strides, at, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False)
+    delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK)
+    store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows, BLOCK)
+    store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
 
 
-def pitch(seq_q: int) -> int:
-    """Return how many numbers of lse2 and delta a head has."""
+@triton.jit
+def load_lse_log2(stats, stride, row, start, seq_q, BLOCK: tl.constexpr):
+    """Load lse_log2 of a tile's rows.
+
+    ``stats`` is (lse_log2, delta, None), ``stride`` apart from head to head, or, where no launch
+    has prepared these, (lse, its gradient or None, o).
+    """
+    lse, _, o = stats
+    if o is None:
+        lse_log2_rows = load_rows(lse, row, stride, start, BLOCK)
+    else:
+        lse_log2_rows = lse_log2_of(lse, row, start, seq_q, BLOCK)
+    return lse_log2_rows
+
+
+@triton.jit
+def load_delta(
+    stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Load delta of a tile's rows likewise; ``at`` is the tile: batch, head, row."""
+    _, delta, o = stats
+    if o is None:
+        delta_rows = load_rows(delta, row, layout.stats, at[2], BLOCK)
+    else:
+        o_tile = load_by_pointers(
+            o, layout.o, at, seq_q, layout.head_dim, CONFIG.PADDED, BLOCK, CONFIG.BLOCK_D, False
+        )
+        delta_rows = delta_of(o_tile, do_tile, delta, lse_log2_rows, row, at[2], seq_q, BLOCK)
+    return delta_rows
+
+
+def rounded(seq_q: int) -> int:
+    """Return how many numbers of lse_log2 and delta a head has."""
     return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
 def row_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return the shape of lse2 and delta for that of o."""
+    """Return the shape of lse_log2 and delta for that of o."""
     batch, heads, seq_q, _ = shape
-    return batch * heads, pitch(seq_q)
+    return batch * heads, rounded(seq_q)
 
 
 def row_terms(
     grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_bwd_delta: lse2 and delta, each [B * H, T padded to whole tiles]."""
+    """Launch flashattn_bwd_preprocess: lse_log2 and delta, each [B * H, T rounded to tiles]."""
     given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
-    lse2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
-    delta = torch.empty_like(lse2)
-    delta_launch(facts(*given))(o, grad_o, lse, grad_lse, lse2, delta)
-    return lse2, delta
+    lse_log2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
+    delta = torch.empty_like(lse_log2)
+    preprocess_launch(facts(*given))(o, grad_o, lse, grad_lse, lse_log2, delta)
+    return lse_log2, delta
 
 
 @lru_cache(PLANS)
-def delta_launch(given: tuple[Facts, ...]) -> Launch:
-    """Prepare the launch of flashattn_bwd_delta.
+def preprocess_launch(given: tuple[Facts, ...]) -> Launch:
+    """Prepare the launch of flashattn_bwd_preprocess.
 
     Args:
         given: what is to be known of o, grad_o, lse, and grad_lse where there is one.
     """
     o, grad_o = Like(*given[0]), Like(*given[1])
     batch, heads, seq_q, head_dim = o.shape
-    padded = pitch(seq_q)
     strides = o.strides[:3], grad_o.strides[:3]
     return Launch(
-        flashattn_bwd_delta,
-        padded // DELTA_BLOCK * batch * heads,
+        flashattn_bwd_preprocess,
+        rounded(seq_q) // BLOCK * batch * heads,
         [None] * 6,
-        (*strides, heads, seq_q, padded),
-        launch.row_options(head_dim, strides, DELTA_BLOCK, DELTA_WARPS),
+        (*strides, heads, seq_q, rounded(seq_q)),
+        launch.row_options(head_dim, strides, BLOCK, WARPS),
     )

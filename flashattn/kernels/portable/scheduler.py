@@ -1,4 +1,4 @@
-"""Which tile a program owns."""
+"""The tile scheduler: which tile of which head a program owns, and which split of the others."""
 
 from __future__ import annotations
 
@@ -9,32 +9,57 @@ from flashattn.kernels.constants import BAND
 
 
 @triton.jit
-def program_tile(program, blocks, heads, LAST_FIRST: tl.constexpr):
-    """Return (block, batch, head) of a program: neighbours share a head, its keys in L2."""
-    block, row = program % blocks, program // blocks
-    if LAST_FIRST:
-        block = (
-            blocks - 1 - block
-        )  # under a causal mask the longest first, so that none is left over
-    return block, row // heads, row % heads
+def tile_coord(program, programs, blocks, heads, REVERSED: tl.constexpr, SECTIONED: tl.constexpr):
+    """Return (block, batch, head) of one of ``programs``.
 
-
-@triton.jit
-def banded_tile(program, programs, blocks, heads, LAST_FIRST: tl.constexpr, BANDED: tl.constexpr):
-    """Return likewise (block, batch, head) of one of ``programs``; BANDED: the longest first.
-
-    Those of BAND heads, then of the next: so none is left over where heads are few and a
-    multiprocessor has room for one program or two; and several programs at a time share each
-    head's keys still.
+    Neighbours share a head, and so its keys in L2. REVERSED starts the last block first: under a
+    causal mask it has most to do (longest processing time first). SECTIONED starts all blocks of
+    BAND heads in this order before those of the next: no long block is left for the end, and
+    several programs at a time still share a head's keys.
     """
-    if BANDED:
+    if SECTIONED:
         first = program // (BAND * blocks) * BAND
         width = tl.minimum(BAND, programs // blocks - first)
         within = program - first * blocks
         block, row = within // width, first + within % width
-        if LAST_FIRST:
-            block = blocks - 1 - block
-        batch, head = row // heads, row % heads
     else:
-        block, batch, head = program_tile(program, blocks, heads, LAST_FIRST)
-    return block, batch, head
+        block, row = program % blocks, program // blocks
+    if REVERSED:
+        block = blocks - 1 - block
+    return block, row // heads, row % heads
+
+
+@triton.jit
+def own_tile(
+    program,
+    programs,
+    size,
+    heads,
+    batches,
+    split_len,
+    BLOCK: tl.constexpr,
+    REVERSED: tl.constexpr,
+    SECTIONED: tl.constexpr,
+):
+    """Return (start, out_batch, batch, head) of the tile that a program owns, of ``size`` rows.
+
+    The output has ``batches`` for each split of what a program loops over.
+    """
+    blocks = tl.cdiv(size, BLOCK)
+    block, out_batch, head = tile_coord(program, programs, blocks, heads, REVERSED, SECTIONED)
+    start = block * BLOCK
+    if split_len is None:
+        batch = out_batch
+    else:
+        batch = out_batch % batches
+    return start, out_batch, batch, head
+
+
+@triton.jit
+def split_begin(out_batch, batches, split_len):
+    """Return the first row of the split that a program loops over."""
+    if split_len is None:
+        begin = 0
+    else:
+        begin = out_batch // batches * split_len
+    return begin

@@ -1,4 +1,4 @@
-"""Sums of the online softmax: compensated, and normalized at the end."""
+"""Sums of the online softmax: compensated as they grow, and normalized at the end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from flashattn.kernels.constants import LN2
 
 
 @triton.jit
-def add_compensated(total, lost, x):
+def add_compensated(total, error, x):
     """Return total + x, and what rounding added, which the next sum takes off (Kahan, 1965)."""
-    x -= lost
+    x -= error
     longer = total + x
     return longer, (longer - total) - x
 
 
 @triton.jit
+def finite_max(m):
+    """Return m, and 0 for rows that have seen no key yet: -inf - -inf is NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
 def normalized(acc, m, l):
-    """Return o and the logsumexp; rows that see no key have l = 0."""
-    dead = l == 0.0
-    l = tl.where(dead, 1.0, l)
+    """Return o and the logsumexp; fully masked rows have l = 0."""
+    fully_masked = l == 0.0
+    l = tl.where(fully_masked, 1.0, l)
     o = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
-    return o, tl.where(dead, float("-inf"), (m + tl.log2(l)) * LN2)
+    return o, tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)

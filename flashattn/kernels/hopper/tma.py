@@ -26,3 +26,15 @@ class Tiles:
         layout = gl.NVMMASharedLayout(SWIZZLE, 8 * x.element_size(), x.ndim)
         block = [1, 1, self.rows, block_d(x.shape[-1])]
         return TensorDescriptor(x, list(x.shape), launch.described_strides(x), block, layout)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
+
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x."""
+        layout = gl.NVMMASharedLayout(0, 32, 2)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows], layout)

@@ -12,58 +12,58 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 
 
 @gluon.jit
-def zeros(FIRST: gl.constexpr, REST: gl.constexpr):
+def zero_acc(D_LO: gl.constexpr, D_HI: gl.constexpr):
     """Return an accumulator of a warpgroup's rows."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
-    first = gl.zeros([ROWS, FIRST], gl.float32, L)
-    if REST == 0:
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    first = gl.zeros([ROWS, D_LO], gl.float32, L)
+    if D_HI == 0:
         accs = (first,)
     else:
-        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
-        accs = (first, gl.zeros([ROWS, REST], gl.float32, R))  # type: ignore[assignment]
+        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HI, 16])
+        accs = (first, gl.zeros([ROWS, D_HI], gl.float32, R))  # type: ignore[assignment]
     return accs
 
 
 @gluon.jit
-def inner(a, b, FIRST: gl.constexpr, REST: gl.constexpr, LAYOUT: gl.constexpr):
+def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin the product of a [64, D] and b [rows, D] over their columns, [64, rows]."""
     COLUMNS: gl.constexpr = b.shape[0]
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    if REST == 0:
+    if D_HI == 0:
         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
     else:
-        x, y = a.slice(0, FIRST, dim=1), b.slice(0, FIRST, dim=1)
+        x, y = a.slice(0, D_LO, dim=1), b.slice(0, D_LO, dim=1)
         acc = warpgroup_mma(x, y.permute((1, 0)), acc, use_acc=False, is_async=True)
-        x, y = a.slice(FIRST, REST, dim=1), b.slice(FIRST, REST, dim=1)
+        x, y = a.slice(D_LO, D_HI, dim=1), b.slice(D_LO, D_HI, dim=1)
         acc = warpgroup_mma(x, y.permute((1, 0)), acc, is_async=True)
     return acc
 
 
 @gluon.jit
-def fold(p, x, accs, FIRST: gl.constexpr, REST: gl.constexpr):
+def mma_pv(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
     """Begin to add the product of p [64, rows] and x [rows, D] to an accumulator."""
-    if REST == 0:
+    if D_HI == 0:
         accs = (warpgroup_mma(p, x, accs[0], is_async=True),)
     else:
-        first = warpgroup_mma(p, x.slice(0, FIRST, dim=1), accs[0], is_async=True)
-        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+        first = warpgroup_mma(p, x.slice(0, D_LO, dim=1), accs[0], is_async=True)
+        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HI, 16])
         p = gl.convert_layout(p, gl.DotOperandLayout(0, R, 2), assert_trivial=True)
-        rest = warpgroup_mma(p, x.slice(FIRST, REST, dim=1), accs[1], is_async=True)
+        rest = warpgroup_mma(p, x.slice(D_LO, D_HI, dim=1), accs[1], is_async=True)
         accs = (first, rest)
     return accs
 
 
 @gluon.jit
-def ready(x, LATER: gl.constexpr, REST: gl.constexpr):
+def mma_wait(x, LATER: gl.constexpr, D_HI: gl.constexpr):
     """Return the result of a product, when at most so many begun after it are under way."""
-    PARTS: gl.constexpr = 1 if REST == 0 else 2
-    return warpgroup_mma_wait(LATER * PARTS, deps=[x])
+    PRODUCTS: gl.constexpr = 1 if D_HI == 0 else 2
+    return warpgroup_mma_wait(LATER * PRODUCTS, deps=[x])
 
 
 @gluon.jit
-def folded(accs, LATER: gl.constexpr, REST: gl.constexpr):
+def acc_wait(accs, LATER: gl.constexpr, D_HI: gl.constexpr):
     """Return an accumulator likewise."""
-    if REST == 0:
+    if D_HI == 0:
         accs = (warpgroup_mma_wait(LATER, deps=[accs[0]]),)
     else:
         first, rest = warpgroup_mma_wait(2 * LATER, deps=[accs[0], accs[1]])
@@ -72,34 +72,34 @@ def folded(accs, LATER: gl.constexpr, REST: gl.constexpr):
 
 
 @gluon.jit
-def by_row(x, factors):
+def scale_rows(x, factors):
     """Return x with its rows multiplied."""
     L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(factors, L, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def scaled(accs, factors, REST: gl.constexpr):
+def scale_acc(accs, factors, D_HI: gl.constexpr):
     """Return an accumulator with its rows multiplied."""
-    if REST == 0:
-        accs = (by_row(accs[0], factors),)
+    if D_HI == 0:
+        accs = (scale_rows(accs[0], factors),)
     else:
-        accs = (by_row(accs[0], factors), by_row(accs[1], factors))
+        accs = (scale_rows(accs[0], factors), scale_rows(accs[1], factors))
     return accs
 
 
 @gluon.jit
-def put(accs, factor, tile, FIRST: gl.constexpr, REST: gl.constexpr):
+def store_acc(accs, factor, tile, D_LO: gl.constexpr, D_HI: gl.constexpr):
     """Multiply an accumulator, round it, and store it in a tile [64, D] of shared memory."""
-    if REST == 0:
+    if D_HI == 0:
         tile.store((accs[0] * factor).to(tile.dtype))
     else:
-        tile.slice(0, FIRST, dim=1).store((accs[0] * factor).to(tile.dtype))
-        tile.slice(FIRST, REST, dim=1).store((accs[1] * factor).to(tile.dtype))
+        tile.slice(0, D_LO, dim=1).store((accs[0] * factor).to(tile.dtype))
+        tile.slice(D_LO, D_HI, dim=1).store((accs[1] * factor).to(tile.dtype))
 
 
 @gluon.jit
-def store(x, total, strides, place, head, start, size, head_dim):
+def store_global(x, total, strides, place, head, start, size, head_dim):
     """Store a sum [64, columns] where x has rows ``start ...`` of a head, up to ``size``."""
     layout: gl.constexpr = total.type.layout
     rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))

@@ -34,27 +34,40 @@ TO_32 = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 32))
 
 
 @gluon.jit
-def packed(x, dtype: gl.constexpr):
-    """Round x [rows, columns], in fp32, to a dtype, and return words [rows, columns / 2]."""
+def pack(x, dtype: gl.constexpr):
+    """Round x [rows, columns], in fp32, to a dtype, and return packed [rows, columns / 2]."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     ROUND: gl.constexpr = TO_FP16 if dtype == gl.float16 else TO_BF16
     return gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], gl.int32, True, 1)
 
 
 @gluon.jit
-def operand(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the numbers in words as a product takes them, [rows, columns]."""
+def unpack(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the numbers in packed as a product takes them, [rows, columns]."""
     even, odd = gl.inline_asm_elementwise(
-        APART, "=h,=h,r", [words], (gl.int16, gl.int16), True, 1
+        APART, "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1
     )  # fmt: skip
-    numbers = gl.reshape(gl.join(even, odd), [words.shape[0], 2 * words.shape[1]])
+    numbers = gl.reshape(gl.join(even, odd), [packed.shape[0], 2 * packed.shape[1]])
     return gl.convert_layout(numbers.to(DTYPE, bitcast=True), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def settle(words):
-    """Have words [64, columns], which are not negative, computed before what follows."""
-    if words.shape[1] % 64 == 0:
-        gl.inline_asm_elementwise(NOW_32, TO_32, [words], gl.int32, False, 32)
+def compiler_barrier(packed):
+    """Have packed [64, columns], which are not negative, computed before what follows."""
+    if packed.shape[1] % 64 == 0:
+        gl.inline_asm_elementwise(NOW_32, TO_32, [packed], gl.int32, False, 32)
     else:
-        gl.inline_asm_elementwise(NOW_16, TO_16, [words], gl.int32, False, 16)
+        gl.inline_asm_elementwise(NOW_16, TO_16, [packed], gl.int32, False, 16)
+
+
+OPAQUE = gl.constexpr("mov.b32 $0, $1;")
+
+
+@gluon.jit
+def opaque(x):
+    """Return x, of which the compiler does not know that it is x.
+
+    What lies in one place all through a loop has addresses that a thread would keep in registers,
+    one for each 16 columns that are multiplied; from a place that looks new it computes them again.
+    """
+    return gl.inline_asm_elementwise(OPAQUE, "=r,r", [gl.to_tensor(x)], gl.int32, False, 1)

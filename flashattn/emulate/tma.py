@@ -79,16 +79,16 @@ def fence_async_shared() -> None:
     unfenced.clear()
 
 
-def await_turn(counter: Pointer, turn: int) -> None:
-    """Wait until a counter has come to a number."""
-    here().pause(lambda: counter.value == turn)
+def wait_eq(counter: Pointer, value: int) -> None:
+    """Wait until a counter has a value."""
+    here().pause(lambda: counter.value == value)
 
 
-def order_after_turn() -> None:
+def fence_acquire() -> None:
     """Do nothing: stores are in memory when they are written."""
 
 
-def pass_on(counter: Pointer) -> None:
+def arrive_inc(counter: Pointer) -> None:
     """Wait until all stores of these warps are in memory, and count one on."""
     stores = list(here().stores)
     here().pause(lambda: all(store.written for store in stores))

@@ -6,8 +6,7 @@ share. It stores dk and dv of that in fp32, and flashattn_bwd_sum adds up the sh
 same order. Owners are numbered as key heads of which each comes with all of its shares.
 """
 
-from __future__ import annotations
-
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn.kernels import launch
-from flashattn.kernels.hopper.columns import store
+from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.launch import Like
 from flashattn.kernels.portable import combine
 from flashattn.kernels.portable.combine import Tensors, Written
@@ -31,25 +31,64 @@ ONE_PASS = 128  # head dimension, up to which the backward is one
 LATE, ADDED = (0.5, 0.3), (3, 6)
 
 
-@gluon.jit
-def key_head(owner, shares):
-    """Return the head of the keys that an owner has; ``shares`` is None where nothing is shared."""
-    if shares is not None:
-        owner = owner // shares
-    return owner
+@aggregate
+class GqaSplits:
+    """The query heads of a key head, split among CTAs that own the same keys.
+
+    Split heads are numbered as key heads of which each comes with all of its splits; count is None
+    if heads are not split. Partial dk and dv are [count, batches, ...] in fp32.
+    """
+
+    count: gl.tensor | gl.constexpr
+    head_dim: gl.tensor | gl.constexpr
+    stride_b: gl.tensor | gl.constexpr
+    stride_h: gl.tensor | gl.constexpr
+    stride_t: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, count, head_dim, stride_b, stride_h, stride_t):
+        """Store the fields."""
+        none: gl.constexpr = gl.constexpr(None)
+        self.count = none if count is None else count
+        self.head_dim = none if head_dim is None else head_dim
+        self.stride_b = none if stride_b is None else stride_b
+        self.stride_h = none if stride_h is None else stride_h
+        self.stride_t = none if stride_t is None else stride_t
+
+    @gluon.jit
+    def kv_head(self, split_head):
+        """Return the key head of a split head."""
+        if self.count is not None:
+            split_head = split_head // self.count
+        return split_head
+
+    @gluon.jit
+    def partial(self, batch, split_head, scheduler):
+        """Return (batch, head) of a split head among the partial sums."""
+        batches = scheduler.batches()
+        return split_head % self.count * batches + batch, split_head // self.count
+
+    @gluon.jit
+    def store(
+        self, x, acc, factor, at, start_kv, seq_kv, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    ):  # fmt: skip
+        """Multiply an accumulator, and store it in x, one of the partial sums."""
+        strides = self.stride_b, self.stride_h, self.stride_t
+        batch, head = at
+        store_global(x, acc[0] * factor, strides, batch, head, start_kv, seq_kv, self.head_dim)
+        if D_HI > 0:
+            rest = self.head_dim - D_LO
+            store_global(x + D_LO, acc[1] * factor, strides, batch, head, start_kv, seq_kv, rest)
 
 
 @gluon.jit
-def store_share(
-    accs, factor, terms, strides, owner, batch, batches, shares, start_kv, seq_kv, head_dim,
-    FIRST: gl.constexpr, REST: gl.constexpr,
-):  # fmt: skip
-    """Multiply an accumulator, and store it in an owner's part of terms [shares, batches, ...]."""
-    place, head = owner % shares * batches + batch, owner // shares
-    store(terms, accs[0] * factor, strides, place, head, start_kv, seq_kv, head_dim)
-    if REST > 0:
-        rest = head_dim - FIRST
-        store(terms + FIRST, accs[1] * factor, strides, place, head, start_kv, seq_kv, rest)
+def new_gqa_splits(count, head_dim, strides):
+    """Return the splits of a launch; all are None if heads are not split."""
+    if count is None:
+        splits = GqaSplits(None, None, None, None, None)
+    else:
+        splits = GqaSplits(count, head_dim, strides[0], strides[1], strides[2])
+    return splits
 
 
 def shares_for(q: Like, k: Like, tiles: int, *, causal: bool) -> int:

@@ -66,22 +66,22 @@ def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def high(x: Registers) -> Registers:
+def leading_bits(x: Registers) -> Registers:
     """Return the first 8 bits of each number."""
     return registers((x.contiguous().view(torch.int32) & HIGH_BITS.value).view(torch.float32))
 
 
-def packed(x: Registers, dtype: torch.dtype) -> Registers:
+def pack(x: Registers, dtype: torch.dtype) -> Registers:
     """Return x, rounded; there are no words here."""
     return registers(x.to(dtype))
 
 
-def operand(words: Registers, dtype: torch.dtype, layout: object) -> Registers:
+def unpack(packed: Registers, dtype: torch.dtype, layout: object) -> Registers:
     """Return what was packed."""
     del dtype, layout
-    return words
+    return packed
 
 
-def settle(words: Registers) -> None:
+def compiler_barrier(packed: Registers) -> None:
     """Do nothing: what is computed is computed in its order."""
-    del words
+    del packed

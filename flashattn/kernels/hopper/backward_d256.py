@@ -1,0 +1,521 @@
+"""flashattn_hopper_bwd_d256_dkdv, flashattn_hopper_bwd_d256_dq: gradients of D = 129 to 256.
+
+Two passes, seven products of which one pass would need five: at 256 numbers a pass that adds dq to
+memory would own 64 keys at most, as dk and dv of 128 fill all registers there are, and so add as
+many bytes to the L2 cache, 64 KiB for 64 queries, as it loads. Each output element is written by
+one program, in one order, so gradients are the same bits in each run.
+
+**dk and dv.** A program owns 64 keys; 64 x 256 sums in fp32 are half of what a warpgroup has in
+registers. So one warpgroup computes P and sums dv, and the other takes P from it, computes dS and
+sums dk: P and dS stay in the registers that computed them, and no product is done twice. While the
+exponentials of one run, the tensor cores have two products of the other. The scores are transposed,
+[keys, queries]. P is handed over in fp16, times 2^14, which keeps 11 bits of all that counts.
+
+**dq.** A program owns 128 queries, 64 for each of two warpgroups, and walks over keys as the
+forward does.
+
+In clocks of a multiprocessor, for 64 x 64 scores: a product needs the tensor cores for 512. Shared
+memory gives 128 bytes a clock: a product of two operands from there takes 512, too, one whose left
+operand is in registers 256; a tile that comes takes 256. The first kernel so needs 2048 for its
+products and about 2200 for shared memory, the second 1536 and 1536. At three quarters of that, what
+the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
+One pass would need 2560 and 3650, and 64 KiB of additions in memory. Measured on an H200, N = 4096
+without a mask: 460 and 495 in two runs; each alone makes 626 and 669 of its own products.
+
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles; Triton's Gluon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+)
+
+from flashattn.kernels.constants import LOG2E
+from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.config import WideConfig, columns
+from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
+from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
+from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
+from flashattn.kernels.hopper.registers import opaque, pack, unpack
+from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, TileScheduler
+from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
+from flashattn.kernels.launch import Launch, Like
+
+BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
+PAIR = gl.constexpr(128)  # queries of both warpgroups
+STAGES = gl.constexpr(2)
+LIFT = gl.constexpr(14.0)  # P is stored times 2^14: small ones are normal numbers in fp16, too
+LOWER = gl.constexpr(2.0**-14)
+
+
+@gluon.jit
+def visited_query_tiles(block, shape):
+    """Return (first, full_begin, full_end, end) of query tiles; there is at least one."""
+    first, full_begin, full_end, end = query_tiles(
+        block * BLOCK, shape.right, shape.seq_q, BLOCK, BLOCK
+    )
+    if shape.right is not None:
+        first = gl.minimum(first, end - 1)
+    return first, gl.minimum(gl.maximum(full_begin, first), end), full_end, end
+
+
+@gluon.jit
+def visited_key_tiles(block, shape):
+    """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
+    first, full_begin, full_end, end = key_tiles(
+        block * PAIR, shape.right, shape.seq_q, shape.seq_kv, PAIR, BLOCK
+    )
+    return first, full_begin, full_end, gl.maximum(end, first + 1)
+
+
+@gluon.jit
+def producer_dkdv(x, row_stats, own, pipeline, own_pipeline, scheduler, splits, shape):
+    """Load k and the queries, or v and dO, the first tile of these first.
+
+    Each pair has a warp of its own: a tile of queries is in use for longer than one of dO, and a
+    warp that waited for a stage of the one would leave a stage of the other empty.
+    """
+    n = 0
+    block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
+    first, _, _, end = visited_query_tiles(block, shape)
+    begin = split_head * shape.group
+    for head in range(begin, begin + shape.group):
+        row = batch * (scheduler.heads * shape.group) + head
+        for i in range(first, end):
+            pipeline.load(n, x, batch, head, i * BLOCK, row_stats, row)
+            n += 1
+            if i == first and head == begin:
+                own_pipeline.load(0, own, batch, splits.kv_head(split_head), block * BLOCK)
+
+
+@gluon.jit
+def compute_p(
+    s, lse_log2, sP, n, start_q, start_kv, right, scale_log2, MASKED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Return 2^14 P of the n-th tile of queries, packed, and share it."""
+    rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
+    p = gl.exp2(s * scale_log2 - rows[None, :])
+    if MASKED:
+        p = apply_mask_transposed(p, start_q, start_kv, right)
+    # The n-th queries lie where those of two tiles before did, which dk released after it read P.
+    sP.store(n, p)
+    return pack(p, DTYPE)
+
+
+@gluon.jit
+def dv_step(
+    state, k, queries, grads, sP, n, start_q, start_kv, right, scale_log2, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
+    dv, p = state
+    do = grads.consumer_wait(n - 1)
+    dv = mma_pv(unpack(p, do.dtype, OPERAND), do, dv, D_LO, D_HI)
+    q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
+    s = mma_qk(k, q, D_LO, D_HI, LAYOUT)
+    dv = acc_wait(dv, 1, D_HI)
+    grads.consumer_release(n - 1)
+    s = mma_wait(s, 0, D_HI)
+    p = compute_p(s, lse_log2, sP, n, start_q, start_kv, right, scale_log2, MASKED, do.dtype)
+    return dv, p
+
+
+@gluon.jit
+def store_grad(
+    x, acc, factor, tile, pipeline, coord, scheduler, splits, shape, D_LO: gl.constexpr,
+    D_HI: gl.constexpr,
+):  # fmt: skip
+    """Store dk or dv of this CTA's keys, through the tile of shared memory that they came in."""
+    block, batch, split_head = coord
+    start_kv = block * BLOCK
+    if splits.count is None:
+        store_acc(acc, factor, tile, D_LO, D_HI)  # nobody else reads it
+        fence_async_shared()
+        store_tile(x, [batch, split_head, start_kv, 0], pipeline.tiles.index(0))
+        tma.store_wait(0)
+    else:
+        at = splits.partial(batch, split_head, scheduler)
+        splits.store(x, acc, factor, at, start_kv, shape.seq_kv, D_LO, D_HI)
+
+
+@gluon.jit
+def consumer_dv(
+    dv, keys, queries, grads, sP, scheduler, splits, shape, scale_log2, D_LO: gl.constexpr,
+    D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute P, and dv; the keys are this warpgroup's own."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    MASKED: gl.constexpr = shape.right is not None
+    n = 0
+    coord = scheduler.tile_coord(gl.program_id(0))
+    block = coord[0]
+    start_kv = block * BLOCK
+    first, full_begin, _, end = visited_query_tiles(block, shape)
+    k = keys.consumer_wait(0)
+    q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
+    s = mma_wait(mma_qk(k, q, D_LO, D_HI, S), 0, D_HI)
+    p = compute_p(
+        s, lse_log2, sP, n, first * BLOCK, start_kv, shape.right, scale_log2, MASKED, k.dtype
+    )
+    n += 1
+    acc = zero_acc(D_LO, D_HI)
+    for h in range(shape.group):
+        begin = first + 1 - gl.minimum(h, 1)
+        if MASKED:
+            for i in range(begin, full_begin):
+                acc, p = dv_step(
+                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape.right,
+                    scale_log2, D_LO, D_HI, True, S, P,
+                )  # fmt: skip
+                n += 1
+        for i in range(gl.maximum(begin, full_begin), end):
+            acc, p = dv_step(
+                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape.right, scale_log2,
+                D_LO, D_HI, False, S, P,
+            )  # fmt: skip
+            n += 1
+    do = grads.consumer_wait(n - 1)
+    acc = acc_wait(mma_pv(unpack(p, do.dtype, P), do, acc, D_LO, D_HI), 0, D_HI)
+    store_grad(dv, acc, LOWER, k, keys, coord, scheduler, splits, shape, D_LO, D_HI)
+
+
+@gluon.jit
+def compute_ds(dp, delta, grads, sP, n, DTYPE: gl.constexpr):
+    """Take P of the n-th tile of queries, and return dS, packed."""
+    # Scaled differences suit fp16, too: 2^14 P (dP - delta) could be more than it can hold.
+    rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
+    p = sP.load(n, dp.type.layout)
+    grads.consumer_release(n)
+    return pack(p * (dp * LOWER - rows[None, :]), DTYPE)
+
+
+@gluon.jit
+def dk_step(
+    state, v, queries, grads, sP, n, D_LO: gl.constexpr, D_HI: gl.constexpr, LAYOUT: gl.constexpr,
+    OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Add the tile of queries before the n-th to dk, and compute dS of the n-th."""
+    dk, ds = state
+    q = queries.consumer_wait(n - 1)
+    dk = mma_pv(unpack(ds, q.dtype, OPERAND), q, dk, D_LO, D_HI)
+    do, delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_qk(v, do, D_LO, D_HI, LAYOUT)
+    dk = acc_wait(dk, 1, D_HI)
+    queries.consumer_release(n - 1)
+    dp = mma_wait(dp, 0, D_HI)
+    return dk, compute_ds(dp, delta, grads, sP, n, q.dtype)
+
+
+@gluon.jit
+def consumer_dk(
+    dk, values, queries, grads, sP, scheduler, splits, shape, scale, D_LO: gl.constexpr,
+    D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute dS, and dk; the values are this warpgroup's own."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    n = 0
+    coord = scheduler.tile_coord(gl.program_id(0))
+    block = coord[0]
+    first, _, _, end = visited_query_tiles(block, shape)
+    v = values.consumer_wait(0)
+    do, delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_wait(mma_qk(v, do, D_LO, D_HI, S), 0, D_HI)
+    ds = compute_ds(dp, delta, grads, sP, n, v.dtype)
+    n += 1
+    acc = zero_acc(D_LO, D_HI)
+    for _ in range(1, shape.group * (end - first)):
+        acc, ds = dk_step((acc, ds), v, queries, grads, sP, n, D_LO, D_HI, S, P)
+        n += 1
+    q = queries.consumer_wait(n - 1)
+    acc = acc_wait(mma_pv(unpack(ds, q.dtype, P), q, acc, D_LO, D_HI), 0, D_HI)
+    store_grad(dk, acc, scale, v, values, coord, scheduler, splits, shape, D_LO, D_HI)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "split_heads",
+        "gqa_splits",
+        "section_heads",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "right",
+    ]
+)
+def flashattn_hopper_bwd_d256_dkdv(
+    q, k, v, grad_o, lse_log2, delta, dk, dv, tiles, blocks, split_heads, gqa_splits, head_dim,
+    strides, section_heads, group, seq_q, seq_kv, right, scale, scale_log2, D_LO: gl.constexpr,
+    D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv; all tensors are descriptors, but for these where heads are split."""
+    ORDER: gl.constexpr = LINEAR if right is None else ASCENDING
+    scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ORDER)
+    splits = new_gqa_splits(gqa_splits, head_dim, strides)
+    shape = Shape(group, seq_q, seq_kv, right)
+    keys = new_pipeline(k, 1, 1)
+    values = new_pipeline(v, 1, 1)
+    queries = new_pipeline(q, STAGES, 1, row_stats=lse_log2)  # dk releases q after P was computed
+    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta)
+    sP = new_shared_p(gl.float16, STAGES, BLOCK, BLOCK)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consumer_dv, (dv, keys, queries, grads, sP, scheduler, splits, shape, scale_log2, D_LO,
+                           D_HI)),
+            (consumer_dk, (dk, values, queries, grads, sP, scheduler, splits, shape, scale, D_LO,
+                           D_HI)),
+            (producer_dkdv, (q, lse_log2, k, queries, keys, scheduler, splits, shape)),
+            (producer_dkdv, (grad_o, delta, v, grads, values, scheduler, splits, shape)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def producer_dq(q, k, v, grad_o, queries, grads, keys, values, scheduler, shape):
+    """Load queries and dO, and then keys and values from the last to the first."""
+    n = 0
+    block, batch, head = scheduler.tile_coord(gl.program_id(0))
+    kv_head = head // shape.group
+    first, _, _, end = visited_key_tiles(block, shape)
+    for w in gl.static_range(2):
+        queries.load(w, q, batch, head, block * PAIR + w * BLOCK)
+    keys.load(n, k, batch, kv_head, (end - 1) * BLOCK)
+    for w in gl.static_range(2):
+        grads.load(w, grad_o, batch, head, block * PAIR + w * BLOCK)
+    values.load(n, v, batch, kv_head, (end - 1) * BLOCK)
+    n += 1
+    for i in range(end - 2, first - 1, -1):
+        keys.load(n, k, batch, kv_head, i * BLOCK)
+        values.load(n, v, batch, kv_head, i * BLOCK)
+        n += 1
+
+
+@gluon.jit
+def opaque_tile(pipeline, n):
+    """Return the n-th tile, of a few that stay, at an address that the compiler cannot keep.
+
+    It would keep the addresses of all 32 operands of a step's first two products in registers.
+    """
+    return pipeline.term(opaque(n))
+
+
+@gluon.jit
+def compute_p_ds(
+    s, dp, values, n, stats, start_q, start_kv, shape, scale_log2, D_HI: gl.constexpr,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
+    lse_log2, delta = stats
+    s = mma_wait(s, 1, D_HI)
+    if MASKED:
+        s = apply_mask(s, start_q, start_kv, shape.right, shape.seq_kv, float("-inf"))
+    p = gl.exp2(s * scale_log2 - lse_log2[:, None])
+    dp = mma_wait(dp, 0, D_HI)
+    values.consumer_release(n)
+    return pack(p * (dp - delta[:, None]), DTYPE)
+
+
+@gluon.jit
+def dq_step(
+    WARPGROUP: gl.constexpr, state, queries, grads, stats, keys, values, n, start_q, start_kv,
+    shape, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
+    dq, ds = state
+    k = keys.tile(n - 1)
+    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, D_LO, D_HI)
+    q = opaque_tile(queries, WARPGROUP)
+    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    do = opaque_tile(grads, WARPGROUP)
+    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    dq = acc_wait(dq, 2, D_HI)
+    keys.consumer_release(n - 1)
+    ds = compute_p_ds(
+        s, dp, values, n, stats, start_q, start_kv, shape, scale_log2, D_HI, MASKED, k.dtype
+    )
+    return dq, ds
+
+
+@gluon.jit
+def consumer_dq(
+    WARPGROUP: gl.constexpr, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
+    pitch, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute dq of 64 queries of the tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    n = 0
+    block, batch, head = scheduler.tile_coord(gl.program_id(0))
+    start_q = block * PAIR + WARPGROUP * BLOCK
+    _, full_begin, full_end, end = visited_key_tiles(block, shape)
+    at = (batch * scheduler.heads + head).to(gl.int64) * pitch + start_q
+    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
+    stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
+    queries.consumer_wait(WARPGROUP)
+    q = opaque_tile(queries, WARPGROUP)
+    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, S)
+    grads.consumer_wait(WARPGROUP)
+    do = opaque_tile(grads, WARPGROUP)
+    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, S)
+    ds = compute_p_ds(
+        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, scale_log2, D_HI, True, q.dtype
+    )
+    n += 1
+    acc = zero_acc(D_LO, D_HI)
+    full_end = gl.minimum(full_end, end - 1)
+    if shape.right is not None:  # else only the last tile of keys may need a mask
+        for i in range(end - 2, full_end - 1, -1):
+            acc, ds = dq_step(
+                WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
+                shape, scale_log2, D_LO, D_HI, True, S, P,
+            )  # fmt: skip
+            n += 1
+    for i in range(full_end - 1, full_begin - 1, -1):
+        acc, ds = dq_step(
+            WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK, shape,
+            scale_log2, D_LO, D_HI, False, S, P,
+        )  # fmt: skip
+        n += 1
+    k = keys.tile(n - 1)
+    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, D_LO, D_HI), 0, D_HI)
+    store_acc(acc, scale, q, D_LO, D_HI)
+    fence_async_shared()
+    store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "heads",
+        "section_heads",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "pitch",
+        "right",
+    ]
+)
+def flashattn_hopper_bwd_d256_dq(
+    q, k, v, grad_o, lse_log2, delta, dq, tiles, blocks, heads, section_heads, group, seq_q, seq_kv,
+    pitch, right, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute dq; all tensors but lse_log2 and delta are descriptors."""
+    ORDER: gl.constexpr = LINEAR if right is None else DESCENDING
+    scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
+    shape = Shape(group, seq_q, seq_kv, right)
+    queries = new_pipeline(q, 2, 1)
+    grads = new_pipeline(grad_o, 2, 1)
+    keys = new_pipeline(k, 2, 2)
+    values = new_pipeline(v, 1, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consumer_dq, (0, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
+                           pitch, scale, scale_log2, D_LO, D_HI)),
+            (consumer_dq, (1, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
+                           pitch, scale, scale_log2, D_LO, D_HI)),
+            (producer_dq, (q, k, v, grad_o, queries, grads, keys, values, scheduler, shape)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def constants(head_dim: int) -> dict[str, object]:
+    """Return the values of both kernels' constexpr arguments."""
+    d_lo, d_hi = columns(head_dim)
+    return {"D_LO": d_lo, "D_HI": d_hi}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is launched: flashattn_hopper_bwd_d256_dkdv and flashattn_hopper_bwd_d256_dq."""
+
+    dkdv: Launch
+    shares: Shares
+    dq: Launch
+
+    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Fill dq, dk and dv; given are q, k, v, dO, lse2 and delta."""
+        dq, dk, dv = grads
+        self.shares.fill(lambda x: self.dkdv(*given, *x), (dk, dv))
+        self.dq(*given, dq)
+
+
+def plan(
+    q: Like,
+    k: Like,
+    v: Like,
+    grad_o: Like,
+    dq: Like,
+    pitch: int,
+    diagonal: int | None,
+    scale: float,
+    config: WideConfig,
+) -> _Plan:
+    """Choose the programs, and prepare the launches; dk and dv are as q, k and v determine.
+
+    Args:
+        q: [B, H, T, D], D from 129 to 256.
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        grad_o: [B, H, T, D].
+        dq: [B, H, T, D].
+        pitch: numbers of lse2 and delta that a head has.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        config: of both kernels.
+    """
+    del grad_o, dq
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    group, block = heads // kv_heads, BLOCK.value
+    causal = diagonal is not None
+    options = constants(head_dim) | {"num_warps": WARPS}
+    scales = scale, scale * LOG2E.value
+    tile, numbers = Tiles(block), Numbers(block)
+    blocks = triton.cdiv(seq_kv, block)
+    tiles = blocks * batch * kv_heads
+    shares = share(q, k, v, tiles, causal=causal)
+    tiles, owners, walked = tiles * shares.count, kv_heads * shares.count, group // shares.count
+    sizes = tiles, blocks, owners, *shares.numbers, config.band, walked, seq_q, seq_kv, diagonal
+    keys = Launch(
+        flashattn_hopper_bwd_d256_dkdv,
+        tiles,
+        [*[tile] * 4, numbers, numbers, *[shares.operand(tile)] * 2],
+        (*sizes, *scales),
+        options,
+    )
+    blocks = triton.cdiv(seq_q, PAIR.value)
+    tiles = blocks * batch * heads
+    queries = Launch(
+        flashattn_hopper_bwd_d256_dq,
+        tiles,
+        [*[tile] * 4, None, None, tile],
+        (tiles, blocks, heads, config.band, group, seq_q, seq_kv, pitch, diagonal, *scales),
+        options,
+    )
+    return _Plan(keys, shares, queries)

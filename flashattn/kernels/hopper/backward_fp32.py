@@ -1,0 +1,356 @@
+"""flashattn_hopper_bwd_fp32_dkdv, flashattn_hopper_bwd_fp32_dq: gradients of D = 65 to 128 in fp32.
+
+What the portable passes compute of inputs that come cut, shared by two warpgroups as in
+``backward_d256``: one computes P, the other takes it and computes dS; dv is summed by the first, dk
+and dq by the second. Each has one sum of 64 x 128 in registers, and one tile that stays, whose
+addresses it keeps; a single warpgroup with all of that must keep some in memory. And while one
+waits, the tensor cores have the other's products.
+"""
+
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flashattn.kernels import launch
+from flashattn.kernels.constants import LOG2E
+from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
+from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
+from flashattn.kernels.hopper.mma import store_global
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
+from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
+from flashattn.kernels.hopper.tma import WARPS, Tiles
+from flashattn.kernels.launch import Facts, Launch, Like
+from flashattn.kernels.portable.backward import passes as portable
+from flashattn.kernels.portable.passes import Pass, Passes, Walk, walk
+from flashattn.kernels.portable.preprocess import rounded
+from flashattn.kernels.tiles import block_d
+
+COLUMNS = gl.constexpr(128)
+OWNED = gl.constexpr(64)  # rows of a program's own tile
+STAGES = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def walked(parts):
+    """Return rows of a tile that comes by: as many as leave room for a second one."""
+    return 64 if parts == 2 else 32
+
+
+@aggregate
+class Splits:
+    """Splits of the rows that a CTA visits, ``length`` whole tiles of them each; or one, of all."""
+
+    batches: gl.tensor
+    length: gl.tensor
+    several: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, batches, length, several):
+        """Store the fields."""
+        self.batches = batches
+        self.length = length
+        self.several = gl.constexpr(several)
+
+    @gluon.jit
+    def tiles(self, split_batch, first, end, WALKED: gl.constexpr):
+        """Return (batch, first, end) of a split: what of tiles first ... end - 1 is in it."""
+        batch = split_batch
+        if self.several:
+            batch = split_batch % self.batches
+            begin = split_batch // self.batches * (self.length // WALKED)
+            first = gl.maximum(first, begin)
+            end = gl.minimum(end, begin + self.length // WALKED)
+        return batch, first, end
+
+
+@gluon.jit
+def own_keys(kv_heads, splits, shape, TERMS: gl.constexpr):
+    """Return (first key, batch, split_batch, head, first query tile, end) of this CTA."""
+    WALKED: gl.constexpr = walked(TERMS)
+    ORDER: gl.constexpr = LINEAR if shape.right is None else ASCENDING
+    scheduler = one_tile_each(gl.cdiv(shape.seq_kv, OWNED), kv_heads, ORDER)
+    block, split_batch, kv_head = scheduler.tile_coord(gl.program_id(0))
+    start_kv = block * OWNED
+    first, _, _, end = query_tiles(start_kv, shape.right, shape.seq_q, WALKED, OWNED)
+    batch, first, end = splits.tiles(split_batch, first, end, WALKED)
+    return start_kv, batch, split_batch, kv_head, first, end
+
+
+@gluon.jit
+def producer_dkdv(x, own, pipeline, own_pipeline, kv_heads, splits, shape, TERMS: gl.constexpr):
+    """Load k and the queries, or v and dO."""
+    WALKED: gl.constexpr = walked(TERMS)
+    start_kv, batch, _, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
+    own_pipeline.load(0, own, batch, kv_head, start_kv)
+    n = 0
+    for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
+        for i in range(first, end):
+            pipeline.load(n, x, batch, head, i * WALKED)
+            n += 1
+
+
+@gluon.jit
+def consumer_dv(
+    dv, lse_log2, keys, queries, grads, sP, strides, kv_heads, splits, shape, pitch, scale_log2,
+    head_dim, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute P, and dv."""
+    WALKED: gl.constexpr = walked(TERMS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    start_kv, batch, split_batch, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
+    rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DV)
+    k = keys.consumer_wait(0)
+    n = 0
+    for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
+        at = lse_log2 + (batch * kv_heads * shape.group + head).to(gl.int64) * pitch
+        for i in range(first, end):
+            lse_log2_rows = gl.load(at + i * WALKED + rows)
+            q = queries.consumer_wait(n)
+            s = mma_terms(k, transpose_terms(q, TERMS), S, TERMS)
+            p = gl.exp2(s * scale_log2 - lse_log2_rows[None, :])
+            if shape.right is not None:
+                p = apply_mask_transposed(p, i * WALKED, start_kv, shape.right)
+            # The n-th queries lie where those of two tiles before did, which dk released after it
+            # read P.
+            sP.store(n, p)
+            do = grads.consumer_wait(n)
+            acc += mma_terms(bf16_terms(p, P, TERMS), do, DV, TERMS)
+            grads.consumer_release(n)
+            n += 1
+    store_global(dv, acc, strides, split_batch, kv_head, start_kv, shape.seq_kv, head_dim)
+
+
+@gluon.jit
+def consumer_dk(
+    dk, delta, values, queries, grads, sP, strides, kv_heads, splits, shape, pitch, scale, head_dim,
+    TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute dS, and dk."""
+    WALKED: gl.constexpr = walked(TERMS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    start_kv, batch, split_batch, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
+    rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DK)
+    v = values.consumer_wait(0)
+    n = 0
+    for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
+        at = delta + (batch * kv_heads * shape.group + head).to(gl.int64) * pitch
+        for i in range(first, end):
+            delta_rows = gl.load(at + i * WALKED + rows)
+            do = grads.consumer_wait(n)
+            dp = mma_terms(v, transpose_terms(do, TERMS), S, TERMS)
+            grads.consumer_release(n)
+            p = sP.load(n, S)
+            ds = bf16_terms(p * (dp - delta_rows[None, :]), P, TERMS)
+            q = queries.consumer_wait(n)
+            acc += mma_terms(ds, q, DK, TERMS)
+            queries.consumer_release(n)
+            n += 1
+    store_global(dk, acc * scale, strides, split_batch, kv_head, start_kv, shape.seq_kv, head_dim)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "right", "batches", "split_len"])
+def flashattn_hopper_bwd_fp32_dkdv(
+    q, k, v, grad_o, lse_log2, delta, dk, dv, dk_strides, dv_strides, heads, group, seq_q, seq_kv,
+    pitch, right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
+    TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v, grad_o are descriptors of terms."""
+    kv_heads = heads // group
+    shape = Shape(group, seq_q, seq_kv, right)
+    splits = Splits(batches, split_len, SPLIT)
+    keys = new_pipeline(k, 1, 1, TERMS)
+    values = new_pipeline(v, 1, 1, TERMS)
+    queries = new_pipeline(q, STAGES, 1, TERMS)  # dk releases q after P was computed from it
+    grads = new_pipeline(grad_o, STAGES, 2, TERMS)
+    sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consumer_dv, (dv, lse_log2, keys, queries, grads, sP, dv_strides, kv_heads, splits,
+                           shape, pitch, scale_log2, head_dim, TERMS)),
+            (consumer_dk, (dk, delta, values, queries, grads, sP, dk_strides, kv_heads, splits,
+                           shape, pitch, scale, head_dim, TERMS)),
+            (producer_dkdv, (q, k, queries, keys, kv_heads, splits, shape, TERMS)),
+            (producer_dkdv, (grad_o, v, grads, values, kv_heads, splits, shape, TERMS)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def own_queries(heads, splits, shape, TERMS: gl.constexpr):
+    """Return (first query, batch, split_batch, head, first key tile, end) of this CTA."""
+    WALKED: gl.constexpr = walked(TERMS)
+    ORDER: gl.constexpr = LINEAR if shape.right is None else DESCENDING
+    scheduler = one_tile_each(gl.cdiv(shape.seq_q, OWNED), heads, ORDER)
+    block, split_batch, head = scheduler.tile_coord(gl.program_id(0))
+    start_q = block * OWNED
+    first, _, _, end = key_tiles(start_q, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED)
+    batch, first, end = splits.tiles(split_batch, first, end, WALKED)
+    return start_q, batch, split_batch, head, first, end
+
+
+@gluon.jit
+def producer_dq(x, own, pipeline, own_pipeline, heads, splits, shape, TERMS: gl.constexpr):
+    """Load q and the keys, or dO and the values."""
+    WALKED: gl.constexpr = walked(TERMS)
+    start_q, batch, _, head, first, end = own_queries(heads, splits, shape, TERMS)
+    own_pipeline.load(0, own, batch, head, start_q)
+    n = 0
+    for i in range(first, end):
+        pipeline.load(n, x, batch, head // shape.group, i * WALKED)
+        n += 1
+
+
+@gluon.jit
+def consumer_p(
+    lse_log2, queries, keys, sP, heads, splits, shape, pitch, scale_log2, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute P."""
+    WALKED: gl.constexpr = walked(TERMS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    start_q, batch, _, head, first, end = own_queries(heads, splits, shape, TERMS)
+    rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
+    lse_log2_rows = gl.load(lse_log2 + (batch * heads + head).to(gl.int64) * pitch + rows)
+    q = queries.consumer_wait(0)
+    n = 0
+    for i in range(first, end):
+        k = keys.consumer_wait(n)
+        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
+        p = gl.exp2(s * scale_log2 - lse_log2_rows[:, None])
+        # P of a key that pads a tile could be inf, and inf * 0 is NaN.
+        p = apply_mask(p, start_q, i * WALKED, shape.right, shape.seq_kv, 0.0)
+        sP.store(n, p)  # as in ``consumer_dv``, with keys in place of queries
+        n += 1
+
+
+@gluon.jit
+def consumer_dq(
+    dq, delta, grads, keys, values, sP, strides, heads, splits, shape, pitch, scale, head_dim,
+    TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute dS, and dq."""
+    WALKED: gl.constexpr = walked(TERMS)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    start_q, batch, split_batch, head, first, end = own_queries(heads, splits, shape, TERMS)
+    rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
+    delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * pitch + rows)
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DQ)
+    do = grads.consumer_wait(0)
+    for n in range(end - first):
+        v = values.consumer_wait(n)
+        dp = mma_terms(do, transpose_terms(v, TERMS), S, TERMS)
+        values.consumer_release(n)
+        p = sP.load(n, S)
+        ds = bf16_terms(p * (dp - delta_rows[:, None]), P, TERMS)
+        k = keys.consumer_wait(n)
+        acc += mma_terms(ds, k, DQ, TERMS)
+        keys.consumer_release(n)
+    store_global(dq, acc * scale, strides, split_batch, head, start_q, shape.seq_q, head_dim)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "right", "batches", "split_len"])
+def flashattn_hopper_bwd_fp32_dq(
+    q, k, v, grad_o, lse_log2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, pitch, right,
+    batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute dq, as ``flashattn_bwd_dq``; q, k, v and grad_o are descriptors of terms."""
+    shape = Shape(group, seq_q, seq_kv, right)
+    splits = Splits(batches, split_len, SPLIT)
+    queries = new_pipeline(q, 1, 1, TERMS)
+    grads = new_pipeline(grad_o, 1, 1, TERMS)
+    keys = new_pipeline(k, STAGES, 1, TERMS)  # dq releases k after P was computed from it
+    values = new_pipeline(v, STAGES, 1, TERMS)
+    sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consumer_p, (lse_log2, queries, keys, sP, heads, splits, shape, pitch, scale_log2,
+                          TERMS)),
+            (consumer_dq, (dq, delta, grads, keys, values, sP, dq_strides, heads, splits, shape,
+                           pitch, scale, head_dim, TERMS)),
+            (producer_dq, (k, q, keys, queries, heads, splits, shape, TERMS)),
+            (producer_dq, (v, grad_o, values, grads, heads, splits, shape, TERMS)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+def passes(
+    given: tuple[Facts, ...],
+    strides: tuple[tuple[int, ...], ...],
+    diagonal: int | None,
+    scale: float,
+    precision: str,
+) -> Passes | Launch:
+    """Prepare the launches of flashattn_hopper_bwd_fp32_dkdv and flashattn_hopper_bwd_fp32_dq.
+
+    Or those of the portable kernels, where the inputs are not cut or have other head dims.
+
+    Args:
+        given: what is to be known of q, k, v, grad_o and o.
+        strides: of dk, dv and dq.
+        diagonal: as in ``forward.plan``.
+        scale: as in ``forward.plan``.
+        precision: as ``launch.input_precision`` returns it.
+    """
+    q, k = (Like(*x) for x in given[:2])
+    tile = launch.pick_tile("bwd_dq", q, k, causal=diagonal is not None, precision=precision)
+    parts = launch.cuts(tile, q.dtype, precision)
+    if block_d(q.shape[3]) != COLUMNS.value or not parts:
+        return portable(given, strides, diagonal, scale, precision)
+    own, other = OWNED.value, walked(parts)
+    keys = walk("bwd_dkdv", q, k, (other, own), strides[:2])
+    queries = walk("bwd_dq", q, k, (own, other), strides[2:])
+    options = q, k, diagonal, scale, parts
+    return Passes(
+        _pass(flashattn_hopper_bwd_fp32_dkdv, keys, (other, own, own, other), *options),
+        _pass(flashattn_hopper_bwd_fp32_dq, queries, (own, other, other, own), *options),
+    )
+
+
+def _pass(
+    function: Any,
+    way: Walk,
+    rows: tuple[int, ...],
+    q: Like,
+    k: Like,
+    diagonal: int | None,
+    scale: float,
+    parts: int,
+) -> Pass:
+    """Prepare a launch of one of them, with so many rows in tiles of q, k, v and grad_o."""
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_kv = k.shape[1:3]
+    group, stats = heads // kv_heads, rounded(seq_q)
+    fold = Launch(
+        function,
+        way.programs,
+        [*map(Tiles, rows), *[None] * (2 + len(way.written))],
+        (
+            *(x[:3] for x in way.strides),
+            *(heads, group, seq_q, seq_kv, stats, diagonal, batch, way.split_len),
+            *(scale, scale * LOG2E.value, head_dim),
+        ),
+        constants(split=way.split, parts=parts) | {"num_warps": WARPS},
+    )
+    return Pass(fold, parts, way.written)
+
+
+def constants(*, split: bool, parts: int) -> dict[str, object]:
+    """Return the values of both kernels' constexpr arguments."""
+    return {"SPLIT": split, "TERMS": parts}

@@ -1,0 +1,67 @@
+"""fp32 products by two or three bf16 terms of each operand, see ``portable.bf16x3``.
+
+As the portable kernels do it: the lesser products first, the greatest to their sum, each in a sum
+of its own, which is then added in fp32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flashattn.kernels.constants import HIGH_BITS
+from flashattn.kernels.hopper.mma import ROWS
+
+
+@gluon.jit
+def leading_bits(x):
+    """Return the first 8 bits of each number."""
+    return (x.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def bf16_operand(x, LAYOUT: gl.constexpr):
+    """Return a part as an operand of a product."""
+    return gl.convert_layout(x.to(gl.bfloat16), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
+    """Return operands of a product whose sum is x, in fp32: see ``portable.bf16x3``."""
+    a = leading_bits(x)
+    rest = x - a
+    rest = gl.where(rest == rest, rest, 0.0)  # inf - inf
+    if TERMS == 2:
+        terms = bf16_operand(a, LAYOUT), bf16_operand(rest, LAYOUT)
+    else:
+        b = leading_bits(rest)
+        terms = bf16_operand(a, LAYOUT), bf16_operand(b, LAYOUT), bf16_operand(rest - b, LAYOUT)  # type: ignore[assignment]
+    return terms
+
+
+@gluon.jit
+def mma_terms(a, b, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
+    """Return the product of a [64, k] and b [k, columns], both cut."""
+    WIDTH: gl.constexpr = b[0].shape[1]
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    if TERMS == 2:
+        acc = warpgroup_mma(a[0], b[1], acc, use_acc=False, is_async=True)
+    else:
+        acc = warpgroup_mma(a[1], b[1], acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(a[0], b[2], acc, is_async=True)
+        acc = warpgroup_mma(a[2], b[0], acc, is_async=True)
+        acc = warpgroup_mma(a[0], b[1], acc, is_async=True)
+    acc = warpgroup_mma(a[1], b[0], acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = gl.where(acc == acc, acc, 0.0)  # inf * 0, of numbers whose product is inf
+    acc = warpgroup_mma(a[0], b[0], acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
+def transpose_terms(x, TERMS: gl.constexpr):
+    """Return a tile that is cut with its rows as columns."""
+    if TERMS == 2:
+        turned = x[0].permute((1, 0)), x[1].permute((1, 0))
+    else:
+        turned = x[0].permute((1, 0)), x[1].permute((1, 0)), x[2].permute((1, 0))  # type: ignore[assignment]
+    return turned

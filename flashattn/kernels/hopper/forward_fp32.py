@@ -1,0 +1,182 @@
+"""flashattn_hopper_fwd_fp32: o of heads of 33 to 128 in fp32, which comes cut.
+
+What the portable kernel computes of parts, by two warpgroups of 64 queries each and a warp that
+loads: one's softmax runs under the other's products, which are most of the work.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flashattn.kernels import launch
+from flashattn.kernels.constants import LN2, LOG2E
+from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
+from flashattn.kernels.hopper.mask import apply_mask, key_tiles
+from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
+from flashattn.kernels.hopper.pipeline import new_pipeline
+from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_tile_each
+from flashattn.kernels.hopper.tma import WARPS, Tiles
+from flashattn.kernels.launch import Launch, Like
+from flashattn.kernels.portable.forward import SMALLEST_SCALE, Cut, Forward, Plan
+from flashattn.kernels.portable.forward import forward as portable
+from flashattn.kernels.tiles import block_d
+
+WIDTHS = (64, 128)  # that heads are padded to
+GROUPS = gl.constexpr(2)
+OWNED = gl.constexpr(128)  # queries of a program
+WALKED = gl.constexpr(64)  # keys of a tile
+ROOM = 160 << 10  # bytes of shared memory for keys and values
+
+
+@gluon.constexpr_function
+def stages(columns, parts):
+    """Return how many tiles of keys there is room for, and of values."""
+    return min(ROOM // (2 * 2 * WALKED.value * columns * parts), 3)
+
+
+@gluon.jit
+def own_tile(heads, shape):
+    """Return (first query, batch, head, first key tile, end) of this CTA."""
+    ORDER: gl.constexpr = LINEAR if shape.right is None else DESCENDING
+    scheduler = one_tile_each(gl.cdiv(shape.seq_q, OWNED), heads, ORDER)
+    block, batch, head = scheduler.tile_coord(gl.program_id(0))
+    first, _, _, end = key_tiles(
+        block * OWNED, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED
+    )
+    return block * OWNED, batch, head, first, end
+
+
+@gluon.jit
+def producer(q, k, v, queries, keys, values, heads, shape):
+    """Load the queries, and then keys and values."""
+    start_q, batch, head, first, end = own_tile(heads, shape)
+    kv_head = head // shape.group
+    for w in gl.static_range(GROUPS):
+        queries.load(w, q, batch, head, start_q + w * ROWS)
+    for i in range(first, end):
+        keys.load(i - first, k, batch, kv_head, i * WALKED)
+        values.load(i - first, v, batch, kv_head, i * WALKED)
+
+
+@gluon.jit
+def consumer(
+    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, o_strides, heads, shape, scale_log2,
+    head_dim, BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Fold the keys into the online softmax of 64 queries, and write o and lse."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    start_q, batch, head, first, end = own_tile(heads, shape)
+    start_q += WARPGROUP * ROWS
+    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
+    m = gl.full([ROWS], float("-inf"), gl.float32, R)
+    l = gl.zeros([ROWS], gl.float32, R)
+    lost = gl.zeros([ROWS], gl.float32, R)
+    queries.consumer_wait(WARPGROUP)
+    for i in range(first, end):
+        n = i - first
+        q, k = queries.tile(WARPGROUP), keys.consumer_wait(n)
+        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
+        keys.consumer_release(n)
+        s = apply_mask(s, start_q, i * WALKED, shape.right, shape.seq_kv, float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        p = gl.exp2(s * scale_log2 - finite[:, None])
+        alpha = gl.exp2(m - finite)
+        term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as portable
+        longer = l * alpha + term
+        lost = (longer - l * alpha) - term
+        l = longer
+        m = m_new
+        operands = bf16_terms(p, P, TERMS)
+        v = values.consumer_wait(n)
+        acc = scale_rows(acc, alpha) + mma_terms(operands, v, O, TERMS)
+        values.consumer_release(n)
+    rows = start_q + gl.arange(0, ROWS, layout=R)
+    dead = l == 0.0
+    value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
+    at = lse + (batch * heads + head).to(gl.int64) * shape.seq_q
+    gl.store(at + rows, value, mask=rows < shape.seq_q)
+    total = gl.where(dead, 1.0, l)
+    inverse = 1.0 / total
+    inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 in its last place
+    acc = scale_rows(acc, inverse)
+    store_global(o, acc, o_strides, batch, head, start_q, shape.seq_q, head_dim)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "right"])
+def flashattn_hopper_fwd_fp32(
+    q, k, v, o, lse, o_strides, heads, group, seq_q, seq_kv, right, scale_log2, head_dim,
+    BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of bf16 terms."""
+    STAGES: gl.constexpr = stages(BLOCK_D, TERMS)
+    shape = Shape(group, seq_q, seq_kv, right)
+    queries = new_pipeline(q, GROUPS, 1, TERMS)
+    keys = new_pipeline(k, STAGES, GROUPS, TERMS)
+    values = new_pipeline(v, STAGES, GROUPS, TERMS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consumer, (0, o, lse, queries, keys, values, o_strides, heads, shape, scale_log2,
+                        head_dim, BLOCK_D, TERMS)),
+            (consumer, (1, o, lse, queries, keys, values, o_strides, heads, shape, scale_log2,
+                        head_dim, BLOCK_D, TERMS)),
+            (producer, (q, k, v, queries, keys, values, heads, shape)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precision: str) -> Plan:
+    """Return what launches flashattn_hopper_fwd_fp32.
+
+    Or the portable kernel, where the inputs are not cut or have other head dims, or a scale is not
+    positive.
+
+    Args:
+        q: what [B, H, T, D] is like, in fp32, with dense rows.
+        k: what [B, G, S, D] is like.
+        v: likewise.
+        diagonal: as in ``forward.plan``.
+        scale: as in ``forward.plan``.
+        precision: as ``launch.input_precision`` returns it.
+    """
+    causal = diagonal is not None
+    tile = launch.pick_tile("fwd", q, k, v, causal=causal, precision=precision)
+    parts = launch.cuts(tile, q.dtype, precision)
+    fits = block_d(q.shape[3]) in WIDTHS and scale >= SMALLEST_SCALE
+    if not (parts and fits) or 0 in (*q.shape, *k.shape):
+        return lambda q, k, v: portable(
+            q, k, v, diagonal=diagonal, scale=scale, precision=precision
+        )
+    batch, heads, seq_q, head_dim = q.shape
+    kernel = Launch(
+        flashattn_hopper_fwd_fp32,
+        triton.cdiv(seq_q, OWNED.value) * batch * heads,
+        [Tiles(ROWS.value), Tiles(WALKED.value), Tiles(WALKED.value), None, None],
+        (
+            torch.empty_like(q.meta).stride()[:3],
+            heads,
+            heads // k.shape[1],
+            seq_q,
+            k.shape[2],
+            diagonal,
+            scale * LOG2E.value,
+            head_dim,
+        ),
+        constants(head_dim, parts=parts) | {"num_warps": WARPS},
+    )
+    return Forward(q, Cut(kernel, parts))
+
+
+def constants(head_dim: int, *, parts: int) -> dict[str, object]:
+    """Return the values of the kernel's constexpr arguments."""
+    return {"BLOCK_D": block_d(head_dim), "TERMS": parts}

@@ -1,0 +1,102 @@
+"""The mask on the device: which keys a query sees, as two monotone bounds; all else is derived.
+
+Query t sees keys s <= t + right, or every key if right is None. Bounds may lie outside of a
+sequence, and no key or query is seen if they cross. The mask depends on t - s alone, so a tile is
+masked in coordinates of its own, with right shifted.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def keys_of(t, right, seq_kv):
+    """Return (lo, hi): query t sees keys lo ... hi - 1."""
+    hi = seq_kv
+    if right is not None:
+        hi = gl.minimum(t + (right + 1), seq_kv)
+    return 0, hi
+
+
+@triton.jit
+def keys_of_tl(t, right, seq_kv):
+    """Return the same in a kernel of Triton's own language."""
+    hi = seq_kv
+    if right is not None:
+        hi = tl.minimum(t + (right + 1), seq_kv)
+    return 0, hi
+
+
+@gluon.jit
+def queries_of(s, right, seq_q):
+    """Return (lo, hi): key s is seen by queries lo ... hi - 1."""
+    lo = 0
+    if right is not None:
+        lo = s - right
+    return lo, seq_q
+
+
+@gluon.jit
+def key_tiles(
+    start_q, right, seq_q, seq_kv, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+):  # fmt: skip
+    """Return (first, full_begin, full_end, end) of the key tiles that a query tile visits.
+
+    All of its queries see all keys of tiles full_begin ... full_end - 1.
+    """
+    lo, full_hi = keys_of(start_q, right, seq_kv)
+    full_lo, hi = keys_of(gl.minimum(start_q + BLOCK_Q, seq_q) - 1, right, seq_kv)
+    if right is not None:  # the first queries may see no key
+        full_hi, hi = gl.maximum(full_hi, 0), gl.maximum(hi, 0)
+    full_end, end = full_hi // BLOCK_KV, gl.cdiv(hi, BLOCK_KV)
+    return lo // BLOCK_KV, gl.cdiv(full_lo, BLOCK_KV), full_end, end
+
+
+@gluon.jit
+def query_tiles(
+    start_kv, right, seq_q, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+):  # fmt: skip
+    """Return (first, full_begin, full_end, end) of the query tiles that a key tile visits.
+
+    All of its keys are seen by all queries of tiles full_begin ... full_end - 1.
+    """
+    lo, hi = queries_of(start_kv, right, seq_q)
+    full_lo, _ = queries_of(start_kv + BLOCK_KV - 1, right, seq_q)
+    end = gl.cdiv(hi, BLOCK_Q)
+    if right is not None:  # the first keys may be seen by all queries
+        lo, full_lo = gl.maximum(lo, 0), gl.maximum(full_lo, 0)
+    return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end
+
+
+@gluon.jit
+def apply_mask(x, start_q, start_kv, right, seq_kv, value: gl.constexpr):
+    """Return a tile [queries, keys] with ``value`` where a query does not see a key."""
+    layout: gl.constexpr = x.type.layout
+    keys = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    if right is None:
+        seen = keys[None, :] < seq_kv - start_kv
+    else:
+        rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+        _, hi = keys_of(rows, right + (start_q - start_kv), seq_kv - start_kv)
+        seen = keys[None, :] < hi[:, None]
+    return gl.where(seen, x, value)
+
+
+@gluon.jit
+def apply_mask_transposed(x, start_q, start_kv, right, seq_kv=None):
+    """Return a tile [keys, queries] with 0 where a query does not see a key.
+
+    If seq_kv is not None, no query sees keys from there on: their P could be inf.
+    """
+    layout: gl.constexpr = x.type.layout
+    queries = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    keys = start_kv + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+    lo = gl.full([x.shape[0]], 0, gl.int32, layout=gl.SliceLayout(1, layout))
+    if right is not None:
+        lo, _ = queries_of(keys, right, None)
+        lo -= start_q
+    if seq_kv is not None:
+        lo = gl.where(keys < seq_kv, lo, x.shape[1])
+    return gl.where(queries[None, :] >= lo[:, None], x, 0.0)

@@ -1,0 +1,224 @@
+"""Pipelines: stages of shared memory that a producer warp fills by TMA and consumers read."""
+
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashattn.kernels.hopper.compat import aggregate, load_tile
+from flashattn.kernels.hopper.registers import opaque
+
+
+@aggregate
+class Pipeline:
+    """Stages for tiles [1, 1, rows, columns], each with a full and an empty barrier.
+
+    The n-th load fills stage n % stages. A barrier's phase is a bit that flips each time all
+    arrivals are in; a wait for phase 1 of a new barrier returns at once.
+
+    A stage holds the bf16 terms of an fp32 tile, if there are several. If row_stats is not None, a
+    stage also holds a number for each row of its tile, [1, rows] in fp32.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    row_stats: gl.shared_memory_descriptor | gl.constexpr
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    terms: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, row_stats, full, empty, stages, terms):
+        """Store the fields."""
+        self.tiles = tiles
+        self.row_stats = gl.constexpr(None) if row_stats is None else row_stats
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.terms = gl.constexpr(terms)
+
+    @gluon.jit
+    def producer_acquire(self, n):
+        """Wait until the n-th load's stage is empty."""
+        mbarrier.wait(self.empty.index(n % self.stages), ((n // self.stages) & 1) ^ 1)
+
+    @gluon.jit
+    def producer_commit(self, n, tile, batch, head, row, row_stats=None, stats_row=0):
+        """Start the n-th load, whose stage is empty; it completes the stage's full barrier."""
+        stage = n % self.stages
+        full = self.full.index(stage)
+        size: gl.constexpr = self.terms * tile.block_type.nbytes
+        if row_stats is None:
+            mbarrier.expect(full, size)
+        else:
+            mbarrier.expect(full, size + row_stats.block_type.nbytes)
+        for i in gl.static_range(self.terms):
+            at = [batch, head * self.terms + i, row, 0]
+            load_tile(tile, at, full, self.tiles.index(stage * self.terms + i))
+        if row_stats is not None:
+            load_tile(row_stats, [stats_row, row], full, self.row_stats.index(stage))
+
+    @gluon.jit
+    def load(self, n, tile, batch, head, row, row_stats=None, stats_row=0):
+        """Start the n-th load as soon as its stage is empty."""
+        self.producer_acquire(n)
+        self.producer_commit(n, tile, batch, head, row, row_stats, stats_row)
+
+    @gluon.jit
+    def consumer_wait(self, n):
+        """Wait for the n-th tile and return it."""
+        mbarrier.wait(self.full.index(n % self.stages), (n // self.stages) & 1)
+        return self.tile(n)
+
+    @gluon.jit
+    def consumer_release(self, n):
+        """Release the n-th tile's stage; every consumer warpgroup must."""
+        mbarrier.arrive(self.empty.index(n % self.stages), count=1)
+
+    @gluon.jit
+    def tile(self, n):
+        """Return the n-th tile, [rows, columns], or a tuple of its terms; it has been loaded."""
+        if self.terms == 1:
+            tile = self.term(n % self.stages)
+        elif self.terms == 2:
+            at = n % self.stages * 2
+            tile = self.term(at), self.term(at + 1)  # type: ignore[assignment]
+        else:
+            at = opaque(n % self.stages * 3)
+            tile = self.term(at), self.term(at + 1), self.term(at + 2)  # type: ignore[assignment]
+        return tile
+
+    @gluon.jit
+    def term(self, at):
+        """Return a tile [rows, columns] by its place among all terms of all stages."""
+        tile = self.tiles.index(at)
+        return tile.reshape([tile.shape[2], tile.shape[3]])
+
+    @gluon.jit
+    def stats(self, n):
+        """Return the numbers of the n-th tile's rows, [rows]."""
+        stats = self.row_stats.index(n % self.stages)
+        return stats.reshape([stats.shape[1]])
+
+
+@gluon.jit
+def new_pipeline(
+    tile, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TERMS: gl.constexpr = 1, row_stats=None,
+    shared=None,
+):  # fmt: skip
+    """Return an empty pipeline for a descriptor's tiles; CONSUMERS release each stage.
+
+    Args:
+        tile: descriptor.
+        STAGES: loads that may be in flight or in use.
+        CONSUMERS: warpgroups.
+        TERMS: bf16 terms of a tile.
+        row_stats: descriptor of a number for each row, or None.
+        shared: pipeline that is acquired and released together with this one, or None.
+    """
+    tiles = gl.allocate_shared_memory(tile.dtype, [TERMS * STAGES] + tile.block_shape, tile.layout)
+    stats = None
+    if row_stats is not None:
+        stats = gl.allocate_shared_memory(
+            row_stats.dtype, [STAGES] + row_stats.block_shape, row_stats.layout
+        )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if shared is None:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    else:
+        empty = shared.empty
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        if shared is None:
+            mbarrier.init(empty.index(i), count=CONSUMERS)
+    return Pipeline(tiles, stats, full, empty, STAGES, TERMS)
+
+
+@aggregate
+class ScalarPipeline:
+    """Integers that one warp sends to several warpgroups, at most two of them in flight."""
+
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, full, empty):
+        """Store the fields."""
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def write(self, n, number):
+        """Write the n-th number."""
+        mbarrier.wait(self.empty.index(n % 2), ((n // 2) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.numbers.index(n % 2).store(gl.full([1], number, gl.int32, layout))
+        mbarrier.arrive(self.full.index(n % 2), count=1)
+
+    @gluon.jit
+    def read(self, n):
+        """Wait for the n-th number and return it."""
+        mbarrier.wait(self.full.index(n % 2), (n // 2) & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        number = gl.max(self.numbers.index(n % 2).load(layout), 0)
+        mbarrier.arrive(self.empty.index(n % 2), count=1)
+        return number
+
+
+@gluon.jit
+def new_scalar_pipeline(CONSUMERS: gl.constexpr):
+    """Return an empty pipeline that CONSUMERS warpgroups read."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return ScalarPipeline(numbers, full, empty)
+
+
+@aggregate
+class SharedP:
+    """P in shared memory, from the warpgroup that computes it to the one that computes dS.
+
+    There is no empty barrier: P of ``stages`` tiles before has been read when the tile that it was
+    computed from has been released.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, stages):
+        """Store the fields."""
+        self.tiles = tiles
+        self.full = full
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def store(self, n, p):
+        """Store the n-th P."""
+        self.tiles.index(n % self.stages).store(p.to(self.tiles.dtype))
+        mbarrier.arrive(self.full.index(n % self.stages), count=1)
+
+    @gluon.jit
+    def load(self, n, LAYOUT: gl.constexpr):
+        """Wait for the n-th P and return it, in fp32."""
+        mbarrier.wait(self.full.index(n % self.stages), (n // self.stages) & 1)
+        return self.tiles.index(n % self.stages).load(LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def new_shared_p(
+    DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Return shared memory for STAGES of P [ROWS, COLUMNS]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32 if gl.float32 == DTYPE else 16, 2)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    return SharedP(tiles, full, STAGES)

@@ -1,0 +1,145 @@
+"""Scheduling: which tile a CTA takes, and in which order it visits the tiles of the other side.
+
+Sources: Qiang et al., 2026, "DASH: Deterministic Attention Scheduling for High-throughput
+Reproducible LLM Training", for the shift schedule; the waves are ours.
+"""
+
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn.kernels.constants import BAND
+from flashattn.kernels.hopper.compat import aggregate
+
+LINEAR, ASCENDING, DESCENDING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+@aggregate
+class Shape:
+    """The problem, as every role needs it.
+
+    A group is the query heads of a key head, or its part of a GQA split. Query t sees keys up to
+    t + right, or all if right is None.
+    """
+
+    group: gl.tensor
+    seq_q: gl.tensor
+    seq_kv: gl.tensor
+    right: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, group, seq_q, seq_kv, right):
+        """Store the fields."""
+        self.group = group
+        self.seq_q = seq_q
+        self.seq_kv = seq_kv
+        self.right = gl.constexpr(None) if right is None else right
+
+
+@aggregate
+class TileScheduler:
+    """The tiles of all heads in the order in which CTAs take them.
+
+    LINEAR: head by head. Else by sections of heads, whose K and V stay in the L2 cache; in a
+    section the first blocks of all heads come first (ASCENDING) or the last ones (DESCENDING):
+    under a mask the longest, so that the last CTAs to finish have the least work (LPT).
+    """
+
+    tiles: gl.tensor
+    blocks: gl.tensor
+    heads: gl.tensor
+    section_heads: gl.tensor
+    order: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, blocks, heads, section_heads, order):
+        """Store the fields: tiles of all heads, blocks of one head."""
+        self.tiles = tiles
+        self.blocks = blocks
+        self.heads = heads
+        self.section_heads = section_heads
+        self.order = gl.constexpr(order)
+
+    @gluon.jit
+    def section(self, tile):
+        """Return (first head, heads, index within) of a tile's section."""
+        start = tile // (self.section_heads * self.blocks) * self.section_heads
+        heads = gl.minimum(self.section_heads, self.tiles // self.blocks - start)
+        return start, heads, tile - start * self.blocks
+
+    @gluon.jit
+    def tile_coord(self, tile):
+        """Return (block, batch, head) of a tile."""
+        if self.order == LINEAR:
+            block, row = tile % self.blocks, tile // self.blocks
+        else:
+            start, heads, within = self.section(tile)
+            block, row = within // heads, start + within % heads
+            if self.order == DESCENDING:
+                block = self.blocks - 1 - block
+        return block, row // self.heads, row % self.heads
+
+    @gluon.jit
+    def batches(self):
+        """Return the batches."""
+        return self.tiles // (self.blocks * self.heads)
+
+
+@gluon.jit
+def one_tile_each(blocks, heads, ORDER: gl.constexpr):
+    """Return the scheduler of a launch with one CTA a tile, in sections as the portable kernels."""
+    return TileScheduler(gl.num_programs(0), blocks, heads, gl.to_tensor(BAND), ORDER)
+
+
+@aggregate
+class ShiftSchedule:
+    """The order in which the CTA of a key tile visits query tiles: the shift schedule.
+
+    A wave is the key tiles of a head that run at once. Its first CTA begins with the last query
+    tile, the others ``stagger`` tiles apart from one another, and after tile 0 comes the last. So
+    all keep that distance, or less where there is no room, and none waits for another to begin.
+    Under a mask all visit the query tiles from the last to the first.
+    """
+
+    begin: gl.tensor
+    count: gl.tensor
+    rank: gl.tensor
+    stagger: gl.tensor
+    masked: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, begin, count, rank, stagger, masked):
+        """Store the fields: the wave's first key tile, its key tiles, and which of them this is."""
+        self.begin = begin
+        self.count = count
+        self.rank = rank
+        self.stagger = stagger
+        self.masked = gl.constexpr(masked)
+
+    @gluon.jit
+    def query_tile(self, n, end):
+        """Return the n-th of ``end`` query tiles."""
+        if self.masked:
+            i = end - 1 - n
+        else:
+            i = self.rank * gl.minimum(self.stagger * self.count, end) // self.count - 1 - n
+            i = gl.where(i < 0, i + end, i)
+        return i
+
+    @gluon.jit
+    def visits_before(self, i, end):
+        """Return how many key tiles of the head visit query tile i earlier, if there is no mask."""
+        first = gl.minimum(self.stagger * self.count, end)
+        first = gl.minimum(gl.cdiv((i + 1) * self.count, first), self.count)
+        before = self.begin + self.rank - first
+        return gl.where(self.rank < first, before + self.count, before)
+
+
+@gluon.jit
+def shift_schedule(scheduler, tile, wave_size, stagger, MASKED: gl.constexpr):
+    """Return the order of visits of a tile: the tiles of a wave are of the same ``wave_size``."""
+    start, heads, within = scheduler.section(tile)
+    begin = tile // wave_size * wave_size - start * scheduler.blocks - within % heads
+    first = gl.maximum(gl.cdiv(begin, heads), 0)
+    end = gl.minimum(gl.cdiv(begin + wave_size, heads), scheduler.blocks)
+    return ShiftSchedule(first, end - first, within // heads - first, stagger, MASKED)

@@ -1,0 +1,112 @@
+"""The dQ semaphore: in which order programs add to the accumulator of a tile of queries."""
+
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn.kernels import launch
+from flashattn.kernels.hopper.compat import aggregate
+
+QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
+QUEUE_WIDE = 33  # likewise of wider heads, whose workspaces cost more to add up
+NARROW = 64  # head dimension, up to which they are narrow
+
+POLL = gl.constexpr(
+    "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
+)
+ACQUIRED = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
+# Not of the kind .read, which waits until shared memory was read only.
+ARRIVE_INC = gl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 lane;
+    cp.async.bulk.wait_group 0;
+    fence.proxy.async;
+    bar.warp.sync 0xffffffff;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 first, lane, 0;
+    @first red.release.gpu.global.add.s32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def wait_eq(counter, value):
+    """Wait, as one warp, until a counter has a value."""
+    seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+    while seen != value:
+        seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+
+
+@gluon.jit
+def fence_acquire():
+    """Order TMA stores from now on after what this warp was told is in memory."""
+    gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def arrive_inc(counter):
+    """Wait, as one warp, until all of its TMA stores are in memory, and increment a counter."""
+    gl.inline_asm_elementwise(ARRIVE_INC, "=r,l,~{memory}", [counter], gl.int32, False, 1)
+
+
+@aggregate
+class DqSemaphore:
+    """Counters of the key tiles that have added to a query tile's dq, in each accumulator.
+
+    The first ``ordered`` key tiles of an accumulator wait for their turn.
+    """
+
+    counters: gl.tensor
+    accums: gl.tensor
+    ordered: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, counters, accums, ordered):
+        """Store the fields."""
+        self.counters = counters
+        self.accums = accums
+        self.ordered = ordered
+
+    @gluon.jit
+    def value(self, schedule, i, end, block, first):
+        """Return after how many others a key tile adds to query tile i; ``ordered``: after these.
+
+        Under a mask the order is that of the keys, and the first to add is key tile ``first``.
+        Without one it is the order of visits.
+        """
+        if schedule.masked:
+            value = (block - first) // self.accums
+        else:
+            value = schedule.visits_before(i, end)
+        return gl.minimum(value, self.ordered)
+
+    @gluon.jit
+    def accum_batch(self, block, batch, scheduler):
+        """Return a batch's place in the accumulator of a key tile: all accumulators have all."""
+        return block % self.accums * scheduler.batches() + batch
+
+    @gluon.jit
+    def counter(self, head, end, i):
+        """Return the counters, one a warpgroup, of query tile i, of ``end``, of a head."""
+        return self.counters + (head * end + i) * 2
+
+
+def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int) -> int:
+    """Return how many workspaces shall be added up under a mask, so that programs do not queue.
+
+    All begin with the last queries, so of a head's that run at once each waits for all before it,
+    for some 3 us each on an H200. That is nothing where many heads run at once, or where all
+    programs do: the first ones, which never wait, have the most to do.
+
+    Args:
+        heads: that have keys of their own.
+        blocks: tiles of keys of a head.
+        device: of the launch.
+        head_dim: D.
+    """
+    programs = launch.multiprocessors(device)
+    if heads * blocks <= programs:
+        return 1
+    queue = QUEUE_WIDE if head_dim > NARROW else QUEUE
+    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // queue))

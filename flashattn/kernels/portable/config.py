@@ -1,0 +1,74 @@
+"""What portable kernels are compiled for, and how their tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from flashattn.kernels.tiles import Tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """The constants of one compiled kernel.
+
+    Each is a constexpr by itself: Triton 3.6 takes an int that it reads from an argument for a
+    number of Python.
+    """
+
+    BLOCK_Q: tl.constexpr  # queries of a tile
+    BLOCK_KV: tl.constexpr  # keys of a tile
+    BLOCK_D: tl.constexpr  # columns, a power of two
+    PADDED: tl.constexpr  # see ``memory.tile_mask``
+    DESCRIPTORS: tl.constexpr  # whether tiles are loaded by tensor descriptors
+    PRECISION: tl.constexpr  # of fp32 products, as ``launch.input_precision`` returns it
+    TERMS: tl.constexpr  # bf16 terms that the operands were decomposed into; 0: they were not
+
+    @classmethod
+    def of(
+        cls, tile: Tile, head_dim: int, strides: Sequence[Sequence[int]], precision: str, terms: int
+    ) -> Config:
+        """Return the constants of a tile.
+
+        Args:
+            tile: of the launch.
+            head_dim: D.
+            strides: of batches, heads and rows of all tensors; columns are dense.
+            precision: as ``launch.input_precision`` returns it.
+            terms: bf16 terms that the operands were decomposed into; 0: they were not.
+        """
+        options = tile.options(head_dim, strides)
+        names = ("BLOCK_Q", "BLOCK_KV", "BLOCK_D", "PADDED", "DESCRIPTORS")
+        values = (*(options[name] for name in names), precision, terms)
+        return cls(*map(tl.constexpr, values))
+
+
+class ForwardLayout(NamedTuple):
+    """The strides of each tensor, and the columns of all."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    head_dim: Any
+
+
+class BackwardLayout(NamedTuple):
+    """The strides of each tensor, None of those that a kernel does not take; columns of all.
+
+    ``stats`` is the distance of two heads in lse_log2 and delta.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    grad_o: Any
+    dk: Any
+    dv: Any
+    dq: Any
+    o: Any
+    head_dim: Any
+    stats: Any

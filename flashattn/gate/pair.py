@@ -39,7 +39,7 @@ SAMPLE = 10e-3  # seconds of one arm in one round
 MOST_CALLS = 500
 # Fixed memory layout: without it the same code differs by up to 60% between processes, with it by
 # 0.5%. Huge pages, no allocation returned to the system, fixed addresses (``_fixed``) and hashes.
-SETTLED = {
+FIXED_LAYOUT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the maximum
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -47,7 +47,7 @@ SETTLED = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-TOLD = 2000  # characters of a dead worker's stderr in a message
+STDERR_TAIL = 2000  # characters of a dead worker's stderr in a message
 
 
 class WorkerError(RuntimeError):
@@ -118,11 +118,11 @@ class Worker:
             self._process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-            said = f"no answer to {to!r} in {patience:.0f} s; {self._last_words()}"
+            said = f"no answer to {to!r} in {patience:.0f} s; {self._stderr_tail()}"
             raise WorkerError(self.name, said)
         line = answers.readline()
         if not line.endswith("\n"):
-            raise WorkerError(self.name, f"died at {to!r}; its last words: {self._last_words()}")
+            raise WorkerError(self.name, f"died at {to!r}; stderr: {self._stderr_tail()}")
         return json.loads(line)
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class Worker:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def _last_words(self) -> str:
-        return self._errors.read_text(encoding="utf-8", errors="replace")[-TOLD:].strip()
+    def _stderr_tail(self) -> str:
+        return self._errors.read_text(encoding="utf-8", errors="replace")[-STDERR_TAIL:].strip()
 
 
 class Pair:
@@ -161,11 +161,11 @@ class Pair:
 
     def __init__(self, root: Path, revision: str | None, device: torch.device) -> None:
         """Write the trees; processes start on demand."""
-        self.device, self._shuffled, self._started = device, random.Random(0), 0  # noqa: S311
+        self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
         self._workers: dict[str, Worker] = {}
-        self._started_once, self._stillborn = False, ""  # why the old revision does not start
-        self._left = ExitStack()
-        folder = Path(self._left.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
+        self._started_once, self._start_error = False, ""  # why the old revision does not start
+        self._exits = ExitStack()
+        folder = Path(self._exits.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
         # Paths of equal length: the length of a string shifts everything behind it in memory.
         self.trees = {arm: folder / str(number) for number, arm in enumerate(ARMS)}
         try:
@@ -175,17 +175,17 @@ class Pair:
                 else:
                     export(root, revision, tree)
         except BaseException:
-            self._left.close()
+            self._exits.close()
             raise
         affinity = getattr(os, "sched_getaffinity", None)
         self._cores = sorted(affinity(0)) if affinity and device.type == "cpu" else [None]
         # Other programs share the CPU and only ever slow a call down; the GPU is exclusive.
-        self._typical = min if device.type == "cpu" else median
+        self._reduce = min if device.type == "cpu" else median
 
     def close(self) -> None:
         """End the processes and remove the trees."""
         self.renew()
-        self._left.close()
+        self._exits.close()
 
     def renew(self) -> None:
         """End the processes; the next case gets new ones with another memory layout."""
@@ -204,8 +204,8 @@ class Pair:
         Raises:
             WorkerError: the new revision cannot run the case, or its process has died.
         """
-        if self._stillborn:
-            return Outcome(case=str(case), reason=self._stillborn, dead=True)
+        if self._start_error:
+            return Outcome(case=str(case), reason=self._start_error, dead=True)
         try:
             reason = self._prepare(case, slowdown=injected)
             if reason is not None:
@@ -223,8 +223,8 @@ class Pair:
             if not isinstance(error, WorkerError) or error.arm == "new":
                 raise
             if not self._started_once:
-                self._stillborn = _in_a_line(error)
-            return Outcome(case=str(case), reason=_in_a_line(error), dead=True)
+                self._start_error = _one_line(error)
+            return Outcome(case=str(case), reason=_one_line(error), dead=True)
         return Outcome(case=str(case), readings=readings, injected=injected)
 
     def _start(self) -> None:
@@ -260,13 +260,13 @@ class Pair:
         seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for number in range(rounds):
             core = self._cores[number % len(self._cores)]
-            for arm in self._shuffled.sample(ARMS, len(ARMS)):
+            for arm in self._random.sample(ARMS, len(ARMS)):
                 told = self._workers[arm].ask("sample", calls=calls, core=core)["seconds"]
-                seconds[arm].append(self._typical(told))
+                seconds[arm].append(self._reduce(told))
         return Collection(**seconds)
 
 
-def _in_a_line(error: WorkerError) -> str:
+def _one_line(error: WorkerError) -> str:
     """Return the first line of the message and the last line of the worker's stderr."""
     lines = str(error).splitlines()
     return "; ".join([lines[0].partition("; ")[0], *lines[1:][-1:]])
@@ -282,7 +282,7 @@ def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]
     settings = {"PYTHONHASHSEED": str(seed)}
     if device.type == "cuda":
         return [sys.executable], settings
-    return [*_fixed(), sys.executable], SETTLED | settings
+    return [*_fixed(), sys.executable], FIXED_LAYOUT | settings
 
 
 @cache

@@ -137,15 +137,15 @@ class Gate:
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary and self._outcomes:
             with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(self._told() + "\n")
+                file.write(self._tables() + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the tables."""
         if self._outcomes:
             terminalreporter.section("gate")
-            terminalreporter.write_line(self._told())
+            terminalreporter.write_line(self._tables())
 
-    def _told(self) -> str:
+    def _tables(self) -> str:
         """Return the tables as Markdown: the comparison and the self-test."""
         parts = []
         for injected, title, against in (

@@ -27,7 +27,7 @@ SEED = 20231
 BUSY = 200_000  # clock cycles of a kernel that keeps the stream busy, enough to be timed
 SHORTEST = 1e-3  # seconds between two clock readings, which cost up to 10 microseconds each
 SAMPLE = 10e-3  # seconds of calls in one sample
-LISTENED = 0.2  # seconds of calls to estimate the time of one
+PACE_SECONDS = 0.2  # seconds of calls to estimate the time of one
 CORRECTIONS, TURNS = 2, 20  # corrections of an injected slowdown, and samples for each
 
 Call = Callable[[], Any]
@@ -204,7 +204,7 @@ class Worker:
     def _pace(self, call: Call) -> float:
         """Return the seconds of one call: the median on a GPU, the minimum on a shared CPU."""
         once = max(median(self.clock.samples(call, 3)[0]), 1e-7)
-        seconds = self.clock.samples(call, min(max(int(LISTENED / once), 5), 200))[0]
+        seconds = self.clock.samples(call, min(max(int(PACE_SECONDS / once), 5), 200))[0]
         return median(seconds) if self.device.type == "cuda" else min(seconds)
 
 

@@ -34,7 +34,7 @@ BEFORE = "before"  # the phase of blocks older than the recording
 TORCH = str(Path(torch.__file__).parent)
 
 
-class _Held:
+class _Saved:
     """A tensor saved by autograd; it lives as long as the graph node that saved it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -54,10 +54,10 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
     Returns:
         Bytes, and the result of ``call``.
     """
-    held: WeakSet[_Held] = WeakSet()
+    held: WeakSet[_Saved] = WeakSet()
 
-    def pack(tensor: torch.Tensor) -> _Held:
-        kept = _Held(tensor.detach())  # a tensor with its node would be a reference cycle
+    def pack(tensor: torch.Tensor) -> _Saved:
+        kept = _Saved(tensor.detach())  # a tensor with its node would be a reference cycle
         held.add(kept)
         return kept
 

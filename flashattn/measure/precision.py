@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+from torch.nn import functional as F  # noqa: N812 - the conventional name
 
 CASTS = ("none", "implicit", "explicit")
 POINTS = 100  # points of a curve

@@ -124,7 +124,7 @@ class Change:
         return sum(math.log(row["q3"] / row["q1"]) for row in rows)
 
 
-class _Machine:
+class _Controls:
     """The shift and the noise of the machine, estimated from controls.
 
     Args:
@@ -198,9 +198,9 @@ def compare(a: Run, b: Run) -> list[Change]:
         versions = all(old.machine.get(name) == b.machine.get(name) for name in VERSIONS)
         code = versions and old.sources is not None and old.sources == b.sources
         changes.append(Change(a=row, b=after.get(case), same_versions=versions, same_code=code))
-    machine = _Machine(change for change in changes if change.ratio)
+    controls = _Controls(change for change in changes if change.ratio)
     return [
-        machine.judge(change) if change.ratio else replace(change, verdict=_untimed(change))
+        controls.judge(change) if change.ratio else replace(change, verdict=_untimed(change))
         for change in changes
     ]
 

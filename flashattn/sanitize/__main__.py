@@ -38,9 +38,9 @@ TOOLS = {
     "racecheck": "data races in shared memory",
     "consan": "shared memory used while an asynchronous copy or product may still use it",
 }
-OWN = {"plain": {}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
+OWN_ENV = {"plain": {}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
 # PyTorch's caching allocator would hide accesses out of bounds and uninitialized reads.
-NVIDIAS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+NVIDIA_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 FOUND = 33  # exit status of compute-sanitizer for findings
 # Ignore failed CUDA API calls of libraries, and ptxas, which Triton starts.
 OPTIONS = "--report-api-errors no --target-processes application-only --print-limit 1000"
@@ -89,7 +89,7 @@ def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> dict[st
             found[f"{' '.join(what.split())} in {kernel}, {case}"] += 1
     findings = [f"{finding}, printed {count} times" for finding, count in found.items()]
     verdict, said = "others'" if found else "clean", None
-    ended = done == set(wanted) and status in (0, FOUND) and (tool in OWN or total is not None)
+    ended = done == set(wanted) and status in (0, FOUND) and (tool in OWN_ENV or total is not None)
     if ours or (total and not found):
         verdict = "findings"
     elif not ended:
@@ -103,7 +103,7 @@ def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> dict[st
 def ask(tool: str, text: str, limit: float, impl: str) -> dict[str, Any]:
     """Run a tool on the cases of ``impl`` with ``text`` in their names, at most ``limit`` s."""
     command = [sys.executable, "-m", "flashattn.sanitize.cases", text, impl]
-    if tool not in OWN:
+    if tool not in OWN_ENV:
         options = f"--tool {tool} {OPTIONS} --error-exitcode {FOUND}".split()
         command = ["compute-sanitizer", *options, *command]
     start = time.perf_counter()
@@ -115,7 +115,7 @@ def ask(tool: str, text: str, limit: float, impl: str) -> dict[str, Any]:
             stderr=subprocess.STDOUT,  # keeps the order of both streams
             text=True,
             errors="replace",
-            env=os.environ | OWN.get(tool, NVIDIAS),
+            env=os.environ | OWN_ENV.get(tool, NVIDIA_ENV),
             timeout=limit,
             check=False,
         )

@@ -18,7 +18,7 @@ QUESTION = "How wrong is everybody against fp64, and who keeps which promise?"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 KINDS = {"max": "-", "mean": ":"}  # line styles of the budgets
 MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
-FIELDS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # colours
+COLOURS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
 
 
 def _errors(run: Run) -> list[Row]:
@@ -142,7 +142,7 @@ def _kept(clauses: Table) -> plot.Figure:
     figure, ((axis,),) = plot.panels(title, 1, 1, height=0.8 + 0.27 * len(names))
     for y, (_, *verdicts) in enumerate(clauses.lines):
         for x, verdict in enumerate(verdicts):
-            axis.barh(y, 0.96, 0.92, x - 0.48, color=FIELDS.get(verdict, "white"))
+            axis.barh(y, 0.96, 0.92, x - 0.48, color=COLOURS.get(verdict, "white"))
             axis.text(x, y, verdict, ha="center", va="center", fontsize=8)
     axis.set_xticks(range(len(impls)), impls, rotation=30, ha="left", fontsize=8.5)
     axis.set_yticks(range(len(names)), names, fontsize=8.5)

@@ -24,7 +24,7 @@ def _gain(row: Row) -> float | None:
     return row["eager_seconds"] / row["seconds"] if known(timed([row]), "eager_seconds") else None
 
 
-def _pays(row: Row) -> str:
+def _break_even(row: Row) -> str:
     """Return the number of calls after which compilation pays off, or "never"."""
     if _gain(row) is None or row.get("compile_seconds") is None:
         return ""
@@ -42,7 +42,7 @@ def tables(run: Run) -> list[Table]:
         "speed-up": lambda row: times(_gain(row)),
         "compiling": lambda row: digits(row.get("compile_seconds")),
         **facts("graphs", "graph_breaks", "recompiles"),
-        "pays off after calls": _pays,
+        "pays off after calls": _break_even,
     }
     rows = ordered(attempted(run.study(NAME)), *CASE, *DOING)
     return filled(
@@ -61,7 +61,7 @@ def findings(run: Run) -> list[str]:
         gains = {_named(row): gain for row in own if (gain := _gain(row)) is not None}
         if gains:
             said.append(f"Speed{of}, compiled / eager: {in_words(gains)}.")
-        calls = {_named(row): int(count) for row in own if (count := _pays(row)).isdigit()}
+        calls = {_named(row): int(count) for row in own if (count := _break_even(row)).isdigit()}
         if calls:
             soon, late = min(calls, key=calls.__getitem__), max(calls, key=calls.__getitem__)
             end = f" ({soon}) to {calls[late]} ({late})" if calls[late] > calls[soon] else ""

@@ -90,7 +90,7 @@ def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
     return tera(speed(row)) + (f" ({part})" if part else "") + unsteady
 
 
-def _duel(cases: list[Row]) -> tuple[Row, Row] | None:
+def _best_pair(cases: list[Row]) -> tuple[Row, Row] | None:
     """Return the rows of the fastest peer and of ours for one problem, if both have a time.
 
     Peers measured in the same run as ours take precedence over others.
@@ -118,7 +118,7 @@ def _beside(a: Row, b: Row) -> bool:
 
 
 def _ratio(cases: list[Row]) -> str:
-    duel = _duel(cases)
+    duel = _best_pair(cases)
     if duel is None:
         return ""
     peer, ours = duel
@@ -142,18 +142,18 @@ def _problems(rows: list[Row]) -> Iterable[list[Row]]:
 
 
 def _wins(rows: list[Row]) -> list[str]:
-    duels = [duel for duel in map(_duel, _problems(rows)) if duel]
+    duels = [duel for duel in map(_best_pair, _problems(rows)) if duel]
     quiet = [duel for duel in duels if all(map(steady, duel))]
-    said = [_won(duels)] if duels else []
+    said = [_wins_of(duels)] if duels else []
     if quiet and len(quiet) < len(duels):
-        said.append(f"where both medians are steady, {_won(quiet)}")
+        said.append(f"where both medians are steady, {_wins_of(quiet)}")
     apart = sum(not _beside(*duel) for duel in duels)
     if apart:
         said.append(f"in {apart} of {len(duels)} problems the peer was measured in another run")
     return said
 
 
-def _won(duels: list[tuple[Row, Row]]) -> str:
+def _wins_of(duels: list[tuple[Row, Row]]) -> str:
     """Return how often and by how much ours is faster than the best peer."""
     ratios = {ours["problem"]: peer["seconds"] / ours["seconds"] for peer, ours in duels}
     won = sum(ratio > 1 for ratio in ratios.values())

@@ -46,7 +46,7 @@ def _rows(run: Run) -> list[Row]:
     return known(run.study(NAME), "size", "step")
 
 
-def _but(axis: str) -> list[str]:
+def _other_facts(axis: str) -> list[str]:
     return [fact for fact in (*CASE, *SETTING) if fact != axis]
 
 
@@ -92,7 +92,7 @@ def _gains(rows: list[Row], axis: str) -> Table:
     """Return the times of rows that differ only in ``axis``, and their ratios."""
     contrasts = {name: sides for name, (of, *sides) in CONTRASTS.items() if of == axis}
     columns, lines, told = values(rows, axis), [], []
-    for own in groups(rows, *_but(axis)).values():
+    for own in groups(rows, *_other_facts(axis)).values():
         sides, seconds = by(own, axis), by(timed(own), axis)
         ratios = [
             units.times(_gain((seconds[slow], seconds[fast])))
@@ -101,13 +101,13 @@ def _gains(rows: list[Row], axis: str) -> Table:
             for slow, fast in contrasts.values()
         ]
         if any(ratios):
-            cells = [cell(own[0]) for cell in facts(*_but(axis)).values()]
+            cells = [cell(own[0]) for cell in facts(*_other_facts(axis)).values()]
             cells += [units.or_mark(sides.get(column), units.ms) for column in columns]
             lines.append([*cells, *ratios])
             told += own
     return Table(
         caption=f"What {NOUNS[axis]} gains: a step in ms, and the speed-up",
-        header=[*_but(axis), *(units.word(axis, column) for column in columns), *contrasts],
+        header=[*_other_facts(axis), *(units.word(axis, column) for column in columns), *contrasts],
         lines=lines,
         rows=told,
     )
@@ -122,7 +122,10 @@ def _gain(pair: tuple[Row, Row]) -> float:
 
 def _contrasted(rows: list[Row]) -> dict[str, list[tuple[Row, Row]]]:
     """Return, for each contrast, the pairs of rows that differ only in it."""
-    found = {name: pairs(timed(rows), *sides, *_but(sides[0])) for name, sides in CONTRASTS.items()}
+    found = {
+        name: pairs(timed(rows), *sides, *_other_facts(sides[0]))
+        for name, sides in CONTRASTS.items()
+    }
     return {name: own for name, own in found.items() if own}
 
 
@@ -132,7 +135,8 @@ def findings(run: Run) -> list[str]:
     said = []
     for name, found in _contrasted(rows).items():
         ratios = {
-            label(fast, *_but(CONTRASTS[name][0])): _gain((slow, fast)) for slow, fast in found
+            label(fast, *_other_facts(CONTRASTS[name][0])): _gain((slow, fast))
+            for slow, fast in found
         }
         said.append(f"Speed of a step, {name}: {in_words(ratios)}.")
     return [*said, *_best(run, rows), *_memory(rows)]

@@ -75,7 +75,7 @@ def findings(run: Run) -> list[str]:
     said = []
     for rows in groups(_part(run, "accumulation"), "count", "value").values():
         best, last = (choose(rows, key=lambda row: abs(_off(row))) for choose in (min, max))
-        stop = _stops(last)
+        stop = _stagnates(last)
         end = f" and stops growing at addend {stop}" if stop else ""
         said.append(
             f"{_sum(last)}: {_sides(last)} gives {last['result']:.10g}, off by "
@@ -105,7 +105,7 @@ def _sides(row: Row) -> str:
     return " + ".join(word("dtype", row[side]) for side in ("accumulator", "addend"))
 
 
-def _stops(row: Row) -> int | None:
+def _stagnates(row: Row) -> int | None:
     """Return the first point of the curve after which the sum stagnates, or None."""
     flat = [n for n, partial in row.get("curve") or [] if partial == row["result"]]
     return flat[0] if len(flat) > 1 else None

@@ -258,7 +258,7 @@ MUTANTS = [
         "keys_tail_dropped",
         "kernels/portable/mask.py",
         "full_end, end = seq_kv // BLOCK_KV * BLOCK_KV, seq_kv",
-        "full_end = end = seq_kv // BLOCK_KV * BLOCK_KV",
+        "full_end, end = seq_kv // BLOCK_KV * BLOCK_KV, seq_kv // BLOCK_KV * BLOCK_KV",
         "keys after the last whole tile are not seen",
     ),
     Mutant(

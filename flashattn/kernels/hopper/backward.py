@@ -25,10 +25,7 @@ source for the order of products; Triton's Gluon.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
 
 import torch
 import triton
@@ -43,19 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.kernels import launch
-from flashattn.kernels.constants import LOG2E
-from flashattn.kernels.hopper import backward_d256, backward_fp32
 from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile
-from flashattn.kernels.hopper.config import (
-    BackwardConfig,
-    WideConfig,
-    columns,
-    pick_backward,
-    pick_wide,
-)
-from flashattn.kernels.hopper.forward import takes
-from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
+from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import apply_mask_transposed, key_tiles, keys_of_tl, query_tiles
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
@@ -64,24 +50,8 @@ from flashattn.kernels.hopper.semaphore import (
     DqSemaphore,
     arrive_inc,
     fence_acquire,
-    slabs_for,
     wait_eq,
 )
-from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like
-from flashattn.kernels.portable.backward import (
-    Gradients,
-    Grads,
-    Plan,
-    Saved,
-    copies,
-    known,
-    readable,
-)
-from flashattn.kernels.portable.backward import backward as portable
-from flashattn.kernels.portable.backward import plan as portable_plan
-from flashattn.kernels.portable.preprocess import row_shape, row_terms
-from flashattn.kernels.tiles import block_d
 
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
@@ -515,31 +485,6 @@ def flashattn_hopper_bwd_postprocess(
         tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
 
 
-def block_q(head_dim: int) -> int:
-    """Return the queries of a tile: as many as make two parts of dq."""
-    return 2 * QUERIES.value * LINE.value // block_d(head_dim)
-
-
-def box_lines(head_dim: int) -> int:
-    """Return the lines of the workspace that are stored at a time: what both parts consist of."""
-    return LINE.value // 2 if columns(head_dim)[1] else LINE.value
-
-
-def constants(config: BackwardConfig, head_dim: int) -> dict[str, Any]:
-    """Return the values of the kernel's constexpr arguments."""
-    d_lo, d_hi = columns(head_dim)
-    return {"BLOCK_Q": block_q(head_dim), "D_LO": d_lo, "D_HI": d_hi, "STAGES": config.slots}
-
-
-def postprocess_constants(head_dim: int) -> dict[str, Any]:
-    """Return the values of flashattn_hopper_bwd_postprocess's constexpr arguments."""
-    return {
-        "head_dim": head_dim,
-        "BLOCK_Q": block_q(head_dim),
-        "COLUMNS": sum(columns(head_dim)),
-    }
-
-
 @dataclass(frozen=True)
 class Lines:
     """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
@@ -551,204 +496,3 @@ class Lines:
         layout = gl.NVMMASharedLayout(0, 32, 4)
         block = [1, 1, self.lines, LINE.value]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
-def backward(grads: Grads, saved: Saved, **how: Any) -> Gradients:
-    """Launch what ``plan`` returns for the same arguments.
-
-    Returns:
-        The gradients of q, k and v, in their dtype.
-    """
-    return plan(grads, saved, **how)(grads, saved)
-
-
-def plan(
-    grads: Grads,
-    saved: Saved,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    deterministic: bool = False,
-    config: BackwardConfig | WideConfig | None = None,
-) -> Plan:
-    """Return what launches flashattn_bwd_delta and flashattn_hopper_bwd with its postprocess.
-
-    Wider heads are those of ``backward_d256``, fp32 those of ``backward_fp32``. What they cannot
-    take is the portable kernels': tensors that no descriptor can have, and scales that are not
-    positive. It does for these tensors, and for all that are ``Like`` them.
-
-    Args:
-        grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
-            copied if not contiguous, or None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
-        diagonal: as in ``forward.plan``.
-        scale: as in ``forward.plan``.
-        precision: as in ``forward.plan``.
-        deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
-        config: instead of the table's.
-    """
-    if saved[0].dtype == torch.float32:
-        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
-        return portable_plan(grads, saved, **how, passes=backward_fp32.passes)
-    launch.input_precision(precision, saved[0].dtype)
-    return _plan(known(grads, saved), diagonal, scale, deterministic, config)
-
-
-@lru_cache(PLANS)
-def _plan(
-    given: tuple[Facts, ...],
-    diagonal: int | None,
-    scale: float,
-    deterministic: bool,  # noqa: FBT001
-    config: BackwardConfig | WideConfig | None,
-) -> Plan:
-    """Choose what answers.
-
-    Args:
-        given: what is ``known``.
-        diagonal: as in ``plan``.
-        scale: as in ``plan``.
-        deterministic: as in ``plan``.
-        config: instead of the table's.
-    """
-    q, k, v, grad_o, o, *numbers = (Like(*x) for x in given)
-    causal = diagonal is not None
-    how: dict[str, Any] = {"diagonal": diagonal, "scale": scale}
-    chosen = (
-        config
-        or pick_wide(q.shape[3], q.shape[2], causal=causal)
-        or pick_backward(
-            q.shape[3],
-            q.shape[2],
-            causal=causal,
-            deterministic=deterministic,
-            heads=k.shape[0] * k.shape[1],
-            multiprocessors=launch.multiprocessors(q.device),
-        )
-    )
-    scattered = not (grad_o.dense and grad_o.describable)
-    unreadable = not readable([q, k, v, o], numbers)
-    hopeless = scattered and grad_o.meta.is_contiguous()
-    if chosen is None or hopeless or not (unreadable or takes(q, k, v, scale=scale)):
-        return lambda grads, saved: portable(grads, saved, **how)
-    if scattered or unreadable:
-
-        def copied(grads: Grads, saved: Saved) -> Gradients:
-            (grad_o, grad_lse), saved = copies(grads, saved)
-            grads = grad_o.contiguous() if scattered else grad_o, grad_lse
-            return plan(grads, saved, **how, deterministic=deterministic, config=config)(
-                grads, saved
-            )
-
-        return copied
-    dq = q._replace(strides=torch.empty_like(q.meta).stride())
-    if isinstance(chosen, WideConfig):
-        pitch = row_shape(q.shape)[1]
-        wide = backward_d256.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
-        return partial(_fill, wide)
-    return partial(_fill, _narrow(q, k, v, dq, diagonal, scale, deterministic, chosen))
-
-
-def _fill(
-    launches: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
-    grads: Grads,
-    saved: Saved,
-) -> Gradients:
-    """Allocate dq, dk and dv, and launch what fills them."""
-    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    with launch.on_device(q):
-        lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        launches((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
-    return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class _Narrow:
-    """What is launched for D <= 128.
-
-    Args:
-        fold: flashattn_hopper_bwd.
-        rounding: flashattn_hopper_bwd_postprocess.
-        shares: what dk and dv are filled with.
-        total: shape of the workspace.
-        turns: counters, one for each tile of queries, of those that have added to its dq.
-    """
-
-    fold: Launch
-    rounding: Launch
-    shares: Shares
-    total: tuple[int, ...]
-    turns: int
-
-    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Fill dq, dk and dv."""
-        dq, dk, dv = grads
-        total = torch.empty(self.total, device=dq.device, dtype=torch.float32)
-        turns = torch.zeros(self.turns, device=dq.device, dtype=torch.int32)
-        self.shares.fill(lambda x: self.fold(*given, total, *x, turns), (dk, dv))
-        self.rounding(total, dq)
-
-
-def _narrow(
-    q: Like,
-    k: Like,
-    v: Like,
-    dq: Like,
-    diagonal: int | None,
-    scale: float,
-    deterministic: bool,  # noqa: FBT001
-    config: BackwardConfig,
-) -> _Narrow:
-    """Choose the programs, and prepare the launches."""
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    causal = diagonal is not None
-    rows, wide = block_q(head_dim), sum(columns(head_dim))
-    query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
-    tiles = blocks * batch * kv_heads
-    shares = share(q, k, v, tiles, causal=causal)
-    owners, tiles = kv_heads * shares.count, tiles * shares.count
-    query_blocks = query_tiles * (rows // QUERIES.value)
-    programs = min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles
-    at_once = programs if config.persistent and not causal else 1
-    slabs = 1
-    if deterministic and causal:
-        slabs = slabs_for(batch * owners, blocks, q.device, head_dim=head_dim)
-    queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
-    lines, grads = Lines(box_lines(head_dim)), shares.operand(keys)
-    fold = Launch(
-        flashattn_hopper_bwd,
-        programs,
-        [queries, keys, keys, queries, numbers, numbers, lines, grads, grads, None],
-        (
-            tiles,
-            blocks,
-            owners,
-            *shares.numbers,
-            config.band,
-            at_once,
-            config.apart,
-            blocks if deterministic else 1,
-            slabs,
-            heads // owners,
-            seq_q,
-            seq_kv,
-            diagonal,
-            scale,
-            scale * LOG2E.value,
-        ),
-        constants(config, head_dim)
-        # Programs wait for those before them: these run, or they are started in their order.
-        | {"num_warps": WARPS, "launch_cooperative_grid": config.persistent},
-    )
-    rounding = Launch(
-        flashattn_hopper_bwd_postprocess,
-        batch * heads * query_blocks,
-        [None, None],
-        (dq.strides[:3], query_blocks, heads, slabs, seq_q, seq_kv, diagonal, scale),
-        postprocess_constants(head_dim) | {"num_warps": WARPS},
-    )
-    workspace = slabs * batch, heads, query_blocks * wide, LINE.value
-    return _Narrow(fold, rounding, shares, workspace, 2 * slabs * batch * heads * query_tiles)

@@ -143,6 +143,21 @@ def test_how_many_workers(monkeypatch, cores, gigabytes, workers):
     assert parallel.pytest_xdist_auto_num_workers() == workers
 
 
+def test_a_broken_gpu_context_ends_its_worker(monkeypatch, capsys):
+    """Its test is named, and no later test fails for it."""
+
+    def synchronize():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    ended = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(parallel.os, "_exit", ended.append)
+    parallel._release_memory(SimpleNamespace(nodeid="tests/test_x.py::test_x"))
+    assert ended == [1]
+    assert "test_x: an illegal memory access" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("visible", "wanted"), [(None, "0101"), ("5,3,7", "5375")])
 def test_workers_share_the_gpus(monkeypatch, visible, wanted):
     """Each sees one of the GPUs that this process sees, in turn."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,5 +118,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         try:
             return (yield)
         finally:
-            if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED_BYTES:
-                torch.cuda.empty_cache()
+            _release_memory(item)
+
+
+def _release_memory(item: pytest.Item) -> None:
+    """Give cached GPU memory back; end a worker whose GPU context is broken.
+
+    After an illegal memory access every call to CUDA fails. pytest-xdist names the test of a worker
+    that ends and starts another worker, which has a context of its own.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+        if torch.cuda.memory_reserved() > CACHED_BYTES:
+            torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(f"{item.nodeid}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)

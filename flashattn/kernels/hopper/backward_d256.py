@@ -196,8 +196,9 @@ def consumer_dv(
 def compute_ds(dp, delta, grads, sP, n, DTYPE: gl.constexpr):
     """Take P of the n-th tile of queries, and return dS, packed."""
     # Scaled differences suit fp16, too: 2^14 P (dP - delta) could be more than it can hold.
-    rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER
-    p = sP.load(n, dp.type.layout)
+    layout: gl.constexpr = dp.type.layout
+    rows = delta.load(gl.SliceLayout(0, layout)) * LOWER
+    p = sP.load(n, layout)
     grads.consumer_release(n)
     return pack(p * (dp * LOWER - rows[None, :]), DTYPE)
 

@@ -1,26 +1,25 @@
 """flashattn_hopper_bwd: dk, dv and dq in one pass over the scores.
 
-A program owns 128 keys of a head, 64 for each of two warpgroups, which keep dk and dv in registers
-while tiles of queries and of dO come by. The scores are transposed, [keys, queries], so P and dS
-are in registers as the products for dv and dk take them. For dq the warpgroups exchange dS through
-shared memory, and each computes half of the tile from all 128 keys. One warp loads; another adds
-the tiles of dq to an fp32 workspace, which flashattn_hopper_bwd_postprocess scales and rounds.
+A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which keep dk and dv in
+registers while a producer warp loads tiles of queries and of dO. The scores are transposed, [keys,
+queries], so P and dS are in registers as the products for dv and dk read them. For dq the consumers
+exchange dS through shared memory, and each computes half of the tile from all 128 keys. A warp adds
+the tiles of dq to an fp32 accumulator in memory; flashattn_hopper_bwd_postprocess converts it.
 
 While the tensor cores multiply, the other units work: on the exponentials under the product for
-dP, on dS under dv's, on its exchange under dk's, and dq is written out under the next scores.
+dP, on dS under dv's, on its exchange under dk's, and dq is stored under the next scores.
 
-A tile of dq takes what programs add after the first of them has stored, so the workspace need not
-be cleared. Deterministic: they add in a fixed order, and a warp of its own waits for the turn.
+The first CTA of a tile of dq stores, the others add, so the accumulator need not be cleared. If
+gradients are deterministic, CTAs add in a fixed order, and a warp waits for the dq semaphore.
 
-Under a mask the order is that of their keys. Whom a program waits for has a smaller number, so it
-runs, or did. All visit the last queries first, which all keys see. Where a few heads have all
-programs, these take several workspaces in rotation, added up at the end.
+Under a mask the order is that of the keys. A CTA waits only for CTAs with a lower id, which are
+running or have finished. All visit the last queries first, which all keys see. Where a few heads
+have all CTAs, these take several accumulators in rotation.
 
-Without a mask those of a head that run at once begin at queries of their own, go round, and add in
-the order in which they come by: nobody waits for another to begin. All of a round do run, as the
-launch is cooperative, and earlier rounds are over before a program begins the next.
+Without a mask the order is the shift schedule's, see ``scheduler``: nobody waits for another to
+begin. All CTAs of a wave run, as the launch is cooperative, and earlier waves are over.
 
-Where few keys are shared by many heads, a program has the queries of some of them only: ``shares``.
+Where many query heads share few keys, a CTA has the queries of some of them only, see ``gqa``.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
 """

@@ -1,4 +1,4 @@
-"""Search tiles on this GPU: check every candidate, time it, print what kernels/tiles.py stores.
+"""Search tiles on this GPU: check every candidate, time it, print rows of plan/tables.
 
     python benchmarks/tune.py --head-dim 64 128 --dtype bfloat16 --kernel fwd bwd_dkdv bwd_dq
 
@@ -24,20 +24,24 @@ import torch
 import triton
 
 from flashattn.counts.offline import Variant, compile_variant
-from flashattn.counts.single_kernel import Recomputation
-from flashattn.kernels import choice, launch
-from flashattn.kernels.portable import forward
-from flashattn.kernels.portable.bf16x3 import decompose_all
-from flashattn.kernels.tiles import JOINT, OPTIONAL, Kernel, Tile
+from flashattn.counts.single_kernel import Recomputation, decompose
+from flashattn.kernels import execute
+from flashattn.plan.portable import terms_of
+from flashattn.plan.precision import input_precision
+from flashattn.plan.rows import FUSED, OPTIONAL, Kernel
+from flashattn.plan.tile import Tile
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
 # Matrix products of each kernel.
-PRODUCTS = {"bwd": 7, "bwd_whole": 7, "bwd_dkdv": 4, "bwd_dq": 3}
-PRODUCTS |= dict.fromkeys(("fwd", "fwd_few", "fwd_short"), 2)
+PRODUCTS = {"bwd_fused": 7, "bwd_one_launch": 7, "bwd_dkdv": 4, "bwd_dq": 3}
+PRODUCTS |= dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv"), 2)
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
-SHORT = {"fwd_short": 512, "bwd_whole": 256}  # tokens of a head, of kernels for short ones alone
+SHORT = {
+    "fwd_short_kv": 512,
+    "bwd_one_launch": 256,
+}  # tokens of a head, of kernels for short ones alone
 # Gross errors; tests hold budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
@@ -106,14 +110,14 @@ def candidates(
         descriptors: whether tiles are loaded by them.
         limits: of registers.
     """
-    of_forward, short = kernel.startswith("fwd"), kernel == "fwd_short"
+    of_forward, short = kernel.startswith("fwd"), kernel == "fwd_short_kv"
     owned, scores = (1, 1) if of_forward else (1, 2) if kernel == "bwd_dq" else (2, 2)
     found = []
     # of its own that a warp has at least, in half precision
     rows = 1 if short else 8 if head_dim <= WIDE else 4
     limited = range(given.registers.stop) if short else given.registers
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, given.stages):
-        of_keys = kernel in {"bwd_dkdv", *JOINT}
+        of_keys = kernel in {"bwd_dkdv", *FUSED}
         own, walked = (block_kv, block_q) if of_keys else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if of_forward else 2)
@@ -121,7 +125,7 @@ def candidates(
         shared = given.loaded * head_dim * (resident + 2 * buffers * walked)
         fits = registers in limited and shared <= SHARED
         if fits and (given is not HALF or own >= rows * warps):
-            tile = Tile(block_q, block_kv, warps, stages, descriptors, cut=given.cut)
+            tile = Tile(block_q, block_kv, warps, stages, descriptors, decomposed=given.cut)
             found += [replace(tile, registers=n) for n in limits]
     return found
 
@@ -139,10 +143,8 @@ def prepare(
     if kernel.startswith("fwd"):
 
         def fold(tile: Tile) -> Outputs:
-            likes = launch.Like.of(q), launch.Like.of(k)
-            parts = choice.most_parts(kernel, *likes, tile, causal=bool(asked.causal))
-            how = {"tile": tile, "parts": parts, "precision": precision}
-            return forward.forward(q, k, v, **how, **options)[:1]
+            how = {"tile": tile, "row": kernel, "precision": precision}
+            return execute.forward(q, k, v, **how, **options)[:1]
 
         return fold, (exact.detach(),), (q, k, v)
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
@@ -150,7 +152,7 @@ def prepare(
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, precision=precision,
-        num_splits=1 if kernel == "bwd_whole" else None, **options,
+        num_splits=1 if kernel == "bwd_one_launch" else None, **options,
     )  # fmt: skip
     wanted = {"bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}.get(kernel, (dk, dv, dq))
     return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
@@ -196,11 +198,9 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
     call, _, inputs = prepare(kernel, asked, precision)
     bench = functools.partial(triton.testing.do_bench, warmup=15, rep=50, return_mode="median")
     seconds = bench(lambda: call(tile)) / 1e3
-    parts = launch.cuts(
-        tile, asked.torch_dtype, launch.input_precision(precision, asked.torch_dtype)
-    )
-    if parts:
-        seconds -= bench(lambda: decompose_all(*inputs, terms=parts)) / 1e3
+    terms = terms_of(tile, asked.torch_dtype, input_precision(precision, asked.torch_dtype))
+    if terms:
+        seconds -= bench(lambda: decompose(*inputs, terms=terms)) / 1e3
     return 2 * PRODUCTS[kernel] * asked.pairs * asked.head_dim / seconds
 
 
@@ -268,8 +268,9 @@ def main() -> None:
         everything += rows
         for row in rows[: options.show]:
             rates = " ".join(f"{x * 1e-12:.0f}" for x in row["rates"]) or row["fault"]
-            tile = tuple(row[name] for name in SHOWN)
-            print(f"{dtype} {head_dim} {kernel} {tile} {rates}", flush=True)
+            tile = tuple(row[name] for name in SHOWN if row[name])
+            size = getattr(torch, dtype).itemsize
+            print(f'("{kernel}", {size}, {head_dim}): {tile},  # {dtype} {load}: {rates}')
         if options.save:
             options.save.write_text(json.dumps(everything, indent=1))
 

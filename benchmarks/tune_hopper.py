@@ -1,4 +1,4 @@
-"""Search configs of the Hopper kernels beside cuDNN: what kernels/hopper/config.py stores.
+"""Search configs of the Hopper kernels beside cuDNN: what plan/tables/hopper.py stores.
 
     python benchmarks/tune_hopper.py --head-dim 64 128 --passes forward backward --save search.json
 
@@ -23,11 +23,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashattn.kernels.hopper import backward, forward
-from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig, columns
-from flashattn.kernels.portable import backward as portable_backward
-from flashattn.kernels.portable import forward as portable_forward
+from flashattn.kernels import execute
 from flashattn.measure.device import machine_info
+from flashattn.plan.tile import (
+    HopperBackward,
+    HopperBackwardTile,
+    HopperD256Tile,
+    HopperTile,
+    head_dim_split,
+)
 
 TOKENS, WIDTH = 16384, 2048  # the community's protocol: batch and heads follow
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -36,19 +40,19 @@ CLOSE = 1e-2  # relative error of bf16, with room; tests hold budgets
 ROUNDS, SHARE = 5, 0.012  # of turns; seconds that each takes in one
 AHEAD = 200_000  # clocks that the device is kept busy while the first calls are queued
 PROCESSES = 12
-BANDS = (1, 4, 8, 16, 32, 64)
-SLOTS = {64: (2,), 96: (2, 3), 128: (2, 3)}  # of the backward, as many as fit
+SECTIONS = (1, 4, 8, 16, 32, 64)
+STAGES = {64: (2,), 96: (2, 3), 128: (2, 3)}  # of the backward, as many as fit
 FORWARD = {
     64: (
-        Config(slots=4),
-        Config(slots=4, pinned=True),
-        Config(slots=4, groups=3, registers=160),
-        Config(block_kv=64, slots=6),
+        HopperTile(stages=4),
+        HopperTile(stages=4, barrier=True),
+        HopperTile(stages=4, consumers=3, registers=160),
+        HopperTile(block_kv=64, stages=6),
     ),
-    96: (Config(), Config(pinned=True), Config(staged=False, slots=3)),
-    128: (Config(), Config(pinned=True), Config(staged=False, slots=3)),
-    192: (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False, pinned=True)),
-    256: (Config(block_kv=64, staged=False), Config(block_kv=64, staged=False, pinned=True)),
+    96: (HopperTile(), HopperTile(barrier=True), HopperTile(own_o=False, stages=3)),
+    128: (HopperTile(), HopperTile(barrier=True), HopperTile(own_o=False, stages=3)),
+    192: (HopperTile(block_kv=64, own_o=False), HopperTile(block_kv=64, own_o=False, barrier=True)),
+    256: (HopperTile(block_kv=64, own_o=False), HopperTile(block_kv=64, own_o=False, barrier=True)),
 }
 
 
@@ -57,23 +61,23 @@ class Way:
     """How a pass can be computed.
 
     Args:
-        config: of the kernels.
+        tile: of the kernels.
         deterministic: whether gradients are summed in a fixed order.
     """
 
-    config: Config | BackwardConfig | WideConfig
+    tile: HopperTile | HopperBackward
     deterministic: bool = True
 
     def __str__(self) -> str:
-        """Return what differs from the defaults."""
-        plain = type(self.config)()
+        """Return the tile as a row of the table has it."""
+        plain = type(self.tile)()
         changed = {
             name: value
-            for name, value in asdict(self.config).items()
+            for name, value in asdict(self.tile).items()
             if value != getattr(plain, name)
         }
-        words = [f"{name}={value}" for name, value in changed.items()]
-        return " ".join(words + ["any order"] * (not self.deterministic)) or "as it is"
+        numbers = ", ".join(f"{name}={value}" for name, value in changed.items())
+        return f"{type(self.tile).__name__}({numbers})" + " any order" * (not self.deterministic)
 
 
 def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
@@ -84,14 +88,17 @@ def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
         head_dim: D, from 33 to 256.
         causal: whether there is a mask.
     """
-    width = sum(columns(head_dim))
+    width = sum(head_dim_split(head_dim))
     if direction == "forward":
         return [Way(config) for config in FORWARD[width]]
-    if width > max(SLOTS):
-        return [Way(WideConfig(band=band)) for band in (BANDS if causal else BANDS[1:2])]
+    if width > max(STAGES):
+        return [
+            Way(HopperD256Tile(section=section))
+            for section in (SECTIONS if causal else SECTIONS[1:2])
+        ]
     configs = [
-        BackwardConfig(slots=slots, band=band, persistent=persistent)
-        for slots, band, persistent in itertools.product(SLOTS[width], BANDS, (False, True))
+        HopperBackwardTile(stages=stages, section=section, persistent=persistent)
+        for stages, section, persistent in itertools.product(STAGES[width], SECTIONS, (False, True))
     ]
     return [Way(config, kind) for kind in (False, True) for config in configs]
 
@@ -111,16 +118,16 @@ def prepare(
     if direction == "forward":
 
         def by(way: Way) -> Any:
-            return forward.forward(q, k, v, config=way.config, **how)
+            return execute.forward(q, k, v, tile=way.tile, family="hopper", **how)
 
-        return by, partial(portable_forward.forward, q, k, v, **how)
-    given = (grad_o, None), (q, k, v, *portable_forward.forward(q, k, v, **how))
+        return by, partial(execute.forward, q, k, v, **how)
+    given = (grad_o, None), (q, k, v, *execute.forward(q, k, v, **how))
 
     def back(way: Way) -> Any:
-        options = {"config": way.config, "deterministic": way.deterministic}
-        return backward.backward(*given, **options, **how)
+        options = {"tile": way.tile, "family": "hopper", "deterministic": way.deterministic}
+        return execute.backward(*given, **options, **how)
 
-    return back, partial(portable_backward.backward, *given, **how)
+    return back, partial(execute.backward, *given, **how)
 
 
 def fault(job: tuple[str, int, bool, Way]) -> str | None:

@@ -1,6 +1,6 @@
 """FlashAttention in Triton, proven against naive attention and measured against everything else."""
 
-from flashattn.api import attention
+from flashattn.api import attention, explain
 from flashattn.ops import FlashAttentionTriton
 from flashattn.problem import Problem
 from flashattn.registry import get, names, register
@@ -14,6 +14,7 @@ __all__ = [
     "Problem",
     "__version__",
     "attention",
+    "explain",
     "get",
     "names",
     "register",

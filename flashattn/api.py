@@ -10,8 +10,14 @@ import torch
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.dispatch import dispatch_is_trivial
+from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Window
-from flashattn.problem import ALIGNMENT, Problem, check_among, check_scale
+from flashattn.plan.choose import choose
+from flashattn.plan.gpu import CARDS, Gpu
+from flashattn.plan.plan import Plan
+from flashattn.plan.precision import PRECISIONS
+from flashattn.plan.spec import Family, TensorSpec, signature
+from flashattn.problem import Problem, check_among, check_scale
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -20,7 +26,7 @@ FASTEST_FIRST = {
     "cpu": ("sdpa", "tiled", "reference"),
     "meta": ("reference",),
 }
-PRECISIONS = ("auto", "bf16x6", "tf32x3", "tf32", "ieee")  # as in the kernels, which import Triton
+FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
     "attn_mask": "the only masks are those of causal and window",
@@ -129,6 +135,59 @@ def attention(
     return o if lse is None or not return_lse else (o, lse)
 
 
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    window: Window = UNBOUNDED,
+    scale: float | None = None,
+    impl: str = "auto",
+    precision: str = "auto",
+    deterministic: bool = True,
+    gpu: str | Gpu | None = None,
+) -> Plan:
+    """Return how ``attention`` computes this on a GPU, and why; printed it is a page of text.
+
+    Nothing is computed, so the tensors may be on the device "meta", and the GPU need not be there.
+    That is the plan of the Triton kernels: kernel, tile, splits, scheduler and workspaces of both
+    passes. The gradient of o is taken to lie as o does.
+
+    Args:
+        q: as in ``attention``.
+        k: likewise.
+        v: likewise.
+        causal: likewise.
+        window: likewise.
+        scale: likewise.
+        impl: "triton", "hopper", or "auto", for each pass the faster one.
+        precision: likewise.
+        deterministic: likewise.
+        gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None is that of
+            the tensors, the interpreter on a CPU.
+
+    Raises:
+        ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
+    """
+    problem = Problem.of(q, k, v, causal=causal, window=window)
+    check_among("impl", impl, FAMILIES)
+    if not isinstance(gpu, Gpu):
+        if gpu is not None:
+            check_among("gpu", gpu, CARDS)
+        gpu = gpu_of(q.device) if gpu is None else CARDS[gpu]
+    heads = (x[:, None] if x.ndim == 3 else x for x in (q, k, v))  # noqa: PLR2004 - [B, T, D]
+    return choose(
+        problem,
+        [TensorSpec.of(x) for x in heads],
+        gpu,
+        scale=scale,
+        precision=precision,
+        deterministic=deterministic or _deterministic(),
+        family=FAMILIES[impl],
+    )
+
+
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
 # again: what has passed the checks once is known by all that was looked at.
 _PLANS: dict[tuple[object, ...], registry.Attend] = {}
@@ -161,9 +220,7 @@ def _key(
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
         return (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
-            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
-            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
+            signature(q, k, v),
             q.requires_grad or k.requires_grad or v.requires_grad,
             causal, scale, type(scale), return_lse, precision, deterministic, named,
             impl if impl == "auto" else registry.get(impl),

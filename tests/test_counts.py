@@ -24,7 +24,7 @@ from flashattn.counts.compiled import may_spill, unsteady
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
 from flashattn.counts.offline import FIXED, variants
-from flashattn.kernels.portable.backward import KERNELS as GRADIENTS
+from flashattn.kernels.portable.steps import KERNELS as GRADIENTS
 from flashattn.ops import INTERPRETER_FAILS
 
 FOLDER = Path(__file__).parent / "counts"

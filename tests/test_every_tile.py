@@ -16,9 +16,13 @@ from itertools import product
 import pytest
 import torch
 
-from flashattn.kernels import choice, launch
-from flashattn.kernels.portable import backward
-from flashattn.kernels.tiles import HEAD_DIMS, TABLES, pick
+from flashattn.gpus import gpu_of
+from flashattn.plan import portable
+from flashattn.plan.gpu import CARDS
+from flashattn.plan.precision import input_precision
+from flashattn.plan.rows import HEAD_DIMS
+from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.tables import find, rows_of
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
@@ -69,20 +73,21 @@ class Case:
     @property
     def kernels(self):
         """The kernels of the table that are launched, where it has one for both passes."""
-        both = {"few": "bwd", "low": "bwd", "decode": "bwd", "tiny": "bwd_whole"}.get(self.shape)
+        fused = dict.fromkeys(("few", "low", "decode"), "bwd_fused") | {"tiny": "bwd_one_launch"}
+        both = fused.get(self.shape)
         passes = [both] if both else ["bwd_dkdv", "bwd_dq"]
-        few = {"few": "fwd_few", "low": "fwd_short", "tiny": "fwd_short"}
+        few = {"few": "fwd_small_grid", "low": "fwd_short_kv", "tiny": "fwd_short_kv"}
         if DTYPES[self.dtype] == FP32:
             few = {}
         return [(few | {"decode": "decode"}).get(self.shape, "fwd"), *passes]
 
-    def tile(self, kernel, capability):
+    def tile(self, kernel, gpu):
         """Return the tile that a GPU's table has for the case."""
         size, causal = DTYPES[self.dtype], self.causal is not False
         described = self.layout in ALIGNED and self.shape != "tiny"
         if size == FP32:
             described = self.shape != "short"
-        return pick(kernel, size, self.head_dim, capability, causal=causal, descriptors=described)
+        return find(rows_of(gpu), kernel, size, self.head_dim, causal=causal, large=described)
 
 
 def cases(dtypes, head_dims, layouts, masks, shapes):
@@ -132,15 +137,15 @@ def test_every_tile(case, device):
     assert_accurate(partial(get("triton"), **case.problem.mask_options, scale=scale), asked)
 
 
-@pytest.mark.parametrize(("arch", "capability"), [("sm_80", (8, 0)), ("sm_90", (9, 0))])
-def test_the_ordinary_run_meets_every_tile(arch, capability):
+@pytest.mark.parametrize("gpu", [CARDS["A100"], CARDS["H200"]], ids=["A100", "H200"])
+def test_the_ordinary_run_meets_every_tile(gpu):
     """In each dtype the ordinary cases pick every tile of the table, of every kernel."""
     for dtype in HALF + FULL:
         own = [case for case in ORDINARY if case.dtype == dtype]
-        for (kernel, size, d, causal, _), tile in TABLES[arch].items():
+        for (kernel, size, d, causal, _), tile in rows_of(gpu).tiles.items():
             if size == DTYPES[dtype]:
                 picked = [
-                    case.tile(kernel, capability)
+                    case.tile(kernel, gpu)
                     for case in own
                     if (case.head_dim, case.causal is not False) == (d, causal)
                     and kernel in case.kernels
@@ -151,22 +156,22 @@ def test_the_ordinary_run_meets_every_tile(arch, capability):
 @pytest.mark.gpu  # the interpreter has one tile for all
 def test_cases_launch_what_they_say(device):
     """What is launched for a case are the kernels that it is for, with the tiles of the table."""
-    capability = torch.cuda.get_device_capability(device)
+    gpu = gpu_of(device)
     for case in ORDINARY:
         p = case.problem
         rows = [(p.heads, p.seq_q)] + [(p.kv_heads, p.seq_kv)] * 2
         inputs = [torch.empty(p.batch, *x, p.head_dim, device=device) for x in rows]
-        likes = [launch.Like.of(LAYOUTS_OF[case.layout](x.to(p.torch_dtype))) for x in inputs]
-        how = {"precision": launch.input_precision("auto", p.torch_dtype)}
-        how["causal"] = p.causal is not False
-        both = launch.find_tile("bwd", *likes, **how)
-        if both is not None:
-            few = backward.few(*likes[:2], both, how["precision"])
+        specs = [TensorSpec.of(LAYOUTS_OF[case.layout](x.to(p.torch_dtype))) for x in inputs]
+        precision, causal = input_precision("auto", p.torch_dtype), p.causal is not False
+        how = {"gpu": gpu, "causal": causal, "precision": precision}
+        fused = portable.find("bwd_fused", *specs, **how)
+        if fused is not None:
+            few = portable.small_grid(*specs[:2], fused, gpu, precision)
             assert few is (case.shape in ("few", "low", "decode", "tiny")), case
         for kernel in case.kernels:
-            assert launch.find_tile(kernel, *likes, **how) == case.tile(kernel, capability), case
-        kernel, _ = choice.choose(*likes, **how)
-        assert kernel == case.kernels[0], case
+            assert portable.find(kernel, *specs, **how) == case.tile(kernel, gpu), case
+        options = Options(p.band.right, 0.1, precision)
+        assert portable.forward_row(*specs, gpu, options)[0] == case.kernels[0], case
 
 
 @pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
@@ -193,7 +198,11 @@ def test_every_case_is_more_than_the_ordinary_ones():
 
 def test_shapes_are_what_they_say():
     """No tile divides a ragged length, every tile a whole one, and tall ones have masked rows."""
-    blocks = {size for tile in TABLES["sm_90"].values() for size in (tile.block_q, tile.block_kv)}
+    blocks = {
+        size
+        for tile in rows_of(CARDS["H200"]).tiles.values()
+        for size in (tile.block_q, tile.block_kv)
+    }
     for name, wanted in (("ragged", False), ("tall", False), ("whole", True)):
         for length in (SHAPES[name]["seq_q"], SHAPES[name]["seq_kv"]):
             assert {length % block == 0 for block in blocks} == {wanted}

@@ -11,40 +11,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn import ops
+from flashattn import explain, ops
 from flashattn.api import FASTEST_FIRST
-from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_fp32, forward, gqa, semaphore
-from flashattn.kernels.hopper.config import (
+from flashattn.kernels import execute
+from flashattn.kernels.hopper import backward_fp32, steps
+from flashattn.kernels.hopper.offline import variants
+from flashattn.mask import Mask
+from flashattn.plan import hopper
+from flashattn.plan.choose import choose_backward, choose_forward
+from flashattn.plan.gpu import CARDS
+from flashattn.plan.rows import Limits
+from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.splits import dq_accumulators, gqa_splits
+from flashattn.plan.support import why_not_tma
+from flashattn.plan.tables.hopper import (
     BACKWARD,
+    BACKWARD_D256,
     DETERMINISTIC,
     FORWARD,
-    MANY_SHORT,
-    SHARED,
-    SHORT,
-    WIDE,
-    BackwardConfig,
-    Config,
-    WideConfig,
-    columns,
-    pick,
-    pick_backward,
-    pick_wide,
+    FP32_BACKWARD,
+    MANY_SHORT_HEADS,
+    SHORT_HEADS,
 )
-from flashattn.kernels.hopper.offline import variants
-from flashattn.kernels.launch import Like
-from flashattn.kernels.portable import backward as portable_backward
-from flashattn.kernels.portable import forward as portable_forward
-from flashattn.kernels.tiles import block_d
-from flashattn.mask import Mask
+from flashattn.plan.tile import (
+    HopperBackwardTile,
+    HopperD256Tile,
+    HopperTile,
+    block_d,
+    head_dim_split,
+)
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs
 
+SHARED = 227 << 10  # bytes that a program can have
+H200 = CARDS["H200"]
 CONFIGS = sorted({(d, c) for (d, _), of in FORWARD.items() for c in of.values()}, key=str)
 BACKWARDS = sorted(
-    {(d, MANY_SHORT, False) for d in SHORT}
+    {(d, MANY_SHORT_HEADS, False) for d in SHORT_HEADS}
     | {
         (d, c, table is DETERMINISTIC)
         for table in (BACKWARD, DETERMINISTIC)
@@ -53,8 +58,8 @@ BACKWARDS = sorted(
     },
     key=str,
 )
-WIDES = sorted({(d, c, True) for (d, _), of in WIDE.items() for c in of.values()}, key=str)
-WIDES += [(256, WideConfig(band=3), False)]
+WIDES = sorted({(d, c, True) for (d, _), of in BACKWARD_D256.items() for c in of.values()}, key=str)
+WIDES += [(256, HopperD256Tile(section=3), False)]
 SHAPES = {
     "ragged": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
     "tall": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 900, "seq_kv": 700},
@@ -78,7 +83,7 @@ def call(config, q, k, v, *, causal, scale):
     """Attend with a config."""
     last = Mask.of(causal).over(q.shape[2], k.shape[2]).right
     scale = check_scale(scale, q.shape[3])
-    return forward.forward(q, k, v, diagonal=last, scale=scale, config=config)
+    return execute.forward(q, k, v, diagonal=last, scale=scale, family="hopper", tile=config)
 
 
 class Attend(torch.autograd.Function):
@@ -88,6 +93,7 @@ class Attend(torch.autograd.Function):
     def forward(ctx, q, k, v, causal, scale, how):
         """Attend."""
         ctx.how = how | {
+            "family": "hopper",
             "diagonal": Mask.of(causal).over(q.shape[2], k.shape[2]).right,
             "scale": scale,
         }
@@ -98,7 +104,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
         """Launch what is tested."""
-        return *backward.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
+        return *execute.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -121,7 +127,7 @@ def test_every_backward_config(device, head_dim, config, deterministic, shape, c
     """So are the gradients of each config, of o and of lse."""
     for dtype, d in product(("bfloat16", "float16"), (head_dim, head_dim - 24)):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
-        how = {"config": config, "deterministic": deterministic}
+        how = {"tile": config, "deterministic": deterministic}
 
         def attend(q, k, v, how=how, d=d):
             return Attend.apply(q, k, v, causal, d**-0.5, how)
@@ -164,35 +170,33 @@ def test_cut_in_two(device, head_dim, shape, causal):
     case = Sample(problem=problem, device=device).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
     # With few scores the forward is one product of TF32, and the gradients follow from its o.
-    kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > launch.CUT_FORWARD else 10
+    kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > Limits().decompose_forward else 10
     for name, error in relative_errors(partial(get("hopper"), **how), case).items():
         assert 2**-20 < error < 4 * 2 * 2**-kept, name
 
 
-@on_hopper
-def test_what_is_not_cut_is_the_portable_kernels(device, monkeypatch):
-    """Other head dims, few scores, and other ways to multiply fp32 are the portable passes'."""
-    asked = []
-    passes = backward_fp32.portable
-    monkeypatch.setattr(
-        backward_fp32, "portable", lambda *given: asked.append(given) or passes(*given)
-    )
-    for head_dim, length, precision, own in (
+def specs(problem):
+    """Return the specs of q, k and v."""
+    return [TensorSpec.of(x) for x in make_inputs(problem)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "precision", "own"),
+    [
         (128, 1024, "bf16x6", True),
         (64, 1024, "bf16x6", False),
         (128, 64, "bf16x6", False),
         (128, 1024, "tf32", True),
         (128, 1024, "ieee", False),
-    ):
-        asked.clear()
-        problem = Problem(seq_q=length, head_dim=head_dim)
-        q, k, v = make_inputs(problem, device=device)
-        o, lse = call(None, q, k, v, causal=False, scale=0.1)
-        how = {"diagonal": None, "scale": 0.1, "precision": precision}
-        backward.portable_plan(
-            (o, None), (q, k, v, o, lse), **how, passes=partial(backward_fp32.passes)
-        )
-        assert bool(asked) is not own
+    ],
+)
+def test_what_is_not_decomposed_is_the_portable_kernels(head_dim, length, precision, own):
+    """Other head dims, few scores, and other ways to multiply fp32 are the portable passes'."""
+    q, k, v = specs(Problem(seq_q=length, head_dim=head_dim))
+    lse = q._replace(shape=q.shape[:3], strides=(length, length, 1))
+    options = Options(None, 0.1, precision, "hopper")
+    plan = choose_backward((q, k, v, q, q, lse), H200, options)
+    assert plan.kernel == ("sm90_fp32" if own else "portable")
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -207,12 +211,11 @@ def test_the_same_bits(device, head_dim):
         assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.parametrize("change", ["stride", "address", "expanded", "scale"])
-@on_hopper
-def test_what_it_cannot_reach_is_the_portable_kernels(device, monkeypatch, change):
-    """Tensors that no descriptor can have, and scales that are not positive, are answered too."""
+@pytest.mark.parametrize("change", ["stride", "address", "expanded", "scale", "nothing"])
+def test_what_it_cannot_reach_is_the_portable_kernels(change):
+    """Tensors that TMA cannot address, and scales that are not positive, are answered too."""
     problem = Problem(heads=2, seq_q=70, head_dim=64, dtype="bfloat16")
-    q, k, v = make_inputs(problem, device=device)
+    q, k, v = make_inputs(problem)
     scale = -0.1 if change == "scale" else 0.1
     if change == "stride":
         q = torch.nn.functional.pad(q, (0, 1))[..., :64]
@@ -220,28 +223,29 @@ def test_what_it_cannot_reach_is_the_portable_kernels(device, monkeypatch, chang
         q = torch.nn.functional.pad(q, (8, 0)).flatten()[1 : q.numel() + 1].view_as(q)
     if change == "expanded":
         k = k[:, :1].expand(-1, 2, -1, -1)
-    asked = []
-    monkeypatch.setattr(
-        forward, "portable", lambda *given, **how: asked.append(given) or (torch.empty(0),) * 2
-    )
-    call(None, q, k, v, causal=False, scale=scale)
-    assert len(asked) == 1
+    options = Options(None, scale, family="hopper")
+    plan = choose_forward([TensorSpec.of(x) for x in (q, k, v)], H200, options)
+    assert plan.kernel == ("sm90" if change == "nothing" else "portable")
+    assert any("not Hopper's" in sentence for sentence in plan.why) == (change != "nothing")
 
 
-def test_takes(device):
+def test_why_not_tma():
     """The kernel takes what has elements that descriptors reach, at a positive scale."""
-    x = torch.zeros(1, 2, 8, 64, device=device, dtype=torch.bfloat16)
-    assert forward.takes(Like.of(x), scale=0.1)
-    assert not forward.takes(Like.of(x), scale=0.0)
-    assert not forward.takes(Like.of(x[:, :, :0]), scale=0.1)
-    assert not forward.takes(Like.of(x), Like.of(x[..., 1:]), scale=0.1)
+    x = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    assert why_not_tma(TensorSpec.of(x), scale=0.1) is None
+    assert why_not_tma(TensorSpec.of(x), scale=0.0)
+    assert why_not_tma(TensorSpec.of(x[:, :, :0]), scale=0.1)
+    assert why_not_tma(TensorSpec.of(x), TensorSpec.of(x[..., 1:]), scale=0.1)
 
 
-def test_many_heads_of_one_short_key_are_planned(device):
-    """Keys of which a query head has less than a byte make a band as any others."""
-    q = torch.zeros(1, 600, 1, 64, device=device, dtype=torch.bfloat16)
-    likes = Like.of(q), *[Like.of(q[:, :1])] * 2
-    assert not forward._plan(*likes, None, 0.1, "ieee", FORWARD[64, False][0]).drawn
+def test_many_heads_of_one_short_key_are_planned():
+    """Keys of which a query head has less than a byte make a section as any others."""
+    q = torch.zeros(1, 600, 1, 64, dtype=torch.bfloat16)
+    given = TensorSpec.of(q), *[TensorSpec.of(q[:, :1])] * 2
+    options = Options(None, 0.1, family="hopper")
+    plan = choose_forward(given, H200, options, tile=FORWARD[64, False][0])
+    assert plan.kernel == "sm90"
+    assert not plan.scheduler.dynamic
 
 
 def test_who_takes_what(device):
@@ -260,59 +264,76 @@ def test_who_takes_what(device):
             assert words in get("hopper").why_not(problem, device)
 
 
+BOTH, NEITHER = (True, True), (False, False)
+FORWARD_ONLY, BACKWARD_ONLY = (True, False), (False, True)
+
+
+def taken(problem):
+    """Return whether Hopper's kernels are taken for the forward, and for the backward."""
+    size = torch.Size((problem.batch, problem.heads, problem.seq_q, problem.head_dim))
+    keys = torch.Size((problem.batch, problem.kv_heads, problem.seq_kv, problem.head_dim))
+    q = TensorSpec(size, (), problem.torch_dtype, torch.device("cuda"), 0)
+    given = q, q._replace(shape=keys), H200
+    causal = problem.causal is not False
+    return tuple(of(*given, causal=causal)[0] for of in (hopper.forward_pays, hopper.backward_pays))
+
+
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "passes"),
     [
-        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, {}),
-        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, {}),
-        ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128}, {}),
-        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, {}),
-        ({"heads": 1, "seq_q": 128 * 98, "head_dim": 128}, None),
-        ({"heads": 8, "seq_q": 2048, "head_dim": 128}, {}),
-        ({"heads": 6, "seq_q": 2048, "head_dim": 128}, {"joint_passes": True}),
-        ({"heads": 8, "seq_q": 2048, "head_dim": 64}, {}),
-        ({"heads": 13, "seq_q": 1024, "head_dim": 64}, {"joint_passes": True}),
-        ({"heads": 9, "seq_q": 1024, "head_dim": 64}, {"joint_passes": True}),
-        ({"heads": 8, "seq_q": 1024, "head_dim": 64}, None),
-        ({"heads": 73, "seq_q": 128, "head_dim": 96}, {"split_keys": True}),
-        ({"heads": 72, "seq_q": 128, "head_dim": 96}, None),
-        ({"heads": 8, "seq_q": 2048, "head_dim": 128, "causal": True}, {"joint_passes": True}),
-        ({"heads": 10, "seq_q": 1024, "head_dim": 128, "causal": True}, None),
-        ({"heads": 4, "seq_q": 4096, "head_dim": 64, "causal": True}, {"joint_passes": True}),
-        ({"heads": 2, "seq_q": 8192, "head_dim": 64, "causal": True}, {"joint_passes": True}),
-        ({"heads": 1, "seq_q": 16384, "head_dim": 64, "causal": True}, None),
-        ({"heads": 2, "seq_q": 8192, "head_dim": 128, "causal": True}, {"joint_passes": True}),
-        ({"heads": 1, "seq_q": 16384, "head_dim": 128, "causal": True}, None),
-        ({"heads": 10, "seq_q": 1024, "head_dim": 64, "causal": True}, {"joint_passes": True}),
-        ({"heads": 9, "seq_q": 1024, "head_dim": 64, "causal": True}, None),
-        ({"heads": 2, "seq_q": 128 * 132, "head_dim": 64, "causal": True}, {"split_keys": True}),
-        ({"heads": 5, "seq_q": 128 * 66, "head_dim": 64, "causal": True}, {}),
-        ({"heads": 8, "seq_q": 512, "head_dim": 256}, {}),
-        ({"heads": 8, "seq_q": 512, "head_dim": 128}, None),
-        ({"heads": 4, "seq_q": 2048, "head_dim": 256, "causal": True}, {}),
-        ({"heads": 1, "seq_q": 4096, "head_dim": 256, "causal": True}, {"split_keys": True}),
-        ({"heads": 32, "kv_heads": 8, "seq_q": 2048, "head_dim": 128}, {}),
-        ({"heads": 32, "kv_heads": 8, "seq_q": 1024, "head_dim": 128}, {}),
-        ({"heads": 16, "kv_heads": 8, "seq_q": 512, "head_dim": 128}, None),
-        ({"heads": 8, "kv_heads": 1, "seq_q": 128, "head_dim": 128}, {"split_keys": True}),
-        ({"heads": 0, "seq_q": 256, "head_dim": 64}, None),
-        ({"heads": 16, "kv_heads": 4, "seq_q": 256, "head_dim": 64}, None),
-        ({"heads": 16, "kv_heads": 4, "seq_q": 512, "head_dim": 64}, {"split_keys": True}),
-        ({"heads": 64, "kv_heads": 8, "seq_q": 512, "head_dim": 64, "causal": True}, {}),
-        ({"heads": 1, "seq_q": 1024, "head_dim": 136}, None),
-        ({"heads": 1, "seq_q": 1152, "head_dim": 136}, {"split_keys": True}),
-        ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, {}),
-        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "causal": True}, None),
-        ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, None),
-        ({"heads": 1, "seq_q": 64, "seq_kv": 2**20, "head_dim": 128}, None),
-        ({"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128}, None),  # decoding
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 128}, BOTH),
+        ({"batch": 16, "heads": 16, "seq_q": 1024, "head_dim": 64}, BOTH),
+        ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128}, BOTH),
+        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128}, BOTH),
+        ({"heads": 1, "seq_q": 128 * 98, "head_dim": 128}, NEITHER),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 128}, BOTH),
+        ({"heads": 6, "seq_q": 2048, "head_dim": 128}, FORWARD_ONLY),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 64}, BOTH),
+        ({"heads": 13, "seq_q": 1024, "head_dim": 64}, FORWARD_ONLY),
+        ({"heads": 9, "seq_q": 1024, "head_dim": 64}, FORWARD_ONLY),
+        ({"heads": 8, "seq_q": 1024, "head_dim": 64}, NEITHER),
+        ({"heads": 73, "seq_q": 128, "head_dim": 96}, BACKWARD_ONLY),
+        ({"heads": 72, "seq_q": 128, "head_dim": 96}, NEITHER),
+        ({"heads": 8, "seq_q": 2048, "head_dim": 128, "causal": True}, FORWARD_ONLY),
+        ({"heads": 10, "seq_q": 1024, "head_dim": 128, "causal": True}, NEITHER),
+        ({"heads": 4, "seq_q": 4096, "head_dim": 64, "causal": True}, FORWARD_ONLY),
+        ({"heads": 2, "seq_q": 8192, "head_dim": 64, "causal": True}, FORWARD_ONLY),
+        ({"heads": 1, "seq_q": 16384, "head_dim": 64, "causal": True}, NEITHER),
+        ({"heads": 2, "seq_q": 8192, "head_dim": 128, "causal": True}, FORWARD_ONLY),
+        ({"heads": 1, "seq_q": 16384, "head_dim": 128, "causal": True}, NEITHER),
+        ({"heads": 10, "seq_q": 1024, "head_dim": 64, "causal": True}, FORWARD_ONLY),
+        ({"heads": 9, "seq_q": 1024, "head_dim": 64, "causal": True}, NEITHER),
+        ({"heads": 2, "seq_q": 128 * 132, "head_dim": 64, "causal": True}, BACKWARD_ONLY),
+        ({"heads": 5, "seq_q": 128 * 66, "head_dim": 64, "causal": True}, BOTH),
+        ({"heads": 8, "seq_q": 512, "head_dim": 256}, BOTH),
+        ({"heads": 8, "seq_q": 512, "head_dim": 128}, NEITHER),
+        ({"heads": 4, "seq_q": 2048, "head_dim": 256, "causal": True}, BOTH),
+        ({"heads": 1, "seq_q": 4096, "head_dim": 256, "causal": True}, BACKWARD_ONLY),
+        ({"heads": 32, "kv_heads": 8, "seq_q": 2048, "head_dim": 128}, BOTH),
+        ({"heads": 32, "kv_heads": 8, "seq_q": 1024, "head_dim": 128}, BOTH),
+        ({"heads": 16, "kv_heads": 8, "seq_q": 512, "head_dim": 128}, NEITHER),
+        ({"heads": 8, "kv_heads": 1, "seq_q": 128, "head_dim": 128}, BACKWARD_ONLY),
+        ({"heads": 0, "seq_q": 256, "head_dim": 64}, NEITHER),
+        ({"heads": 16, "kv_heads": 4, "seq_q": 256, "head_dim": 64}, NEITHER),
+        ({"heads": 16, "kv_heads": 4, "seq_q": 512, "head_dim": 64}, BACKWARD_ONLY),
+        ({"heads": 64, "kv_heads": 8, "seq_q": 512, "head_dim": 64, "causal": True}, BOTH),
+        ({"heads": 1, "seq_q": 1024, "head_dim": 136}, NEITHER),
+        ({"heads": 1, "seq_q": 1152, "head_dim": 136}, BACKWARD_ONLY),
+        ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, BOTH),
+        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "causal": True}, NEITHER),
+        ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, NEITHER),
+        ({"heads": 1, "seq_q": 64, "seq_kv": 2**20, "head_dim": 128}, NEITHER),
+        (
+            {"batch": 64, "heads": 32, "kv_heads": 8, "seq_q": 1, "head_dim": 128},
+            NEITHER,
+        ),  # decoding
     ],
 )
-def test_where_it_is_the_fastest(monkeypatch, device, shape, options):
-    """As measured: ``impl="auto"`` takes it, with the portable forward, or goes on to the next."""
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert ops.hopper_fastest(Problem(**shape, dtype="bfloat16"), device) == options
+def test_where_it_is_the_fastest(shape, passes):
+    """As measured: ``impl="auto"`` takes it for a pass, or the portable kernels."""
+    problem = Problem(**shape, dtype="bfloat16")
+    assert taken(problem) == passes
+    assert hopper.pays(problem, H200) == (passes != NEITHER)
 
 
 @pytest.mark.parametrize(
@@ -325,12 +346,9 @@ def test_where_it_is_the_fastest(monkeypatch, device, shape, options):
         ({"batch": 64, "heads": 32, "seq_q": 1, "seq_kv": 4096}, False),  # decoding
     ],
 )
-def test_where_its_forward_is_the_fastest_in_fp32(monkeypatch, device, shape, own):
-    """Where there are fewer tiles than multiprocessors, the portable forward splits keys."""
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    options = {} if own else {"split_keys": True}
-    assert ops.hopper_fastest(Problem(**shape, head_dim=100), device) == options
+def test_where_its_forward_is_the_fastest_in_fp32(shape, own):
+    """Where there are fewer tiles than SMs, the portable forward splits keys."""
+    assert taken(Problem(**shape, head_dim=100)) == (BOTH if own else BACKWARD_ONLY)
 
 
 @pytest.mark.parametrize(
@@ -343,10 +361,9 @@ def test_where_its_forward_is_the_fastest_in_fp32(monkeypatch, device, shape, ow
         ((200, 256), 64, 1),  # many heads run at once
     ],
 )
-def test_slabs(monkeypatch, device, sizes, head_dim, slabs):
+def test_dq_accumulators(sizes, head_dim, slabs):
     """As measured: a head's programs share so many workspaces that they hardly queue."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    assert semaphore.slabs_for(*sizes, device, head_dim=head_dim) == slabs
+    assert dq_accumulators(*sizes, 132, head_dim=head_dim) == slabs
 
 
 @pytest.mark.parametrize(
@@ -362,48 +379,45 @@ def test_slabs(monkeypatch, device, sizes, head_dim, slabs):
         (32, 8, 2048, 256, True, 1),
     ],
 )
-def test_shares(monkeypatch, device, heads, kv_heads, seq, head_dim, causal, count):
+def test_gqa_splits(heads, kv_heads, seq, head_dim, causal, count):
     """As measured: heads that share keys are divided among as many programs."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    q, k = (Like.of(torch.empty(1, n, seq, head_dim, device=device)) for n in (heads, kv_heads))
+    q, k = (TensorSpec.of(torch.empty(1, n, seq, head_dim)) for n in (heads, kv_heads))
     tiles = kv_heads * (-(-seq // (128 if head_dim <= 128 else 64)))
-    assert gqa.shares_for(q, k, tiles, causal=causal) == count
-
-
-def test_kernels_by_name():
-    """What splits keys is the portable forward, what joins passes the portable backward."""
-    assert ops._launchers("hopper") == (forward, backward)
-    assert ops._launchers("split") == (portable_forward, backward)
-    assert ops._launchers("joint") == (forward, portable_backward)
+    assert gqa_splits(q, k, tiles, 132, causal=causal) == count
 
 
 @pytest.mark.parametrize(
-    ("option", "own"), [("split_keys", "backward"), ("joint_passes", "forward")]
+    ("sizes", "kernels"),
+    [
+        ({"heads": 73, "seq_q": 128, "head_dim": 96}, ("portable", "sm90")),
+        ({"heads": 6, "seq_q": 2048, "head_dim": 128}, ("sm90", "portable")),
+    ],
 )
 @on_hopper
-def test_one_of_both_is_portable(device, monkeypatch, option, own):
-    """With ``split_keys`` the forward is the portable one, with ``joint_passes`` the backward."""
-    problem = Problem(heads=2, seq_q=300, head_dim=64, causal=True, dtype="bfloat16")
-    called = []
-    for module in (forward, backward):
-        name, plan = module.__name__.split(".")[-1], module.plan
-        monkeypatch.setattr(
-            module,
-            "plan",
-            lambda *a, plan=plan, name=name, **k: called.append(name) or plan(*a, **k),
-        )
-    attends = partial(get("hopper"), causal=True, scale=0.1, **{option: True})
+def test_one_of_both_is_portable(device, sizes, kernels):
+    """With ``family="auto"`` one pass may be the portable one's, and both are right."""
+    problem = Problem(**sizes, dtype="bfloat16")
+    q, k, v = make_inputs(problem, device=device)
+    plan = explain(q, k, v)
+    assert (plan.forward.kernel, plan.backward.kernel) == kernels
+    attends = partial(get("hopper"), causal=False, scale=0.1, family="auto")
     assert_accurate(attends, Sample(problem=problem, device=device, scale=0.1))
-    assert called == [own]
 
 
-def test_configs_fit():
-    """Tiles of every config fit the shared memory; those compiled for the counts are all."""
-    for head_dim, config, *_ in CONFIGS + BACKWARDS + WIDES:
-        assert config.shared(head_dim) <= SHARED - 1024
+def test_tiles_fit():
+    """Tiles of every row fit the shared memory; those compiled for the counts are all."""
+    for head_dim, tile, *_ in CONFIGS + BACKWARDS + WIDES:
+        assert tile.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
-    slots = {(d, BackwardConfig(slots=config.slots)) for d, config, _ in BACKWARDS}
-    assert compiled == {*CONFIGS, *slots, (192, WideConfig()), (256, WideConfig())}
+    stages = {(d, HopperBackwardTile(stages=tile.stages)) for d, tile, _ in BACKWARDS}
+    assert compiled == {*CONFIGS, *stages, (192, HopperD256Tile()), (256, HopperD256Tile())}
+
+
+@pytest.mark.parametrize("terms", FP32_BACKWARD)
+def test_fp32_tiles_are_the_kernels(terms):
+    """A plan has the sizes that the fp32 kernels have."""
+    tile = FP32_BACKWARD[terms]
+    assert (tile.own, tile.other) == (backward_fp32.OWNED.value, backward_fp32.walked(terms))
 
 
 @pytest.mark.parametrize(
@@ -423,58 +437,75 @@ def test_configs_fit():
         (4, 65536, True, 3),
     ],
 )
-def test_few_tiles_are_counted_in_rounds(heads, seq_q, causal, groups):
-    """At D = 64 the larger tiles are taken only where they make fewer rounds, or there are many."""
-    assert pick(60, seq_q, causal=causal, heads=heads, multiprocessors=132).groups == groups
+def test_few_tiles_are_counted_in_waves(heads, seq_q, causal, groups):
+    """At D = 64 the larger tiles are taken only where they make fewer waves, or there are many."""
+    tile = hopper.forward_tile(spec(heads, seq_q, 60), H200, causal=causal)
+    assert tile.consumers == groups
+
+
+def spec(heads, seq_q, head_dim):
+    """Return that of a tensor of so many heads and rows."""
+    size = torch.Size((1, heads, seq_q, head_dim))
+    return TensorSpec(size, (), torch.bfloat16, torch.device("cuda"), 0)
 
 
 def test_tables():
-    """Widths between are computed as the next; where there is no config, elsewhere."""
-    many = {"heads": 1000, "multiprocessors": 100}
-    assert pick(80, 100, causal=True, **many) == FORWARD[96, True][0]
-    assert pick(97, 100, causal=True, **many) == FORWARD[128, True][0]
-    assert pick(130, 100, causal=False, **many) == FORWARD[192, False][0]
-    assert pick(64, 2047, causal=False, **many) == FORWARD[64, False][0]
-    assert pick(64, 2048, causal=False, **many) == FORWARD[64, False][2048]
-    assert pick(64, 5000, causal=False, **many).groups == 3
-    assert pick(32, 5000, causal=True, **many) is None
-    assert pick(32, 5000, causal=False, heads=1, multiprocessors=100) is None
-    assert pick(128, 5000, causal=False, heads=1, multiprocessors=100) == FORWARD[128, False][0]
-    of = partial(pick_backward, causal=True, heads=95, multiprocessors=100)
-    assert of(40, 2049, deterministic=False) == BACKWARD[64, True][0]
-    assert of(40, 2048, deterministic=False) == MANY_SHORT
-    assert of(40, 2048, deterministic=False, heads=94) == BACKWARD[64, True][0]
-    assert of(128, 1025, deterministic=False) == BACKWARD[128, True][0]
-    assert of(64, 100, deterministic=False, causal=False) == BACKWARD[64, False][0]
-    assert of(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]
-    assert of(256, 100, deterministic=False) is None
-    assert pick_wide(200, 100, causal=True) == WIDE[256, True][0]
-    assert pick_wide(128, 100, causal=True) is None
+    """Widths between are computed as the next; where there is no tile, elsewhere."""
+    gpu = replace(H200, num_sms=100)
+
+    def forward(head_dim, seq_q, *, causal, heads=1000):
+        return hopper.forward_tile(spec(heads, seq_q, head_dim), gpu, causal=causal)
+
+    def backward(head_dim, seq_q, *, deterministic, causal=True, heads=95):
+        x = spec(heads, seq_q, head_dim)
+        options = Options(0 if causal else None, 0.1, deterministic=deterministic)
+        return hopper.backward_tile(x, x, gpu, options)
+
+    assert forward(80, 100, causal=True) == FORWARD[96, True][0]
+    assert forward(97, 100, causal=True) == FORWARD[128, True][0]
+    assert forward(130, 100, causal=False) == FORWARD[192, False][0]
+    assert forward(64, 2047, causal=False) == FORWARD[64, False][0]
+    assert forward(64, 2048, causal=False) == FORWARD[64, False][2048]
+    assert forward(64, 5000, causal=False).consumers == 3
+    assert forward(32, 5000, causal=True) is None
+    assert forward(32, 5000, causal=False, heads=1) is None
+    assert forward(128, 5000, causal=False, heads=1) == FORWARD[128, False][0]
+    assert backward(40, 2049, deterministic=False) == BACKWARD[64, True][0]
+    assert backward(40, 2048, deterministic=False) == MANY_SHORT_HEADS
+    assert backward(40, 2048, deterministic=False, heads=94) == BACKWARD[64, True][0]
+    assert backward(128, 1025, deterministic=False) == BACKWARD[128, True][0]
+    assert backward(64, 100, deterministic=False, causal=False) == BACKWARD[64, False][0]
+    assert backward(128, 100, deterministic=True) == DETERMINISTIC[128, True][0]
+    assert backward(32, 100, deterministic=False) is None
+    assert backward(200, 100, deterministic=False) == BACKWARD_D256[256, True][0]
 
 
 @pytest.mark.parametrize("head_dim", [33, 64, 65, 96, 97, 128, 129, 192, 193, 256])
 def test_columns(head_dim):
     """A tile's columns that are multiplied are all that a head has, and fewer than 64 more."""
-    first, rest = columns(head_dim)
+    first, rest = head_dim_split(head_dim)
     assert rest in (0, first // 2)
     assert first + rest <= block_d(head_dim)
     assert head_dim <= first + rest < head_dim + 64
 
 
-def test_programs_that_wait_run_together(device):
+def test_programs_that_wait_run_together():
     """Persistent programs wait for one another: the launch needs all of them at once."""
-    x = Like.of(torch.zeros(1, 2, 256, 64, device=device, dtype=torch.bfloat16))
+    x = TensorSpec.of(torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16))
+    lse = TensorSpec.of(torch.zeros(1, 2, 256))
+    given, options = (x, x, x, x, x, lse), Options(None, 0.1, family="hopper")
     for persistent in (False, True):
-        config = BackwardConfig(persistent=persistent)
-        plan = backward._narrow(x, x, x, x, None, 0.1, True, config)
-        assert plan.fold._options["launch_cooperative_grid"] is persistent
+        tile = HopperBackwardTile(persistent=persistent)
+        plan = choose_backward(given, H200, options, tile=tile)
+        _, one_pass, _ = steps.backward(plan, given, options)
+        assert one_pass.launch._options["launch_cooperative_grid"] is persistent
 
 
 def test_what_the_tables_hold_was_searched():
     """The search has every config of the tables among what it times."""
     search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune_hopper.py"))
     tables = [("forward", FORWARD, True), ("backward", BACKWARD, False)]
-    tables += [("backward", DETERMINISTIC, True), ("backward", WIDE, True)]
+    tables += [("backward", DETERMINISTIC, True), ("backward", BACKWARD_D256, True)]
     for direction, table, deterministic in tables:
         for (head_dim, causal), configs in table.items():
             found = search["ways"](direction, head_dim, causal=causal)
@@ -487,32 +518,32 @@ def test_what_the_tables_hold_was_searched():
     ("change", "words"),
     [
         ({"block_kv": 96}, "block_kv: wanted a power of two from 64 on, got 96"),
-        ({"slots": 1}, "slots: wanted 2 at least, got 1"),
-        ({"groups": 4}, "groups: wanted 2 or 3, got 4"),
+        ({"stages": 1}, "stages: wanted 2 at least, got 1"),
+        ({"consumers": 4}, "consumers: wanted 2 or 3, got 4"),
         ({"registers": 250}, "registers: wanted a multiple of 8 from 24 to 240, got 250"),
     ],
 )
 def test_bad_configs(change, words):
     """A config that no kernel can have is an error that names what was wanted."""
     with pytest.raises(ValueError, match=words):
-        Config(**change)
+        HopperTile(**change)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"slots": 1}, "slots: wanted 2 at least, got 1"),
-        ({"band": 0}, "band: wanted 1 at least, got 0"),
-        ({"apart": 0}, "apart: wanted 1 at least, got 0"),
+        ({"stages": 1}, "stages: wanted 2 at least, got 1"),
+        ({"section": 0}, "section: wanted 1 at least, got 0"),
+        ({"stagger": 0}, "stagger: wanted 1 at least, got 0"),
     ],
 )
 def test_bad_backward_configs(change, words):
     """So for the backward."""
     with pytest.raises(ValueError, match=words):
-        BackwardConfig(**change)
+        HopperBackwardTile(**change)
 
 
 def test_bad_wide_config():
     """So for the backward of wide heads."""
-    with pytest.raises(ValueError, match="band: wanted 1 at least, got 0"):
-        WideConfig(band=0)
+    with pytest.raises(ValueError, match="section: wanted 1 at least, got 0"):
+        HopperD256Tile(section=0)

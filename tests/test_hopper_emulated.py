@@ -14,9 +14,11 @@ from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
-from flashattn.kernels.hopper import backward, forward, gqa, semaphore
-from flashattn.kernels.hopper.config import BackwardConfig, Config, WideConfig
+from flashattn.kernels import execute
 from flashattn.kernels.hopper.tma import Tiles
+from flashattn.plan import hopper
+from flashattn.plan.tables import hopper as rows
+from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import (
     InaccurateError,
@@ -29,24 +31,25 @@ from flashattn.testing.inputs import make_grads, make_inputs
 pytestmark = pytest.mark.interpreter
 MUTANTS = Path(__file__).parent / "mutants" / "mutants.py"
 Mutant = runpy.run_path(str(MUTANTS))["Mutant"]
-SMALL = Config(block_kv=64)
+SMALL = HopperTile(block_kv=64)
 
 
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     options = {"diagonal": problem.band.right, "scale": check_scale(None, problem.head_dim)}
-    options["precision"] = precision
+    options |= {"precision": precision, "family": "hopper"}
 
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            o, lse = forward.forward(q, k, v, config=config, **options)
+            o, lse = execute.forward(q, k, v, tile=config, **options)
             ctx.save_for_backward(q, k, v, o, lse)
             return o, lse
 
         @staticmethod
         def backward(ctx, *grads):
-            return backward.backward(grads, ctx.saved_tensors, **options, **how)
+            given = {"deterministic": False} | how
+            return execute.backward(grads, ctx.saved_tensors, **options, **given)
 
     return Attend.apply
 
@@ -61,36 +64,65 @@ def fp16(**sizes):
     return Problem(dtype="float16", **sizes)
 
 
-UNSTAGED = {"staged": False, "slots": 3}
+UNSTAGED = {"own_o": False, "stages": 3}
 FORWARDS = [
     (bf16(heads=2, seq_q=140, seq_kv=200), SMALL, 1),
     (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=130, causal=True), SMALL, 1),
     (bf16(heads=3, seq_q=200, seq_kv=70, causal="bottom_right"), SMALL, 2),  # dead queries; drawn
-    (bf16(heads=2, seq_q=260, causal=True, head_dim=128), Config(**UNSTAGED), 3),  # drawn
-    (fp16(batch=2, heads=2, seq_q=200, seq_kv=130, head_dim=40), Config(groups=3, slots=4), 3),
+    (bf16(heads=2, seq_q=260, causal=True, head_dim=128), HopperTile(**UNSTAGED), 3),  # drawn
+    (
+        fp16(batch=2, heads=2, seq_q=200, seq_kv=130, head_dim=40),
+        HopperTile(consumers=3, stages=4),
+        3,
+    ),
     (bf16(heads=2, seq_q=1, seq_kv=270, causal="bottom_right"), SMALL, 1),
     (bf16(heads=2, seq_q=130, seq_kv=1), SMALL, 2),
-    (fp16(seq_q=70, seq_kv=150, head_dim=256), Config(block_kv=64, staged=False), 1),
-    (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), Config(), 2),  # 64 + 32
-    (fp16(seq_q=70, seq_kv=150, head_dim=168), Config(block_kv=64, staged=False), 1),  # 128 + 64
+    (fp16(seq_q=70, seq_kv=150, head_dim=256), HopperTile(block_kv=64, own_o=False), 1),
+    (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), HopperTile(), 2),  # 64 + 32
+    (fp16(seq_q=70, seq_kv=150, head_dim=168), HopperTile(block_kv=64, own_o=False), 1),  # 128 + 64
 ]
-ROUND = {"config": BackwardConfig(persistent=True, apart=1), "deterministic": True}
+ROUND = {"tile": HopperBackwardTile(persistent=True, stagger=1), "deterministic": True}
 # Of each the config, whether it is deterministic, and how many programs run at once.
 BACKWARDS = [
-    (bf16(heads=2, seq_q=200, seq_kv=140), BackwardConfig(persistent=True), False, 1),
-    (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=300, causal=True), BackwardConfig(), True, 3),
-    (bf16(heads=2, seq_q=200, seq_kv=140, causal="bottom_right"), BackwardConfig(band=4), True, 1),
-    (bf16(seq_q=200, seq_kv=260, causal=True, head_dim=128), BackwardConfig(slots=3), False, 2),
-    (fp16(heads=2, seq_q=130, seq_kv=260, head_dim=128), BackwardConfig(band=2), True, 3),
-    (bf16(batch=2, seq_q=1, seq_kv=200, head_dim=40), BackwardConfig(persistent=True), False, 3),
-    (bf16(heads=2, seq_q=70, seq_kv=1, head_dim=96), BackwardConfig(), True, 2),
-    (bf16(seq_q=300, seq_kv=70, causal="bottom_right", head_dim=80), BackwardConfig(), False, 1),
-    (fp16(heads=3, seq_q=200, seq_kv=390, causal=True), BackwardConfig(persistent=True), True, 2),
-    (bf16(heads=2, seq_q=70, seq_kv=390, head_dim=96), BackwardConfig(band=2), False, 3),
-    (bf16(heads=3, seq_q=300, seq_kv=520), BackwardConfig(band=2, persistent=True), True, 5),
-    (fp16(heads=4, kv_heads=2, seq_q=200, seq_kv=390, head_dim=128), ROUND["config"], True, 4),
-    (bf16(seq_q=70, seq_kv=700, head_dim=96), ROUND["config"], True, 6),  # no room for all
-    (bf16(batch=2, seq_q=390, seq_kv=260), ROUND["config"], False, 3),
+    (bf16(heads=2, seq_q=200, seq_kv=140), HopperBackwardTile(persistent=True), False, 1),
+    (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=300, causal=True), HopperBackwardTile(), True, 3),
+    (
+        bf16(heads=2, seq_q=200, seq_kv=140, causal="bottom_right"),
+        HopperBackwardTile(section=4),
+        True,
+        1,
+    ),
+    (
+        bf16(seq_q=200, seq_kv=260, causal=True, head_dim=128),
+        HopperBackwardTile(stages=3),
+        False,
+        2,
+    ),
+    (fp16(heads=2, seq_q=130, seq_kv=260, head_dim=128), HopperBackwardTile(section=2), True, 3),
+    (
+        bf16(batch=2, seq_q=1, seq_kv=200, head_dim=40),
+        HopperBackwardTile(persistent=True),
+        False,
+        3,
+    ),
+    (bf16(heads=2, seq_q=70, seq_kv=1, head_dim=96), HopperBackwardTile(), True, 2),
+    (
+        bf16(seq_q=300, seq_kv=70, causal="bottom_right", head_dim=80),
+        HopperBackwardTile(),
+        False,
+        1,
+    ),
+    (
+        fp16(heads=3, seq_q=200, seq_kv=390, causal=True),
+        HopperBackwardTile(persistent=True),
+        True,
+        2,
+    ),
+    (bf16(heads=2, seq_q=70, seq_kv=390, head_dim=96), HopperBackwardTile(section=2), False, 3),
+    (bf16(heads=3, seq_q=300, seq_kv=520), HopperBackwardTile(section=2, persistent=True), True, 5),
+    (fp16(heads=4, kv_heads=2, seq_q=200, seq_kv=390, head_dim=128), ROUND["tile"], True, 4),
+    (bf16(seq_q=70, seq_kv=700, head_dim=96), ROUND["tile"], True, 6),  # no room for all
+    (bf16(batch=2, seq_q=390, seq_kv=260), ROUND["tile"], False, 3),
 ]
 
 
@@ -113,7 +145,7 @@ def test_forward(problem, config, at_once):
 @pytest.mark.parametrize(("problem", "config", "deterministic", "at_once"), BACKWARDS, ids=str)
 def test_backward(problem, config, deterministic, at_once):
     """So are the gradients."""
-    how = {"config": config, "deterministic": deterministic}
+    how = {"tile": config, "deterministic": deterministic}
     with emulated(multiprocessors=at_once) as launched:
         assert_accurate(attend(problem, SMALL, how), Sample(problem=problem))
     assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
@@ -122,9 +154,9 @@ def test_backward(problem, config, deterministic, at_once):
 @pytest.mark.parametrize(("problem", "at_once"), WIDE_BACKWARDS, ids=str)
 def test_wide_backward(problem, at_once):
     """And those of wide heads."""
-    config = Config(block_kv=64, staged=False)
+    config = HopperTile(block_kv=64, own_o=False)
     with emulated(multiprocessors=at_once) as launched:
-        attends = attend(problem, config, {"config": WideConfig(band=2)})
+        attends = attend(problem, config, {"tile": HopperD256Tile(section=2)})
         assert_accurate(attends, Sample(problem=problem))
     wide = ["flashattn_hopper_bwd_d256_dkdv", "flashattn_hopper_bwd_d256_dq"]
     assert launched == ["flashattn_hopper_fwd", *wide]
@@ -143,13 +175,7 @@ SHARES = [
 @pytest.fixture
 def divide(monkeypatch):
     """Return what says into how many shares heads that share keys are divided."""
-
-    def into(count):
-        monkeypatch.setattr(gqa, "shares_for", lambda *_, **__: count)
-        backward._plan.cache_clear()
-
-    yield into
-    backward._plan.cache_clear()
+    return lambda count: monkeypatch.setattr(hopper, "gqa_splits", lambda *_, **__: count)
 
 
 @pytest.mark.parametrize(("problem", "count", "how"), SHARES, ids=str)
@@ -157,7 +183,7 @@ def test_shares(problem, count, how, divide):
     """Heads that share keys may be divided among programs: the same, whatever comes late."""
     divide(count)
     case, grads = Sample(problem=problem).draw(), []
-    config = SMALL if problem.head_dim <= 128 else Config(block_kv=64, staged=False)
+    config = SMALL if problem.head_dim <= 128 else HopperTile(block_kv=64, own_o=False)
     attends = attend(problem, config, how)
     for seed in range(2):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
@@ -169,7 +195,7 @@ def test_shares(problem, count, how, divide):
 
 def test_far_below_zero():
     """Where P of a key that only pads a tile would be inf, it is hidden."""
-    problem, how = bf16(seq_q=70, seq_kv=70), {"config": BackwardConfig(), "deterministic": True}
+    problem, how = bf16(seq_q=70, seq_kv=70), {"tile": HopperBackwardTile(), "deterministic": True}
     with emulated():
         assert_accurate(attend(problem, SMALL, how), Sample(problem=problem, values="negative"))
 
@@ -180,7 +206,7 @@ def test_the_same_bits(deterministic, causal):
     """Deterministic gradients are the same in any order of events; o and lse always are."""
     problem = bf16(heads=2, seq_q=300, seq_kv=520 if causal else 900, causal=causal)
     case = Sample(problem=problem).draw()
-    how = {"config": BackwardConfig(persistent=not causal), "deterministic": deterministic}
+    how = {"tile": HopperBackwardTile(persistent=not causal), "deterministic": deterministic}
     answers = []
     for seed in range(4):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
@@ -194,13 +220,12 @@ def test_the_same_bits(deterministic, causal):
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
     """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
-    monkeypatch.setattr(semaphore, "QUEUE", 1)
-    backward._plan.cache_clear()
+    monkeypatch.setattr(rows, "QUEUE", (1, 1))
     problem = bf16(seq_q=200, seq_kv=520, causal=causal)
-    asked, found = [], backward.slabs_for
+    asked, found = [], hopper.dq_accumulators
     monkeypatch.setattr(
-        backward,
-        "slabs_for",
+        hopper,
+        "dq_accumulators",
         lambda *sizes, **how: asked.append(found(*sizes, **how)) or asked[-1],
     )
     case, answers = Sample(problem=problem).draw(), []
@@ -212,7 +237,6 @@ def test_slabs(causal, monkeypatch):
             answers.append(torch.autograd.grad(o, q, case.grad_o)[0])
     assert torch.equal(*answers)
     assert set(asked) == {3}
-    backward._plan.cache_clear()
 
 
 CUT_CASES = [
@@ -270,33 +294,28 @@ WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER = "kernels/hopper/scheduler.py"
 PIPELINE = "kernels/hopper/pipeline.py"
-# What the warp that stores dq does in a step; and of that, what lets the next CTA do so.
+# What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
     "                if value < semaphore.ordered:\n"
-    "                    arrive_inc(semaphore.counter(accum_batch * heads + head, end, i))\n"
+    "                    counter = semaphore.counter(accum_batch * heads + head, end, i)\n"
+    "                    arrive_inc(counter + WARPGROUP)\n"
 )
 STORED = (
-    "                mbarrier.wait(sdQ.full.index(0), n & 1)\n"
-    "                reduce_add_dq("
-    "dq, sdQ.tiles.index(0), accum_batch, head, row, value == 0, LINE)\n"
-    "                mbarrier.wait(sdQ.full.index(1), n & 1)\n"
-    "                reduce_add_dq(\n"
-    "                    dq, sdQ.tiles.index(1), accum_batch, head, row + LINE, value == 0,\n"
-    "                    t.lines - LINE,\n"
-    "                )  # fmt: skip\n"
-    "                for w in gl.static_range(2):\n"
-    "                    tma.store_wait(1 - w)\n"
-    "                    mbarrier.arrive(sdQ.empty.index(w), count=1)\n"
+    "                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)\n"
+    "                part = sdQ.tiles.index(WARPGROUP)\n"
+    "                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)\n"
+    "                tma.store_wait(0)\n"
+    "                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)\n"
     f"{PASSED}"
 )
 # As the warp that waits for the semaphore asks for it.
 TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))\n"
-WAITED = "                wait_eq("
+WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
-UNTURNED = {"config": BackwardConfig(persistent=True), "deterministic": False}
-TURNS = {"config": BackwardConfig(), "deterministic": True}
+UNTURNED = {"tile": HopperBackwardTile(persistent=True), "deterministic": False}
+TURNS = {"tile": HopperBackwardTile(), "deterministic": True}
 ASKED = {
-    "full": (bf16(seq_q=300, seq_kv=130), "normal", Config(block_kv=64, staged=False), None),
+    "full": (bf16(seq_q=300, seq_kv=130), "normal", HopperTile(block_kv=64, own_o=False), None),
     "staged": (bf16(heads=2, seq_q=300, seq_kv=130), "normal", SMALL, None),
     "drawn": (bf16(seq_q=300, seq_kv=130, causal=True), "normal", SMALL, None),
     "gradients": (bf16(seq_q=200, seq_kv=260, head_dim=128), "normal", SMALL, UNTURNED),
@@ -305,8 +324,8 @@ ASKED = {
     "wide": (
         bf16(heads=4, kv_heads=2, seq_q=200, seq_kv=130, head_dim=136, causal=True),
         "normal",
-        Config(block_kv=64, staged=False),
-        {"config": WideConfig()},
+        HopperTile(block_kv=64, own_o=False),
+        {"tile": HopperD256Tile()},
     ),
     "shares": (  # if three programs run at once
         bf16(batch=2, heads=4, kv_heads=1, seq_q=200, seq_kv=100, head_dim=96),
@@ -314,7 +333,7 @@ ASKED = {
         SMALL,
         TURNS,
     ),
-    "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", Config(), TURNS),
+    "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", HopperTile(), TURNS),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
     "cut": (Problem(heads=2, kv_heads=1, seq_q=130, seq_kv=150, head_dim=128), "normal", None, {}),
     "cut causal": (
@@ -553,8 +572,8 @@ PLANTED = [
         Mutant(
             "exchange_not_fenced",
             BACKWARD,
-            ".store(ds)\n    fence_async_shared()\n",
-            ".store(ds)\n",
+            "    fence_async_shared()\n    consumer_barrier()\n    dq = mma_dq(",
+            "    consumer_barrier()\n    dq = mma_dq(",
             "the product for dq may read what was there before",
         ),
         WRONG,
@@ -621,7 +640,7 @@ PLANTED = [
             BACKWARD,
             "        if first:\n            store_tile(",
             "        if not first:\n            store_tile(",
-            "the workspace is added to before it is set",
+            "the accumulator is added to before it is set",
         ),
         WRONG,
     ),
@@ -677,17 +696,6 @@ PLANTED = [
             "return gl.where(self.rank < first, before + self.count, before)",
             "return before",
             "who comes after the last of a round waits for a turn before the first",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "gradients",
-        Mutant(
-            "first_tile_late",
-            BACKWARD,
-            "t, COLUMNS, True, i < end - 1, S",
-            "t, COLUMNS, True, True, S",
-            "of each head a tile of dq is handed over that nobody computed",
         ),
         (WRONG, STUCK),
     ),
@@ -764,7 +772,7 @@ PLANTED = [
             GQA,
             "split_head % self.count * batches + batch,",
             "batch,",
-            "shares are stored over one another, and others not at all",
+            "gqa_splits are stored over one another, and others not at all",
         ),
         WRONG,
     ),
@@ -805,16 +813,16 @@ def test_what_is_not_dense_is_copied(move, which):
     problem = fp16(heads=2, seq_q=64, head_dim=64)
     q, k, v = make_inputs(problem, device="cpu")
     grad_o, grad_lse = make_grads(problem, device="cpu")
-    how = {"diagonal": None, "scale": 0.1}
+    how = {"diagonal": None, "scale": 0.1, "family": "hopper"}
     with emulated() as launched:
-        o, lse = forward.forward(q, k, v, **how)
+        o, lse = execute.forward(q, k, v, **how)
         given = [q, k, v, o, grad_o, grad_lse]
-        exact = backward.backward((grad_o, grad_lse), (q, k, v, o, lse), **how, deterministic=True)
+        exact = execute.backward((grad_o, grad_lse), (q, k, v, o, lse), **how, deterministic=True)
         once = list(launched)
         given[which] = move(given[which])
-        moved = forward.forward(*given[:3], **how)
+        moved = execute.forward(*given[:3], **how)
         saved = *given[:4], lse
-        got = backward.backward(tuple(given[4:]), saved, **how, deterministic=True)
+        got = execute.backward(tuple(given[4:]), saved, **how, deterministic=True)
     assert launched == once * 2
     assert all(map(torch.equal, (*moved, *got), (o, lse, *exact)))
 

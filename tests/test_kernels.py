@@ -17,9 +17,17 @@ from triton.runtime import driver
 from flashattn import api, attention
 from flashattn.counts import single_kernel
 from flashattn.counts.single_kernel import Recomputation
-from flashattn.kernels import choice, launch, splitting
-from flashattn.kernels.portable import backward, bf16x3, forward, preprocess
-from flashattn.kernels.tiles import pick
+from flashattn.gpus import gpu_of
+from flashattn.kernels import execute, launch
+from flashattn.kernels.portable import steps
+from flashattn.plan import portable, tables
+from flashattn.plan.gpu import CARDS
+from flashattn.plan.precision import input_precision
+from flashattn.plan.rows import Limits
+from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.spec import signature as specs_of
+from flashattn.plan.splits import num_splits, split
+from flashattn.plan.tile import Tile
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -28,13 +36,29 @@ from flashattn.testing.inputs import make_grads, make_inputs
 def forget():
     """Plan anew whatever is launched next."""
     api._PLANS.clear()
-    for planned in (
-        forward._plan,
-        backward._plan,
-        single_kernel._prepared,
-        preprocess.preprocess_launch,
-    ):
-        planned.cache_clear()
+    for bound in (execute.bind_forward, execute.bind_backward, single_kernel._alone):
+        bound.cache_clear()
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """Return what changes the limits of every table, and how much is split."""
+    rows_of = tables.rows_of
+
+    def change(splits=None, **limits):
+        def changed(gpu):
+            rows = rows_of(gpu)
+            return replace(rows, limits=replace(rows.limits, **limits))
+
+        monkeypatch.setattr(tables, "rows_of", changed)
+        if splits is not None:
+            monkeypatch.setattr(
+                portable, "split", lambda rows, block, _: split(rows, block, splits)
+            )
+        forget()
+
+    yield change
+    forget()
 
 
 def triton(causal, **options):
@@ -51,11 +75,9 @@ def test_both_ways_of_loading_are_tested(device):
     for layout, descriptors in (("contiguous", True), ("misaligned", False), ("expanded", False)):
         n = 8 if device.type == "cpu" else 512  # enough to do
         problem = Problem(heads=2, seq_q=n, head_dim=64, dtype="float16")
-        likes = map(launch.Like.of, make_inputs(problem, device=device, layout=layout))
-        assert (
-            launch.pick_tile("fwd", *likes, causal=False, precision="ieee").descriptors
-            is descriptors
-        )
+        specs = map(TensorSpec.of, make_inputs(problem, device=device, layout=layout))
+        how = {"gpu": gpu_of(device), "causal": False, "precision": "ieee"}
+        assert portable.tile_of("fwd", *specs, **how).descriptors is descriptors
 
 
 @pytest.mark.parametrize(
@@ -70,17 +92,16 @@ def test_both_ways_of_loading_are_tested(device):
         ({"heads": 4, "seq_q": 1, "seq_kv": 65}, True),  # a tile of queries holds 1 or 64
     ],
 )
-def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, monkeypatch):
+def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, limited):
     """Where there are few scores, the table's tile for what has no descriptors is taken."""
-    monkeypatch.setattr(launch, "TINY", 4 * 64 * 64)
-    monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    q, k, v = map(launch.Like.of, make_inputs(Problem(**sizes, head_dim=64, dtype="bfloat16")))
+    limited(pointers=4 * 64 * 64)
+    q, k, v = map(TensorSpec.of, make_inputs(Problem(**sizes, head_dim=64, dtype="bfloat16")))
+    rows = tables.rows_of(CARDS["H200"])
+    how = {"gpu": CARDS["H200"], "causal": False, "precision": "ieee"}
     for kernel, *inputs in (("fwd", q, k, v), ("bwd_dkdv", q, k, v, q), ("bwd_dq", q, k, v, q)):
-        tile = launch.pick_tile(kernel, *inputs, causal=False, precision="ieee")
-        how = {"causal": False, "descriptors": descriptors}
+        tile = portable.tile_of(kernel, *inputs, **how)
         assert tile.descriptors is descriptors
-        assert tile is pick(kernel, 2, 64, (9, 0), **how)  # which is compiled without a GPU
+        assert tile is tables.find(rows, kernel, 2, 64, causal=False, large=descriptors)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -93,13 +114,13 @@ def test_loading_changes_no_bit(device, layout, dtype):
     how = {"diagonal": problem.band.right, "scale": 0.2}
     results = []
     for descriptors in (True, False):
-        tile = launch.Tile(32, 32, 4, 1, descriptors, cut=dtype == "float32")
-        o, lse = forward.forward(q, k, v, tile=tile, **how)
+        tile = Tile(32, 32, 4, 1, descriptors, decomposed=dtype == "float32")
+        o, lse = execute.forward(q, k, v, tile=tile, **how)
         given = Recomputation(q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, **how)
-        kernels = backward.KERNELS.keys() - ({"bwd_whole"} if tile.cut else set())
+        kernels = steps.KERNELS.keys() - ({"bwd_one_launch"} if tile.decomposed else set())
         passes = {kernel: given.gradients(kernel, tile) for kernel in sorted(kernels)}
         apart = [*passes["bwd_dkdv"], *passes["bwd_dq"]]
-        assert all(torch.equal(a, b) for a, b in zip(passes["bwd"], apart, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(passes["bwd_fused"], apart, strict=True))
         results.append([o, lse, *itertools.chain(*passes.values())])
     for by_descriptor, by_pointer in zip(*results, strict=True):
         assert torch.equal(by_descriptor, by_pointer)
@@ -141,14 +162,14 @@ def test_unlike_inputs_are_not():
         x.to("meta"),
         torch.zeros(x.numel() + 1)[1:].view(x.shape),
     )
-    assert launch.Like.of(x) == launch.Like.of(torch.ones_like(x))
-    assert len({launch.Like.of(x), *map(launch.Like.of, others)}) == 6
-    assert len({*launch.facts(x, torch.ones_like(x), *others)}) == 6
+    assert TensorSpec.of(x) == TensorSpec.of(torch.ones_like(x))
+    assert len({TensorSpec.of(x), *map(TensorSpec.of, others)}) == 6
+    assert len({*specs_of(x, torch.ones_like(x), *others)}) == 6
 
 
-def planned(module):
-    """Return how many plans a module has made."""
-    return module._plan.cache_info().currsize
+def planned(bind):
+    """Return how many plans are bound."""
+    return bind.cache_info().currsize
 
 
 def shifted(x):
@@ -164,43 +185,43 @@ OTHER_NUMBERS = ({"diagonal": None}, {"diagonal": 1}, {"scale": 0.5}, {"precisio
 def test_a_forward_plan_is_of_all_that_it_depends_on(device):
     """Anything else that a launch depends on makes a plan of its own, and the same makes none."""
     given = list(make_inputs(Problem(heads=2, seq_q=9, head_dim=16), device=device))
-    forward._plan.cache_clear()
+    execute.bind_forward.cache_clear()
     for _ in range(2):
-        forward.forward(*given, **NUMBERS)
-        assert planned(forward) == 1
+        execute.forward(*given, **NUMBERS)
+        assert planned(execute.bind_forward) == 1
     for i, x in enumerate(given):
         for other in (shifted(x), x.mT.contiguous().mT):
-            forward.forward(*given[:i], other, *given[i + 1 :], **NUMBERS)
-    assert planned(forward) == 7
+            execute.forward(*given[:i], other, *given[i + 1 :], **NUMBERS)
+    assert planned(execute.bind_forward) == 7
     for n, other in enumerate(OTHER_NUMBERS, 8):
-        forward.forward(*given, **(NUMBERS | other))
-        assert planned(forward) == n
-    forward.forward(*given, **NUMBERS, tile=launch.Tile(32, 32, 4, 1))
-    forward.forward(*given, **NUMBERS, num_splits=1)
-    forward.forward(*(x.half() for x in given), **NUMBERS)
-    assert planned(forward) == 14
+        execute.forward(*given, **(NUMBERS | other))
+        assert planned(execute.bind_forward) == n
+    execute.forward(*given, **NUMBERS, tile=Tile(32, 32, 4, 1))
+    execute.forward(*given, **NUMBERS, num_splits=1)
+    execute.forward(*(x.half() for x in given), **NUMBERS)
+    assert planned(execute.bind_forward) == 14
 
 
 def test_a_backward_plan_is_of_all_that_it_depends_on(device):
     """So does anything that one of its three kernels depends on."""
     problem = Problem(heads=2, seq_q=9, head_dim=16)
     given = list(make_inputs(problem, device=device))
-    given += forward.forward(*given, **NUMBERS)
+    given += execute.forward(*given, **NUMBERS)
     grad_o, grad_lse = make_grads(problem, device=device)
-    backward._plan.cache_clear()
+    execute.bind_backward.cache_clear()
     for _ in range(2):
-        backward.backward((grad_o, grad_lse), given, **NUMBERS)
-        assert planned(backward) == 1
+        execute.backward((grad_o, grad_lse), given, **NUMBERS)
+        assert planned(execute.bind_backward) == 1
     for i, x in enumerate(given):
-        backward.backward((grad_o, grad_lse), [*given[:i], shifted(x), *given[i + 1 :]], **NUMBERS)
-        assert planned(backward) == 2 + i
+        execute.backward((grad_o, grad_lse), [*given[:i], shifted(x), *given[i + 1 :]], **NUMBERS)
+        assert planned(execute.bind_backward) == 2 + i
     others = (grad_o, None), (shifted(grad_o), grad_lse), (grad_o, shifted(grad_lse))
     for n, grads in enumerate(others, 7):
-        backward.backward(grads, given, **NUMBERS)
-        assert planned(backward) == n
+        execute.backward(grads, given, **NUMBERS)
+        assert planned(execute.bind_backward) == n
     for n, other in enumerate(OTHER_NUMBERS, 10):
-        backward.backward((grad_o, grad_lse), given, **(NUMBERS | other))
-        assert planned(backward) == n
+        execute.backward((grad_o, grad_lse), given, **(NUMBERS | other))
+        assert planned(execute.bind_backward) == n
 
 
 class Compiled(CompiledKernel):
@@ -259,7 +280,8 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print] if heard else [])
     compiled = Compiled(launched)
-    tile = launch.loaded(launch.Tile(32, 32, 4, 1, descriptors=True), 32) if described else None
+    tile = launch.TileLoads((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
+    tile = tile if described else None
     options = {"BLOCK": 32, "num_warps": 4}
     repeated = launch.Launch(Kernel(compiled), 5, [tile, None], [9], options)
     x, other = torch.zeros(2, 1, 1, 33, 16).unbind()
@@ -301,26 +323,19 @@ SPLITS = (
 
 @pytest.mark.parametrize("num_splits", [2, 1000])
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
-def test_split_keys(device, problem, num_splits, monkeypatch):
+def test_split_keys(device, problem, num_splits, limited):
     """However many splits the keys have, o and lse, and their gradients, are right."""
-    chosen = splitting.split
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], num_splits))
-    forget()
-    asked = Sample(problem=problem, device=device)
-    try:
-        assert_accurate(triton(problem.causal), asked)
-    finally:
-        forget()
+    limited(splits=num_splits)
+    assert_accurate(triton(problem.causal), Sample(problem=problem, device=device))
 
 
 @pytest.mark.parametrize("apart", [0, 1, 4])
 @pytest.mark.parametrize("head_dim", [6, 20, 40])
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes decomposed
-def test_columns_come_together(device, head_dim, apart, num_splits, dtype, monkeypatch):
+def test_columns_come_together(device, head_dim, apart, num_splits, dtype, limited):
     """As many at once as their number, and the distance of the rows, allow; NaN lies between."""
-    chosen = splitting.split
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], num_splits))
+    limited(splits=num_splits)
     attend = triton("bottom_right")
 
     def spread(x):
@@ -329,13 +344,9 @@ def test_columns_come_together(device, head_dim, apart, num_splits, dtype, monke
     problem = Problem(
         heads=2, seq_q=40, seq_kv=150, head_dim=head_dim, dtype=dtype, causal="bottom_right"
     )
-    forget()
-    try:
-        assert_accurate(
-            lambda *inputs: attend(*map(spread, inputs)), Sample(problem=problem, device=device)
-        )
-    finally:
-        forget()
+    assert_accurate(
+        lambda *inputs: attend(*map(spread, inputs)), Sample(problem=problem, device=device)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -350,37 +361,34 @@ def test_columns_come_together(device, head_dim, apart, num_splits, dtype, monke
         (False, 2, False),
     ],
 )
-def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, monkeypatch):
-    """One to decompose all inputs, one or two for the passes, one for all sums of splits.
+def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited, monkeypatch):
+    """One decomposes all inputs, one or two for the passes, one for all sums of splits.
 
     And one in all where there is next to nothing to do.
     """
     problem = Problem(seq_q=384, head_dim=16, dtype=dtype)
+    most = 1000 if few else 0
+    limited(num_splits, fused=most, fused_decomposed=most, one_launch=1 << 20 if tiny else 0)
     inputs = make_inputs(problem, device=device)
-    likes = [launch.Like.of(x) for x in inputs]
-    precision = launch.input_precision("auto", problem.torch_dtype)
-    both, whole = (
-        launch.find_tile(kernel, *likes, causal=False, precision=precision)
-        for kernel in ("bwd", "bwd_whole")
+    how = {"gpu": gpu_of(device), "causal": False}
+    how["precision"] = input_precision("auto", problem.torch_dtype)
+    fused, one_launch = (
+        portable.find(kernel, *map(TensorSpec.of, inputs), **how)
+        for kernel in ("bwd_fused", "bwd_one_launch")
     )
-    chosen, launched, start = splitting.split, [], launch.Launch.__call__
+    launched, start = [], launch.Launch.__call__
 
     def note(self, *tensors):
         launched.append(self._kernel.fn.__name__.removeprefix("flashattn_"))
         start(self, *tensors)
 
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], num_splits))
-    monkeypatch.setattr(backward, "FEW_PROGRAMS", 1000 if few else 0)
-    monkeypatch.setattr(backward, "WHOLE", 1 << 20 if tiny else 0)
-    forget()
     q, k, v = (x.requires_grad_() for x in inputs)
     o, _ = triton(False)(q, k, v)
     monkeypatch.setattr(launch.Launch, "__call__", note)
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
-    forget()
-    passes = ["bwd"] if few and both else ["bwd_dkdv", "bwd_dq"]
+    passes = ["bwd"] if few and fused else ["bwd_dkdv", "bwd_dq"]
     terms, sums = ["decompose"] * (dtype == "float32"), ["bwd_reduce"] * (num_splits > 1)
-    one = tiny and whole and passes == ["bwd"] and not sums
+    one = tiny and one_launch and passes == ["bwd"] and not sums
     assert launched == (["bwd"] if one else ["bwd_preprocess", *terms, *passes, *sums])
 
 
@@ -388,15 +396,15 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, monkeypa
     ("dtype", "head_dim", "most"),
     [("bfloat16", 64, 8), ("float32", 32, 8), ("float32", 33, 2), ("float32", 64, 2)],
 )
-def test_few_programs(device, dtype, head_dim, most):
-    """Both passes are one launch up to 8 programs a multiprocessor, 2 of wide decomposed fp32."""
-    tile = launch.Tile(64, 32, 4, 1, descriptors=True, cut=True)
-    heads = launch.multiprocessors(device) * most // 2  # each a tile of queries and one of keys
+def test_small_grids_of_the_backward(dtype, head_dim, most):
+    """Both passes are one launch up to 8 programs an SM, 2 where wide fp32 is decomposed."""
+    tile, gpu = Tile(64, 32, 4, 1, descriptors=True, decomposed=True), CARDS["H200"]
+    heads = gpu.num_sms * most // 2  # each a tile of queries and one of keys
     for rows in (64, 65):
         problem = Problem(heads=heads, seq_q=rows, seq_kv=32, head_dim=head_dim, dtype=dtype)
-        q, k, _ = map(launch.Like.of, make_inputs(problem, device=device))
-        precision = launch.input_precision("auto", problem.torch_dtype)
-        assert backward.few(q, k, tile, precision) is (rows == 64)
+        q, k, _ = map(TensorSpec.of, make_inputs(problem))
+        precision = input_precision("auto", problem.torch_dtype)
+        assert portable.small_grid(q, k, tile, gpu, precision) is (rows == 64)
 
 
 @pytest.mark.parametrize("scale", [0.2, -0.2])
@@ -412,35 +420,33 @@ def test_ties_weigh_the_same_in_every_tile(device, scale):
     assert torch.equal(o, torch.zeros_like(o))
 
 
-@pytest.mark.parametrize("kernel", splitting.FILL)
+@pytest.mark.parametrize("kernel", Limits().split)
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
-def test_parts_are_whole_tiles_and_cover_the_keys(device, kernel, programs, seq_kv):
+def test_splits_are_whole_tiles_and_cover_the_keys(kernel, programs, seq_kv):
     """Every row is in one split, no split is empty, and many programs are not split."""
-    num_splits, split_len = splitting.split(kernel, programs, seq_kv, 64, device)
-    assert split_len % 64 == 0
-    assert (num_splits - 1) * split_len < seq_kv <= num_splits * split_len
+    most = num_splits(Limits().split[kernel], programs, -(-seq_kv // 64), 132)
+    num, length = split(seq_kv, 64, most)
+    assert length % 64 == 0
+    assert (num - 1) * length < seq_kv <= num * length
     if programs == 100_000:
-        assert num_splits == 1
+        assert num == 1
     if (programs, seq_kv) == (1, 2**20):
-        assert num_splits > 1
+        assert num > 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_few_programs_split_long_rows(device, causal, monkeypatch):
-    """Splits fill the GPU with so many programs as they are worth, and none is too short."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    pairs = ((1, 256), (2, 1024), *((4, 2048) for _ in range(causal)))
-    monkeypatch.setattr(choice, "FEW", pairs[:2])
-    monkeypatch.setattr(choice, "FEW_CAUSAL", pairs)
+def test_small_grids_split_long_rows(causal):
+    """Splits fill the GPU with as many programs as pay, and none is too short."""
+    pairs = Limits().small_grid_split_causal if causal else Limits().small_grid_split
     found = {
-        (programs, keys): choice.few_parts(programs, keys, device, causal=causal)
+        (programs, keys): num_splits(pairs, programs, keys, 132)
         for programs in (1, 16, 64, 128, 256, 264, 265, 1000)
         for keys in (1, 255, 512, 1024, 4096, 8192, 2**20)
     }
-    for (programs, keys), num_splits in found.items():
-        assert num_splits == 1 or any(
-            num_splits * programs <= 132 * n and keys >= num_splits * least for n, least in pairs
+    for (programs, keys), num in found.items():
+        assert num == 1 or any(
+            num * programs <= 132 * n and keys >= num * least for n, least in pairs
         )
     assert found[16, 1024] == 4
     assert found[64, 4096] == 4
@@ -452,24 +458,22 @@ def test_few_programs_split_long_rows(device, causal, monkeypatch):
 @pytest.mark.parametrize(
     ("head_dim", "causal", "most"), [(16, True, 4), (32, False, 2), (64, True, 2), (64, False, 2)]
 )
-def test_tiles_for_few_programs(device, head_dim, causal, most, monkeypatch):
-    """So few that all run at once own few queries, if keys are few; a few more are split."""
-    monkeypatch.setattr(choice, "SHORT_KEYS", 768)
-    sms = 8
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: sms)
+def test_tiles_for_small_grids(head_dim, causal, most):
+    """If all programs run at once they own few queries, where keys are few; a few more split."""
+    gpu = replace(CARDS["H200"], num_sms=8)
 
     def chosen(rows, keys):
         problem = Problem(seq_q=rows, seq_kv=keys, head_dim=head_dim, dtype="bfloat16")
-        likes = map(launch.Like.of, make_inputs(problem, device=device))
-        return choice.choose(*likes, causal=causal, precision="ieee")
+        specs = map(TensorSpec.of, make_inputs(problem))
+        return portable.forward_row(*specs, gpu, Options(0 if causal else None, 1.0))[:2]
 
     short, tile = chosen(17, 768)
     few, larger = chosen(17, 769)
-    assert (short, few) == ("fwd_short", "fwd_few")
-    rows, larger_rows = sms * tile.block_q, most * sms * larger.block_q
-    assert chosen(rows, 768)[0] == "fwd_short"
-    assert chosen(rows + 1, 768)[0] == "fwd_few"
-    assert chosen(larger_rows, 100)[0] == "fwd_few"
+    assert (short, few) == ("fwd_short_kv", "fwd_small_grid")
+    rows, larger_rows = gpu.num_sms * tile.block_q, most * gpu.num_sms * larger.block_q
+    assert chosen(rows, 768)[0] == "fwd_short_kv"
+    assert chosen(rows + 1, 768)[0] == "fwd_small_grid"
+    assert chosen(larger_rows, 100)[0] == "fwd_small_grid"
     assert chosen(larger_rows + 1, 100)[0] == "fwd"
     assert chosen(16, 768)[0] == "decode"
 
@@ -480,7 +484,8 @@ def test_bf16_terms_add_up(device):
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
     wanted[:, ::2] *= -1
-    terms = bf16x3.decompose_all(*[wanted[None, None].to(device)] * 4, terms=3)
+    q = wanted[None, None].to(device)
+    terms = single_kernel.decompose(*[q] * 4, terms=3)
     assert all(torch.equal(x, terms[0]) for x in terms)
     errors = (terms[0].double().sum(1).cpu() - wanted.double()).abs().amax((0, 2))
     whole = exponents[:, 0] >= -110
@@ -513,15 +518,13 @@ def test_fp32_budgets_see_tf32(device, seq_kv):
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["together", "apart"])
-def test_heads_beyond_a_band(device, monkeypatch, few):
+def test_heads_beyond_a_band(device, limited, few):
     """Where the longest rows of 32 heads come first, those of three more come, too."""
-    monkeypatch.setattr(backward, "FEW_PROGRAMS", 1000 if few else 0)
+    limited(fused=1000 if few else 0)
     problem = Problem(heads=35, kv_heads=35, seq_q=33, seq_kv=33, head_dim=16, causal=True)
     if device.type == "cuda":
         problem = replace(problem, seq_q=300, seq_kv=400)
-    forget()
     assert_accurate(triton("top_left"), Sample(problem=problem, device=device))
-    forget()
 
 
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
@@ -541,8 +544,8 @@ def test_torch_decides_on_tf32():
     try:
         for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
             matmul.fp32_precision = setting
-            assert launch.input_precision("auto", torch.float32) == wanted
-            assert launch.input_precision("ieee", torch.float32) == "ieee"
+            assert input_precision("auto", torch.float32) == wanted
+            assert input_precision("ieee", torch.float32) == "ieee"
     finally:
         matmul.fp32_precision = before
 
@@ -582,17 +585,9 @@ def large(device):
 
 
 @pytest.fixture
-def alike(monkeypatch):
+def alike(limited):
     """Launch for few what is launched for many, to the bit: the same tiles, and nothing split."""
-    chosen = splitting.split
-    monkeypatch.setattr(splitting, "split", lambda *sizes: chosen(*sizes[:5], 1))
-    monkeypatch.setattr(launch, "TINY", 0)
-    monkeypatch.setattr(backward, "FEW_PROGRAMS", 0)
-    for limit in ("SHORT_KEYS", "FEW_PROGRAMS", "FEW_NARROW"):
-        monkeypatch.setattr(choice, limit, 0)
-    forget()
-    yield
-    forget()
+    limited(1, pointers=0, fused=0, short_kv=0, small_grid=0, small_grid_narrow=0)
 
 
 def drawn(device, *shape):

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from flashattn import tiled
+from flashattn.gpus import gpu_of
 from flashattn.impls.naive import naive_attention
-from flashattn.kernels import launch, splitting
-from flashattn.kernels.portable.backward import FEW_PROGRAMS, backward
-from flashattn.kernels.portable.forward import forward
-from flashattn.kernels.portable.preprocess import ROW_PADDING
+from flashattn.kernels.execute import backward, forward
+from flashattn.plan import tables
+from flashattn.plan.choose import choose_backward, choose_forward
+from flashattn.plan.portable import ROW_PADDING, terms_of, tile_of
+from flashattn.plan.spec import Options, TensorSpec
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -39,11 +41,10 @@ def sizes(problem):
 
 
 def decomposed(problem, device, *rows, kernel="fwd"):
-    """Return the bytes of the bf16 terms of tensors of so many rows, if they are decomposed."""
-    likes = map(launch.Like.of, make_inputs(problem, device=device))
-    causal = problem.causal is not False
-    tile = launch.pick_tile(kernel, *likes, causal=causal, precision="bf16x6")
-    terms = launch.cuts(tile, problem.torch_dtype, "bf16x6")
+    """Return the bytes of tensors of so many rows as bf16 terms, if they are decomposed."""
+    specs = map(TensorSpec.of, make_inputs(problem, device=device))
+    how = {"gpu": gpu_of(device), "causal": problem.causal is not False, "precision": "bf16x6"}
+    terms = terms_of(tile_of(kernel, *specs, **how), problem.torch_dtype, "bf16x6")
     return terms * HALF * problem.head_dim * sum(rows)
 
 
@@ -54,31 +55,25 @@ def rows_of(problem):
 
 
 def partial_sums(problem, device):
-    """Return the bytes of partial sums of gradients: of dk and dv, and of dq."""
-    likes = [launch.Like.of(x) for x in make_inputs(problem, device=device)]
-    how = {"causal": problem.causal is not False, "precision": "bf16x6"}
+    """Return the bytes of partial gradients: as many as programs that fill the GPU write."""
+    q, k, v = map(TensorSpec.of, make_inputs(problem, device=device))
+    lse = TensorSpec.of(torch.empty(q.shape[:3], device=device))
+    gpu = gpu_of(device)
+    plan = choose_backward((q, k, v, q, q, lse), gpu, Options(problem.band.right, 0.25, "bf16x6"))
     queries, keys = rows_of(problem)
-    passes = {
-        "bwd_dkdv": (keys, problem.seq_kv, "block_kv", problem.seq_q, "block_q", 2),
-        "bwd_dq": (queries, problem.seq_q, "block_q", problem.seq_kv, "block_kv", 1),
-    }
-
-    def programs(kernel, tile):
-        rows, size, own, *_ = passes[kernel]
-        return rows // size * -(-size // getattr(tile, own))
-
-    multiprocessors, scratch = launch.multiprocessors(device), 0
-    both = launch.find_tile("bwd", *likes, **how)
-    together = sum(programs(kernel, both) for kernel in passes) if both else 0
-    if together > FEW_PROGRAMS * multiprocessors:
-        both = None
-    for kernel, (rows, _, _, walked, step, outputs) in passes.items():
-        tile = both or launch.pick_tile(kernel, *likes, **how)
-        which, beside = ("bwd", together) if both else (kernel, programs(kernel, tile))
-        num_splits, _ = splitting.split(which, beside, walked, getattr(tile, step), device)
-        most = max(n for n, _ in splitting.FILL[which])
-        assert num_splits == 1 or num_splits * beside <= most * multiprocessors
-        scratch += (num_splits > 1) * num_splits * outputs * FP32 * problem.head_dim * rows
+    scratch = 0
+    for one in plan.passes:
+        fused = len(one.splits) > 1
+        written = {"bwd_dkdv": (2 * keys,), "bwd_dq": (queries,)}.get(
+            one.kernel, (2 * keys, queries)
+        )
+        most = max(
+            n for n, _ in tables.rows_of(gpu).limits.split["bwd_fused" if fused else one.kernel]
+        )
+        beside = sum(n // x.num for n, x in zip(one.programs, one.splits, strict=True))
+        for rows, x in zip(written, one.splits, strict=True):
+            assert x.num == 1 or x.num * beside <= most * gpu.num_sms
+            scratch += (x.num > 1) * x.num * FP32 * problem.head_dim * rows
     return scratch
 
 
@@ -184,15 +179,14 @@ def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
 def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     """Each part has o and two numbers a row in fp32, and no more are than programs fill the GPU."""
     problem = problem_of(64, heads=1, seq_kv=seq_kv, causal=False)
-    likes = map(launch.Like.of, make_inputs(problem, device=device))
-    tile = launch.pick_tile("fwd", *likes, causal=False, precision="bf16x6")
-    programs = -(-64 // tile.block_q)
-    num_splits, _ = splitting.split("fwd", programs, seq_kv, tile.block_kv, device)
-    assert 1 < num_splits * programs <= splitting.FILL["fwd"][0][0] * launch.multiprocessors(device)
+    specs, gpu = map(TensorSpec.of, make_inputs(problem, device=device)), gpu_of(device)
+    plan = choose_forward(list(specs), gpu, Options(None, 0.25, "bf16x6"))
+    parts, most = plan.split.num, tables.rows_of(gpu).limits.split["fwd"][0][0]
+    assert 1 < plan.programs <= most * gpu.num_sms
     o, lse, _, _ = sizes(problem)
     _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
-    scratch = num_splits * (o + 2 * lse)
+    scratch = parts * (o + 2 * lse)
     assert after_forward == o + lse + scratch + decomposed(problem, device, queries, keys, keys)
 
 

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from flashattn.counts.offline import Variant, compile_variant, matrix_instructions
-from flashattn.kernels.tiles import Tile
+from flashattn.plan.tile import Tile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 CODE = f"""
 from flashattn.counts import offline
-from flashattn.kernels.tiles import Tile
+from flashattn.plan.tile import Tile
 for arch in {ARCHITECTURES}:
     for tile in Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, registers=64):
         variant = offline.Variant(arch, "fwd", 2, 64, tile, True)

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flashattn.kernels.tiles import (
-    ARCHITECTURES,
-    TABLES,
-    TF32,
-    Tile,
-    block_d,
-    padding,
-    pick,
-    pick_tf32,
-)
+from flashattn.gpus import TRITON
+from flashattn.plan.gpu import CARDS, Gpu
+from flashattn.plan.tables import find, find_tf32, h200, rows_of
+from flashattn.plan.tile import Tile, block_d, padding
 
+GPUS = {name: Gpu(x.capability, x.num_sms, TRITON) for name, x in CARDS.items()}
 KERNELS, SIZES, HEAD_DIMS = ("fwd", "decode", "bwd_dkdv", "bwd_dq"), (2, 4), (16, 32, 64, 128, 256)
 
 
@@ -37,11 +32,11 @@ def test_bad_tiles(numbers, words):
         Tile(*numbers)
 
 
-@pytest.mark.parametrize("arch", TABLES)
-def test_tables_are_complete(arch):
+@pytest.mark.parametrize("gpu", GPUS)
+def test_tables_are_complete(gpu):
     """Every table has a row without descriptors for every kernel, size, head dim and mask."""
     for key in itertools.product(KERNELS, SIZES, HEAD_DIMS, (False, True)):
-        assert not TABLES[arch][(*key, False)].descriptors
+        assert not rows_of(GPUS[gpu]).tiles[(*key, False)].descriptors
 
 
 def test_block_d():
@@ -69,83 +64,84 @@ def test_padding(head_dim, strides, wanted):
     assert padding(head_dim, strides) == wanted
 
 
-def test_pick():
-    """A known GPU gets its table, an unknown one that of an sm_80, no GPU the interpreter's."""
+def test_find():
+    """A known GPU gets its table, an unknown one that of an A100, no GPU the interpreter's."""
 
-    def picked(capability, descriptors):
-        return pick("fwd", 2, 100, capability, causal=True, descriptors=descriptors)
+    def found(gpu, large):
+        return find(rows_of(gpu), "fwd", 2, 100, causal=True, large=large)
 
-    assert picked((9, 0), True) is TABLES["sm_90"]["fwd", 2, 128, True, True]
-    assert picked((9, 0), False) is TABLES["sm_90"]["fwd", 2, 128, True, False]
-    assert picked((8, 6), True) is TABLES["sm_80"]["fwd", 2, 128, True, False]
-    assert picked((13, 0), False) is TABLES["sm_80"]["fwd", 2, 128, True, False]
-    assert picked(None, True) is TABLES["interpreter"]["fwd", 2, 128, True, True]
-    column = pick("fwd", 2, 1, (9, 0), causal=True, descriptors=True)
-    assert column is TABLES["sm_90"]["fwd", 2, 16, True, False]
-    assert set(ARCHITECTURES.values()) | {"interpreter"} == set(TABLES)
+    tiles = {name: rows_of(gpu).tiles for name, gpu in GPUS.items()}
+    assert found(GPUS["H200"], True) is tiles["H200"]["fwd", 2, 128, True, True]
+    assert found(GPUS["H200"], False) is tiles["H200"]["fwd", 2, 128, True, False]
+    assert found(Gpu((8, 6), 84), True) is tiles["A100"]["fwd", 2, 128, True, False]
+    assert found(Gpu((13, 0), 84), False) is tiles["A100"]["fwd", 2, 128, True, False]
+    assert found(Gpu.INTERPRETER, True) is tiles["interpreter"]["fwd", 2, 128, True, True]
+    column = find(rows_of(GPUS["H200"]), "fwd", 2, 1, causal=True, large=True)
+    assert column is tiles["H200"]["fwd", 2, 16, True, False]
+    assert rows_of(Gpu((9, 0), 132, (3, 6))) is h200.ROWS
+    assert rows_of(Gpu((9, 0), 132, (3, 7))) is h200.ROWS_LATER
 
 
-@pytest.mark.parametrize("kernel", ["fwd_few", "fwd_short"])
-def test_few_programs_have_a_tile_where_they_were_measured(kernel):
+@pytest.mark.parametrize("kernel", ["fwd_small_grid", "fwd_short_kv"])
+def test_small_grids_have_a_tile_where_they_were_measured(kernel):
     """On Hopper, of half precision; not for a single column, nor for fp32."""
-    how = {"causal": True, "descriptors": True}
+    how = {"causal": True, "large": True}
+    hopper, others = rows_of(GPUS["H200"]), rows_of(GPUS["A100"])
     for head_dim in HEAD_DIMS:
-        assert pick(kernel, 2, head_dim, (9, 0), **how)
-        assert pick(kernel, 4, head_dim, (9, 0), **how) is None
-        assert pick(kernel, 2, head_dim, (8, 0), **how) is None
-    assert pick(kernel, 2, 1, (9, 0), **how) is None
+        assert find(hopper, kernel, 2, head_dim, **how)
+        assert find(hopper, kernel, 4, head_dim, **how) is None
+        assert find(others, kernel, 2, head_dim, **how) is None
+    assert find(hopper, kernel, 2, 1, **how) is None
 
 
-def test_both_passes_have_a_tile_where_they_were_measured():
-    """On Hopper, to D = 128; not for a single column, nor for fp32 that is not cut."""
+def test_fused_passes_have_a_tile_where_they_were_measured():
+    """On Hopper, to D = 128; not for a single column, nor for fp32 that is not decomposed."""
 
-    def picked(size, head_dim, capability=(9, 0), **how):
-        return pick(
-            "bwd", size, head_dim, capability, **{"causal": True, "descriptors": True} | how
-        )
+    def found(size, head_dim, gpu="H200", *, large=True):
+        return find(rows_of(GPUS[gpu]), "bwd_fused", size, head_dim, causal=True, large=large)
 
     for head_dim in HEAD_DIMS:
-        assert (picked(2, head_dim) is not None) == (head_dim <= 128)
-        assert (picked(4, head_dim) is not None) == (head_dim <= 64)
-        assert picked(4, head_dim, descriptors=False) is None
-        assert picked(2, head_dim, (8, 0)) is None
-    assert picked(2, 1) is None
-    assert picked(2, 32) == picked(2, 32, descriptors=False)  # by pointers, whatever there is
-    assert picked(2, 64).descriptors
-    assert not picked(2, 64, descriptors=False).descriptors
+        assert (found(2, head_dim) is not None) == (head_dim <= 128)
+        assert (found(4, head_dim) is not None) == (head_dim <= 64)
+        assert found(4, head_dim, large=False) is None
+        assert found(2, head_dim, "A100") is None
+    assert found(2, 1) is None
+    assert found(2, 32) == found(2, 32, large=False)  # by pointers, whatever there is
+    assert found(2, 64).descriptors
+    assert not found(2, 64, large=False).descriptors
 
 
 def test_tf32_has_tiles_of_its_own():
     """On Hopper, where one was faster than that of six products and can be loaded."""
-    whole, cut = TF32["sm_90"][False], TF32["sm_90"][True]
-    few, many = {"descriptors": True, "large": False}, {"descriptors": False, "large": True}
-    assert pick_tf32("fwd", 30, (9, 0), **few) is whole["fwd", 32]
-    assert pick_tf32("fwd", 30, (9, 0), **few | {"descriptors": False}) is None
-    assert pick_tf32("fwd", 60, (9, 0), **many) is cut["fwd", 64]  # parts always have descriptors
-    assert pick_tf32("fwd", 60, (9, 0), **few) is None
-    for kernel, head_dim, capability in (
-        ("bwd_dq", 16, (9, 0)),
-        ("fwd", 64, (8, 0)),
-        ("fwd", 64, None),
-    ):
-        assert pick_tf32(kernel, head_dim, capability, **few) is None
-    for tables in TF32.values():
-        assert all(tile.cut is cut for cut, table in tables.items() for tile in table.values())
+    rows = rows_of(GPUS["H200"])
+    whole, decomposed = rows.tf32
+    few, many = {"tma": True, "large": False}, {"tma": False, "large": True}
+    assert find_tf32(rows, "fwd", 30, **few) is whole["fwd", 32]
+    assert find_tf32(rows, "fwd", 30, **few | {"tma": False}) is None
+    assert find_tf32(rows, "fwd", 60, **many) is decomposed["fwd", 64]  # by descriptors, always
+    assert find_tf32(rows, "fwd", 60, **few) is None
+    assert find_tf32(rows, "bwd_dq", 16, **few) is None
+    for gpu in ("A100", "interpreter"):
+        assert find_tf32(rows_of(GPUS[gpu]), "fwd", 64, **few) is None
+    for gpu in GPUS.values():
+        for terms, table in enumerate(rows_of(gpu).tf32):
+            assert all(tile.decomposed is bool(terms) for tile in table.values())
 
 
 def test_what_was_measured_can_be_found_again():
     """Every tile that the table for Hopper has is among the candidates of the search."""
     search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune.py"))
-    rows = [(*key[:3], "auto", tile) for key, tile in TABLES["sm_90"].items()]
+    table = rows_of(GPUS["H200"])
+    rows = [(*key[:3], "auto", tile) for key, tile in table.tiles.items()]
     rows += [
         (kernel, 4, head_dim, "tf32", tile)
-        for table in TF32["sm_90"].values()
-        for (kernel, head_dim), tile in table.items()
+        for of in table.tf32
+        for (kernel, head_dim), tile in of.items()
     ]
     for kernel, size, head_dim, precision, tile in rows:
         if kernel in search["PRODUCTS"]:
             dtype = {2: "bfloat16", 4: "float32"}[size]
-            way = search["way"](dtype, precision, "cut" if tile.cut else "descriptors")
+            way = search["way"](dtype, precision, "cut" if tile.decomposed else "descriptors")
             limits = tuple({0, tile.registers})
             found = search["candidates"](
                 kernel, head_dim, way, descriptors=tile.descriptors, limits=limits

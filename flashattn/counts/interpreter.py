@@ -19,13 +19,14 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flashattn.counts.expect import Rows
 from flashattn.counts.single_kernel import Recomputation
-from flashattn.kernels.portable import backward, forward
+from flashattn.kernels import execute
+from flashattn.kernels.portable import steps
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
 
 FILE = "interpreter.json"
-KERNELS = ("fwd", "fwd_split", "bwd_preprocess", *backward.KERNELS)
+KERNELS = ("fwd", "fwd_split", "bwd_preprocess", *steps.KERNELS)
 # What would touch memory or multiply past the three that count. A method that this version of
 # Triton lacks cannot be called.
 NOT_COUNTED = ("create_atomic_cas", "create_atomic_rmw", "create_dot_scaled")
@@ -143,15 +144,15 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     grad_o, grad_lse = make_grads(problem)
     counts = {}
     with counting() as counts["fwd"]:
-        o, lse = forward.forward(q, k, v, num_splits=1, **options)
+        o, lse = execute.forward(q, k, v, num_splits=1, **options)
     with counting() as counts["fwd_split"]:  # and combined
-        forward.forward(q, k, v, num_splits=2, **options)
+        execute.forward(q, k, v, num_splits=2, **options)
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, num_splits=1, **options
     )
     with counting() as counts["bwd_preprocess"]:
         _ = given.row_terms
-    for kernel in backward.KERNELS:
+    for kernel in steps.KERNELS:
         with counting() as counts[kernel]:
             given.gradients(kernel)
     return counts

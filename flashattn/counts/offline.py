@@ -21,30 +21,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.kernels import launch
+from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.portable import backward, bf16x3, combine, forward, preprocess
+from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
-from flashattn.kernels.tiles import (
-    HEAD_DIMS,
-    OPTIONAL,
-    TABLES,
-    TF32,
-    Kernel,
-    Tile,
-    block_d,
-    padding,
-)
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.portable import terms_of
+from flashattn.plan.precision import TERMS, input_precision
+from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
+from flashattn.plan.tables import rows_of
+from flashattn.plan.tile import Tile, block_d, padding
 
 Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce"]
 KERNELS: dict[str, Any] = {
-    **dict.fromkeys(("fwd", "fwd_few", "fwd_short", "decode"), forward.flashattn_fwd),
+    **dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
     "decompose": bf16x3.flashattn_decompose,
     "bwd_preprocess": preprocess.flashattn_bwd_preprocess,
     "bwd_reduce": combine.flashattn_bwd_reduce,
-    **{str(kernel): fn for kernel, fn in backward.KERNELS.items()},
+    **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "combine": (combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
@@ -60,8 +56,9 @@ SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
 # Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
 # short and whole is what is not split.
-SPLIT = {"decode": (True,), "fwd_short": (False,), "bwd_whole": (False,)}
+SPLIT = {"decode": (True,), "fwd_short_kv": (False,), "bwd_one_launch": (False,)}
 ARCHITECTURES = tuple(SHARED_LIMIT)
+TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
 # wgmma.mma_async.sync.aligned.m64n64k16 ... .bf16, tcgen05.mma.cta_group::1.kind::f16.
@@ -83,7 +80,7 @@ class Variant:
         causal: whether scores are masked.
         describable: whether it serves inputs that can have descriptors; the tile may do without.
         split: whether a program has only a split of the rows that it would walk over.
-        precision: as ``launch.input_precision`` takes it.
+        precision: as ``precision.input_precision`` takes it.
     """
 
     arch: str
@@ -111,18 +108,16 @@ class Variant:
     def terms(self) -> int:
         """How many bf16 terms its operands are decomposed into beforehand; 0: they are not."""
         dtype = DTYPES[self.size]
-        precision = launch.input_precision(self.precision, dtype)
-        return 0 if self.tile is None else launch.cuts(self.tile, dtype, precision)
+        precision = input_precision(self.precision, dtype)
+        return 0 if self.tile is None else terms_of(self.tile, dtype, precision)
 
     @property
     def launch(self) -> str:
         """The tile in short: block_q x block_kv, warps, stages."""
         if self.tile is None:
             return "{} w{}".format(*self._fixed)
-        numbers = "{block_q}x{block_kv} w{warps} s{stages}".format(**vars(self.tile))
-        numbers += f" r{self.tile.registers}" * bool(self.tile.registers)
         without = self.describable and not self.tile.descriptors
-        return f"{numbers} by pointers" if without else numbers
+        return f"{self.tile} by pointers" if without else str(self.tile)
 
     @property
     def _fixed(self) -> tuple[int, int]:
@@ -140,18 +135,18 @@ class Variant:
         """The constants of a kernel that has a tile."""
         if self.tile is None:
             raise ValueError(f"{self} has no tile")
-        precision = launch.input_precision(self.precision, DTYPES[self.size])
+        precision = input_precision(self.precision, DTYPES[self.size])
         return Config.of(self.tile, self.head_dim, [], precision, self.terms)
 
     @property
     def constants(self) -> dict[str, Any]:
         """The values of the constexpr arguments of a kernel that has no tile."""
-        precision = launch.input_precision(self.precision, DTYPES[self.size])
+        precision = input_precision(self.precision, DTYPES[self.size])
         return {
             "PADDED": padding(self.head_dim, []),
             "BLOCK": self._fixed[0],
             "BLOCK_D": block_d(self.head_dim),
-            "TERMS": launch.PARTS.get(precision, 0),
+            "TERMS": TERMS.get(precision, 0),
         }
 
 
@@ -227,15 +222,15 @@ def _types(variant: Variant) -> dict[str, Any]:
         "right": INT if variant.causal else None,
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
-    if variant.kernel not in backward.KERNELS:
+    if variant.kernel not in steps.KERNELS:
         layout: Any = ForwardLayout(strides, strides, strides, strides, columns)
         return types | {"layout": layout, "scale": (FLOAT, None)}
-    grads = backward.GRADS[variant.kernel]  # type: ignore[index]
-    o = variant.kernel == "bwd_whole"
+    grads = steps.WRITTEN[variant.kernel]  # type: ignore[index]
+    o = variant.kernel == "bwd_one_launch"
     layout = BackwardLayout._make(
         (
             *(strides, strides, strides, strides),
-            *(strides if name in grads else None for name in backward.GRADS["bwd"]),
+            *(strides if name in grads else None for name in steps.GRADS),
             *(strides if o else None, columns, Type("i32", aligned=True)),
         )
     )
@@ -356,8 +351,10 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
 
 
 def _ways(arch: str, kernel: Kernel, size: int, head_dim: int, *, causal: bool) -> tuple[bool, ...]:
-    """Return whether a kernel is launched split, and whether not; "fwd" never beside "fwd_few"."""
-    few = kernel == "fwd" and ("fwd_few", size, head_dim, causal, False) in TABLES[arch]
+    """Return whether a kernel is launched split, and whether not; "fwd" not if small grids are."""
+    few = (
+        kernel == "fwd" and ("fwd_small_grid", size, head_dim, causal, False) in TABLES[arch].tiles
+    )
     return (False,) if few else SPLIT.get(kernel, (False, True))
 
 
@@ -366,20 +363,20 @@ def variants() -> list[Variant | HopperVariant]:
     tiled = [
         Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
         for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
         for split in _ways(arch, kernel, size, head_dim, causal=causal)
     ]
     tiled += [
         Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
-        for arch in TF32.keys() & set(ARCHITECTURES)
-        for table in TF32[arch].values()
+        for arch in ARCHITECTURES
+        for table in TABLES[arch].tf32
         for (kernel, head_dim), tile in table.items()
         for causal, split in product((False, True), (False, True))
     ]
     columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
         Variant(arch, kernel, size, 1, tile, causal, describable, split)
         for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].items()
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
         if (head_dim, describable) == (HEAD_DIMS[0], False) and kernel not in OPTIONAL
         for split in _ways(arch, kernel, size, 1, causal=causal)
     ]

@@ -1,26 +1,33 @@
-"""One kernel of the backward by itself: as searches time it, counts count it, and tests ask it."""
+"""Run a single backward kernel in isolation, for tuning, resource counts and tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
-from flashattn.kernels import launch
-from flashattn.kernels.launch import PLANS, Launch, facts
-from flashattn.kernels.portable import backward, preprocess
-from flashattn.kernels.portable.passes import Passes
-from flashattn.kernels.tiles import Kernel, Tile
+from flashattn.gpus import gpu_of
+from flashattn.kernels.execute import BOUND, Bound
+from flashattn.kernels.portable import steps
+from flashattn.plan import portable
+from flashattn.plan.plan import BackwardPlan
+from flashattn.plan.precision import input_precision
+from flashattn.plan.rows import Kernel
+from flashattn.plan.spec import Options, Signature, TensorSpec, signature
+from flashattn.plan.tile import Tile
+
+NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
+ROWS = ("lse_log2", "delta")
+OF = {"dk": 1, "dv": 2, "dq": 0}  # positions of what gradients are like
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
     """What each kernel finds P and dS from.
 
-    q, k, v, grad_o and o have dense rows. A pass is split into ``num_splits`` at most; None lets
-    ``splitting.split`` say.
+    q, k, v, grad_o and o have dense rows; ``num_splits`` is the most splits of a pass, None lets
+    the plan say.
     """
 
     q: torch.Tensor
@@ -38,34 +45,97 @@ class Recomputation:
     @cached_property
     def row_terms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """lse_log2 and delta."""
-        return preprocess.row_terms(self.grad_o, self.grad_lse, self.o, self.lse)
+        bound = _preprocess(signature(self.o, self.grad_o))
+        lse_log2, delta = bound(self.o, self.grad_o, self.lse, self.grad_lse)
+        return lse_log2, delta
 
     def gradients(self, kernel: Kernel, tile: Tile | None = None) -> tuple[torch.Tensor, ...]:
         """Launch a kernel with the table's tile or another.
 
         Args:
-            kernel: one of ``backward.KERNELS``.
+            kernel: one of ``steps.KERNELS``.
             tile: instead of the table's.
 
         Returns:
             dk and dv, dq, or all three.
         """
-        inputs = self.q, self.k, self.v, self.grad_o
-        of = {"bwd_dkdv": (self.k, self.v), "bwd_dq": (self.q,)}
-        grads = tuple(map(torch.empty_like, of.get(kernel, (self.k, self.v, self.q))))
-        strides = tuple(x.stride() for x in grads)
-        precision = launch.input_precision(self.precision, self.q.dtype)
-        how = self.diagonal, self.scale, precision, tile, self.num_splits
-        step = _prepared(kernel, facts(*inputs, self.o), strides, *how)
-        if isinstance(step, Launch):
-            step(*inputs, (self.lse, self.grad_lse, self.o), grads)
-        else:
-            step(inputs, self.row_terms, grads)
+        inputs = self.q, self.k, self.v, self.grad_o, self.o
+        options = Options(self.diagonal, self.scale, input_precision(self.precision, self.q.dtype))
+        bound = _alone(kernel, signature(*inputs), options, tile, self.num_splits)
+        rows = (None, None) if kernel == "bwd_one_launch" else self.row_terms
+        grads: tuple[torch.Tensor, ...] = bound(*inputs, self.lse, self.grad_lse, *rows)
         return grads
 
 
-@lru_cache(PLANS)
-def _prepared(kernel: Kernel, *given: Any) -> Passes | Launch:
-    """Return the pass that is prepared; for "bwd_whole" the launch, which is all."""
-    step = backward.prepare(kernel, *given)
-    return step.run if kernel == "bwd_whole" else Passes(step)
+@lru_cache(BOUND)
+def _preprocess(given: tuple[Signature, ...]) -> Bound:
+    """Return flashattn_bwd_preprocess."""
+    o, grad_o = (TensorSpec(*x) for x in given)
+    outputs = portable.row_workspaces(o)
+    inputs = ("o", "grad_o", "lse", "grad_lse")
+    return Bound(
+        inputs,
+        {},
+        outputs,
+        BackwardPlan(kernel="portable"),
+        [steps.preprocessing(o, grad_o)],
+        o.device,
+    )
+
+
+@lru_cache(BOUND)
+def _alone(
+    kernel: Kernel,
+    given: tuple[Signature, ...],
+    options: Options,
+    tile: Tile | None,
+    num_splits: int | None,
+) -> Bound:
+    """Return one pass, with what decomposes its inputs and adds up its partials."""
+    specs = [TensorSpec(*x) for x in given]
+    q, k, v, grad_o, _ = specs
+    one = portable.backward_pass(
+        kernel,
+        *specs[:4],
+        gpu=gpu_of(q.device),
+        causal=options.causal,
+        precision=options.precision,
+        tile=tile,
+        most=num_splits,
+    )
+    grads = steps.WRITTEN[kernel]
+    splits = dict.fromkeys(grads, one.splits[0].num) | (
+        {"dq": one.splits[-1].num} if "dq" in grads else {}
+    )
+    summed = {name: (specs[i], splits.get(name, 1)) for name, i in OF.items()}
+    decomposing, *_ = steps.terms(one.terms, q=q, k=k, v=v, grad_o=grad_o)
+    run = steps.backward_pass(one, specs, options.precision, options)
+    workspaces = portable.terms_workspaces(one.terms, q=q, k=k, v=v, grad_o=grad_o)
+    for name in grads:
+        workspaces += portable.partials(splits[name], **{name: summed[name][0]})
+    return Bound(
+        (*NAMES, *ROWS),
+        {name: NAMES[OF[name]] for name in grads},
+        [],
+        BackwardPlan(kernel="portable", passes=(one,), workspaces=workspaces),
+        [*decomposing, run, *steps.sum_partials(summed)],
+        q.device,
+    )
+
+
+def decompose(*inputs: torch.Tensor, terms: int) -> tuple[torch.Tensor, ...]:
+    """Launch flashattn_decompose: return the bf16 terms of q, k, v and perhaps grad_o, in fp32."""
+    filled: tuple[torch.Tensor, ...] = _decompose(signature(*inputs), terms)(*inputs)
+    return filled
+
+
+@lru_cache(BOUND)
+def _decompose(given: tuple[Signature, ...], terms: int) -> Bound:
+    """Return flashattn_decompose."""
+    inputs = dict(zip(steps.INPUTS, (TensorSpec(*x) for x in given), strict=False))
+    decomposing, _, _ = steps.terms(terms, **inputs)
+    workspaces = portable.terms_workspaces(terms, **inputs)
+    device = inputs["q"].device
+    return Bound(
+        tuple(inputs), {}, workspaces, BackwardPlan(kernel="portable"), decomposing, device
+    )

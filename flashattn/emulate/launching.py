@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +18,8 @@ from flashattn.emulate.language import Number
 from flashattn.emulate.memory import Descriptor, Pointer, Shared
 from flashattn.emulate.schedule import Schedule, here
 from flashattn.emulate.source import Edit, Source
-from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, forward
-from flashattn.kernels.portable import backward as portable
+from flashattn.kernels import execute
+from flashattn.plan.gpu import Gpu
 
 
 class Program:
@@ -98,8 +98,9 @@ def emulated(
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(GluonJITFunction, "__getitem__", chosen))
-        stack.enter_context(patch.object(launch, "multiprocessors", lambda _: multiprocessors))
-        for module in (forward, backward, portable):  # plans depend on how many there are
-            unkept = module._plan.__wrapped__  # noqa: SLF001
-            stack.enter_context(patch.object(module, "_plan", unkept))
+        gpu = replace(Gpu.INTERPRETER, num_sms=multiprocessors)
+        stack.enter_context(patch.object(execute, "gpu_of", lambda _: gpu))
+        for bind in ("bind_forward", "bind_backward"):  # plans depend on the number of SMs
+            unkept = getattr(execute, bind).__wrapped__
+            stack.enter_context(patch.object(execute, bind, unkept))
         yield launched

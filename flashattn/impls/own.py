@@ -8,7 +8,7 @@ import torch
 
 from flashattn import ops, tiled
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem, check_among, check_scale
 from flashattn.reference import reference_attention
 from flashattn.registry import register
 
@@ -39,20 +39,19 @@ def _hopper(
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
-    split_keys: bool = False,
-    joint_passes: bool = False,
+    family: ops.Family = "hopper",
 ) -> ops.Attend:
     """FlashAttention for Hopper in Gluon; in fp32 o at D = 33 to 128, gradients from 65 on.
 
     With ``deterministic=False`` the gradient of q is summed in any order for D <= 128, unless
     ``torch.use_deterministic_algorithms`` insists: faster by 0 to 6% on an H200, more for one long
     head, and other bits every time.
-    What the bulk copy engine cannot reach (an address or a stride that is no multiple of 16 bytes,
-    a stride of 0) and a scale that is not positive are the portable kernels'; so are fp32 with few
-    scores or multiplied as ``precision="ieee"`` or ``"tf32x3"`` say, and, where there are few
-    queries, which they are faster at, every forward with ``split_keys`` and every backward with
-    ``joint_passes``.
+    The portable kernels take over what TMA cannot address (an address or a stride that is no
+    multiple of 16 bytes, a stride of 0), a scale that is not positive, and fp32 with few scores or
+    multiplied as ``precision="ieee"`` or ``"tf32x3"`` say; with ``family="auto"``, as
+    ``impl="auto"`` calls it, also each pass that they are faster at.
     """
+    check_among("family", family, ("hopper", "auto"))
     return ops.prepare(
         q,
         k,
@@ -60,7 +59,7 @@ def _hopper(
         causal=causal,
         scale=scale,
         precision=precision,
-        kernels="split" if split_keys else "joint" if joint_passes else "hopper",
+        family=family,
         deterministic=deterministic,
     )
 

@@ -33,7 +33,6 @@ UNSEEN = {
     "forward_fp32 flashattn_hopper_fwd_fp32 fence_async_shared()": "as in the others",
     "backward_fp32 flashattn_hopper_bwd_fp32_dkdv fence_async_shared()": "as in the others",
     "backward_fp32 flashattn_hopper_bwd_fp32_dq fence_async_shared()": "as in the others",
-    "backward dq_store tma.store_wait(0)": "the last tile's parts were waited for",
 }
 
 

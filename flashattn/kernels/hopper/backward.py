@@ -1,34 +1,31 @@
 """flashattn_hopper_bwd: dk, dv and dq in one pass over the scores.
 
-A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which keep dk and dv in
-registers while a producer warp loads tiles of queries and of dO. The scores are transposed, [keys,
-queries], so P and dS are in registers as the products for dv and dk read them. For dq the consumers
-exchange dS through shared memory, and each computes half of the tile from all 128 keys. A warp adds
-the tiles of dq to an fp32 accumulator in memory; flashattn_hopper_bwd_postprocess converts it.
+A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which accumulate dk and dv in
+registers while a producer warp loads tiles of queries and dO. S and dP are computed transposed,
+[keys, queries], so P and dS are in registers in the layout that the products for dv and dk need.
+For dq the warpgroups exchange dS through shared memory, and each computes half of a tile from all
+128 keys. Two warps, one for each half, add dq to an fp32 accumulator; the postprocess converts it.
 
-While the tensor cores multiply, the other units work: on the exponentials under the product for
-dP, on dS under dv's, on its exchange under dk's, and dq is stored under the next scores.
+The order of products is FlashAttention-4's. The exponentials run under dP's product, the exchange
+under dv's, and dq is written to shared memory under dk's.
 
-The first CTA of a tile of dq stores, the others add, so the accumulator need not be cleared. If
-gradients are deterministic, CTAs add in a fixed order, and a warp waits for the dq semaphore.
+The first CTA that adds to a tile of dq stores instead, so nobody clears the accumulator.
+Deterministic: a semaphore for each half orders the additions, and a warp of its own waits for them.
+A CTA waits only for CTAs that have started, so there is no deadlock:
 
-Under a mask the order is that of the keys. A CTA waits only for CTAs with a lower id, which are
-running or have finished. All visit the last queries first, which all keys see. Where a few heads
-have all CTAs, these take several accumulators in rotation.
+* Under a causal mask the order is that of the keys, and a lower id starts earlier. One long head
+  takes several accumulators in rotation, which shortens the queue.
+* Without a mask the order is that of the visits in the shift schedule. The launch is cooperative,
+  so the CTAs of a wave run at once.
 
-Without a mask the order is the shift schedule's, see ``scheduler``: nobody waits for another to
-begin. All CTAs of a wave run, as the launch is cooperative, and earlier waves are over.
+Where many query heads share few keys, a CTA takes some of the heads: the GQA split.
 
-Where many query heads share few keys, a CTA has the queries of some of them only, see ``gqa``.
-
-Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; Triton's Gluon.
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; FlashAttention-4's
+source for the order of products; Triton's Gluon.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
 
 import torch
 import triton
@@ -40,49 +37,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.kernels import launch
-from flashattn.kernels.constants import LOG2E
-from flashattn.kernels.hopper import backward_d256, backward_fp32
 from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile
-from flashattn.kernels.hopper.config import (
-    BackwardConfig,
-    WideConfig,
-    columns,
-    pick_backward,
-    pick_wide,
-)
-from flashattn.kernels.hopper.forward import takes
-from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
+from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import apply_mask_transposed, key_tiles, keys_of_tl, query_tiles
-from flashattn.kernels.hopper.mma import mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
 from flashattn.kernels.hopper.semaphore import (
     DqSemaphore,
     arrive_inc,
     fence_acquire,
-    slabs_for,
     wait_eq,
 )
-from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like
-from flashattn.kernels.portable.backward import (
-    Gradients,
-    Grads,
-    Plan,
-    Saved,
-    copies,
-    known,
-    readable,
-)
-from flashattn.kernels.portable.backward import backward as portable
-from flashattn.kernels.portable.backward import plan as portable_plan
-from flashattn.kernels.portable.preprocess import row_shape, row_terms
-from flashattn.kernels.tiles import block_d
 
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
@@ -200,7 +169,7 @@ def producer(
 
 @gluon.jit
 def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t):
-    """Wait for the dq semaphore, and send its values to the warp that stores dq."""
+    """Wait for the dq semaphores, and send their values to the warps that store dq."""
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -212,9 +181,11 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
-                wait_eq(semaphore.counter(accum_batch * heads + head, end, i), value)
-                turns.write(n, value)
-                n += 1
+                counter = semaphore.counter(accum_batch * heads + head, end, i)
+                for w in gl.static_range(2):
+                    wait_eq(counter + w, value)
+                    turns.write(n + w, value)
+                n += 2
 
 
 @gluon.jit
@@ -239,8 +210,14 @@ def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
 
 
 @gluon.jit
-def dq_store(dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t):
-    """Add both warpgroups' parts of dq to the accumulator."""
+def dq_store(
+    WARPGROUP: gl.constexpr, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t
+):
+    """Add a warpgroup's half of each dq tile to the accumulator.
+
+    With one warp for both halves, waiting for its writes would limit the deterministic order.
+    """
+    LINES: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -251,25 +228,20 @@ def dq_store(dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
-                row = i * t.lines
-                value = turns.read(n)
+                row = i * t.lines + WARPGROUP * LINE
+                value = turns.read(2 * n + WARPGROUP)
                 if shape.right is not None:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
                 fence_acquire()
-                mbarrier.wait(sdQ.full.index(0), n & 1)
-                reduce_add_dq(dq, sdQ.tiles.index(0), accum_batch, head, row, value == 0, LINE)
-                mbarrier.wait(sdQ.full.index(1), n & 1)
-                reduce_add_dq(
-                    dq, sdQ.tiles.index(1), accum_batch, head, row + LINE, value == 0,
-                    t.lines - LINE,
-                )  # fmt: skip
-                for w in gl.static_range(2):
-                    tma.store_wait(1 - w)
-                    mbarrier.arrive(sdQ.empty.index(w), count=1)
+                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)
+                part = sdQ.tiles.index(WARPGROUP)
+                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)
+                tma.store_wait(0)
+                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)
                 if value < semaphore.ordered:
-                    arrive_inc(semaphore.counter(accum_batch * heads + head, end, i))
+                    counter = semaphore.counter(accum_batch * heads + head, end, i)
+                    arrive_inc(counter + WARPGROUP)
                 n += 1
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -308,56 +280,52 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def commit_sdq(WARPGROUP: gl.constexpr, sdQ, queries, n):
-    """Hand the part of dq to the warp that stores it, and release the n-th tile of queries."""
-    fence_async_shared()
-    mbarrier.arrive(sdQ.full.index(WARPGROUP), count=1)
-    queries.consumer_release(n)
-
-
-@gluon.jit
 def mainloop_step(
     WARPGROUP: gl.constexpr, state, k, v, keys, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, has_previous,
-    S: gl.constexpr, P: gl.constexpr, DQ: gl.constexpr,
+    shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """Compute the n-th tile of queries; the state has dq of the previous one, if there is one."""
-    dq, dk, dv = state
+    """Compute the n-th tile of queries.
+
+    dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
+    at half the rate of the others.
+    """
+    dk, dv = state
+    EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_qk(k, q, t.d_lo, t.d_hi, S)
-    if has_previous:
-        store_sdq(WARPGROUP, dq, sdQ, n - 1, COLUMNS)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_qk(v, do, t.d_lo, t.d_hi, S)
-    if has_previous:
-        commit_sdq(WARPGROUP, sdQ, queries, n - 1)
-    s = mma_wait(s, 1, t.d_hi)
-    p = gl.exp2(s * scale_log2 - lse_log2.load(gl.SliceLayout(0, S))[None, :])
+    if EARLY:
+        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+        s = mma_wait(s, 1, t.d_hi)
+    else:
+        s = mma_wait(s, 1, t.d_hi)
+        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+    p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
         p = apply_mask_transposed(p, start_q, start_kv, shape.right, shape.seq_kv)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
-    dp = mma_wait(dp, 1, t.d_hi)
-    ds = (p * (dp - delta.load(gl.SliceLayout(0, S))[None, :])).to(q.dtype)
+    if EARLY:
+        row_delta = delta.load(gl.SliceLayout(0, S))
+        dp = mma_wait(dp, 0, t.d_hi)
+    else:
+        dp = mma_wait(dp, 0, t.d_hi)
+        row_delta = delta.load(gl.SliceLayout(0, S))
+    ds = (p * (dp - row_delta[None, :])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
     sdS.index((n & 1) * 2 + WARPGROUP).store(ds)
+    dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
-    dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
     consumer_barrier()
     dq = mma_dq(WARPGROUP, sdS, n, keys, t, COLUMNS, DQ)
-    return mma_wait_all(dq, dk, dv, t.d_hi)
-
-
-@gluon.jit
-def mma_wait_all(dq, dk, dv, D_HI: gl.constexpr):
-    """Wait for all products."""
-    if D_HI == 0:
-        dq, k, v = warpgroup_mma_wait(0, deps=[dq, dk[0], dv[0]])
-        dk, dv = (k,), (v,)
-    else:
-        dq, k, l, v, w = warpgroup_mma_wait(0, deps=[dq, dk[0], dk[1], dv[0], dv[1]])
-        dk, dv = (k, l), (v, w)
-    return dq, dk, dv
+    dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
+    store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, n, COLUMNS)
+    fence_async_shared()
+    mbarrier.arrive(sdQ.full.index(WARPGROUP), count=1)
+    dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
+    queries.consumer_release(n)
+    return dk, dv
 
 
 @gluon.jit
@@ -383,29 +351,23 @@ def consumer(
             keys.consumer_wait(kv_n + w)
         values.consumer_wait(kv_n + WARPGROUP)
         k, v = keys.term(WARPGROUP), values.term(WARPGROUP)
-        dq = gl.zeros([QUERIES, COLUMNS], gl.float32, DQ)
         full_begin = gl.minimum(full_begin, end - 1)
         for half in range(2 * shape.group):  # of a head: the last tile, then those without a mask
             second = half % 2 > 0  # ... and then the others, masked as the last is
             start = gl.where(second, full_begin, end)
             stop = gl.where(second, first, end - 1)
             for i in range(start - 1, stop - 1, -1):
-                dq, dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, i < end - 1, S, P,
-                    DQ,
+                dk_acc, dv_acc = mainloop_step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, end - 1) - 1, full_begin - 1, -1):
-                dq, dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dq, dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False,
-                    gl.constexpr(True), S, P, DQ,
+                dk_acc, dv_acc = mainloop_step(
+                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            if second:
-                store_sdq(WARPGROUP, dq, sdQ, n - 1, COLUMNS)
-                commit_sdq(WARPGROUP, sdQ, queries, n - 1)
         if splits.count is None:
             consumer_barrier()  # both have read all keys, so gradients may take their place
             store_acc(dk_acc, scale, k, t.d_lo, t.d_hi)
@@ -476,11 +438,12 @@ def flashattn_hopper_bwd(
                         scale, scale_log2, t)),
             (producer, (q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler,
                         splits, wave_size, stagger, shape, t)),
-            (dq_store, (dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (1, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
             (dq_semaphore_wait, (semaphore, turns, scheduler, wave_size, stagger, shape, t)),
         ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )  # fmt: skip
 
 
@@ -522,31 +485,6 @@ def flashattn_hopper_bwd_postprocess(
         tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
 
 
-def block_q(head_dim: int) -> int:
-    """Return the queries of a tile: as many as make two parts of dq."""
-    return 2 * QUERIES.value * LINE.value // block_d(head_dim)
-
-
-def box_lines(head_dim: int) -> int:
-    """Return the lines of the workspace that are stored at a time: what both parts consist of."""
-    return LINE.value // 2 if columns(head_dim)[1] else LINE.value
-
-
-def constants(config: BackwardConfig, head_dim: int) -> dict[str, Any]:
-    """Return the values of the kernel's constexpr arguments."""
-    d_lo, d_hi = columns(head_dim)
-    return {"BLOCK_Q": block_q(head_dim), "D_LO": d_lo, "D_HI": d_hi, "STAGES": config.slots}
-
-
-def postprocess_constants(head_dim: int) -> dict[str, Any]:
-    """Return the values of flashattn_hopper_bwd_postprocess's constexpr arguments."""
-    return {
-        "head_dim": head_dim,
-        "BLOCK_Q": block_q(head_dim),
-        "COLUMNS": sum(columns(head_dim)),
-    }
-
-
 @dataclass(frozen=True)
 class Lines:
     """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
@@ -558,204 +496,3 @@ class Lines:
         layout = gl.NVMMASharedLayout(0, 32, 4)
         block = [1, 1, self.lines, LINE.value]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
-def backward(grads: Grads, saved: Saved, **how: Any) -> Gradients:
-    """Launch what ``plan`` returns for the same arguments.
-
-    Returns:
-        The gradients of q, k and v, in their dtype.
-    """
-    return plan(grads, saved, **how)(grads, saved)
-
-
-def plan(
-    grads: Grads,
-    saved: Saved,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    deterministic: bool = False,
-    config: BackwardConfig | WideConfig | None = None,
-) -> Plan:
-    """Return what launches flashattn_bwd_delta and flashattn_hopper_bwd with its postprocess.
-
-    Wider heads are those of ``backward_d256``, fp32 those of ``backward_fp32``. What they cannot
-    take is the portable kernels': tensors that no descriptor can have, and scales that are not
-    positive. It does for these tensors, and for all that are ``Like`` them.
-
-    Args:
-        grads: of o [B, H, T, D], copied once if no descriptor can have it, and of lse [B, H, T],
-            copied if not contiguous, or None.
-        saved: q, k, v as ``forward`` took them, o and lse as it returned them, copied likewise.
-        diagonal: as in ``forward.plan``.
-        scale: as in ``forward.plan``.
-        precision: as in ``forward.plan``.
-        deterministic: whether a repeated call gives the same bits of dq; dk and dv are always so.
-        config: instead of the table's.
-    """
-    if saved[0].dtype == torch.float32:
-        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
-        return portable_plan(grads, saved, **how, passes=backward_fp32.passes)
-    launch.input_precision(precision, saved[0].dtype)
-    return _plan(known(grads, saved), diagonal, scale, deterministic, config)
-
-
-@lru_cache(PLANS)
-def _plan(
-    given: tuple[Facts, ...],
-    diagonal: int | None,
-    scale: float,
-    deterministic: bool,  # noqa: FBT001
-    config: BackwardConfig | WideConfig | None,
-) -> Plan:
-    """Choose what answers.
-
-    Args:
-        given: what is ``known``.
-        diagonal: as in ``plan``.
-        scale: as in ``plan``.
-        deterministic: as in ``plan``.
-        config: instead of the table's.
-    """
-    q, k, v, grad_o, o, *numbers = (Like(*x) for x in given)
-    causal = diagonal is not None
-    how: dict[str, Any] = {"diagonal": diagonal, "scale": scale}
-    chosen = (
-        config
-        or pick_wide(q.shape[3], q.shape[2], causal=causal)
-        or pick_backward(
-            q.shape[3],
-            q.shape[2],
-            causal=causal,
-            deterministic=deterministic,
-            heads=k.shape[0] * k.shape[1],
-            multiprocessors=launch.multiprocessors(q.device),
-        )
-    )
-    scattered = not (grad_o.dense and grad_o.describable)
-    unreadable = not readable([q, k, v, o], numbers)
-    hopeless = scattered and grad_o.meta.is_contiguous()
-    if chosen is None or hopeless or not (unreadable or takes(q, k, v, scale=scale)):
-        return lambda grads, saved: portable(grads, saved, **how)
-    if scattered or unreadable:
-
-        def copied(grads: Grads, saved: Saved) -> Gradients:
-            (grad_o, grad_lse), saved = copies(grads, saved)
-            grads = grad_o.contiguous() if scattered else grad_o, grad_lse
-            return plan(grads, saved, **how, deterministic=deterministic, config=config)(
-                grads, saved
-            )
-
-        return copied
-    dq = q._replace(strides=torch.empty_like(q.meta).stride())
-    if isinstance(chosen, WideConfig):
-        pitch = row_shape(q.shape)[1]
-        wide = backward_d256.plan(q, k, v, grad_o, dq, pitch, diagonal, scale, chosen)
-        return partial(_fill, wide)
-    return partial(_fill, _narrow(q, k, v, dq, diagonal, scale, deterministic, chosen))
-
-
-def _fill(
-    launches: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
-    grads: Grads,
-    saved: Saved,
-) -> Gradients:
-    """Allocate dq, dk and dv, and launch what fills them."""
-    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    with launch.on_device(q):
-        lse2, delta = row_terms(grad_o, grad_lse, o, lse)
-        launches((q, k, v, grad_o, lse2, delta), (dq, dk, dv))
-    return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class _Narrow:
-    """What is launched for D <= 128.
-
-    Args:
-        fold: flashattn_hopper_bwd.
-        rounding: flashattn_hopper_bwd_postprocess.
-        shares: what dk and dv are filled with.
-        total: shape of the workspace.
-        turns: counters, one for each tile of queries, of those that have added to its dq.
-    """
-
-    fold: Launch
-    rounding: Launch
-    shares: Shares
-    total: tuple[int, ...]
-    turns: int
-
-    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Fill dq, dk and dv."""
-        dq, dk, dv = grads
-        total = torch.empty(self.total, device=dq.device, dtype=torch.float32)
-        turns = torch.zeros(self.turns, device=dq.device, dtype=torch.int32)
-        self.shares.fill(lambda x: self.fold(*given, total, *x, turns), (dk, dv))
-        self.rounding(total, dq)
-
-
-def _narrow(
-    q: Like,
-    k: Like,
-    v: Like,
-    dq: Like,
-    diagonal: int | None,
-    scale: float,
-    deterministic: bool,  # noqa: FBT001
-    config: BackwardConfig,
-) -> _Narrow:
-    """Choose the programs, and prepare the launches."""
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    causal = diagonal is not None
-    rows, wide = block_q(head_dim), sum(columns(head_dim))
-    query_tiles, blocks = triton.cdiv(seq_q, rows), triton.cdiv(seq_kv, BLOCK_KV.value)
-    tiles = blocks * batch * kv_heads
-    shares = share(q, k, v, tiles, causal=causal)
-    owners, tiles = kv_heads * shares.count, tiles * shares.count
-    query_blocks = query_tiles * (rows // QUERIES.value)
-    programs = min(launch.multiprocessors(q.device), tiles) if config.persistent else tiles
-    at_once = programs if config.persistent and not causal else 1
-    slabs = 1
-    if deterministic and causal:
-        slabs = slabs_for(batch * owners, blocks, q.device, head_dim=head_dim)
-    queries, keys, numbers = Tiles(rows), Tiles(KEYS.value), Numbers(rows)
-    lines, grads = Lines(box_lines(head_dim)), shares.operand(keys)
-    fold = Launch(
-        flashattn_hopper_bwd,
-        programs,
-        [queries, keys, keys, queries, numbers, numbers, lines, grads, grads, None],
-        (
-            tiles,
-            blocks,
-            owners,
-            *shares.numbers,
-            config.band,
-            at_once,
-            config.apart,
-            blocks if deterministic else 1,
-            slabs,
-            heads // owners,
-            seq_q,
-            seq_kv,
-            diagonal,
-            scale,
-            scale * LOG2E.value,
-        ),
-        constants(config, head_dim)
-        # Programs wait for those before them: these run, or they are started in their order.
-        | {"num_warps": WARPS, "launch_cooperative_grid": config.persistent},
-    )
-    rounding = Launch(
-        flashattn_hopper_bwd_postprocess,
-        batch * heads * query_blocks,
-        [None, None],
-        (dq.strides[:3], query_blocks, heads, slabs, seq_q, seq_kv, diagonal, scale),
-        postprocess_constants(head_dim) | {"num_warps": WARPS},
-    )
-    workspace = slabs * batch, heads, query_blocks * wide, LINE.value
-    return _Narrow(fold, rounding, shares, workspace, slabs * batch * heads * query_tiles)

@@ -27,11 +27,6 @@ Sources: Shah et al., 2024, "FlashAttention-3", for the roles; Triton's Gluon.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,17 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.compat import store_tile
-from flashattn.kernels.hopper.config import WideConfig, columns
-from flashattn.kernels.hopper.gqa import Shares, new_gqa_splits, share
+from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import opaque, pack, unpack
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, TileScheduler
-from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
-from flashattn.kernels.launch import Launch, Like
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
 PAIR = gl.constexpr(128)  # queries of both warpgroups
@@ -443,80 +434,3 @@ def flashattn_hopper_bwd_d256_dq(
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-def constants(head_dim: int) -> dict[str, object]:
-    """Return the values of both kernels' constexpr arguments."""
-    d_lo, d_hi = columns(head_dim)
-    return {"D_LO": d_lo, "D_HI": d_hi}
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is launched: flashattn_hopper_bwd_d256_dkdv and flashattn_hopper_bwd_d256_dq."""
-
-    dkdv: Launch
-    shares: Shares
-    dq: Launch
-
-    def __call__(self, given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Fill dq, dk and dv; given are q, k, v, dO, lse2 and delta."""
-        dq, dk, dv = grads
-        self.shares.fill(lambda x: self.dkdv(*given, *x), (dk, dv))
-        self.dq(*given, dq)
-
-
-def plan(
-    q: Like,
-    k: Like,
-    v: Like,
-    grad_o: Like,
-    dq: Like,
-    pitch: int,
-    diagonal: int | None,
-    scale: float,
-    config: WideConfig,
-) -> _Plan:
-    """Choose the programs, and prepare the launches; dk and dv are as q, k and v determine.
-
-    Args:
-        q: [B, H, T, D], D from 129 to 256.
-        k: [B, G, S, D].
-        v: [B, G, S, D].
-        grad_o: [B, H, T, D].
-        dq: [B, H, T, D].
-        pitch: numbers of lse2 and delta that a head has.
-        diagonal: as in ``forward``.
-        scale: as in ``forward``.
-        config: of both kernels.
-    """
-    del grad_o, dq
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    group, block = heads // kv_heads, BLOCK.value
-    causal = diagonal is not None
-    options = constants(head_dim) | {"num_warps": WARPS}
-    scales = scale, scale * LOG2E.value
-    tile, numbers = Tiles(block), Numbers(block)
-    blocks = triton.cdiv(seq_kv, block)
-    tiles = blocks * batch * kv_heads
-    shares = share(q, k, v, tiles, causal=causal)
-    tiles, owners, walked = tiles * shares.count, kv_heads * shares.count, group // shares.count
-    sizes = tiles, blocks, owners, *shares.numbers, config.band, walked, seq_q, seq_kv, diagonal
-    keys = Launch(
-        flashattn_hopper_bwd_d256_dkdv,
-        tiles,
-        [*[tile] * 4, numbers, numbers, *[shares.operand(tile)] * 2],
-        (*sizes, *scales),
-        options,
-    )
-    blocks = triton.cdiv(seq_q, PAIR.value)
-    tiles = blocks * batch * heads
-    queries = Launch(
-        flashattn_hopper_bwd_d256_dq,
-        tiles,
-        [*[tile] * 4, None, None, tile],
-        (tiles, blocks, heads, config.band, group, seq_q, seq_kv, pitch, diagonal, *scales),
-        options,
-    )
-    return _Plan(keys, shares, queries)

@@ -8,26 +8,17 @@ products.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashattn.kernels import launch
-from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
 from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
-from flashattn.kernels.hopper.tma import WARPS, Tiles
-from flashattn.kernels.launch import Facts, Launch, Like
-from flashattn.kernels.portable.backward import passes as portable
-from flashattn.kernels.portable.passes import Pass, Passes, Walk, walk
-from flashattn.kernels.portable.preprocess import rounded
-from flashattn.kernels.tiles import block_d
 
 COLUMNS = gl.constexpr(128)
 OWNED = gl.constexpr(64)  # rows of a program's own tile
@@ -288,69 +279,3 @@ def flashattn_hopper_bwd_fp32_dq(
         [4, 1, 1],
         [240, 24, 24],
     )  # fmt: skip
-
-
-def passes(
-    given: tuple[Facts, ...],
-    strides: tuple[tuple[int, ...], ...],
-    diagonal: int | None,
-    scale: float,
-    precision: str,
-) -> Passes | Launch:
-    """Prepare the launches of flashattn_hopper_bwd_fp32_dkdv and flashattn_hopper_bwd_fp32_dq.
-
-    Or those of the portable kernels, where the inputs are not cut or have other head dims.
-
-    Args:
-        given: what is to be known of q, k, v, grad_o and o.
-        strides: of dk, dv and dq.
-        diagonal: as in ``forward.plan``.
-        scale: as in ``forward.plan``.
-        precision: as ``launch.input_precision`` returns it.
-    """
-    q, k = (Like(*x) for x in given[:2])
-    tile = launch.pick_tile("bwd_dq", q, k, causal=diagonal is not None, precision=precision)
-    parts = launch.cuts(tile, q.dtype, precision)
-    if block_d(q.shape[3]) != COLUMNS.value or not parts:
-        return portable(given, strides, diagonal, scale, precision)
-    own, other = OWNED.value, walked(parts)
-    keys = walk("bwd_dkdv", q, k, (other, own), strides[:2])
-    queries = walk("bwd_dq", q, k, (own, other), strides[2:])
-    options = q, k, diagonal, scale, parts
-    return Passes(
-        _pass(flashattn_hopper_bwd_fp32_dkdv, keys, (other, own, own, other), *options),
-        _pass(flashattn_hopper_bwd_fp32_dq, queries, (own, other, other, own), *options),
-    )
-
-
-def _pass(
-    function: Any,
-    way: Walk,
-    rows: tuple[int, ...],
-    q: Like,
-    k: Like,
-    diagonal: int | None,
-    scale: float,
-    parts: int,
-) -> Pass:
-    """Prepare a launch of one of them, with so many rows in tiles of q, k, v and grad_o."""
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    group, stats = heads // kv_heads, rounded(seq_q)
-    fold = Launch(
-        function,
-        way.programs,
-        [*map(Tiles, rows), *[None] * (2 + len(way.written))],
-        (
-            *(x[:3] for x in way.strides),
-            *(heads, group, seq_q, seq_kv, stats, diagonal, batch, way.split_len),
-            *(scale, scale * LOG2E.value, head_dim),
-        ),
-        constants(split=way.split, parts=parts) | {"num_warps": WARPS},
-    )
-    return Pass(fold, parts, way.written)
-
-
-def constants(*, split: bool, parts: int) -> dict[str, object]:
-    """Return the values of both kernels' constexpr arguments."""
-    return {"SPLIT": split, "TERMS": parts}

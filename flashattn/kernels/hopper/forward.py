@@ -9,12 +9,7 @@ Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overla
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,11 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashattn.kernels import launch
-from flashattn.kernels.constants import LN2, LOG2E
-from flashattn.kernels.hopper import forward_fp32
+from flashattn.kernels.constants import LN2
 from flashattn.kernels.hopper.compat import aggregate, store_tile
-from flashattn.kernels.hopper.config import Config, columns, pick
 from flashattn.kernels.hopper.mask import apply_mask, key_tiles
 from flashattn.kernels.hopper.mma import (
     ROWS,
@@ -41,15 +33,10 @@ from flashattn.kernels.hopper.mma import (
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
-from flashattn.kernels.hopper.tma import WARPS, Tiles
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, dense, facts
-from flashattn.kernels.portable.forward import SMALLEST_SCALE, Outputs, Plan
-from flashattn.kernels.portable.forward import forward as portable
 
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
 # may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).
 MASKED_LOOP_ABOVE_D = gl.constexpr(128)
-KEPT = 24 << 20  # bytes of keys and values of a band of heads: half of the L2 cache
 
 
 @aggregate
@@ -316,139 +303,3 @@ def flashattn_hopper_fwd(
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
-
-
-def constants(config: Config, head_dim: int, *, drawn: bool) -> dict[str, Any]:
-    """Return the values of the kernel's constexpr arguments."""
-    d_lo, d_hi = columns(head_dim)
-    return {
-        "BLOCK_KV": config.block_kv,
-        "D_LO": d_lo,
-        "D_HI": d_hi,
-        "GROUPS": config.groups,
-        "STAGES": config.slots,
-        "DYNAMIC": drawn,
-        "OWN_SO": config.staged,
-        "REGISTERS": config.registers,
-        "BARRIER": config.pinned,
-    }
-
-
-def takes(*inputs: Like, scale: float) -> bool:
-    """Return whether the kernel can be launched on these; the others are the portable kernel's."""
-    return scale >= SMALLEST_SCALE and all(x.describable and 0 not in x.shape for x in inputs)
-
-
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Outputs:
-    """Launch what ``plan`` returns for the same arguments.
-
-    Returns:
-        o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
-    """
-    return plan(q, k, v, **how)(q, k, v)
-
-
-def plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    diagonal: int | None,
-    scale: float,
-    precision: str = "auto",
-    config: Config | None = None,
-) -> Plan:
-    """Return what launches flashattn_hopper_fwd, or where it cannot, the portable kernel.
-
-    It does for q, k and v, and for all that are ``Like`` them.
-
-    Args:
-        q: [B, H, T, D], bf16 or fp16, copied once if the last dimension is not dense.
-        k: [B, G, S, D], likewise.
-        v: [B, G, S, D], likewise.
-        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
-        scale: factor on the scores.
-        precision: checked, as ``launch.input_precision`` does; of fp32 only.
-        config: instead of the table's.
-    """
-    precision = launch.input_precision(precision, q.dtype)
-    return _plan(*facts(q, k, v), diagonal, scale, precision, config)
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """Allocates o and lse, and launches what fills them.
-
-    Args:
-        kernel: flashattn_hopper_fwd.
-        drawn: whether it counts the tiles that programs have taken.
-    """
-
-    kernel: Launch
-    drawn: bool
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        """Return o and lse."""
-        o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-        with launch.on_device(q):
-            counter = torch.zeros(1, device=q.device, dtype=torch.int32) if self.drawn else None
-            self.kernel(q, k, v, o, lse, counter)
-        return o, lse
-
-
-@lru_cache(PLANS)
-def _plan(
-    q_facts: Facts,
-    k_facts: Facts,
-    v_facts: Facts,
-    diagonal: int | None,
-    scale: float,
-    precision: str,
-    config: Config | None,
-) -> Plan:
-    """Choose the kernel and its programs, and prepare the launch."""
-    q, k, v = Like(*q_facts), Like(*k_facts), Like(*v_facts)
-    if not (q.dense and k.dense and v.dense):
-        how: dict[str, Any] = {"diagonal": diagonal, "scale": scale, "precision": precision}
-        how["config"] = config
-        return lambda *inputs: forward(*map(dense, inputs), **how)
-    if q.dtype == torch.float32:
-        return forward_fp32.plan(q, k, v, diagonal, scale, precision)
-    causal = diagonal is not None
-    multiprocessors = launch.multiprocessors(q.device)
-    config = config or pick(
-        q.shape[3],
-        q.shape[2],
-        causal=causal,
-        heads=q.shape[0] * q.shape[1],
-        multiprocessors=multiprocessors,
-    )
-    if config is None or not takes(q, k, v, scale=scale):
-        return lambda q, k, v: portable(
-            q, k, v, diagonal=diagonal, scale=scale, precision=precision
-        )
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_kv = k.shape[1:3]
-    blocks = triton.cdiv(seq_q, config.groups * ROWS.value)
-    tiles = blocks * batch * heads
-    programs = min(multiprocessors, tiles)
-    drawn = causal and programs < tiles
-    kept = 2 * seq_kv * head_dim * q.dtype.itemsize * kv_heads // heads  # bytes, of a query head
-    kernel = Launch(
-        flashattn_hopper_fwd,
-        programs,
-        [Tiles(ROWS.value), *[Tiles(config.block_kv)] * 2, Tiles(ROWS.value), None, None],
-        (
-            tiles,
-            blocks,
-            heads,
-            max(1, KEPT // max(1, kept)),
-            heads // kv_heads,
-            seq_q,
-            seq_kv,
-            diagonal,
-            scale * LOG2E.value,
-        ),
-        constants(config, head_dim, drawn=drawn) | {"num_warps": WARPS},
-    )
-    return _Forward(kernel, drawn)

@@ -6,26 +6,17 @@ warp loads: the softmax of one runs under the products of the other, which are m
 
 from __future__ import annotations
 
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashattn.kernels import launch
-from flashattn.kernels.constants import LN2, LOG2E
+from flashattn.kernels.constants import LN2
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.mask import apply_mask, key_tiles
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_tile_each
-from flashattn.kernels.hopper.tma import WARPS, Tiles
-from flashattn.kernels.launch import Launch, Like
-from flashattn.kernels.portable.forward import SMALLEST_SCALE, Cut, Forward, Plan
-from flashattn.kernels.portable.forward import forward as portable
-from flashattn.kernels.tiles import block_d
 
-WIDTHS = (64, 128)  # that heads are padded to
 GROUPS = gl.constexpr(2)
 OWNED = gl.constexpr(128)  # queries of a program
 WALKED = gl.constexpr(64)  # keys of a tile
@@ -133,50 +124,3 @@ def flashattn_hopper_fwd_fp32(
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-def plan(q: Like, k: Like, v: Like, diagonal: int | None, scale: float, precision: str) -> Plan:
-    """Return what launches flashattn_hopper_fwd_fp32.
-
-    Or the portable kernel, where the inputs are not cut or have other head dims, or a scale is not
-    positive.
-
-    Args:
-        q: what [B, H, T, D] is like, in fp32, with dense rows.
-        k: what [B, G, S, D] is like.
-        v: likewise.
-        diagonal: as in ``forward.plan``.
-        scale: as in ``forward.plan``.
-        precision: as ``launch.input_precision`` returns it.
-    """
-    causal = diagonal is not None
-    tile = launch.pick_tile("fwd", q, k, v, causal=causal, precision=precision)
-    parts = launch.cuts(tile, q.dtype, precision)
-    fits = block_d(q.shape[3]) in WIDTHS and scale >= SMALLEST_SCALE
-    if not (parts and fits) or 0 in (*q.shape, *k.shape):
-        return lambda q, k, v: portable(
-            q, k, v, diagonal=diagonal, scale=scale, precision=precision
-        )
-    batch, heads, seq_q, head_dim = q.shape
-    kernel = Launch(
-        flashattn_hopper_fwd_fp32,
-        triton.cdiv(seq_q, OWNED.value) * batch * heads,
-        [Tiles(ROWS.value), Tiles(WALKED.value), Tiles(WALKED.value), None, None],
-        (
-            torch.empty_like(q.meta).stride()[:3],
-            heads,
-            heads // k.shape[1],
-            seq_q,
-            k.shape[2],
-            diagonal,
-            scale * LOG2E.value,
-            head_dim,
-        ),
-        constants(head_dim, parts=parts) | {"num_warps": WARPS},
-    )
-    return Forward(q, Cut(kernel, parts))
-
-
-def constants(head_dim: int, *, parts: int) -> dict[str, object]:
-    """Return the values of the kernel's constexpr arguments."""
-    return {"BLOCK_D": block_d(head_dim), "TERMS": parts}

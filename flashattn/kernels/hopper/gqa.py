@@ -6,28 +6,12 @@ dk and dv in fp32, and flashattn_bwd_reduce adds them up, always in the same ord
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels import launch
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mma import store_global
-from flashattn.kernels.launch import Like
-from flashattn.kernels.portable import combine
-from flashattn.kernels.portable.combine import Tensors, Written
-
-ONE_PASS = 128  # head dimension, up to which the backward is one
-# Of narrow heads and of wide ones: under a mask, how much of what the longest program has to do
-# comes after the mean of all is over; and what it costs to add up a share of a tile of keys, in
-# queries that a program could have walked over instead. Measured: one H200, torch 2.11, triton 3.6,
-# bf16, 8 to 64 heads on 1 to 8 of 512 to 8192 keys, 2026-11-23 (docs/tuning-log.md): over 452
-# problems the rule takes 0.2% longer than the best number of shares, 7% at most.
-LATE, ADDED = (0.5, 0.3), (3, 6)
 
 
 @aggregate
@@ -88,71 +72,3 @@ def new_gqa_splits(count, head_dim, strides):
     else:
         splits = GqaSplits(count, head_dim, strides[0], strides[1], strides[2])
     return splits
-
-
-def shares_for(q: Like, k: Like, tiles: int, *, causal: bool) -> int:
-    """Return into how many shares heads are divided: the fewest that take the least time.
-
-    Args:
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        tiles: of keys, of all heads.
-        causal: whether there is a mask: programs then have half as much to do in the mean.
-    """
-    programs, group = launch.multiprocessors(k.device), q.shape[1] // k.shape[1]
-    late, added = (x[q.shape[3] > ONE_PASS] for x in (LATE, ADDED))
-
-    def time(shares: int) -> float:  # what one head's queries take to be walked over is 1
-        longest = group // shares
-        rounds = -(-tiles * shares // programs) * longest
-        masked = max(longest, tiles * group / (2 * programs) + late * longest)
-        adding = added * tiles * shares / q.shape[2] if shares > 1 else 0
-        return (masked if causal else rounds) + adding
-
-    return min((n for n in range(1, group + 1) if group % n == 0), key=time)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How dk and dv are filled, whole or in shares.
-
-    Args:
-        count: of shares.
-        numbers: the kernels' shares, head_dim and strides.
-        adding: what adds the shares up, if there is more than one.
-    """
-
-    count: int
-    numbers: tuple[object, ...]
-    adding: Callable[[Tensors, Tensors], None] | None
-
-    def operand(self, tile: Any) -> Any:
-        """Return how dk and dv are reached: by a descriptor if they are whole."""
-        return tile if self.adding is None else None
-
-    def fill(self, fold: Callable[[Tensors], None], grads: Tensors) -> None:
-        """Have dk and dv filled by a launch, or its shares, which are added up."""
-        if self.adding is None:
-            fold(grads)
-        else:
-            shares = combine.room(grads, [self.count] * len(grads))
-            fold(shares)
-            self.adding(shares, grads)
-
-
-def share(q: Like, k: Like, v: Like, tiles: int, *, causal: bool) -> Shares:
-    """Divide query heads into shares.
-
-    Args:
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        v: [B, G, S, D].
-        tiles: of keys, of all heads.
-        causal: whether there is a mask.
-    """
-    count = shares_for(q, k, tiles, causal=causal)
-    if count == 1:
-        return Shares(1, (None, None, None), None)
-    dense = torch.empty(k.shape, device="meta").stride()
-    written = [Written(count, x.shape, torch.empty_like(x.meta).stride()) for x in (k, v)]
-    return Shares(count, (count, k.shape[3], dense[:3]), combine.adding(written))

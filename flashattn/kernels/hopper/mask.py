@@ -95,7 +95,7 @@ def apply_mask_transposed(x, start_q, start_kv, right, seq_kv=None):
     keys = start_kv + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
     lo = gl.full([x.shape[0]], 0, gl.int32, layout=gl.SliceLayout(1, layout))
     if right is not None:
-        lo, _ = queries_of(keys, right, 0)
+        lo, _ = queries_of(keys, right, x.shape[1])
         lo -= start_q
     if seq_kv is not None:
         lo = gl.where(keys < seq_kv, lo, x.shape[1])

@@ -9,21 +9,32 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashattn.kernels import launch
-from flashattn.kernels.hopper import backward, backward_d256, backward_fp32, forward, forward_fp32
-from flashattn.kernels.hopper.config import (
-    BACKWARD,
-    DETERMINISTIC,
-    FORWARD,
-    ROWS,
-    SIZE,
-    WIDE,
-    BackwardConfig,
-    Config,
-    WideConfig,
+from flashattn.kernels.hopper import (
+    backward,
+    backward_d256,
+    backward_fp32,
+    forward,
+    forward_fp32,
+    steps,
 )
 from flashattn.kernels.hopper.tma import SWIZZLE, WARPS
-from flashattn.kernels.tiles import block_d
+from flashattn.plan.precision import TERMS
+from flashattn.plan.tables.hopper import (
+    BACKWARD,
+    BACKWARD_D256,
+    DETERMINISTIC,
+    FORWARD,
+    FP32_BACKWARD,
+    FP32_FORWARD_D,
+)
+from flashattn.plan.tile import (
+    HALF,
+    WARPGROUP_Q,
+    HopperBackwardTile,
+    HopperD256Tile,
+    HopperTile,
+    block_d,
+)
 
 FP32 = 4  # bytes
 ALIGNED = [["tt.divisibility", 16]]
@@ -46,7 +57,7 @@ class HopperVariant:
 
     kernel: str
     head_dim: int
-    config: Config | BackwardConfig | WideConfig | None
+    config: HopperTile | HopperBackwardTile | HopperD256Tile | None
     causal: bool
     mode: str = ""
 
@@ -58,7 +69,7 @@ class HopperVariant:
     @property
     def size(self) -> int:
         """Bytes of an element."""
-        return FP32 if self.cut else SIZE
+        return FP32 if self.cut else HALF
 
     @property
     def cut(self) -> bool:
@@ -68,7 +79,7 @@ class HopperVariant:
     @property
     def parts(self) -> int:
         """Into how many parts its operands are cut, if it takes them so."""
-        return launch.PARTS["tf32" if "tf32" in self.mode else launch.CUTTING]
+        return TERMS["tf32" if "tf32" in self.mode else "bf16x6"]
 
     def __str__(self) -> str:
         """Return what picks the config."""
@@ -80,12 +91,7 @@ class HopperVariant:
     @property
     def launch(self) -> str:
         """The config in short."""
-        match self.config:
-            case Config(block_kv=keys, groups=groups, slots=slots):
-                return f"{groups * ROWS}x{keys} s{slots}"
-            case BackwardConfig(slots=slots):
-                return f"s{slots}"
-        return ""
+        return str(self.config or "")
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -101,45 +107,49 @@ class HopperVariant:
     def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
         d, constants = self.head_dim, {}
-        if isinstance(self.config, Config):
+        if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
-            rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), ROWS)
+            rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)
             drawn = self.mode == "dynamic"
-            constants = forward.constants(self.config, d, drawn=drawn)
-        elif isinstance(self.config, BackwardConfig):
-            function, block_q = backward.flashattn_hopper_bwd, backward.block_q(d)
+            constants = steps.forward_constants(self.config, d, dynamic=drawn)
+        elif isinstance(self.config, HopperBackwardTile):
+            function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
-            rows |= dict.fromkeys(("k", "v", *self.stored), ROWS)
-            constants = backward.constants(self.config, d)
-        elif isinstance(self.config, WideConfig):
-            rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), ROWS)
+            rows |= dict.fromkeys(("k", "v", *self.stored), WARPGROUP_Q)
+            constants = steps.backward_constants(self.config, d)
+        elif isinstance(self.config, HopperD256Tile):
+            rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), WARPGROUP_Q)
             function = backward_d256.flashattn_hopper_bwd_d256_dkdv
-            constants = backward_d256.constants(d)
+            constants = steps.d256_constants(d)
             if self.kernel == "hopper_bwd_d256_dq":
                 function = backward_d256.flashattn_hopper_bwd_d256_dq
         elif self.kernel == "hopper_fwd_fp32":
-            function, rows = forward_fp32.flashattn_hopper_fwd_fp32, dict.fromkeys("qkv", ROWS)
-            constants = forward_fp32.constants(d, parts=self.parts)
+            function, rows = (
+                forward_fp32.flashattn_hopper_fwd_fp32,
+                dict.fromkeys("qkv", WARPGROUP_Q),
+            )
+            constants = steps.forward_fp32_constants(d, terms=self.parts)
         elif self.cut:
+            tile = FP32_BACKWARD[self.parts]
             own, others = ("k", "v"), ("q", "grad_o")
             function = backward_fp32.flashattn_hopper_bwd_fp32_dkdv
             if self.kernel == "hopper_bwd_fp32_dq":
                 function, own, others = backward_fp32.flashattn_hopper_bwd_fp32_dq, others, own
-            rows = dict.fromkeys(own, backward_fp32.OWNED.value)
-            rows |= dict.fromkeys(others, backward_fp32.walked(self.parts))
+            rows = dict.fromkeys(own, tile.own)
+            rows |= dict.fromkeys(others, tile.other)
             split = "split" in self.mode
-            constants = backward_fp32.constants(split=split, parts=self.parts)
+            constants = steps.fp32_constants(split=split, terms=self.parts)
         else:
             function, rows = backward.flashattn_hopper_bwd_postprocess, {}
-            constants = backward.postprocess_constants(d)
+            constants = steps.postprocess_constants(d)
         types = {
             name: _described("bf16", [1, 1, n, block_d(d)], SWIZZLE) for name, n in rows.items()
         }
-        if isinstance(self.config, BackwardConfig):
+        if isinstance(self.config, HopperBackwardTile):
             types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, block_q], 0))
-            types["dq"] = _described("fp32", [1, 1, backward.box_lines(d), ROWS], 0)
+            types["dq"] = _described("fp32", [1, 1, steps.box_lines(d), WARPGROUP_Q], 0)
         if self.kernel == "hopper_bwd_d256_dkdv":
-            types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, ROWS], 0))
+            types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, WARPGROUP_Q], 0))
         constants |= dict.fromkeys(_absent(function, self.mode, causal=self.causal))
         return _source(function, types, constants, fp32=self.cut or not self.stored)
 
@@ -197,7 +207,7 @@ def variants() -> list[HopperVariant]:
             for mode in (("", "dynamic") if causal else ("",))
         ),
         *(
-            HopperVariant("hopper_bwd", d, BackwardConfig(slots=config.slots), causal, mode)
+            HopperVariant("hopper_bwd", d, HopperBackwardTile(stages=config.stages), causal, mode)
             for table in (BACKWARD, DETERMINISTIC)
             for (d, causal), configs in table.items()
             for config in configs.values()
@@ -205,13 +215,13 @@ def variants() -> list[HopperVariant]:
         ),
         *(HopperVariant("hopper_bwd_postprocess", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_bwd_d256_{kernel}", d, WideConfig(), causal, mode)
-            for d, causal in WIDE
+            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(), causal, mode)
+            for d, causal in BACKWARD_D256
             for kernel, mode in (("dkdv", ""), ("dkdv", "gqa_split"), ("dq", ""))
         ),
         *(
             HopperVariant("hopper_fwd_fp32", d, None, causal, mode)
-            for d in forward_fp32.WIDTHS
+            for d in FP32_FORWARD_D
             for causal in (False, True)
             for mode in ("", "tf32")
         ),

@@ -1,16 +1,10 @@
 """The dQ semaphore: in which order CTAs add to the dq accumulator of a query tile."""
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels import launch
 from flashattn.kernels.hopper.compat import aggregate
-
-QUEUE, MOST_SLABS = 16, 8  # programs of a head that may wait for one another; workspaces
-QUEUE_WIDE = 33  # likewise of wider heads, whose workspaces cost more to add up
-NARROW = 64  # head dimension, up to which they are narrow
 
 POLL = gl.constexpr(
     "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
@@ -88,25 +82,5 @@ class DqSemaphore:
 
     @gluon.jit
     def counter(self, head, end, i):
-        """Return the counter of query tile i, of ``end``, of a head of all accumulators."""
-        return self.counters + (head * end + i)
-
-
-def slabs_for(heads: int, blocks: int, device: torch.device, *, head_dim: int) -> int:
-    """Return how many workspaces shall be added up under a mask, so that programs do not queue.
-
-    All begin with the last queries, so of a head's that run at once each waits for all before it,
-    for some 3 us each on an H200. That is nothing where many heads run at once, or where all
-    programs do: the first ones, which never wait, have the most to do.
-
-    Args:
-        heads: that have keys of their own.
-        blocks: tiles of keys of a head.
-        device: of the launch.
-        head_dim: D.
-    """
-    programs = launch.multiprocessors(device)
-    if heads * blocks <= programs:
-        return 1
-    queue = QUEUE_WIDE if head_dim > NARROW else QUEUE
-    return max(1, min(MOST_SLABS, min(blocks, programs // heads) // queue))
+        """Return the counters, one a warpgroup, of query tile i, of ``end``, of a head."""
+        return self.counters + (head * end + i) * 2

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels import launch
-from flashattn.kernels.tiles import block_d
+from flashattn.plan.tile import block_d
 
 WARPS = 4  # of a warpgroup
 SWIZZLE = 128  # bytes, of tiles in shared memory
@@ -25,7 +25,9 @@ class Tiles:
         """Return a descriptor of x [B, H, N, D]."""
         layout = gl.NVMMASharedLayout(SWIZZLE, 8 * x.element_size(), x.ndim)
         block = [1, 1, self.rows, block_d(x.shape[-1])]
-        return TensorDescriptor(x, list(x.shape), launch.described_strides(x), block, layout)
+        return TensorDescriptor(
+            x, list(x.shape), launch.described_strides(x.shape, x.stride()), block, layout
+        )
 
 
 @dataclass(frozen=True)

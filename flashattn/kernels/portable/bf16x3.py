@@ -7,18 +7,13 @@ speed: see ``docs/kernels.md``.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts, row_options
 from flashattn.kernels.portable.memory import load_by_pointers, store_tile
 from flashattn.kernels.portable.mma import decompose
 from flashattn.kernels.portable.scheduler import tile_coord
-from flashattn.kernels.tiles import block_d
 
 BLOCK, WARPS = 32, 4
 
@@ -108,46 +103,3 @@ def flashattn_decompose(
     elif grad_o is not None:
         decompose_rows(program - 2 * of_keys - of_queries, grad_o, terms[3], strides[3], heads,
                        seq_q, head_dim, PADDED, BLOCK, BLOCK_D, TERMS)  # fmt: skip
-
-
-def decomposed_like(x: Like, terms: int) -> Like:
-    """Return what the terms of x [B, H, N, D] are like: [B, terms H, N, D padded], in bf16."""
-    batch, heads, rows, head_dim = x.shape
-    shape = torch.Size((batch, heads * terms, rows, block_d(head_dim)))
-    strides = torch.empty(shape, device="meta").stride()
-    return Like(shape, strides, torch.bfloat16, x.device, 0)
-
-
-def decompose_all(*inputs: torch.Tensor, terms: int) -> list[torch.Tensor]:
-    """Launch flashattn_decompose; the current device is theirs.
-
-    Args:
-        inputs: q [B, H, T, D], k and v [B, G, S, D], and grad_o like q or nothing, in fp32, with
-            dense rows, not empty.
-        terms: of each number, two or three.
-
-    Returns:
-        What ``decomposed_like`` says of each.
-    """
-    shapes, launch = _plan(facts(*inputs), terms)
-    device = inputs[0].device
-    filled = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-    absent = [None] * (4 - len(inputs))
-    launch((*inputs, *absent), (*filled, *absent))
-    return filled
-
-
-@lru_cache(PLANS)
-def _plan(given: tuple[Facts, ...], terms: int) -> tuple[list[torch.Size], Launch]:
-    """Prepare a launch."""
-    likes = [Like(*x) for x in given]
-    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = (x.shape for x in likes[:2])
-    strides = tuple([x.strides[:3] for x in likes] + [(0, 0, 0)] * (4 - len(likes)))
-    launch = Launch(
-        flashattn_decompose,
-        sum(triton.cdiv(x.shape[2], BLOCK) * batch * x.shape[1] for x in likes),
-        [None] * 2,
-        (strides, batch, heads, kv_heads, seq_q, seq_kv),
-        row_options(head_dim, strides, BLOCK, WARPS) | {"TERMS": terms},
-    )
-    return [decomposed_like(x, terms).shape for x in likes], launch

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels import launch
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.launch import Launch
 from flashattn.kernels.portable.memory import multiple, tile_mask
 from flashattn.kernels.portable.softmax import finite_max, normalized
 
@@ -147,77 +141,3 @@ def flashattn_bwd_reduce(
         if program >= 0:
             add_splits(program, partials[2], dq, strides[2], num_splits_kv, batches, heads,
                        seq_q, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
-
-
-class Written(NamedTuple):
-    """A gradient that programs write.
-
-    Args:
-        num_splits: that each write their partial sum; 1: there is but the gradient.
-        shape: its own.
-        strides: likewise.
-    """
-
-    num_splits: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-
-Tensors = Sequence[torch.Tensor]
-
-
-def combine_launch(num_splits: int, shape: torch.Size, strides: tuple[int, ...]) -> Launch:
-    """Prepare the launch of flashattn_combine for o of this shape and strides."""
-    batch, heads, seq_q, head_dim = shape
-    rows = batch * heads * seq_q
-    return Launch(
-        flashattn_combine,
-        triton.cdiv(rows, COMBINE_BLOCK),
-        [None] * 4,
-        (strides[:3], num_splits, rows, heads, seq_q),
-        launch.row_options(head_dim, [strides[:3]], COMBINE_BLOCK, COMBINE_WARPS),
-    )
-
-
-def adding(written: Sequence[Written]) -> Callable[[Tensors, Tensors], None]:
-    """Prepare the launch of flashattn_bwd_reduce.
-
-    Args:
-        written: dk and dv, dq, or all three; at least one of them by several splits.
-
-    Returns:
-        What fills such gradients, the second argument, from their partial sums, the first.
-    """
-    first = 2 if len(written) == 1 else 0  # of the kernel's dk, dv and dq
-    added = {first + i: x for i, x in enumerate(written) if x.num_splits > 1}
-    dk, dv, dq = (added.get(i, Written(1, torch.Size((0, 1, 1)), (0, 0, 0))) for i in range(3))
-    strides = tuple(x.strides[:3] for x in (dk, dv, dq))
-    add = Launch(
-        flashattn_bwd_reduce,
-        sum(triton.cdiv(x.shape[:3].numel(), REDUCE_BLOCK) for x in added.values()),
-        [None] * 2,
-        (
-            strides,
-            *(dk.num_splits, dq.num_splits, written[0].shape[0]),
-            *(dq.shape[1], dk.shape[1], dq.shape[2], dk.shape[2]),
-        ),
-        launch.row_options(written[0].shape[3], strides, REDUCE_BLOCK, REDUCE_WARPS),
-    )
-
-    def fill(partials: Tensors, grads: Tensors) -> None:
-        given = [
-            [x[i - first] if i in added else None for i in range(3)] for x in (partials, grads)
-        ]
-        add(*map(tuple, given))
-
-    return fill
-
-
-def room(grads: Tensors, num_splits: Sequence[int]) -> list[torch.Tensor]:
-    """Return where splits write their partial sums: the gradient itself where there is one."""
-    return [
-        x
-        if n == 1
-        else torch.empty((n * len(x), *x.shape[1:]), dtype=torch.float32, device=x.device)
-        for x, n in zip(grads, num_splits, strict=True)
-    ]

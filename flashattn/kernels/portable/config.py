@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashattn.kernels.tiles import Tile
+from flashattn.plan.tile import Tile
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Config:
     BLOCK_D: tl.constexpr  # columns, a power of two
     PADDED: tl.constexpr  # see ``memory.tile_mask``
     DESCRIPTORS: tl.constexpr  # whether tiles are loaded by tensor descriptors
-    PRECISION: tl.constexpr  # of fp32 products, as ``launch.input_precision`` returns it
+    PRECISION: tl.constexpr  # of fp32 products, as ``precision.input_precision`` returns it
     TERMS: tl.constexpr  # bf16 terms that the operands were decomposed into; 0: they were not
 
     @classmethod
@@ -37,7 +37,7 @@ class Config:
             tile: of the launch.
             head_dim: D.
             strides: of batches, heads and rows of all tensors; columns are dense.
-            precision: as ``launch.input_precision`` returns it.
+            precision: as ``precision.input_precision`` returns it.
             terms: bf16 terms that the operands were decomposed into; 0: they were not.
         """
         options = tile.options(head_dim, strides)

@@ -6,19 +6,13 @@ lse_log2 = lse * log2(e); it is +inf for fully masked rows, and for those that o
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels import launch
 from flashattn.kernels.constants import LOG2E, SIZES
-from flashattn.kernels.launch import PLANS, Facts, Launch, Like, facts
 from flashattn.kernels.portable.memory import load_by_pointers, load_rows, store_rows
 from flashattn.kernels.portable.scheduler import tile_coord
 
-ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
 BLOCK, WARPS = 64, 4  # rows of o and dO that a program of flashattn_bwd_preprocess reduces
 
 
@@ -106,44 +100,3 @@ def load_delta(
         )
         delta_rows = delta_of(o_tile, do_tile, delta, lse_log2_rows, row, at[2], seq_q, BLOCK)
     return delta_rows
-
-
-def rounded(seq_q: int) -> int:
-    """Return how many numbers of lse_log2 and delta a head has."""
-    return triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-
-
-def row_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return the shape of lse_log2 and delta for that of o."""
-    batch, heads, seq_q, _ = shape
-    return batch * heads, rounded(seq_q)
-
-
-def row_terms(
-    grad_o: torch.Tensor, grad_lse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch flashattn_bwd_preprocess: lse_log2 and delta, each [B * H, T rounded to tiles]."""
-    given = (o, grad_o, lse) if grad_lse is None else (o, grad_o, lse, grad_lse)
-    lse_log2 = torch.empty(row_shape(o.shape), device=o.device, dtype=torch.float32)
-    delta = torch.empty_like(lse_log2)
-    preprocess_launch(facts(*given))(o, grad_o, lse, grad_lse, lse_log2, delta)
-    return lse_log2, delta
-
-
-@lru_cache(PLANS)
-def preprocess_launch(given: tuple[Facts, ...]) -> Launch:
-    """Prepare the launch of flashattn_bwd_preprocess.
-
-    Args:
-        given: what is to be known of o, grad_o, lse, and grad_lse where there is one.
-    """
-    o, grad_o = Like(*given[0]), Like(*given[1])
-    batch, heads, seq_q, head_dim = o.shape
-    strides = o.strides[:3], grad_o.strides[:3]
-    return Launch(
-        flashattn_bwd_preprocess,
-        rounded(seq_q) // BLOCK * batch * heads,
-        [None] * 6,
-        (*strides, heads, seq_q, rounded(seq_q)),
-        launch.row_options(head_dim, strides, BLOCK, WARPS),
-    )

@@ -1,0 +1,232 @@
+"""Execute: a plan bound to kernels, once for each signature of tensors.
+
+Triton inspects every argument on every call to look up the compiled kernel, which alone takes
+longer than a whole SDPA call. So a bound plan keeps its launches, and these what Triton compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from flashattn.gpus import gpu_of
+from flashattn.kernels.launch import Name, Step, check_device, on_device
+from flashattn.kernels.portable import steps as portable
+from flashattn.plan.choose import NAMES, choose_backward, choose_forward
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
+from flashattn.plan.precision import input_precision
+from flashattn.plan.spec import Family, Options, Signature, TensorSpec, signature
+
+BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Grads = tuple[torch.Tensor, torch.Tensor | None]
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Bound:
+    """A plan with its launches: takes inputs, allocates outputs and workspaces, launches.
+
+    Args:
+        inputs: names of what a call takes.
+        likes: names of outputs, and of the inputs that they are like; these are returned first.
+        outputs: other outputs.
+        plan: what was decided.
+        steps: the launches.
+        device: of all.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        likes: Mapping[str, str],
+        outputs: Sequence[Workspace],
+        plan: ForwardPlan | BackwardPlan,
+        steps: Sequence[Step],
+        device: torch.device,
+    ) -> None:
+        """Number the tensors."""
+        self.plan = plan
+        self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
+        self._likes = [inputs.index(name) for name in likes.values()]
+        made = [*outputs, *plan.workspaces]
+        self._make = [
+            partial(torch.zeros if x.zeroed else torch.empty, x.shape, dtype=x.dtype, device=device)
+            for x in made
+        ]
+        self._outputs = slice(len(inputs), len(inputs) + len(likes) + len(outputs))
+        names = [*inputs, *likes, *(x.name for x in made), None]
+        at = {name: i for i, name in enumerate(names)}
+        self._steps = [(x.launch, _gather(x.operands, at)) for x in steps]
+
+    def __call__(self, *inputs: torch.Tensor | None) -> Any:
+        """Return the outputs."""
+        tensors: list[Any] = [*inputs]
+        for i in self._copies:
+            tensors[i] = tensors[i].contiguous()
+        with on_device(tensors[0]):
+            for i in self._likes:
+                tensors.append(torch.empty_like(tensors[i]))
+            for make in self._make:
+                tensors.append(make())  # noqa: PERF401 - it costs less than what is faster for many
+            tensors.append(None)
+            for launch, operands in self._steps:
+                launch(*operands(tensors))
+        return tuple(tensors[self._outputs])
+
+
+def _gather(
+    names: Sequence[Name], at: Mapping[Any, int]
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what picks tensors by their names, alone or in tuples."""
+    if len(names) > 1 and not any(isinstance(name, tuple) for name in names):
+        return itemgetter(*(at[name] for name in names))  # which returns a tuple of several
+    picks: list[Callable[[Sequence[Any]], Any]] = [
+        _gather(name, at) if isinstance(name, tuple) else itemgetter(at[name]) for name in names
+    ]
+    return lambda tensors: tuple([pick(tensors) for pick in picks])
+
+
+def _sees_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+    """Answer without a launch: there is no query, or none that sees a key."""
+    del k, v
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
+    return torch.zeros_like(q), lse
+
+
+def _no_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Gradients:
+    """Answer without a launch: there is no query, or no key."""
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def _steps(family: str) -> Any:
+    """Return the module with the steps of a kernel family."""
+    if family == "portable":
+        return portable
+    from flashattn.kernels.hopper import steps  # noqa: PLC0415 - Gluon is imported when needed
+
+    return steps
+
+
+@lru_cache(BOUND)
+def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
+    """Return what computes (o, lse) of q, k and v with these specs.
+
+    Args:
+        given: signatures of q, k and v.
+        options: what is asked.
+        instead: as ``choose_forward`` takes it.
+    """
+    specs = [TensorSpec(*x) for x in given]
+    device = specs[0].device
+    check_device(device)
+    plan = choose_forward(specs, gpu_of(device), options, **instead)
+    if plan.kernel == "none":
+        return _sees_nothing
+    q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
+    steps = _steps(plan.kernel).forward(plan, q, k, v, options)
+    lse = Workspace("lse", tuple(q.shape[:3]))
+    return Bound(NAMES[:3], {"o": "q"}, [lse], plan, steps, device)
+
+
+@lru_cache(BOUND)
+def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
+    """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse and grad_lse, or None for it.
+
+    Args:
+        given: signatures of these, the last one if there is one.
+        options: what is asked.
+        instead: as ``choose_backward`` takes it.
+    """
+    specs = [TensorSpec(*x) for x in given]
+    device = specs[0].device
+    check_device(device)
+    plan = choose_backward(specs, gpu_of(device), options, **instead)
+    if plan.kernel == "none":
+        return _no_gradients
+    specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
+    steps = _steps(plan.kernel).backward(plan, specs, options)
+    likes = {"dq": "q", "dk": "k", "dv": "v"}
+    return Bound(NAMES, likes, [], plan, steps, device)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+    family: Family = "triton",
+    **instead: Any,
+) -> Outputs:
+    """Return o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
+
+    Args:
+        q: [B, H, T, D], checked.
+        k: [B, G, S, D], likewise.
+        v: [B, G, S, D], likewise.
+        diagonal: see ``Options``.
+        scale: see ``Options``.
+        precision: see ``precision.input_precision``.
+        family: see ``Options``.
+        instead: as ``choose_forward`` takes it.
+    """
+    options = Options(diagonal, scale, input_precision(precision, q.dtype), family)
+    return prepare_forward(q, k, v, options, **instead)(q, k, v)
+
+
+def backward(
+    grads: Grads,
+    saved: Saved,
+    *,
+    diagonal: int | None,
+    scale: float,
+    precision: str = "auto",
+    family: Family = "triton",
+    deterministic: bool = True,
+    **instead: Any,
+) -> Gradients:
+    """Return the gradients of q, k and v, in their dtype.
+
+    Args:
+        grads: of o [B, H, T, D], and of lse [B, H, T] or None.
+        saved: q, k, v as ``forward`` took them, o and lse as it returned them.
+        diagonal: as in ``forward``.
+        scale: as in ``forward``.
+        precision: as in ``forward``.
+        family: as in ``forward``.
+        deterministic: see ``Options``.
+        instead: as ``choose_backward`` takes it.
+    """
+    precision = input_precision(precision, saved[0].dtype)
+    options = Options(diagonal, scale, precision, family, deterministic)
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    run = prepare_backward(grads, saved, options, **instead)
+    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse)
+    return gradients
+
+
+def prepare_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **instead: Any
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]:
+    """Return what computes (o, lse) of all tensors with the specs of these."""
+    bound: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
+    bound = bind_forward(signature(q, k, v), options, **instead)
+    return bound
+
+
+def prepare_backward(grads: Grads, saved: Saved, options: Options, **instead: Any) -> Any:
+    """Return what computes the gradients of all tensors with the specs of these.
+
+    It takes q, k, v, the gradient of o, o, lse, and the gradient of lse or None.
+    """
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)
+    return bind_backward(signature(*given), options, **instead)

@@ -1,0 +1,291 @@
+"""Steps of the Hopper kernels: each launch's arguments, from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from flashattn.kernels.constants import LOG2E
+from flashattn.kernels.hopper import backward as half
+from flashattn.kernels.hopper import backward_d256 as d256
+from flashattn.kernels.hopper import backward_fp32 as fp32
+from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
+from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
+from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
+from flashattn.kernels.launch import Described, Launch, Step
+from flashattn.kernels.portable import steps as portable
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
+from flashattn.plan.portable import padded_rows
+from flashattn.plan.spec import Options, TensorSpec, dense_strides
+from flashattn.plan.splits import cdiv
+from flashattn.plan.tile import (
+    WARPGROUP_Q,
+    HopperBackwardTile,
+    HopperD256Tile,
+    HopperFp32Tile,
+    HopperTile,
+    block_d,
+    head_dim_split,
+)
+
+INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
+
+
+def _launch(
+    function: Any,
+    programs: int,
+    operands: Sequence[Described | None],
+    numbers: Sequence[object],
+    constants: dict[str, Any],
+) -> Launch:
+    """Return a launch of warpgroups."""
+    return Launch(function, programs, operands, numbers, constants | {"num_warps": WARPS})
+
+
+def forward(
+    plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
+) -> list[Step]:
+    """Return the launches that fill o and lse."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    group, last, scale_log2 = heads // kv_heads, options.diagonal, options.scale * LOG2E.value
+    tile = plan.tile
+    if isinstance(tile, HopperFp32Tile):
+        steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
+        launch = _launch(
+            flashattn_hopper_fwd_fp32,
+            plan.programs,
+            [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
+            (q.like().strides[:3], heads, group, seq_q, seq_kv, last, scale_log2, head_dim),
+            forward_fp32_constants(head_dim, terms=plan.terms),
+        )
+        return [*steps, Step(launch, (*names, "o", "lse"))]
+    tile = cast("HopperTile", tile)
+    queries, keys = Tiles(WARPGROUP_Q), Tiles(tile.block_kv)
+    blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
+    launch = _launch(
+        flashattn_hopper_fwd,
+        plan.programs,
+        [queries, keys, keys, queries, None, None],
+        (
+            *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
+            *(seq_q, seq_kv, last, scale_log2),
+        ),
+        forward_constants(tile, head_dim, dynamic=dynamic),
+    )
+    return [Step(launch, ("q", "k", "v", "o", "lse", "tile_counter" if dynamic else None))]
+
+
+def forward_constants(tile: HopperTile, head_dim: int, *, dynamic: bool) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_fwd."""
+    d_lo, d_hi = head_dim_split(head_dim)
+    return {
+        "BLOCK_KV": tile.block_kv,
+        "D_LO": d_lo,
+        "D_HI": d_hi,
+        "GROUPS": tile.consumers,
+        "STAGES": tile.stages,
+        "DYNAMIC": dynamic,
+        "OWN_SO": tile.own_o,
+        "REGISTERS": tile.registers,
+        "BARRIER": tile.barrier,
+    }
+
+
+def forward_fp32_constants(head_dim: int, *, terms: int) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_cut_fwd."""
+    return {"BLOCK_D": block_d(head_dim), "TERMS": terms}
+
+
+def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
+    """Return the launches that fill dk, dv and dq.
+
+    Args:
+        plan: of the Hopper kernels.
+        specs: of q, k, v, grad_o and o, and others that are not asked.
+        options: what is asked.
+    """
+    q, k, v, grad_o, o, *_ = specs
+    rows, splits = portable.preprocessing(o, grad_o), plan.gqa_splits
+    tile = plan.passes[0].tile
+    summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
+    if isinstance(tile, HopperBackwardTile):
+        return [
+            rows,
+            _one_pass(plan, tile, q, k, options),
+            *summing,
+            _postprocess(plan, q, k, options),
+        ]
+    if isinstance(tile, HopperD256Tile):
+        return [
+            rows,
+            _d256_dkdv(plan, tile, q, k, options),
+            *summing,
+            _d256_dq(plan, tile, q, k, options),
+        ]
+    decomposing, *_ = portable.terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
+    passes = [_fp32(one, specs, options) for one in plan.passes]
+    of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
+    summing = portable.sum_partials(
+        {"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)}
+    )
+    return [rows, *decomposing, *passes, *summing]
+
+
+def _gqa(k: TensorSpec, splits: int) -> tuple[tuple[Any, ...], tuple[str, str]]:
+    """Return how a kernel is told of GQA splits, and what it fills."""
+    if splits == 1:
+        return (None, None, None), ("dk", "dv")
+    return (splits, k.shape[3], dense_strides(k.shape)[:3]), ("dk_partial", "dv_partial")
+
+
+def _one_pass(
+    plan: BackwardPlan, tile: HopperBackwardTile, q: TensorSpec, k: TensorSpec, options: Options
+) -> Step:
+    """Return the launch of flashattn_hopper_bwd."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    splits, grads = _gqa(k, plan.gqa_splits)
+    owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    (programs,) = plan.passes[0].programs
+    block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
+    queries, keys, numbers = Tiles(block_q), Tiles(WARPGROUP_Q), Numbers(block_q)
+    launch = _launch(
+        half.flashattn_hopper_bwd,
+        programs,
+        [
+            *(queries, keys, keys, queries, numbers, numbers),
+            half.Lines(box_lines(head_dim)),
+            *[keys if plan.gqa_splits == 1 else None] * 2,
+            None,
+        ],
+        (
+            *(blocks * batch * owners, blocks, owners, *splits),
+            *(tile.section, programs if rotates else 1, tile.stagger),
+            *(blocks if options.deterministic else 1, plan.dq_accumulators),
+            *(heads // owners, seq_q, seq_kv, options.diagonal),
+            *(options.scale, options.scale * LOG2E.value),
+        ),
+        # Programs wait for those before them: these run, or they are started in their order.
+        backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
+    )
+    return Step(launch, (*INPUTS, "dq_accum", *grads, "dq_semaphore"))
+
+
+def box_lines(head_dim: int) -> int:
+    """Return the lines of dq_accum that are stored at a time: all that a half of dq consists of."""
+    return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
+
+
+def backward_constants(tile: HopperBackwardTile, head_dim: int) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_bwd."""
+    d_lo, d_hi = head_dim_split(head_dim)
+    return {
+        "BLOCK_Q": tile.block_q(head_dim),
+        "D_LO": d_lo,
+        "D_HI": d_hi,
+        "STAGES": tile.stages,
+    }
+
+
+def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Options) -> Step:
+    """Return the launch of flashattn_hopper_bwd_postprocess, which scales and rounds dq."""
+    batch, heads, seq_q, head_dim = q.shape
+    block_q = HopperBackwardTile.block_q(head_dim)
+    blocks = cdiv(seq_q, block_q) * (block_q // WARPGROUP_Q)
+    launch = _launch(
+        half.flashattn_hopper_bwd_postprocess,
+        batch * heads * blocks,
+        [None, None],
+        (
+            *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
+            *(seq_q, k.shape[2], options.diagonal, options.scale),
+        ),
+        postprocess_constants(head_dim),
+    )
+    return Step(launch, ("dq_accum", "dq"))
+
+
+def postprocess_constants(head_dim: int) -> dict[str, Any]:
+    """Return the arguments of flashattn_hopper_bwd_postprocess that are given by name."""
+    return {
+        "head_dim": head_dim,
+        "BLOCK_Q": HopperBackwardTile.block_q(head_dim),
+        "COLUMNS": sum(head_dim_split(head_dim)),
+    }
+
+
+def _d256_dkdv(
+    plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
+) -> Step:
+    """Return the launch of flashattn_hopper_bwd_d256_dkdv."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    splits, grads = _gqa(k, plan.gqa_splits)
+    owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
+    launch = _launch(
+        d256.flashattn_hopper_bwd_d256_dkdv,
+        sum(plan.passes[0].programs),
+        [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
+        (
+            *(blocks * batch * owners, blocks, owners, *splits, tile.section),
+            *(heads // owners, seq_q, seq_kv, options.diagonal),
+            *(options.scale, options.scale * LOG2E.value),
+        ),
+        d256_constants(head_dim),
+    )
+    return Step(launch, (*INPUTS, *grads))
+
+
+def _d256_dq(
+    plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
+) -> Step:
+    """Return the launch of flashattn_hopper_bwd_d256_dq."""
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
+    launch = _launch(
+        d256.flashattn_hopper_bwd_d256_dq,
+        sum(plan.passes[1].programs),
+        [*[rows] * 4, None, None, rows],
+        (
+            *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
+            *(seq_q, seq_kv, padded_rows(seq_q), options.diagonal),
+            *(options.scale, options.scale * LOG2E.value),
+        ),
+        d256_constants(head_dim),
+    )
+    return Step(launch, (*INPUTS, "dq"))
+
+
+def d256_constants(head_dim: int) -> dict[str, Any]:
+    """Return the constexpr arguments of both kernels for D from 129 to 256."""
+    d_lo, d_hi = head_dim_split(head_dim)
+    return {"D_LO": d_lo, "D_HI": d_hi}
+
+
+def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
+    """Return the launch of flashattn_hopper_bwd_fp32_dkdv, or of flashattn_hopper_bwd_fp32_dq."""
+    (q, k, v), tile = specs[:3], cast("HopperFp32Tile", one.tile)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    own, other = Tiles(tile.own), Tiles(tile.other)
+    function, loads = fp32.flashattn_hopper_bwd_fp32_dkdv, [other, own, own, other]
+    if one.kernel.endswith("_dq"):
+        function, loads = fp32.flashattn_hopper_bwd_fp32_dq, [own, other, other, own]
+    grads = portable.written(one, q, k, v).values()
+    launch = _launch(
+        function,
+        sum(one.programs),
+        [*loads, *[None] * (2 + len(grads))],
+        (
+            *(strides for _, strides in grads),
+            *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q), options.diagonal, batch),
+            one.splits[0].length,
+            *(options.scale, options.scale * LOG2E.value, head_dim),
+        ),
+        fp32_constants(split=one.splits[0].num > 1, terms=one.terms),
+    )
+    names = [f"{name}_terms" for name in portable.INPUTS]
+    return Step(launch, (*names, "lse_log2", "delta", *(where for where, _ in grads)))
+
+
+def fp32_constants(*, split: bool, terms: int) -> dict[str, Any]:
+    """Return the constexpr arguments of both fp32 kernels of the backward."""
+    return {"SPLIT": split, "TERMS": terms}

@@ -1,0 +1,236 @@
+"""Steps of the portable kernels: each launch's arguments, from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from flashattn.kernels.constants import LOG2E
+from flashattn.kernels.launch import Launch, Step, TileLoads
+from flashattn.kernels.portable import bf16x3 as decompose
+from flashattn.kernels.portable import combine, gradients, preprocess
+from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
+from flashattn.kernels.portable.forward import flashattn_fwd
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
+from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
+from flashattn.plan.rows import FUSED, Kernel
+from flashattn.plan.spec import Options, TensorSpec, dense_strides
+from flashattn.plan.splits import cdiv
+from flashattn.plan.support import SMALLEST_SCALE
+from flashattn.plan.tile import Tile, block_d, padding
+
+KERNELS: dict[Kernel, Any] = {
+    "bwd_fused": gradients.flashattn_bwd,
+    "bwd_one_launch": gradients.flashattn_bwd,
+    "bwd_dkdv": gradients.flashattn_bwd_dkdv,
+    "bwd_dq": gradients.flashattn_bwd_dq,
+}
+INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
+WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
+    **dict.fromkeys(FUSED, GRADS),
+    **dict.fromkeys(("bwd_dkdv", "hopper_bwd_fp32_dkdv"), GRADS[:2]),
+    **dict.fromkeys(("bwd_dq", "hopper_bwd_fp32_dq"), GRADS[2:]),
+}
+
+
+def forward(
+    plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
+) -> list[Step]:
+    """Return the launches that fill o and lse."""
+    o, diagonal, tile = q.like(), options.diagonal, cast("Tile", plan.tile)
+    if plan.pack_gqa:
+        o, diagonal = packed_rows(o, k.shape[1]), None
+        q, k, v = packed(q, k, v, plan.keys)
+    steps, inputs, names = terms(plan.terms, q=q, k=k, v=v)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    split = plan.split.num > 1
+    o_strides = dense_strides(q.shape) if split else o.strides
+    strides = [x[:3] for x in (*(x.strides for x in inputs), o_strides)]
+    scale_log2 = options.scale * LOG2E.value
+    # The product with a sign is exact: were scores rounded, those in a tile with a mask would be,
+    # and in others not, where the compiler joins the product with the difference from m.
+    size = max(abs(scale_log2), SMALLEST_SCALE)
+    launch = Launch(
+        flashattn_fwd,
+        plan.programs,
+        [*_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)), None, None],
+        (
+            ForwardLayout._make((*strides, head_dim)),
+            *(heads, heads // kv_heads, seq_q, seq_kv, diagonal, batch),
+            plan.split.length if split else None,
+            (size, None if scale_log2 >= SMALLEST_SCALE else scale_log2 / size),
+        ),
+        {
+            "CONFIG": Config.of(tile, head_dim, strides, plan.precision, plan.terms),
+            **tile.compiler_options(),
+        },
+    )
+    if not split:
+        return [*steps, Step(launch, (*names, "o", "lse"))]
+    rows = batch * heads * seq_q
+    combining = Launch(
+        combine.flashattn_combine,
+        cdiv(rows, combine.COMBINE_BLOCK),
+        [None] * 4,
+        (o.strides[:3], plan.split.num, rows, heads, seq_q),
+        _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
+    )
+    partial = ("o_partial", "lse_partial")
+    return [*steps, Step(launch, (*names, *partial)), Step(combining, (*partial, "o", "lse"))]
+
+
+def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec], tuple[str, ...]]:
+    """Return what decomposes inputs into bf16 terms, the specs of these, and their names."""
+    if not count:
+        return [], list(inputs.values()), tuple(inputs)
+    specs = list(inputs.values())
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = specs[0].shape, specs[1].shape
+    absent = (None,) * (4 - len(specs))
+    strides = (*(x.strides[:3] for x in specs), *((0, 0, 0),) * len(absent))
+    launch = Launch(
+        decompose.flashattn_decompose,
+        sum(cdiv(x.shape[2], decompose.BLOCK) * batch * x.shape[1] for x in specs),
+        [None] * 2,
+        (strides, batch, heads, kv_heads, seq_q, seq_kv),
+        _row_options(head_dim, strides, decompose.BLOCK, decompose.WARPS) | {"TERMS": count},
+    )
+    names = tuple(f"{name}_terms" for name in inputs)
+    step = Step(launch, ((*inputs, *absent), (*names, *absent)))
+    return [step], [decomposed(x, count) for x in specs], names
+
+
+def _loads(tile: Tile, inputs: Sequence[TensorSpec], rows: Sequence[int]) -> list[TileLoads | None]:
+    """Return how inputs are loaded, in tiles of so many rows; None is by pointers."""
+    if not tile.descriptors:
+        return [None] * len(inputs)
+    return [
+        TileLoads(x.shape, x.strides, (1, 1, n, block_d(x.shape[3])))
+        for x, n in zip(inputs, rows, strict=True)
+    ]
+
+
+def _row_options(
+    head_dim: int, strides: Sequence[Sequence[int]], block: int, warps: int
+) -> dict[str, Any]:
+    """Return the keyword arguments of a kernel whose programs take ``block`` rows each."""
+    return {
+        "head_dim": head_dim,
+        "PADDED": padding(head_dim, strides),
+        "BLOCK": block,
+        "BLOCK_D": block_d(head_dim),
+        "num_warps": warps,
+    }
+
+
+def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
+    """Return the launches that fill dk, dv and dq.
+
+    Args:
+        plan: of the portable kernels.
+        specs: of q, k, v, grad_o and o, and others that are not asked.
+        options: what is asked.
+    """
+    q, k, v, grad_o, o, *_ = specs
+    passes = [backward_pass(one, specs, plan.precision, options) for one in plan.passes]
+    if plan.passes[0].kernel == "bwd_one_launch":
+        return passes
+    decomposing, *_ = terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
+    of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
+    summing = sum_partials({"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)})
+    return [preprocessing(o, grad_o), *decomposing, *passes, *summing]
+
+
+def preprocessing(o: TensorSpec, grad_o: TensorSpec) -> Step:
+    """Return the launch that fills lse_log2 and delta."""
+    batch, heads, seq_q, head_dim = o.shape
+    rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
+    launch = Launch(
+        preprocess.flashattn_bwd_preprocess,
+        rows // preprocess.BLOCK * batch * heads,
+        [None] * 6,
+        (*strides, heads, seq_q, rows),
+        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS),
+    )
+    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta"))
+
+
+def written(
+    one: Pass, q: TensorSpec, k: TensorSpec, v: TensorSpec
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return where a pass writes each gradient, itself or partial sums, and the strides there."""
+    of_queries, of_keys = one.splits[0], one.splits[-1]
+    grads = {"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)}
+    found = {}
+    for name in WRITTEN[one.kernel]:
+        like, split = grads[name]
+        if split.num > 1:
+            found[name] = f"{name}_partial", dense_strides(like.shape)[:3]
+        else:
+            found[name] = name, like.like().strides[:3]
+    return found
+
+
+def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options) -> Step:
+    """Return the launch of flashattn_bwd_dkdv, flashattn_bwd_dq, or flashattn_bwd, which is both.
+
+    Args:
+        one: which, and how.
+        specs: of q, k, v, grad_o and o, and others that are not asked.
+        precision: as ``precision.input_precision`` returns it.
+        options: what is asked.
+    """
+    (q, k, v, grad_o, o), tile = specs[:5], cast("Tile", one.tile)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    _, inputs, names = terms(one.terms, q=q, k=k, v=v, grad_o=grad_o)
+    grads = written(one, q, k, v)
+    split_lens = [x.length if x.num > 1 else None for x in one.splits]
+    whole = one.kernel == "bwd_one_launch"  # which takes o, and lse itself
+    rows = ("lse", "grad_lse", "o") if whole else ("lse_log2", "delta", None)
+    read, write = [x.strides[:3] for x in inputs], [strides for _, strides in grads.values()]
+    lies = (grads[name][1] if name in grads else None for name in GRADS)
+    layout = BackwardLayout._make(
+        (*read, *lies, o.strides[:3] if whole else None, head_dim, padded_rows(seq_q))
+    )
+    loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
+    strides = [*read, *write, o.strides[:3]]
+    launch = Launch(
+        KERNELS[cast("Kernel", one.kernel)],
+        sum(one.programs),
+        [*loads, None, None],
+        (
+            layout,
+            *(heads, heads // kv_heads, seq_q, seq_kv, options.diagonal, batch, *split_lens),
+            *([one.programs[0]] if one.kernel in FUSED else []),
+            (options.scale, options.scale * LOG2E.value),
+        ),
+        {
+            "CONFIG": Config.of(tile, head_dim, strides, precision, one.terms),
+            **tile.compiler_options(),
+        },
+    )
+    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values())))
+
+
+def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:
+    """Return the launch that adds up partial sums, if there are any.
+
+    Args:
+        grads: specs of k, v and q, by the names of their gradients, and of how many splits these
+            are the sum.
+    """
+    added = {name: x for name, (x, num) in grads.items() if num > 1}
+    if not added:
+        return []
+    (k, num), (q, num_kv) = grads["dk"], grads["dq"]
+    batch, kv_heads, seq_kv, head_dim = k.shape
+    strides = tuple(added[x].like().strides[:3] if x in added else (0, 0, 0) for x in GRADS)
+    launch = Launch(
+        combine.flashattn_bwd_reduce,
+        sum(cdiv(x.shape[:3].numel(), combine.REDUCE_BLOCK) for x in added.values()),
+        [None] * 2,
+        (strides, num, num_kv, batch, q.shape[1], kv_heads, q.shape[2], seq_kv),
+        _row_options(head_dim, strides, combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
+    )
+    sums = tuple(name if name in added else None for name in GRADS)
+    partials = tuple(f"{name}_partial" if name in added else None for name in GRADS)
+    return [Step(launch, (partials, sums))]

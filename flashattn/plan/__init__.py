@@ -1,0 +1,1 @@
+"""Plan: problem, layouts and GPU in, what to launch out. No Triton, no device, no tensor's data."""

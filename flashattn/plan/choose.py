@@ -1,0 +1,171 @@
+"""Choose: every decision between a problem and its launches, in the order in which it is made.
+
+Only the arguments are looked at: no device, no data, no state. Each branch has its sentence, which
+ends up in the plan's ``why``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from flashattn.plan import hopper, portable
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
+from flashattn.plan.precision import input_precision
+from flashattn.plan.rows import Kernel
+from flashattn.plan.spec import Family, Options, TensorSpec
+from flashattn.plan.support import why_not_hopper, why_not_portable
+from flashattn.plan.tile import HopperBackward, HopperTile, Tile
+from flashattn.problem import Problem, check_scale
+
+NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
+ROW_STATISTICS = ("lse", "grad_lse")
+NOTHING = "there is no query, or no key"
+COPIED = "copies: rows are not dense, or TMA cannot address them"
+
+
+def choose(
+    problem: Problem,
+    specs: Sequence[TensorSpec],
+    gpu: Gpu,
+    *,
+    scale: float | None = None,
+    precision: str = "auto",
+    deterministic: bool = True,
+    family: Family = "auto",
+) -> Plan:
+    """Return how o, lse and the gradients of q, k and v are computed.
+
+    Args:
+        problem: what is asked.
+        specs: of q [B, H, T, D], k and v [B, G, S, D]; all others are taken to be as PyTorch would
+            allocate them.
+        gpu: that runs it.
+        scale: factor on the scores; None is D ** -0.5.
+        precision: of fp32 products, see ``precision.input_precision``.
+        deterministic: see ``Options``.
+        family: see ``Options``.
+
+    Raises:
+        ValueError: the kernels cannot solve the problem, or precision or scale is none.
+    """
+    dtype = problem.torch_dtype
+    reason = why_not_portable(dtype, problem.head_dim)
+    if family == "hopper":
+        reason = why_not_hopper(dtype, problem.head_dim, gpu)
+    if problem.band.left is not None:
+        reason = f"{'triton' if family == 'auto' else family} takes no sliding windows"
+    if reason is not None:
+        raise ValueError(reason)
+    scale = check_scale(scale, problem.head_dim)
+    precision = input_precision(precision, dtype)
+    options = Options(problem.band.right, scale, precision, family, deterministic)
+    forward = choose_forward(specs, gpu, options)
+    o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
+    lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
+    return Plan(forward, choose_backward((*specs, o, o, lse), gpu, options))
+
+
+def choose_forward(
+    specs: Sequence[TensorSpec],
+    gpu: Gpu,
+    options: Options,
+    *,
+    tile: Tile | HopperTile | None = None,
+    row: Kernel | None = None,
+    num_splits: int | None = None,
+) -> ForwardPlan:
+    """Return how o and lse are computed.
+
+    Args:
+        specs: of q, k and v.
+        gpu: that runs it.
+        options: what is asked.
+        tile: instead of the table's.
+        row: of the table, whose way to split keys such a tile has.
+        num_splits: of the keys, at most, instead of what fills the GPU.
+    """
+    q, k, v = specs
+    if 0 in q.shape or k.shape[2] == 0:
+        return ForwardPlan(kernel="none", why=(NOTHING,))
+    copies = tuple(name for name, x in zip(NAMES, specs, strict=False) if not x.dense)
+    if copies:
+        q, k, v = _copied(specs, copies)
+        plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
+        return replace(plan, copies=copies, why=(COPIED, *plan.why))
+    why, pays = [], options.family == "hopper"
+    if options.family == "auto":
+        pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
+        why.append(sentence)
+    if pays:
+        found = hopper.forward(q, k, v, gpu, options, tile)
+        if not isinstance(found, str):
+            return replace(found, precision=options.precision, why=(*why, *found.why))
+        why.append(f"the portable kernel, not Hopper's: {found}")
+    keys = 0
+    if q.shape[2] == 1 and q.shape[1] != k.shape[1]:
+        keys = k.shape[2] if options.diagonal is None else min(k.shape[2], options.diagonal + 1)
+        if keys <= 0:
+            return ForwardPlan(kernel="none", why=(*why, "the only query sees no key"))
+        why.append("pack_gqa: the heads that share keys are rows of one tile, and read them once")
+        q, k, v = portable.packed(q, k, v, keys)
+        options = options._replace(diagonal=None)
+    plan = portable.forward(q, k, v, gpu, options, tile=tile, row=row, most=num_splits)
+    return replace(plan, pack_gqa=keys > 0, keys=keys, why=(*why, *plan.why))
+
+
+def choose_backward(
+    specs: Sequence[TensorSpec],
+    gpu: Gpu,
+    options: Options,
+    *,
+    tile: HopperBackward | None = None,
+) -> BackwardPlan:
+    """Return how dq, dk and dv are computed.
+
+    Args:
+        specs: of q, k, v, grad_o, o, lse, and grad_lse where there is one.
+        gpu: that runs it.
+        options: what is asked.
+        tile: of Hopper's kernels, instead of the table's.
+    """
+    q, k, v, grad_o, *_ = specs
+    if 0 in q.shape or 0 in k.shape:
+        return BackwardPlan(kernel="none", why=(NOTHING,))
+    copies = tuple(
+        name
+        for name, x in zip(NAMES, specs, strict=False)
+        if not (x.contiguous if name in ROW_STATISTICS else x.dense)
+    )
+    why, pays = [], options.family == "hopper"
+    if options.family == "auto":
+        pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
+        why.append(sentence)
+    if pays and q.dtype != torch.float32:
+        tile = tile or hopper.backward_tile(q, k, gpu, options)
+        readable = not set(copies) - {"grad_o"}
+        reason = hopper.why_not_backward(q, k, v, grad_o, options, tile, readable=readable)
+        if reason is not None:
+            why.append(f"the portable kernels, not Hopper's: {reason}")
+            pays = False
+        elif not (grad_o.dense and grad_o.tma_compatible):
+            copies = tuple(name for name in NAMES if name in {*copies, "grad_o"})
+    if copies:
+        options = options._replace(family="hopper" if pays else "triton")
+        plan = choose_backward(_copied(specs, copies), gpu, options, tile=tile)
+        return replace(plan, copies=copies, why=(*why, COPIED, *plan.why))
+    if pays:
+        found = hopper.backward(q, k, gpu, options, tile)
+        if not isinstance(found, str):
+            return replace(found, precision=options.precision, why=(*why, *found.why))
+        why.append(f"the portable kernels, not Hopper's: {found}")
+    plan = portable.backward(q, k, v, grad_o, gpu, options)
+    return replace(plan, precision=options.precision, why=(*why, *plan.why))
+
+
+def _copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
+    """Return specs, those of some names as of copies."""
+    return [x.copied() if name in names else x for name, x in zip(NAMES, specs, strict=False)]

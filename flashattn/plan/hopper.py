@@ -1,0 +1,315 @@
+"""Which tiles and schedules the Hopper kernels take, and where they beat the portable ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from flashattn.plan import portable
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
+from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.splits import cdiv, dq_accumulators, gqa_splits
+from flashattn.plan.support import SMALLEST_SCALE, why_not_hopper, why_not_tma
+from flashattn.plan.tables import hopper as rows
+from flashattn.plan.tile import (
+    WARPGROUP_Q,
+    HopperBackward,
+    HopperBackwardTile,
+    HopperD256Tile,
+    HopperTile,
+    block_d,
+    head_dim_split,
+)
+from flashattn.problem import Problem
+
+Of = TypeVar("Of")
+
+
+def columns(head_dim: int) -> int:
+    """Return the columns that are multiplied."""
+    return sum(head_dim_split(head_dim))
+
+
+def _from(
+    table: Mapping[tuple[int, bool], Mapping[int, Of]], q: TensorSpec, *, causal: bool
+) -> Of | None:
+    """Return the entry of a table for so many columns and queries."""
+    found = table.get((columns(q.shape[3]), causal))
+    return found[max(least for least in found if least <= q.shape[2])] if found else None
+
+
+def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool) -> Of:
+    """Return the first entry of a table with enough columns."""
+    return next(x for (d, mask), x in table.items() if head_dim <= d and mask == causal)
+
+
+def pays(problem: Problem, gpu: Gpu) -> bool:
+    """Return whether a Hopper kernel beats the portable one in either pass."""
+    sizes = (problem.heads, problem.seq_q), (problem.kv_heads, problem.seq_kv)
+    q, k = (
+        TensorSpec(
+            torch.Size((problem.batch, *size, problem.head_dim)),
+            (),
+            problem.torch_dtype,
+            torch.device("meta"),
+            0,
+        )
+        for size in sizes
+    )
+    causal = problem.band.right is not None
+    either = forward_pays(q, k, gpu, causal=causal), backward_pays(q, k, gpu, causal=causal)
+    return any(pays for pays, _ in either)
+
+
+def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tuple[bool, str]:
+    """Return whether Hopper's forward beats the portable one, and why."""
+    reason = why_not_hopper(q.dtype, q.shape[3], gpu)
+    if reason is not None:
+        return False, f"the portable kernel: {reason}"
+    batch, heads, seq_q, head_dim = q.shape
+    tiles = cdiv(seq_q, rows.TILE_Q) * batch * heads
+    if seq_q < rows.TILE_Q:
+        return False, f"the portable kernel: a head has less than a tile of {rows.TILE_Q} queries"
+    if q.dtype == torch.float32:
+        enough = rows.FORWARD_FP32_FROM[causal]
+    else:
+        by_keys = _up_to(rows.FORWARD_FROM, head_dim, causal=causal)
+        enough = next(n for most, n in by_keys if k.shape[2] <= most)
+    pays = tiles >= enough * gpu.num_sms
+    kernels = "Hopper's kernel" if pays else "the portable kernel"
+    return pays, f"{kernels}: {tiles} tiles for {gpu.num_sms} SMs, Hopper's needs {enough:.2g} each"
+
+
+def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tuple[bool, str]:
+    """Return whether Hopper's backward beats the portable one, and why."""
+    reason = why_not_hopper(q.dtype, q.shape[3], gpu)
+    if reason is not None:
+        return False, f"the portable kernels: {reason}"
+    if q.dtype == torch.float32:
+        return True, "Hopper's kernels, where fp32 is decomposed"
+    batch, heads, seq_q, head_dim = q.shape
+    if seq_q < rows.TILE_Q:
+        return False, f"the portable kernels: a head has less than a tile of {rows.TILE_Q} queries"
+    group = heads // max(1, k.shape[1])
+    tiles = cdiv(k.shape[2], rows.TILE_KV) * batch * heads * max(1, group**3 / rows.GROUP_CUBE)
+    enough = _up_to(rows.BACKWARD_FROM, head_dim, causal=causal)
+    pays = tiles >= enough * gpu.num_sms
+    kernels = "Hopper's kernels" if pays else "the portable kernels"
+    return pays, f"{kernels}: {tiles:.0f} tiles for {gpu.num_sms} SMs, Hopper's need {enough} each"
+
+
+def forward_tile(q: TensorSpec, gpu: Gpu, *, causal: bool) -> HopperTile | None:
+    """Return the forward's tile, or None where there is none."""
+    batch, heads, seq_q, head_dim = q.shape
+
+    def waves(tile: HopperTile) -> int:
+        return cdiv(batch * heads * cdiv(seq_q, tile.block_q), gpu.num_sms)
+
+    few = rows.FEW_WAVES_FORWARD.get((columns(head_dim), causal))
+    if few and waves(few[0]) < rows.FEW_WAVES:
+        # A wave takes 4/3 of the time with three consumers, which share its prologue.
+        return min(few, key=lambda tile: waves(tile) * (tile.consumers + 1))
+    return _from(rows.FORWARD, q, causal=causal)
+
+
+def forward(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, tile: object = None
+) -> ForwardPlan | str:
+    """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
+    if q.dtype == torch.float32:
+        return _forward_fp32(q, k, v, gpu, options)
+    found = tile if isinstance(tile, HopperTile) else forward_tile(q, gpu, causal=options.causal)
+    if found is None:
+        return "no tile for so few columns"
+    reason = why_not_tma(q, k, v, scale=options.scale)
+    if reason is not None:
+        return reason
+    batch, heads, seq_q, head_dim = q.shape
+    tiles = cdiv(seq_q, found.block_q) * batch * heads
+    programs = min(gpu.num_sms, tiles)
+    dynamic = options.causal and programs < tiles
+    kept = 2 * k.shape[2] * head_dim * q.dtype.itemsize * k.shape[1] // heads  # of a query head
+    scheduler = Scheduler(
+        "lpt" if options.causal else "linear",
+        persistent=True,
+        dynamic=dynamic,
+        section=max(1, rows.SECTION_BYTES // max(1, kept)),
+    )
+    return ForwardPlan(
+        kernel="sm90",
+        tile=found,
+        programs=programs,
+        scheduler=scheduler,
+        workspaces=(Workspace("tile_counter", (1,), torch.int32, zeroed=True),) if dynamic else (),
+        why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
+    )
+
+
+def _forward_fp32(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
+) -> ForwardPlan | str:
+    """Return the plan of the fp32 forward, or why there is none."""
+    causal, precision = options.causal, options.precision
+    row = portable.tile_of("fwd", q, k, v, gpu=gpu, causal=causal, precision=precision)
+    terms = portable.terms_of(row, q.dtype, precision)
+    if not terms:
+        return "fp32 is not decomposed: few scores, or another precision"
+    if block_d(q.shape[3]) not in rows.FP32_FORWARD_D:
+        return "fp32 takes 33 to 128 columns"
+    if options.scale < SMALLEST_SCALE:
+        return "the scale is not positive"
+    tile, (batch, heads, seq_q, _) = rows.FP32_FORWARD, q.shape
+    return ForwardPlan(
+        kernel="sm90_fp32",
+        tile=tile,
+        terms=terms,
+        programs=cdiv(seq_q, tile.own) * batch * heads,
+        scheduler=Scheduler("lpt" if causal else "linear"),
+        workspaces=portable.terms_workspaces(terms, q=q, k=k, v=v),
+        why=("many scores: fp32 is decomposed beforehand",),
+    )
+
+
+def backward_tile(
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options
+) -> HopperBackward | None:
+    """Return the backward's tile, or None where there is none."""
+    causal, deterministic = options.causal, options.deterministic
+    d256 = _from(rows.BACKWARD_D256, q, causal=causal)
+    if d256 is not None:
+        return d256
+    short = causal and q.shape[2] <= rows.SHORT_HEADS.get(columns(q.shape[3]), 0)
+    many = k.shape[0] * k.shape[1] >= rows.MANY_HEADS * gpu.num_sms
+    if short and many and not deterministic:
+        return rows.MANY_SHORT_HEADS
+    return _from(rows.DETERMINISTIC if deterministic else rows.BACKWARD, q, causal=causal)
+
+
+def why_not_backward(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    grad_o: TensorSpec,
+    options: Options,
+    tile: HopperBackward | None,
+    *,
+    readable: bool,
+) -> str | None:
+    """Return why no copy would let Hopper's half-precision backward run, or None.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        grad_o: [B, H, T, D], copied if that helps.
+        options: what is asked.
+        tile: of the kernels.
+        readable: whether q, k, v, o and lse stay as they are; otherwise their copies are asked.
+    """
+    if tile is None:
+        return "no tile for so few columns"
+    if grad_o.contiguous and not grad_o.tma_compatible:
+        return "the address or a stride of dO is not aligned"
+    return why_not_tma(q, k, v, scale=options.scale) if readable else None
+
+
+def backward(
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperBackward | None
+) -> BackwardPlan | str:
+    """Return the plan of Hopper's backward with a tile, or why there is none."""
+    if isinstance(tile, HopperBackwardTile):
+        return _backward_half(q, k, gpu, options, tile)
+    if isinstance(tile, HopperD256Tile):
+        return _backward_d256(q, k, gpu, tile, causal=options.causal)
+    return _backward_fp32(q, k, gpu, options)
+
+
+def _backward_half(
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperBackwardTile
+) -> BackwardPlan:
+    """Return the plan of the backward for D up to 128."""
+    causal, deterministic = options.causal, options.deterministic
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    blocks, block_q = cdiv(seq_kv, tile.BLOCK_KV), tile.block_q(head_dim)
+    tiles = blocks * batch * kv_heads
+    splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
+    tiles *= splits
+    accumulators = 1
+    if deterministic and causal:
+        of_keys = batch * kv_heads * splits
+        accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
+    query_tiles = cdiv(seq_q, block_q)
+    lines = query_tiles * (block_q // WARPGROUP_Q) * columns(head_dim)
+    semaphores = accumulators * batch * heads * query_tiles
+    programs = min(gpu.num_sms, tiles) if tile.persistent else tiles
+    why = ["one pass: programs own keys, and add to dq"]
+    why += [f"{splits} GQA splits: few programs would have much to do each"] * (splits > 1)
+    why += [f"{accumulators} dQ accumulators: few heads have all programs"] * (accumulators > 1)
+    return BackwardPlan(
+        kernel="sm90",
+        passes=(Pass("hopper_bwd", tile, (programs,)),),
+        dq="semaphore" if deterministic else "atomic",
+        dq_accumulators=accumulators,
+        gqa_splits=splits,
+        scheduler=Scheduler(
+            "lpt" if causal else "linear", persistent=tile.persistent, section=tile.section
+        ),
+        workspaces=(
+            *portable.row_workspaces(q),
+            *portable.partials(splits, dk=k, dv=k),
+            Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
+            Workspace("dq_semaphore", (semaphores,), torch.int32, zeroed=True),
+        ),
+        why=tuple(why),
+    )
+
+
+def _backward_d256(
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, tile: HopperD256Tile, *, causal: bool
+) -> BackwardPlan:
+    """Return the plan of the backward for D from 129 to 256."""
+    tiles = cdiv(k.shape[2], tile.BLOCK_KV) * k.shape[0] * k.shape[1]
+    splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
+    queries = cdiv(q.shape[2], tile.BLOCK_Q) * q.shape[0] * q.shape[1]
+    why = ["two passes: one would own 64 keys, and add to dq as often as it loads"]
+    why += [f"{splits} GQA splits: few programs would have much to do each"] * (splits > 1)
+    return BackwardPlan(
+        kernel="sm90_d256",
+        passes=(
+            Pass("hopper_bwd_d256_dkdv", tile, (tiles * splits,)),
+            Pass("hopper_bwd_d256_dq", tile, (queries,)),
+        ),
+        gqa_splits=splits,
+        scheduler=Scheduler("lpt" if causal else "linear", section=tile.section),
+        workspaces=(*portable.row_workspaces(q), *portable.partials(splits, dk=k, dv=k)),
+        why=tuple(why),
+    )
+
+
+def _backward_fp32(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> BackwardPlan | str:
+    """Return the plan of the fp32 backward, or why there is none."""
+    causal, precision = options.causal, options.precision
+    row = portable.tile_of("bwd_dq", q, k, gpu=gpu, causal=causal, precision=precision)
+    terms = portable.terms_of(row, q.dtype, precision)
+    if block_d(q.shape[3]) != rows.FP32_BACKWARD_D:
+        return "fp32 takes 65 to 128 columns"
+    if not terms:
+        return "fp32 is not decomposed: few scores, or another precision"
+    tile = rows.FP32_BACKWARD[terms]
+    own, other = tile.own, tile.other
+    keys, of_queries = portable.walk("bwd_dkdv", q, k, (other, own), gpu)
+    queries, of_keys = portable.walk("bwd_dq", q, k, (own, other), gpu)
+    passes = (
+        Pass("hopper_bwd_fp32_dkdv", tile, (keys,), (of_queries,), terms),
+        Pass("hopper_bwd_fp32_dq", tile, (queries,), (of_keys,), terms),
+    )
+    return BackwardPlan(
+        kernel="sm90_fp32",
+        passes=passes,
+        scheduler=Scheduler("lpt" if causal else "linear"),
+        workspaces=portable.backward_workspaces(passes, q, k, k, q),
+        why=("two passes over bf16 terms of fp32",),
+    )

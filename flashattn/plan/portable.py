@@ -1,0 +1,328 @@
+"""Which tiles and splits the portable kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashattn.plan import tables
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
+from flashattn.plan.precision import TERMS
+from flashattn.plan.rows import FUSED, Kernel, Limits
+from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.splits import Split, cdiv, num_splits, split
+from flashattn.plan.tile import Tile, block_d
+
+ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
+
+
+def padded_rows(seq_q: int) -> int:
+    """Return how many numbers of lse_log2 and delta a head has."""
+    return cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+
+
+def scores(q: TensorSpec, k: TensorSpec, limits: Limits) -> int:
+    """Return how many scores there are, as ``Limits`` counts them."""
+    batch, heads, seq_q, _ = q.shape
+    return batch * heads * max(seq_q, limits.least_q) * k.shape[2]
+
+
+def find(
+    kernel: Kernel, *inputs: TensorSpec, gpu: Gpu, causal: bool, precision: str
+) -> Tile | None:
+    """Return the table's tile for q, k and others, or None where it has none.
+
+    The tile has descriptors only if all inputs are TMA-compatible and there are enough scores; in
+    fp32, only if they are worth decomposing beforehand.
+    """
+    rows, (q, k) = tables.rows_of(gpu), inputs[:2]
+    limits, enough = rows.limits, scores(q, k, rows.limits)
+    large = all(x.tma_compatible for x in inputs) and enough > limits.pointers
+    if q.dtype == torch.float32:
+        backward = kernel.startswith("bwd")
+        least = limits.decompose_backward if backward else limits.decompose_forward
+        if precision == "tf32":
+            tile = tables.find_tf32(rows, kernel, q.shape[3], tma=large, large=enough > least)
+            if tile is not None:
+                return tile
+        large = precision == "bf16x6" and enough > least
+    return tables.find(rows, kernel, q.dtype.itemsize, q.shape[3], causal=causal, large=large)
+
+
+def tile_of(kernel: Kernel, *inputs: TensorSpec, gpu: Gpu, causal: bool, precision: str) -> Tile:
+    """Return the tile of a kernel that every table has."""
+    tile = find(kernel, *inputs, gpu=gpu, causal=causal, precision=precision)
+    if tile is None:
+        raise KeyError(kernel)
+    return tile
+
+
+def terms_of(tile: Tile, dtype: torch.dtype, precision: str) -> int:
+    """Return how many bf16 terms a tile's operands arrive as; 0: as they are."""
+    return TERMS.get(precision, 0) if tile.decomposed and dtype == torch.float32 else 0
+
+
+def decomposed(x: TensorSpec, terms: int) -> TensorSpec:
+    """Return the spec of the bf16 terms of x [B, H, N, D]: [B, terms H, N, BLOCK_D]."""
+    batch, heads, rows, head_dim = x.shape
+    shape = torch.Size((batch, heads * terms, rows, block_d(head_dim)))
+    return x._replace(shape=shape, dtype=torch.bfloat16).copied()
+
+
+def terms_workspaces(terms: int, **inputs: TensorSpec) -> tuple[Workspace, ...]:
+    """Return the workspaces that bf16 terms of inputs need."""
+    if not terms:
+        return ()
+    return tuple(
+        Workspace(f"{name}_terms", tuple(decomposed(x, terms).shape), torch.bfloat16)
+        for name, x in inputs.items()
+    )
+
+
+def packed(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, seen: int
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    """Return q with the heads that share keys as rows, and the keys and values that it sees."""
+    k, v = (x._replace(shape=torch.Size((*x.shape[:2], seen, x.shape[3]))) for x in (k, v))
+    return packed_rows(q, k.shape[1]), k, v
+
+
+def packed_rows(x: TensorSpec, kv_heads: int) -> TensorSpec:
+    """Return x [B, H, 1, D] as [B, G, H / G, D]."""
+    batch, heads, _, head_dim = x.shape
+    group, (along, head, _, column) = heads // kv_heads, x.strides
+    shape = torch.Size((batch, kv_heads, group, head_dim))
+    return x._replace(shape=shape, strides=(along, head * group, head, column))
+
+
+def programs_of(q: TensorSpec, tile: Tile) -> int:
+    """Return how many programs own a tile of queries each."""
+    batch, heads, seq_q, _ = q.shape
+    return cdiv(seq_q, tile.block_q) * batch * heads
+
+
+def forward_row(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
+) -> tuple[Kernel, Tile, str]:
+    """Return the row of the table, its tile, and why."""
+    limits, causal = tables.rows_of(gpu).limits, options.causal
+    how: dict[str, Any] = {"gpu": gpu, "causal": causal, "precision": options.precision}
+    if q.shape[2] <= limits.decode_q:
+        tile = tile_of("decode", q, k, v, **how)
+        return "decode", tile, f"decode: {q.shape[2]} queries of a head, {limits.decode_q} at most"
+    if k.shape[2] <= limits.short_kv:
+        short = find("fwd_short_kv", q, k, v, **how)
+        if short and programs_of(q, short) <= gpu.num_sms:
+            return "fwd_short_kv", short, "short_kv: all programs run at once, over few keys"
+    small = find("fwd_small_grid", q, k, v, **how)
+    if small:
+        narrow = causal and block_d(q.shape[3]) <= limits.narrow
+        most = limits.small_grid_narrow if narrow else limits.small_grid
+        if programs_of(q, small) <= most * gpu.num_sms:
+            return "fwd_small_grid", small, f"small_grid: {most} programs for each SM at most"
+    tile = tile_of("fwd", q, k, v, **how)
+    return "fwd", tile, "the tile for a full GPU"
+
+
+def kv_splits(
+    row: Kernel, q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, *, causal: bool
+) -> int:
+    """Return into how many parts a forward splits the keys, at most."""
+    limits, programs = tables.rows_of(gpu).limits, programs_of(q, tile)
+    if row == "fwd_short_kv":
+        return 1
+    if row == "fwd_small_grid":
+        several = causal and block_d(q.shape[3]) < limits.one_per_sm
+        fill = limits.small_grid_split_causal if several else limits.small_grid_split
+        return num_splits(fill, programs, k.shape[2], gpu.num_sms)
+    return num_splits(limits.split[row], programs, cdiv(k.shape[2], tile.block_kv), gpu.num_sms)
+
+
+def forward(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    gpu: Gpu,
+    options: Options,
+    *,
+    tile: object = None,
+    row: Kernel | None = None,
+    most: int | None = None,
+) -> ForwardPlan:
+    """Return the plan of flashattn_fwd; arguments as in ``choose_forward``."""
+    causal, precision = options.causal, options.precision
+    if not isinstance(tile, Tile):
+        row, tile, why = forward_row(q, k, v, gpu, options)
+    else:
+        usual: Kernel = "decode" if q.shape[2] <= tables.rows_of(gpu).limits.decode_q else "fwd"
+        row, why = row or usual, "the tile was given"
+    most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
+    keys = split(k.shape[2], tile.block_kv, most)
+    terms = terms_of(tile, q.dtype, precision)
+    workspaces = terms_workspaces(terms, q=q, k=k, v=v)
+    if keys.num > 1:
+        shape = (keys.num * q.shape[0], *q.shape[1:3])
+        workspaces += (
+            Workspace("o_partial", (*shape, q.shape[3])),
+            Workspace("lse_partial", (2, *shape)),
+        )
+    return ForwardPlan(
+        kernel="portable",
+        tile=tile,
+        precision=precision,
+        terms=terms,
+        split=keys,
+        programs=programs_of(q, tile) * keys.num,
+        scheduler=Scheduler("lpt" if causal else "linear"),
+        workspaces=workspaces,
+        why=(why, *_split_why(keys, "keys")),
+    )
+
+
+def _split_why(x: Split, rows: str) -> tuple[str, ...]:
+    few = f"{x.num} splits of {x.length} {rows}: there are few programs otherwise"
+    return (few,) if x.num > 1 else ()
+
+
+def backward(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    grad_o: TensorSpec,
+    gpu: Gpu,
+    options: Options,
+) -> BackwardPlan:
+    """Return the plan of the portable backward: one launch, fused passes, or two passes."""
+    inputs, limits = (q, k, v, grad_o), tables.rows_of(gpu).limits
+    causal, precision = options.causal, options.precision
+    how: dict[str, Any] = {"gpu": gpu, "causal": causal, "precision": precision}
+    fused = find("bwd_fused", *inputs, **how)
+    if fused is None or not small_grid(q, k, fused, gpu, precision):
+        kernels: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq")
+        why = "two passes, each with a tile of its own"
+    else:
+        kernels = ("bwd_fused",)
+        why = "fused passes: they are few programs"
+        if scores(q, k, limits) <= limits.one_launch:
+            tile = find("bwd_one_launch", *inputs, **how)
+            whole = tile and backward_pass("bwd_one_launch", *inputs, **how)
+            if whole and all(x.num == 1 for x in whole.splits):
+                sentence = "one launch: each program finds lse_log2 and delta itself"
+                order = Scheduler("lpt" if causal else "linear")
+                return BackwardPlan(
+                    kernel="portable", passes=(whole,), scheduler=order, why=(sentence,)
+                )
+    passes = tuple(backward_pass(x, *inputs, **how) for x in kernels)
+    return BackwardPlan(
+        kernel="portable",
+        passes=passes,
+        scheduler=Scheduler("lpt" if causal else "linear"),
+        workspaces=backward_workspaces(passes, q, k, v, grad_o),
+        why=(why, *(x for one in passes for each in one.splits for x in _split_why(each, "rows"))),
+    )
+
+
+def small_grid(q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, precision: str) -> bool:
+    """Return whether both passes are so few programs that they are faster in one launch."""
+    limits = tables.rows_of(gpu).limits
+    wide = block_d(q.shape[3]) >= limits.wide and terms_of(tile, q.dtype, precision)
+    most = limits.fused_decomposed if wide else limits.fused
+    blocks = tile.block_q, tile.block_kv
+    together = sum(owners(x, q, k, blocks) for x in ("bwd_dkdv", "bwd_dq"))
+    return together <= most * gpu.num_sms
+
+
+def owners(kernel: str, q: TensorSpec, k: TensorSpec, blocks: tuple[int, int]) -> int:
+    """Return how many programs own a tile of keys, for "bwd_dkdv", or of queries."""
+    x, block = (k, blocks[1]) if kernel == "bwd_dkdv" else (q, blocks[0])
+    batch, heads, rows, _ = x.shape
+    return cdiv(rows, block) * batch * heads
+
+
+def walk(
+    kernel: Kernel,
+    q: TensorSpec,
+    k: TensorSpec,
+    blocks: tuple[int, int],
+    gpu: Gpu,
+    *,
+    most: int | None = None,
+    together: int | None = None,
+) -> tuple[int, Split]:
+    """Return how many programs own tiles, and how what they walk over is split.
+
+    Args:
+        kernel: "bwd_dkdv", whose programs own keys, or "bwd_dq".
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        blocks: queries of a tile, and keys.
+        gpu: that runs it.
+        most: splits, instead of what fills the GPU.
+        together: programs of both passes, where they share a launch.
+    """
+    rows, block = (q.shape[2], blocks[0]) if kernel == "bwd_dkdv" else (k.shape[2], blocks[1])
+    programs = owners(kernel, q, k, blocks)
+    fill = tables.rows_of(gpu).limits.split["bwd_fused" if together else kernel]
+    most = most or num_splits(fill, together or programs, cdiv(rows, block), gpu.num_sms)
+    found = split(rows, block, most)
+    return programs * found.num, found
+
+
+def backward_pass(
+    kernel: Kernel,
+    *inputs: TensorSpec,
+    gpu: Gpu,
+    causal: bool,
+    precision: str,
+    tile: Tile | None = None,
+    most: int | None = None,
+) -> Pass:
+    """Return the launch of one portable kernel of the backward.
+
+    Args:
+        kernel: which.
+        inputs: specs of q, k, v and grad_o.
+        gpu: that runs it.
+        causal: whether there is a mask.
+        precision: as ``precision.input_precision`` returns it.
+        tile: instead of the table's.
+        most: splits, instead of what fills the GPU.
+    """
+    tile = tile or tile_of(kernel, *inputs, gpu=gpu, causal=causal, precision=precision)
+    q, k, blocks = inputs[0], inputs[1], (tile.block_q, tile.block_kv)
+    both: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq") if kernel in FUSED else (kernel,)
+    together = sum(owners(x, q, k, blocks) for x in both) if kernel in FUSED else None
+    walks = [walk(x, q, k, blocks, gpu, most=most, together=together) for x in both]
+    programs, splits = zip(*walks, strict=True)
+    return Pass(kernel, tile, programs, splits, terms_of(tile, q.dtype, precision))
+
+
+def row_workspaces(q: TensorSpec) -> tuple[Workspace, ...]:
+    """Return the workspaces that the preprocess fills."""
+    shape = (q.shape[0] * q.shape[1], padded_rows(q.shape[2]))
+    return Workspace("lse_log2", shape), Workspace("delta", shape)
+
+
+def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:
+    """Return the workspaces of gradients that are written in parts."""
+    if num == 1:
+        return ()
+    return tuple(
+        Workspace(f"{name}_partial", (num * x.shape[0], *x.shape[1:])) for name, x in grads.items()
+    )
+
+
+def backward_workspaces(
+    passes: tuple[Pass, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, grad_o: TensorSpec
+) -> tuple[Workspace, ...]:
+    """Return the workspaces of passes that own keys, queries, or both."""
+    of_queries, of_keys = [x for one in passes for x in one.splits]
+    terms = max(x.terms for x in passes)
+    return (
+        *row_workspaces(q),
+        *terms_workspaces(terms, q=q, k=k, v=v, grad_o=grad_o),
+        *partials(of_queries.num, dk=k, dv=v),
+        *partials(of_keys.num, dq=q),
+    )

@@ -1,0 +1,133 @@
+"""Rows: what a table of tiles and thresholds consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flashattn.plan.tile import Tile
+
+# fwd_small_grid: for few programs; fwd_short_kv: for fewer still, over keys so few that nobody
+# splits them; decode: for few queries. bwd_fused: both passes side by side, for small grids;
+# bwd_one_launch: the preprocess, too, in one launch.
+Kernel = Literal[
+    "fwd",
+    "fwd_small_grid",
+    "fwd_short_kv",
+    "decode",
+    "bwd_fused",
+    "bwd_one_launch",
+    "bwd_dkdv",
+    "bwd_dq",
+]
+FUSED: frozenset[Kernel] = frozenset({"bwd_fused", "bwd_one_launch"})
+OPTIONAL: frozenset[Kernel] = FUSED | {"fwd_small_grid", "fwd_short_kv"}  # a table may lack them
+FP32 = 4  # bytes
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
+
+# What selects a tile: kernel, bytes per element, BLOCK_D, causal, and whether inputs are
+# TMA-compatible, or fp32 and worth decomposing beforehand.
+Key = tuple[Kernel, int, int, bool, bool]
+Table = dict[Key, Tile]
+# block_q, block_kv, warps, stages; and registers, where they are limited.
+Numbers = tuple[int, int, int, int] | tuple[int, int, int, int, int]
+# Programs for each SM that a split may make, and tiles, or keys, that a part has at least; the
+# finest split counts.
+Fill = tuple[tuple[int, int], ...]
+
+
+def rows(
+    tiles: dict[tuple[Kernel, int, int], Numbers | tuple[Numbers, Numbers]],
+    *,
+    descriptors: bool = False,
+    decomposed: bool = False,
+    aligned: bool = False,
+) -> Table:
+    """Spell out rows (kernel, bytes, BLOCK_D): one tile, or one for full and one for causal.
+
+    Args:
+        tiles: the rows.
+        descriptors: whether they load by descriptors.
+        decomposed: whether they are for fp32 that arrives as bf16 terms.
+        aligned: whether they are for TMA-compatible inputs, however they load.
+    """
+    table: Table = {}
+    for (kernel, size, d), numbers in tiles.items():
+        full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
+        for mask, tile in ((False, full), (True, causal)):
+            limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
+            key = kernel, size, d, mask, descriptors or decomposed or aligned
+            table[key] = Tile(*tile[:4], descriptors, limit, decomposed)
+    return table
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Thresholds between ways to launch the portable kernels, as measured on an H200.
+
+    A count of scores takes a head to have ``least_q`` queries.
+
+    Args:
+        least_q: likewise.
+        pointers: scores up to which tiles are loaded by pointers: a host takes 3 us to make a
+            descriptor, longer than such problems keep the GPU busy.
+        decompose_forward: scores from which on fp32 is decomposed beforehand in the forward; fewer
+            do not pay for one more launch.
+        decompose_backward: likewise in the backward, where both passes then share a launch.
+        one_launch: scores up to which the backward is one launch.
+        decode_q: queries up to which the tiles for decoding are taken.
+        short_kv: keys up to which nobody splits them, if all programs run at once.
+        small_grid: forward programs for each SM up to which a grid is small.
+        small_grid_narrow: likewise of heads up to ``narrow`` columns under a mask.
+        narrow: likewise.
+        small_grid_split: how a small grid splits keys, in keys.
+        small_grid_split_causal: likewise under a mask, if several programs fit an SM.
+        one_per_sm: columns from which on only one does.
+        fused: programs of both backward passes for each SM, up to which they share a launch.
+        fused_decomposed: likewise where fp32 is decomposed and has ``wide`` columns or more.
+        wide: likewise.
+        split: how others split what they walk over, by kernel, in tiles.
+    """
+
+    least_q: int = 64
+    pointers: int = 1 << 16
+    decompose_forward: int = 1 << 20
+    decompose_backward: int = 1 << 15
+    one_launch: int = 1 << 16
+    decode_q: int = 16
+    short_kv: int = 768
+    small_grid: int = 2
+    small_grid_narrow: int = 4
+    narrow: int = 32
+    small_grid_split: Fill = ((1, 256), (2, 1024))
+    small_grid_split_causal: Fill = ((1, 256), (2, 1024), (4, 2048))
+    one_per_sm: int = 256
+    fused: int = 8
+    fused_decomposed: int = 2
+    wide: int = 64
+    split: Mapping[str, Fill] = field(
+        default_factory=lambda: {
+            "fwd": ((4, 4),),
+            "decode": ((2, 4),),
+            "bwd_fused": ((2, 2), (4, 16)),
+            "bwd_dkdv": ((4, 2),),
+            "bwd_dq": ((4, 2),),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All that a GPU's table holds.
+
+    Args:
+        tiles: of the portable kernels.
+        tf32: where TF32 will do, tiles by (kernel, BLOCK_D): of one product, and of three products
+            of two bf16 terms.
+        limits: thresholds.
+    """
+
+    tiles: Table
+    tf32: tuple[Mapping[tuple[Kernel, int], Tile], Mapping[tuple[Kernel, int], Tile]] = ({}, {})
+    limits: Limits = Limits()

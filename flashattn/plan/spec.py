@@ -1,0 +1,105 @@
+"""TensorSpec and Options: all that a plan depends on, besides the GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+
+from flashattn.problem import ALIGNMENT
+
+Family = Literal["auto", "triton", "hopper"]
+Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
+
+
+class TensorSpec(NamedTuple):
+    """Layout of a tensor; tensors with the same specs share a plan.
+
+    Args:
+        shape: its sizes.
+        strides: its strides, in elements.
+        dtype: its dtype.
+        device: its device.
+        offset: bytes from its address down to a multiple of 16.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return cls(*signature(x)[0])
+
+    @property
+    def dense(self) -> bool:
+        """Whether rows are dense, as every kernel wants them; so are those of an empty tensor."""
+        return self.strides[-1] == 1 or self.shape[-1] == 1 or 0 in self.shape
+
+    @property
+    def tma_compatible(self) -> bool:
+        """Whether TMA can address it: aligned, no stride 0, dense in the last dimension."""
+        size = self.dtype.itemsize
+        return self.offset == 0 and all(
+            n == 1 or (stride > 0 and stride * size % ALIGNMENT == 0)
+            for n, stride in zip(self.shape[:-1], self.strides[:-1], strict=True)
+        )
+
+    @property
+    def meta(self) -> torch.Tensor:
+        """A tensor without memory, to ask PyTorch what it would do with one like this."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether ``Tensor.contiguous`` would return the tensor itself."""
+        return self.meta.is_contiguous()
+
+    def copied(self) -> TensorSpec:
+        """Return the spec of a contiguous copy."""
+        return self._replace(strides=dense_strides(self.shape), offset=0)
+
+    def like(self) -> TensorSpec:
+        """Return the spec of ``torch.empty_like``."""
+        return self._replace(strides=torch.empty_like(self.meta).stride(), offset=0)
+
+
+def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:
+    """Return the fields of each tensor's spec: a key that costs less than the specs."""
+    return tuple(
+        [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors]
+    )
+
+
+def dense_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    sizes = [max(n, 1) for n in shape]
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+class Options(NamedTuple):
+    """What is asked, besides tensors.
+
+    Args:
+        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        scale: factor on the scores.
+        precision: as ``precision.input_precision`` returns it.
+        family: the kernels of ``impl="triton"`` or of ``impl="hopper"``, or "auto", the faster
+            ones. Whether the GPU runs those that are named is asked before, see ``support``.
+        deterministic: whether a repeated call must give the same bits of dq.
+    """
+
+    diagonal: int | None
+    scale: float
+    precision: str = "ieee"
+    family: Family = "triton"
+    deterministic: bool = True
+
+    @property
+    def causal(self) -> bool:
+        """Whether there is a mask."""
+        return self.diagonal is not None

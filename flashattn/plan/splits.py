@@ -1,0 +1,92 @@
+"""Splits: into how many parts work is divided, so that few programs fill a GPU.
+
+They depend on sizes and the GPU alone, so a repeated call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashattn.plan.rows import Fill
+from flashattn.plan.spec import TensorSpec
+from flashattn.plan.tables import hopper
+
+
+class Split(NamedTuple):
+    """How the rows that a program would walk over are divided.
+
+    Args:
+        num: parts.
+        length: rows of a part, whole tiles.
+    """
+
+    num: int
+    length: int
+
+
+def split(rows: int, block: int, most: int) -> Split:
+    """Divide rows, at least 1, into whole tiles of ``block``, and into ``most`` parts at most."""
+    tiles = cdiv(rows, block)
+    length = cdiv(tiles, max(most, 1)) * block
+    return Split(cdiv(rows, length), length)
+
+
+def num_splits(fill: Fill, programs: int, rows: int, num_sms: int) -> int:
+    """Return how many parts fill the GPU: the most of any pair.
+
+    Args:
+        fill: pairs (programs for each SM, rows that a part has at least).
+        programs: without a split.
+        rows: that each walks over, or tiles of them.
+        num_sms: of the GPU.
+    """
+    return max(1, *(min(n * num_sms // programs, rows // least) for n, least in fill))
+
+
+def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, *, causal: bool) -> int:
+    """Return over how many programs the query heads of a tile of keys are divided.
+
+    It is the fewest that take the least time, by the cost model of ``tables.hopper``.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        tiles: of keys, of all heads.
+        num_sms: of the GPU.
+        causal: whether there is a mask: programs then have half as much to do in the mean.
+    """
+    group = q.shape[1] // k.shape[1]
+    late, added = (x[q.shape[3] > hopper.ONE_PASS] for x in (hopper.LATE, hopper.ADDED))
+
+    def time(splits: int) -> float:  # the unit is a walk over the queries of a head
+        longest = group // splits
+        waves = cdiv(tiles * splits, num_sms) * longest
+        masked = max(longest, tiles * group / (2 * num_sms) + late * longest)
+        adding = added * tiles * splits / q.shape[2] if splits > 1 else 0
+        return (masked if causal else waves) + adding
+
+    return min((n for n in range(1, group + 1) if group % n == 0), key=time)
+
+
+def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> int:
+    """Return how many workspaces hold dq under a mask, so that programs do not queue for one.
+
+    All programs begin with the last queries, so each waits for those of its head that started
+    earlier, some 3 us each on an H200. That is nothing where many heads run at once, or where all
+    programs do: the first ones, which never wait, have the most to do.
+
+    Args:
+        heads: that have keys of their own.
+        blocks: tiles of keys of a head.
+        num_sms: of the GPU.
+        head_dim: D.
+    """
+    if heads * blocks <= num_sms:
+        return 1
+    queue = hopper.QUEUE[head_dim > hopper.NARROW]
+    return max(1, min(hopper.MOST_ACCUMULATORS, min(blocks, num_sms // heads) // queue))
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)

@@ -1,0 +1,57 @@
+"""Support: why a kernel family cannot solve a problem, in a sentence."""
+
+from __future__ import annotations
+
+import torch
+
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.spec import TensorSpec
+from flashattn.plan.tables import hopper
+
+LARGEST_HEAD_DIM = 256
+OLDEST = (8, 0)
+HOPPER = (9, 0)
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
+
+
+def why_not_portable(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why the portable kernels cannot solve such problems on any GPU, or None."""
+    if dtype == torch.float64:
+        return "triton takes fp32, fp16 and bf16; tiled and reference take fp64"
+    if head_dim > LARGEST_HEAD_DIM:
+        return (
+            f"triton takes head dimensions up to {LARGEST_HEAD_DIM}; tiled and reference take any"
+        )
+    return None
+
+
+def why_not_gpu(gpu: Gpu) -> str | None:
+    """Return why the portable kernels cannot run on a GPU, or None."""
+    if gpu.capability < OLDEST and not gpu.interpreted:
+        return "triton needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
+def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | None:
+    """Return why the Hopper kernels cannot solve such problems on a GPU, or None if they can."""
+    if gpu is None or gpu.capability != HOPPER:
+        return "hopper needs a GPU of compute capability 9.0, an H100 or H200"
+    if dtype == torch.float64:
+        return "hopper takes fp16, bf16 and fp32; tiled and reference take fp64"
+    if dtype == torch.float32 and head_dim not in hopper.FP32_HEAD_DIMS:
+        return "hopper takes fp32 with head dimensions 33 to 128; triton takes others, too"
+    if head_dim not in hopper.HEAD_DIMS:
+        least, most = hopper.HEAD_DIMS[0], hopper.HEAD_DIMS[-1]
+        return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
+    return None
+
+
+def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
+    """Return why Hopper's half-precision kernels cannot take these inputs, or None."""
+    if scale < SMALLEST_SCALE:
+        return "the scale is not positive"
+    if any(0 in x.shape for x in inputs):
+        return "there is nothing to do"
+    if not all(x.tma_compatible for x in inputs):
+        return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
+    return None

@@ -1,0 +1,123 @@
+"""Tiles and schedules of the Hopper kernels, and where they beat the portable ones."""
+
+from __future__ import annotations
+
+import math
+
+from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperFp32Tile, HopperTile
+
+# Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
+# columns and mask, and then by the number of queries from which on a tile is taken.
+FORWARD = {
+    (64, False): {
+        0: HopperTile(stages=4, barrier=True),
+        2048: HopperTile(stages=4, consumers=3, registers=160),
+    },
+    (64, True): {0: HopperTile(stages=4), 8192: HopperTile(stages=4, consumers=3, registers=160)},
+    (96, False): {0: HopperTile()},
+    (96, True): {0: HopperTile()},
+    (128, False): {0: HopperTile()},
+    (128, True): {0: HopperTile()},
+    (192, False): {0: HopperTile(block_kv=64, own_o=False)},
+    (192, True): {0: HopperTile(block_kv=64, own_o=False)},
+    (256, False): {0: HopperTile(block_kv=64, own_o=False, barrier=True)},
+    (256, True): {0: HopperTile(block_kv=64, own_o=False)},
+}
+# Where programs have few tiles each it is waves that count, of which the last may be almost empty:
+# the one of these is taken that needs the least time. Measured: likewise, 1 to 128 heads of 512 to
+# 32 768, 2026-11-22 (docs/tuning-log.md).
+FEW_WAVES = 8
+FEW_WAVES_FORWARD = {
+    (64, False): (
+        HopperTile(stages=4, barrier=True),
+        HopperTile(stages=4, consumers=3, registers=160),
+    ),
+    (64, True): (HopperTile(stages=4),),
+}
+# Without a mask one tile is within 1.1% of the best, in the mean over one to 512 heads of 512 to
+# 32 768, in any order and semaphore-ordered, 2026-11-22 (docs/tuning-log.md).
+ROTATING = {
+    (64, False): {0: HopperBackwardTile(persistent=True)},
+    (96, False): {0: HopperBackwardTile(stages=3, persistent=True)},
+    (128, False): {0: HopperBackwardTile(persistent=True)},
+}
+# Under a mask 32 heads begin with their longest tiles, and SMs take the next one when
+# they are free. Where there are as many heads as SMs, in any order, short ones are
+# faster if each of these has its own tiles, a few heads after the other. Measured: likewise, 8 to
+# 512 heads of 512 to 32 768, 2026-11-23 (docs/tuning-log.md): 0.5% longer than the best of ten in
+# the mean, 0.6% semaphore-ordered.
+_LONGEST = {0: HopperBackwardTile(section=32)}
+BACKWARD = ROTATING | {(64, True): _LONGEST, (96, True): _LONGEST, (128, True): _LONGEST}
+MANY_HEADS = 0.95  # heads for each SM
+SHORT_HEADS = {64: 2048, 96: 1024, 128: 1024}  # queries of a head, at most, by columns
+MANY_SHORT_HEADS = HopperBackwardTile(section=4, persistent=True)
+_SEMAPHORE = {
+    0: HopperBackwardTile(section=64, persistent=True),
+    1024: HopperBackwardTile(section=32),
+    4096: HopperBackwardTile(section=16),
+    16384: HopperBackwardTile(section=8),
+}
+DETERMINISTIC = ROTATING | {
+    (64, True): {
+        0: HopperBackwardTile(section=64, persistent=True),
+        8192: HopperBackwardTile(section=32),
+    },
+    (96, True): _SEMAPHORE,
+    (128, True): _SEMAPHORE,
+}
+BACKWARD_D256 = {
+    (192, False): {0: HopperD256Tile()},
+    (192, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
+    (256, False): {0: HopperD256Tile()},
+    (256, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
+}
+SECTION_BYTES = 24 << 20  # keys and values of a section of the forward: half of the L2 cache
+FP32_FORWARD = HopperFp32Tile(128, 64)
+FP32_BACKWARD = {3: HopperFp32Tile(64, 32), 2: HopperFp32Tile(64, 64)}  # by bf16 terms
+FP32_FORWARD_D, FP32_BACKWARD_D = (64, 128), 128  # BLOCK_D that these kernels take
+HEAD_DIMS = range(33, 257)  # smaller ones the portable kernels take without padding
+FP32_HEAD_DIMS = range(33, 129)
+
+# Tiles of 128 queries for each SM from which on the forward is the faster one, up to so many keys;
+# by the most columns and mask. With long rows and few tiles the portable one splits keys; under a
+# mask many of Hopper's programs idle while the longest runs. Where a head has fewer than 128
+# queries, as in decoding, most of a tile would be empty. 12 heads of 1024, causal, D = 128: 24 us
+# against 28.
+TILE_Q = TILE_KV = 128
+FORWARD_FROM = {
+    (64, False): ((math.inf, 0.52),),
+    (64, True): ((3072, 0.6), (8192, 0.9), (math.inf, 2.5)),
+    (128, False): ((4096, 2 / 3), (math.inf, 0.75)),
+    (128, True): ((4096, 2 / 3), (8192, 0.9), (math.inf, 1)),
+    (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
+    (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
+}
+FORWARD_FP32_FROM = {False: 0.75, True: 1}  # by mask
+# Likewise tiles of 128 keys, of all query heads, of the backward: with fewer the portable one fuses
+# both passes and splits them. One head of 16 384, causal, D = 64: 294 us against 343.
+BACKWARD_FROM = {
+    (64, False): 0.8,
+    (64, True): 1,
+    (96, False): 0.55,
+    (96, True): 1,
+    (128, False): 0.75,
+    (128, True): 1,
+    (256, False): 1 / 16,
+    (256, True): 1 / 16,
+}
+# A portable program walks over all query heads that share its keys, so a tile of Hopper's counts
+# for more: for their cube by this number (docs/tuning-log.md).
+GROUP_CUBE = 24
+
+# Cost model of GQA splits of dk and dv, up to D = 128 and beyond. Under a mask, the share of the
+# longest program that runs after the mean of all; and what it costs to add up a split of a tile of
+# keys, in queries. Measured: one H200, torch 2.11, triton 3.6, bf16, 8 to 64 heads on 1 to 8 of 512
+# to 8192 keys, 2026-11-23 (docs/tuning-log.md): over 452 problems 0.2% longer than the best number
+# of splits, 7% at most.
+ONE_PASS = 128  # columns
+LATE, ADDED = (0.5, 0.3), (3, 6)
+
+# dQ accumulators: programs of a head that may wait for one another, up to D = 64 and beyond, where
+# an accumulator costs more to add up; and how many accumulators there are at most.
+NARROW = 64  # columns
+QUEUE, MOST_ACCUMULATORS = (16, 33), 8

@@ -1,0 +1,258 @@
+"""Tiles: block sizes and launch options of a kernel, checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+SMALLEST_BLOCK_D = 16  # of a tensor-core product
+VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
+WARPGROUP_Q = 64  # queries of a Hopper warpgroup
+HALF = 2  # bytes of an element
+
+
+def block_d(head_dim: int) -> int:
+    """Return the columns a kernel computes in: 1, or the next power of two, 16 at least."""
+    return 1 if head_dim == 1 else max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())
+
+
+def padding(head_dim: int, strides: Iterable[Iterable[int]]) -> int:
+    """Return 0 if a kernel computes in as many columns as there are.
+
+    Else return how many of them a thread can load at once: a power of two up to 8 that divides
+    head_dim and every row's distance. Triton only asks whether an argument is a multiple of 16, and
+    would load 40 columns one by one.
+
+    Args:
+        head_dim: D.
+        strides: of all tensors that are loaded or stored by pointers, without the last dimension's.
+    """
+    if head_dim == block_d(head_dim):
+        return 0
+    return math.gcd(VECTOR, head_dim, *itertools.chain(*strides))
+
+
+def head_dim_split(head_dim: int) -> tuple[int, int]:
+    """Return the columns that Hopper's kernels multiply: two powers of two, or one and 0.
+
+    So 65 to 96 are 64 + 32 of 128, and 129 to 192 are 128 + 64 of 256.
+    """
+    d = block_d(head_dim)
+    return (d // 2, d // 4) if d > WARPGROUP_Q and head_dim <= d // 4 * 3 else (d, 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes and launch options of a portable kernel.
+
+    Args:
+        block_q: queries per tile, a power of two from 16 on.
+        block_kv: keys per tile, likewise.
+        warps: per program: 1, 2, 4, 8 or 16.
+        stages: of the software pipeline.
+        descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers.
+        registers: limit for a thread, so that more programs fit an SM; 0 leaves it to the compiler.
+        decomposed: whether fp32 arrives as bf16 terms.
+
+    Raises:
+        ValueError: a number is not one of those.
+    """
+
+    block_q: int
+    block_kv: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+    registers: int = 0
+    decomposed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check."""
+        for name, least, most in (("block_q", 16, 256), ("block_kv", 16, 256), ("warps", 1, 16)):
+            value = getattr(self, name)
+            if not least <= value <= most or value & (value - 1):
+                msg = f"{name}: wanted a power of two from {least} to {most}, got {value}"
+                raise ValueError(msg)
+        if not 1 <= self.stages <= 8:  # noqa: PLR2004 - more would not fit any shared memory
+            msg = f"stages: wanted 1 to 8, got {self.stages}"
+            raise ValueError(msg)
+        if self.registers and not 24 <= self.registers <= 255:  # noqa: PLR2004 - the hardware's
+            msg = f"registers: wanted 0, or 24 to 255, got {self.registers}"
+            raise ValueError(msg)
+
+    def __str__(self) -> str:
+        """Return block_q x block_kv, warps, stages, and a limit of registers."""
+        limit = f" r{self.registers}" * bool(self.registers)
+        return f"{self.block_q}x{self.block_kv} w{self.warps} s{self.stages}{limit}"
+
+    def options(self, head_dim: int, strides: Iterable[Iterable[int]]) -> dict[str, Any]:
+        """Return the keyword arguments of a launch; ``strides`` as ``padding`` takes them."""
+        return {
+            "BLOCK_Q": self.block_q,
+            "BLOCK_KV": self.block_kv,
+            "BLOCK_D": block_d(head_dim),
+            "PADDED": padding(head_dim, strides),
+            "DESCRIPTORS": self.descriptors,
+            **self.compiler_options(),
+        }
+
+    def compiler_options(self) -> dict[str, int]:
+        """Return those of the keyword arguments that are the compiler's."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
+
+
+def _at_least(tile: object, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(tile, name) < least:
+            msg = f"{name}: wanted {least} at least, got {getattr(tile, name)}"
+            raise ValueError(msg)
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Sizes of Hopper's forward.
+
+    Args:
+        block_kv: keys per tile, a power of two from 64 on.
+        stages: tiles of keys, and of values, in flight.
+        consumers: warpgroups of 64 queries each: 2 or 3.
+        registers: of a consumer's thread.
+        own_o: whether o has shared memory of its own, so that the next queries load early;
+            otherwise o uses that of q.
+        barrier: whether a compiler barrier keeps a step's exponentials before its product with V.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    consumers: int = 2
+    registers: int = 240
+    own_o: bool = True
+    barrier: bool = False
+
+    def __post_init__(self) -> None:
+        """Check."""
+        if self.block_kv < WARPGROUP_Q or self.block_kv & (self.block_kv - 1):
+            msg = f"block_kv: wanted a power of two from {WARPGROUP_Q} on, got {self.block_kv}"
+            raise ValueError(msg)
+        _at_least(self, 2, "stages")
+        if self.consumers not in (2, 3):
+            msg = f"consumers: wanted 2 or 3, got {self.consumers}"
+            raise ValueError(msg)
+        if self.registers % 8 or not 24 <= self.registers <= 240:  # noqa: PLR2004
+            msg = f"registers: wanted a multiple of 8 from 24 to 240, got {self.registers}"
+            raise ValueError(msg)
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a program."""
+        return self.consumers * WARPGROUP_Q
+
+    def __str__(self) -> str:
+        """Return block_q x block_kv and the stages."""
+        return f"{self.block_q}x{self.block_kv} s{self.stages}"
+
+    def shared(self, head_dim: int) -> int:
+        """Return the bytes of tiles that a program holds: queries, o, keys and values."""
+        queries = self.block_q * (3 if self.own_o else 1)
+        return HALF * block_d(head_dim) * (queries + 2 * self.stages * self.block_kv)
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """Schedule of Hopper's one-pass backward, up to D = 128.
+
+    Args:
+        stages: tiles of queries, and of dO, in flight.
+        section: heads whose key tiles are started together, those that most queries see first.
+            Where programs wait for a semaphore, a wide section runs few programs of a head at once.
+        persistent: whether there is a program for each SM, or one for each tile of keys.
+        stagger: tiles of queries between the first tiles of a head's programs, if they are
+            persistent and there is no mask.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    BLOCK_KV = 2 * WARPGROUP_Q  # keys of a program
+
+    stages: int = 2
+    section: int = 1
+    persistent: bool = False
+    stagger: int = 4
+
+    def __post_init__(self) -> None:
+        """Check."""
+        _at_least(self, 2, "stages")
+        _at_least(self, 1, "section", "stagger")
+
+    def __str__(self) -> str:
+        """Return the stages."""
+        return f"s{self.stages}"
+
+    @staticmethod
+    def block_q(head_dim: int) -> int:
+        """Return the queries of a tile: as many as make two halves of dq."""
+        return 2 * WARPGROUP_Q * WARPGROUP_Q // block_d(head_dim)
+
+    def shared(self, head_dim: int) -> int:
+        """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
+        d, block_q = block_d(head_dim), self.block_q(head_dim)
+        rows = 2 * block_q * (2 * self.stages * d + 4)  # and two numbers for each
+        return 4 * d * self.BLOCK_KV + rows + 8 * WARPGROUP_Q * block_q + 8 * WARPGROUP_Q**2
+
+
+@dataclass(frozen=True)
+class HopperD256Tile:
+    """Schedule of Hopper's two-pass backward, for D from 129 to 256.
+
+    Args:
+        section: heads whose longest tiles are started together under a mask.
+
+    Raises:
+        ValueError: a number is none of those.
+    """
+
+    BLOCK_KV, BLOCK_Q = WARPGROUP_Q, 2 * WARPGROUP_Q  # that a program of dk and dv, of dq, owns
+
+    section: int = 4
+
+    def __post_init__(self) -> None:
+        """Check."""
+        _at_least(self, 1, "section")
+
+    def __str__(self) -> str:
+        """Return nothing: all have the same sizes."""
+        return ""
+
+    def shared(self, head_dim: int) -> int:
+        """Return the bytes of tiles that a program of either kernel holds at most."""
+        tile = HALF * WARPGROUP_Q * block_d(head_dim)
+        keys = 6 * tile + 4 * WARPGROUP_Q * 4 + 2 * HALF * WARPGROUP_Q**2  # k, v, q, dO, rows; P
+        return max(keys, 7 * tile)  # q and dO for both warpgroups, k, v
+
+
+@dataclass(frozen=True)
+class HopperFp32Tile:
+    """Sizes of Hopper's fp32 kernels, whose operands are bf16 terms.
+
+    Args:
+        own: rows of a program's own tile.
+        other: rows of a tile that it walks over.
+    """
+
+    own: int
+    other: int
+
+    def __str__(self) -> str:
+        """Return own x other."""
+        return f"{self.own}x{self.other}"
+
+
+HopperBackward = HopperBackwardTile | HopperD256Tile

@@ -1,0 +1,135 @@
+"""Plans are data: chosen and explained without the GPU, and launched as they say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import flashattn
+from flashattn.counts.decisions import CARDS, asked, plans, questions, tensors
+from flashattn.kernels import execute
+from flashattn.kernels.launch import Launch
+from flashattn.plan.choose import NAMES
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.spec import signature
+
+
+def explain(
+    *, heads=32, kv_heads=8, seq_q=2048, seq_kv=None, head_dim=128, dtype="bfloat16", **how
+):
+    """Return the plan for an H200."""
+    shapes = (heads, seq_q), (kv_heads, seq_kv or seq_q), (kv_heads, seq_kv or seq_q)
+    inputs = [
+        torch.empty(1, *shape, head_dim, device="meta", dtype=getattr(torch, dtype))
+        for shape in shapes
+    ]
+    return flashattn.explain(*inputs, **{"gpu": "H200"} | how)
+
+
+def test_a_plan_for_an_h200_prints_on_a_laptop():
+    """Kernel, tile, scheduler and workspaces of both passes, and a sentence for each decision."""
+    plan = explain(causal=True)
+    assert (
+        str(plan)
+        == """\
+forward
+  kernel          sm90
+  tile            128x128 s2, tma
+  operands        native
+  programs        132
+  scheduler       lpt, persistent, dynamic, sections of 96 heads
+  workspaces      tile_counter [1] int32, zeros
+  - Hopper's kernel: 512 tiles for 132 SMs, Hopper's needs 0.67 each
+  - 512 tiles of 128 queries on 132 SMs
+backward
+  kernel          sm90
+  pass 1          hopper_bwd, s2, tma, 512 programs
+  operands        native
+  dq              semaphore
+  gqa_splits      4
+  scheduler       lpt, sections of 32 heads
+  workspaces      lse_log2 [32, 2048] float32; delta [32, 2048] float32; \
+dk_partial [4, 8, 2048, 128] float32; dv_partial [4, 8, 2048, 128] float32; \
+dq_accum [1, 32, 4096, 64] float32; dq_semaphore [1024] int32, zeros
+  - Hopper's kernels: 1365 tiles for 132 SMs, Hopper's need 1 each
+  - one pass: programs own keys, and add to dq
+  - 4 GQA splits: few programs would have much to do each"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "kernels", "sentence"),
+    [
+        ({"impl": "triton"}, ("portable", "portable"), "the tile for a full GPU"),
+        ({"gpu": "B200"}, ("portable", "portable"), "hopper needs a GPU of compute capability 9.0"),
+        ({"seq_q": 1, "seq_kv": 8192}, ("portable", "portable"), "pack_gqa: "),
+        ({"head_dim": 256}, ("sm90", "sm90_d256"), "two passes: "),
+        ({"dtype": "float32"}, ("sm90_fp32", "sm90_fp32"), "fp32 is decomposed beforehand"),
+        ({"deterministic": False}, ("sm90", "sm90"), "one pass: "),
+        ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is not positive"),
+        ({"seq_q": 0}, ("none", "none"), "there is no query"),
+    ],
+)
+def test_why(how, kernels, sentence):
+    """Each branch says why it was taken."""
+    plan = explain(**how)
+    assert (plan.forward.kernel, plan.backward.kernel) == kernels
+    assert any(sentence in x for x in (*plan.forward.why, *plan.backward.why))
+    assert plan.backward.dq == ("atomic" if "deterministic" in how else plan.backward.dq)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"dtype": "float64"}, "triton takes fp32, fp16 and bf16"),
+        ({"impl": "hopper", "gpu": "A100"}, "hopper needs a GPU"),
+        ({"gpu": "TPU"}, "gpu: wanted one of A100, H100, H200, B200, interpreter, got 'TPU'"),
+        ({"impl": "sdpa"}, "impl: wanted one of auto, triton, hopper, got 'sdpa'"),
+        ({"precision": "fp8"}, "precision: wanted one of auto"),
+        ({"window": (5, 0)}, "triton takes no sliding windows"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(how, words):
+    """By the sentence that attention gives, or one that names the argument."""
+    with pytest.raises(ValueError, match=words):
+        explain(**how)
+
+
+def test_a_gpu_of_ones_own():
+    """A GPU is data, too: half of the SMs need half of the tiles."""
+    half = replace(CARDS["h200"], num_sms=66)
+    assert explain(heads=4, kv_heads=4).forward.kernel == "portable"
+    assert explain(heads=4, kv_heads=4, gpu=half).forward.kernel == "sm90"
+    assert explain(gpu=Gpu((9, 0), 132)).forward == explain().forward
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_is_launched_is_what_was_planned(card):
+    """Of 60 problems drawn anew: the kernels of both passes, by their numbers of programs."""
+    for question in random.SystemRandom().sample(questions(), 60):
+        found = plans(question, CARDS[card])
+        if not isinstance(found, str):
+            forward, backward = found
+            wanted = [forward.programs] * (forward.kernel != "none")
+            wanted += [sum(one.programs) for one in backward.passes]
+            launched = iter(launches(question, CARDS[card]))
+            assert all(n in launched for n in wanted), str(question)  # in this order
+
+
+def launches(question, gpu):
+    """Return how many programs each launch has, forward and backward, and run none."""
+    given, programs = dict(zip(NAMES, tensors(question), strict=False)), []
+    binds = {execute.bind_forward: NAMES[:3], execute.bind_backward: NAMES}
+    with (
+        patch.object(execute, "gpu_of", lambda _: gpu),
+        patch.object(Launch, "__call__", lambda self, *_: programs.append(self._grid[0])),
+    ):
+        for bind, names in binds.items():
+            operands = [given.get(name) for name in names]
+            known = signature(*(x for x in operands if x is not None))
+            bind.__wrapped__(known, asked(question))(*operands)
+    return programs

@@ -1,6 +1,6 @@
-"""How wrong everybody is, in units of the last place, and which clauses of the contract they keep.
+"""Errors of all implementations in ulps, and the clauses of the contract that they keep.
 
-Nothing here is a speed: what is timed is the comparison with fp64, and the trying of the clauses.
+The times in this study are those of the checks, not speeds of the implementations.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flashattn.testing.sweep import grid
 
 IMPLS = [*names()]
 ALL = ["bfloat16", "float16", "float32"]
-FEW = ["tiled", "naive", "sdpa"]  # who runs on a CPU, once each
+FEW = ["tiled", "naive", "sdpa"]  # these run on a CPU
 SMALL = {"heads": [2], "seq": [72]}
 LARGE = {"heads": [4], "seq": [1024]}
-COMPILED = 64  # the largest head dimension of those who compile every shape for seconds
+COMPILED = 64  # largest head dimension for implementations that compile each shape for seconds
 SWEEPS = {
     "smoke": {
         "bench_errors": [
@@ -31,7 +31,7 @@ SWEEPS = {
         ],
         "bench_contract": grid(impl=FEW),
     },
-    # No contract: what the clauses ask for compiles every kernel anew.
+    # No contract: its clauses recompile every kernel.
     "default": {
         "bench_errors": [
             *grid(dtype=ALL, head_dim=[64], **LARGE, impl=IMPLS),
@@ -48,7 +48,7 @@ SWEEPS = {
 
 @pytest.fixture
 def asked(case, left_out, facts, device):
-    """Return the implementation of the case, or leave the case out with a reason."""
+    """Return a function that gives the implementation, or leaves the case out with a reason."""
 
     def ask(problem):
         impl = get(case.impl)
@@ -56,14 +56,14 @@ def asked(case, left_out, facts, device):
         if impl.compiles:
             if facts["sweep"] != "full" or problem.head_dim > COMPILED:
                 left_out(f"{impl.name} compiles every shape for seconds: in the full sweep, D = 64")
-            torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
+            torch.compiler.reset()  # beyond eight shapes torch would stop compiling
         return impl
 
     return ask
 
 
 def bench_errors(device_benchmark, case, facts, device, asked):
-    """Compare o, lse, dq, dk and dv with fp64, on ordinary and on adversarial values."""
+    """Compare o, lse, dq, dk and dv with fp64 on normal and adversarial values."""
     problem = Problem(
         heads=case.heads, seq_q=case.seq, head_dim=case.head_dim, causal=True, dtype=case.dtype
     )
@@ -79,7 +79,7 @@ def bench_errors(device_benchmark, case, facts, device, asked):
 
 
 def bench_contract(device_benchmark, case, facts, device, asked):
-    """Try every clause of the contract, whatever the implementation says that it cannot do."""
+    """Check every clause of the contract, including those that the implementation disclaims."""
     facts["part"] = "contract"
     impl = asked(usual(get(case.impl), device))
     start = time.perf_counter()

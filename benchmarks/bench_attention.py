@@ -1,7 +1,7 @@
-"""What a score matrix costs: time and memory of one-headed attention against its length.
+"""The cost of the score matrix: time and memory of single-head attention over its length.
 
-Naive attention holds N x N numbers for backward, so its bytes over N ** 2 are flat; those of the
-tiled algorithm over N are.
+Naive attention saves N x N numbers for backward, so its memory grows as N ** 2. The memory of the
+tiled algorithm grows as N.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PASSES = ["forward", "backward"]
 
 
 def problems(**axes):
-    """Return a grid of causal attentions without heads."""
+    """Return a grid of causal single-head problems."""
     return grid(batch=[8], causal=["top_left"], **axes, **{"pass": PASSES})
 
 
@@ -54,11 +54,11 @@ SWEEPS = {
         ),
     ],
 }
-SCORES = {"naive", "reference", "sdpa_math"}  # who hold [B, N, N]
+SCORES = {"naive", "reference", "sdpa_math"}  # these save [B, N, N]
 
 
 def must_hold(impl, problem):
-    """Return the bytes that the algorithm keeps for backward, beside q, k and v."""
+    """Return the bytes that the algorithm saves for backward, except q, k and v."""
     wide, rows = DTYPES[problem.dtype], problem.batch * problem.seq_q
     if impl.name in SCORES:
         return (wide * rows + problem.seq_q) * problem.seq_kv  # the softmax and the mask
@@ -67,7 +67,7 @@ def must_hold(impl, problem):
 
 @pytest.fixture
 def problem(case):
-    """Return the problem of the case, as one head."""
+    """Return the problem of the case."""
     return Problem(
         batch=case.batch,
         seq_q=case.seq,
@@ -78,7 +78,7 @@ def problem(case):
 
 
 def bench_pass(device_benchmark, case, problem, facts, device, left_out, interpreted):
-    """Note the bytes that forward holds for backward and the peak; time one pass."""
+    """Record the bytes saved for backward and the peak; time one pass."""
     impl = get(case.impl)
     facts |= {
         "flops": problem.flops(facts["pass"]),

@@ -1,6 +1,6 @@
-"""What torch.compile changes: naive attention and whole models, eager and compiled, side by side.
+"""The effect of torch.compile on naive attention and on whole models.
 
-Both run in one case, one after the other, so that their ratio is of one state of the machine.
+Eager and compiled run in one case, one after the other, so that the machine is in the same state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = ["forward", "forward+backward", "train"]
 
 
 def attentions(**axes):
-    """Return a grid of attentions without heads."""
+    """Return a grid of single-head problems."""
     return grid(subject=["attention"], batch=[8], **axes, **{"pass": PASSES})
 
 
@@ -66,7 +66,7 @@ SWEEPS = {
 
 
 def bench_attention(device_benchmark, case, facts, device):
-    """Time naive attention eager, then compiled, after noting what compiling took."""
+    """Time naive attention eager, then compiled; record the compilation."""
     problem = Problem(
         batch=case.batch, seq_q=case.seq, head_dim=case.head_dim, causal=True, dtype=case.dtype
     )
@@ -76,7 +76,7 @@ def bench_attention(device_benchmark, case, facts, device):
     call = partial(naive_attention, mask=CAUSAL, scale=case.head_dim**-0.5)
 
     def timed(attention):
-        # Compiled code reuses the graph's buffers, so a backward on its own needs a new graph.
+        # Compiled code reuses the buffers of the graph, so each backward needs a new graph.
         def graph():
             return (attention(*inputs),)
 
@@ -94,20 +94,20 @@ def bench_attention(device_benchmark, case, facts, device):
 
 
 def bench_model(device_benchmark, case, facts, trained):
-    """Time a model's step eager, then compiled, after noting what compiling took."""
+    """Time a step of a model eager, then compiled; record the compilation."""
     facts["eager_seconds"] = _eager(device_benchmark, *trained(case).timed(case.step))
     _compiled(device_benchmark, *trained(case, compiled=True).timed(case.step))
 
 
 def _eager(device_benchmark, call, setup):
-    """Return the median seconds of a call, by the same clock as the benchmark's."""
+    """Return the median seconds of a call by the clock of the benchmark."""
     clock = device_benchmark.clock
     warm_up(call, clock=clock, setup=setup)
     return median(clock.samples(partial(call, *setup()), 1)[0][0] for _ in range(ROUNDS))
 
 
 def _compiled(device_benchmark, call, setup):
-    """Note what the first call compiles, then time the calls after it."""
+    """Record the compilation of the first call, then time later calls."""
     found, _ = compilation(lambda: call(*setup()))
     device_benchmark.extra_info |= {
         "compile_seconds": found.seconds,

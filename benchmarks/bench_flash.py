@@ -1,7 +1,8 @@
-"""FlashAttention against everything a user would pick instead: forward, backward, and both.
+"""FlashAttention compared with the alternatives: forward, backward, and both.
 
-Three protocols: the community's, 16 384 tokens of width 2048 cut into sequences of N; one head of
-one sequence, causal, which shows what a short or a lonely row costs; and eight such, in fp32.
+Three protocols: 16 384 tokens with a hidden size of 2048, divided into sequences of length N, as in
+the FlashAttention papers; one causal head of one sequence, which shows short rows and small grids;
+and one causal head of eight sequences in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 def tokens(
     total: int, width: int, *, seq: list[int], head_dim: list[int], dtype: list[str]
 ) -> list[Problem]:
-    """Return square problems, full and causal, each of ``total`` tokens ``width`` wide."""
+    """Return square problems, full and causal, of ``total`` tokens and hidden size ``width``."""
     return [
         Problem(batch=total // n, heads=width // d, seq_q=n, head_dim=d, causal=mask, dtype=name)
         for name, d, mask, n in product(dtype, head_dim, (False, True), seq)
@@ -28,7 +29,7 @@ def tokens(
 
 
 def one_head(*, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[Problem]:
-    """Return causal problems of one head of one sequence."""
+    """Return causal problems with one head and one sequence."""
     return [
         Problem(seq_q=n, head_dim=d, causal=True, dtype=name)
         for name, d, n in product(dtype, head_dim, seq)
@@ -36,7 +37,7 @@ def one_head(*, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[P
 
 
 def eight(*, seq: list[int], head_dim: list[int]) -> list[Problem]:
-    """Return causal problems of one head of eight sequences, in fp32."""
+    """Return causal fp32 problems with one head and eight sequences."""
     return [Problem(batch=8, seq_q=n, head_dim=d, causal=True) for d, n in product(head_dim, seq)]
 
 
@@ -62,7 +63,7 @@ FULL = [
 
 
 def in_passes(problems, together):
-    """Return the problems by benchmark: both passes together show little that is new."""
+    """Return the problems by benchmark; both passes together add little, so they get fewer."""
     one_by_one = dict.fromkeys(("bench_forward", "bench_backward"), problems)
     return {**one_by_one, "bench_forward_backward": together}
 
@@ -78,20 +79,20 @@ SWEEPS = {
         ],
     ),
 }
-# Compiling a shape costs 10 s and more, so few are: (queries, head dimension, dtype).
+# Compiling a shape takes 10 s or more, so only these are: (queries, head dimension, dtype).
 COMPILED = {
     (4096, 64, "bfloat16"),
     (4096, 128, "bfloat16"),
     (16384, 128, "bfloat16"),
 }
 TOGETHER = {(4096, 64, "bfloat16")}
-STUDIES = {"tiled": 1024}  # launched tile by tile from Python: the most queries it is timed at
+STUDIES = {"tiled": 1024}  # most queries; it loops over tiles in Python
 HOLDS_SCORES = ("reference", "naive", "compiled", "sdpa_math")
-SCORE_MATRICES = 4  # held at once by these, at the least, in a forward and a backward pass
+SCORE_MATRICES = 4  # score matrices that these hold at once, at least
 
 
 def left_out_because(impl, problem, device, passes):
-    """Return why the case shall not be timed though it could be, or None."""
+    """Return why a supported case is not timed, or None."""
     rows = problem.batch * problem.heads * problem.seq_q
     scores = DTYPES[problem.dtype] * rows * problem.seq_kv
     shape = (problem.seq_q, problem.head_dim, problem.dtype)
@@ -109,7 +110,7 @@ def left_out_because(impl, problem, device, passes):
 
 @pytest.fixture
 def admitted(verifier, left_out, facts, device, interpreted):
-    """Return what admits the case to the clock, or leaves it out with a reason."""
+    """Return a function that leaves the case out with a reason unless it can be timed."""
 
     def admit(passes):
         one, batch = verifier.problem.heads == 1, verifier.problem.batch
@@ -124,7 +125,7 @@ def admitted(verifier, left_out, facts, device, interpreted):
 
 @pytest.fixture
 def check(verifier):
-    """Return what checks outputs; a peer's miss is an expected failure, its maker's to mend."""
+    """Return a function that checks outputs; errors of peers are expected failures."""
 
     def check(**outputs):
         try:
@@ -138,7 +139,7 @@ def check(verifier):
 
 
 def bench_forward(device_benchmark, impl, problem, device, admitted, check):
-    """Time o (and lse, of those who return it) without gradients."""
+    """Time the forward pass without gradients."""
     admitted("forward")
     q, k, v = make_inputs(problem, device=device)
     forward = partial(impl, q, k, v, **problem.mask_options, scale=problem.head_dim**-0.5)
@@ -148,19 +149,19 @@ def bench_forward(device_benchmark, impl, problem, device, admitted, check):
 
 
 class Graph:
-    """An implementation's graph on inputs that want gradients, built outside the clock.
+    """The autograd graph of an implementation, built untimed.
 
     Args:
-        impl: who builds it.
-        problem: on what.
-        device: where.
+        impl: the implementation.
+        problem: the problem.
+        device: where to run.
     """
 
     def __init__(self, impl, problem, device):
-        """Make the inputs, and o's gradient."""
+        """Create the inputs and the gradient of o."""
         self.inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
         self.grad_o, _ = make_grads(problem, device=device)
-        # Compiled code reuses the graph's buffers, so it needs a new graph for every call.
+        # Compiled code reuses the buffers of the graph, so each call needs a new graph.
         self.keep = not impl.compiles
         self._call = partial(
             impl, *self.inputs, **problem.mask_options, scale=problem.head_dim**-0.5
@@ -181,7 +182,7 @@ class Graph:
 
 
 def bench_backward(device_benchmark, impl, problem, device, admitted, check):
-    """Time the backward pass on its own; never a difference of two times."""
+    """Time the backward pass alone, not as a difference of two times."""
     admitted("backward")
     graph = Graph(impl, problem, device)
     (o,) = graph.forward()
@@ -194,7 +195,7 @@ def bench_backward(device_benchmark, impl, problem, device, admitted, check):
 
 
 def bench_forward_backward(device_benchmark, impl, problem, device, admitted, check):
-    """Time both passes together, with a new graph in every call."""
+    """Time both passes together, with a new graph for each call."""
     admitted("forward+backward")
     graph = Graph(impl, problem, device)
     dq, dk, dv = graph.both()

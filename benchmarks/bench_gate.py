@@ -1,14 +1,16 @@
-"""The gate on time: the working tree against another revision, in turns.
+"""The performance gate: compare the working tree with another revision.
 
-Collected instead of all other benchmarks, and only, with ``--gate-against`` or ``--gate-selftest``.
-Cases are in ``flashattn/gate/cases.py``, each with its reason.
+``--gate-against`` or ``--gate-selftest`` collects this file instead of all other benchmarks. The
+cases are in ``flashattn/gate/cases.py``.
 
-Exit status: 0 when all are SAME (surely not slower), FASTER, or NEW in the working tree; 1 when a
-case is SLOWER or does not run, which is a failed test; 10 when one is AMBIGUOUS, so that it may be
-slower, and 11 when one is UNPROVEN, because this machine is too noisy or the old revision does not
-start, which are skipped tests: they fail nobody, and prove nothing either; 12 when a slow-down made
-on purpose was not seen, so that nothing here is to be believed. Beside the gate, 13: a limit of
---benchmark-compare-fail lies inside the noise of the runs that it compares.
+Exit status:
+    0: every case is SAME (surely not slower), FASTER, or NEW.
+    1: a case is SLOWER or does not run; its test fails.
+    10: a case is AMBIGUOUS, so it may be slower; its test is skipped.
+    11: a case is UNPROVEN, because the machine is too noisy or the old revision does not start; its
+        test is skipped.
+    12: an injected slowdown was not detected, so no result can be trusted.
+    13 (without the gate): a limit of --benchmark-compare-fail is within the noise of the runs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from flashattn.gate.plugin import FAILED, UNSETTLED
 
 
 def pytest_generate_tests(metafunc):
-    """Make an item for each case, and for each slow-down made on purpose."""
+    """Make a test for each case and for each injected slowdown."""
     gate = metafunc.config.pluginmanager.get_plugin("gate")
     timed = gate.timed() if gate else []
     ids = [f"{case}{share:+.0%}" if share else str(case) for case, share in timed]
@@ -28,12 +30,12 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def gate(pytestconfig):
-    """Return what holds the two revisions against each other."""
+    """Return the plugin that compares two revisions."""
     return pytestconfig.pluginmanager.get_plugin("gate")
 
 
 def bench_gate(gate, timed):
-    """Time a case in both revisions until the difference is certain; fail when it is slower."""
+    """Time a case in both revisions until the verdict is settled; fail if it is SLOWER."""
     outcome = gate.judge(*timed)
     if outcome.verdict in FAILED:
         pytest.fail(str(outcome), pytrace=False)

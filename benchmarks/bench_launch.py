@@ -1,7 +1,7 @@
-"""What a call costs the host: microseconds until it returns, eager, compiled and as a CUDA graph.
+"""Launch overhead: host time of a call, eager, compiled and in a CUDA graph.
 
-The problem is so small that the device is done long before the host; what is left is Python, checks
-and launches.
+The problem is so small that the device finishes long before the host; the time is that of Python,
+checks and launches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flashattn.report.studies.launch import FLOORS
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.sweep import grid
 
-# A third of a second for what takes 150 us: what others do on a host comes and goes.
+# A third of a second for a call of 150 us, long enough to average over load from other programs.
 CALLS, ROUNDS = 100, 20
 PASSES = ["forward", "forward+backward"]
-# What PyTorch takes for an autograd function in Python, see ``Nothing``, and with it Triton for a
-# kernel each way: without gradients nobody needs one.
+# Lower bounds: an autograd function in Python (``Nothing``), and one that also launches a Triton
+# kernel in each pass. The forward pass alone needs no autograd function.
 FLOOR, LAUNCHING = FLOORS
 
 
@@ -36,7 +36,7 @@ def calls(passes=PASSES, **axes):
 
 
 def floors(dtypes):
-    """Return the calls of those, both ways."""
+    """Return the calls of the floors, forward and backward."""
     return calls(PASSES[1:], dtype=dtypes, mode=["eager"], impl=list(FLOORS))
 
 
@@ -65,17 +65,17 @@ SWEEPS = {
 
 
 class HostTime:
-    """The host's seconds of a call until it returns, each batch of calls begun on an idle device.
+    """Measures the host time of calls; each batch of calls starts on an idle device.
 
     Args:
-        synchronize: waits for the device.
+        synchronize: waits until the device is idle.
     """
 
     tells = "host time of a call on an idle device"
     late = 0
 
     def __init__(self, synchronize):
-        """Hold on to it."""
+        """Store the function."""
         self.synchronize = synchronize
 
     def cover(self, launch):  # noqa: ARG002 - nothing is queued
@@ -83,7 +83,7 @@ class HostTime:
         return 0.0
 
     def samples(self, call, calls):
-        """Return the mean seconds of ``CALLS`` calls in a row, ``calls`` times."""
+        """Return the mean seconds of ``CALLS`` consecutive calls, ``calls`` times."""
         seconds, result = [], None
         for _ in range(calls):
             self.synchronize()
@@ -97,7 +97,7 @@ class HostTime:
 
 @pytest.fixture
 def call(case, facts, device, left_out, interpreted):
-    """Return the call whose host time is asked for."""
+    """Return the call to time."""
     problem = Problem(batch=1, heads=2, seq_q=64, head_dim=64, causal=True, dtype=case.dtype)
     facts["problem"] = str(problem)
     if case.impl == LAUNCHING and device.type != "cuda":
@@ -123,7 +123,7 @@ def call(case, facts, device, left_out, interpreted):
 
 
 def _entry(name):
-    """Return what a user calls: ours through ``attention``, PyTorch's as PyTorch has it."""
+    """Return the function that a user would call."""
     if name == "sdpa":
         return lambda q, k, v, causal: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal
@@ -135,7 +135,7 @@ def _entry(name):
 
 
 class Nothing(torch.autograd.Function):
-    """Allocates what our kernels fill, forward and backward, and launches none of them."""
+    """Allocates the outputs of our kernels, forward and backward, without launching any."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -147,7 +147,7 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):  # noqa: ARG004 - autograd's
-        """Return the gradients of q, k and v, beside two numbers a row."""
+        """Return the gradients of q, k and v; allocate two numbers per row besides."""
         q, k, v, _, lse = ctx.saved_tensors
         _ = torch.empty_like(lse), torch.empty_like(lse)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -165,7 +165,7 @@ def _nothing():
 
 
 class Launching(Nothing):
-    """Launches an empty kernel besides, forward and backward, as any in Triton must."""
+    """Also launches an empty Triton kernel in forward and in backward."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -187,7 +187,7 @@ def _both(run, inputs, grad_o):
 
 
 def _as_graph(run):
-    """Capture a call, after the warm-up on a stream of its own that capturing asks for."""
+    """Capture a call in a CUDA graph, after the warm-up on a side stream that capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -201,7 +201,7 @@ def _as_graph(run):
 
 
 def bench_call(device_benchmark, call):
-    """Time the host until the call returns."""
+    """Time the call on the host."""
     device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
     warm_up(call, clock=device_benchmark.clock)
     device_benchmark.time(call, rounds=ROUNDS)

@@ -1,7 +1,7 @@
-"""The transformer end to end: each size, context, precision and attention, in four steps.
+"""The transformer end to end: four kinds of steps for each size, context and precision.
 
-Also where mixed precision and the compiler are compared: the same step in fp32, TF32 and bf16,
-eager and compiled, with naive, PyTorch's and our attention.
+The same step runs in fp32, TF32 and bf16, eager and compiled, with naive attention, PyTorch's and
+ours.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from flashattn.testing.sweep import grid
 
 STEPS = ["forward", "backward", "forward+backward", "train"]
 SIZES = ["small", "medium", "large", "xl", "2.7B"]
-WARM, ROUNDS = 2, 10  # one more call weighs, and three more warm the clock up
+WARM, ROUNDS = 2, 10  # ``peak_bytes`` and the clock add four more warm-up calls
 
 SWEEPS = {
-    # A CPU without 16-bit products imitates them: one step shows that.
+    # A CPU without 16-bit products emulates them slowly, so one step is enough.
     "smoke": [
         *grid(
             size=["tiny"],
@@ -85,7 +85,7 @@ SWEEPS = {
             impl=["naive", "sdpa", "triton"],
             step=["train"],
         ),
-        # What does not fit an H200 is a row.
+        # Out of memory on an H200, which also makes a row.
         *grid(
             size=["2.7B"],
             context=[4096],
@@ -100,7 +100,7 @@ SWEEPS = {
 
 
 def bench_step(device_benchmark, case, facts, device, trained):
-    """Note a step's peak and time it; 6 steps to warm up, 10 measured."""
+    """Record the peak memory of a step and time it, with 6 warm-up steps and 10 measured ones."""
     model = trained(case)
     call, setup = model.timed(case.step)
     for _ in range(WARM):

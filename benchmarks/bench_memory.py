@@ -1,4 +1,4 @@
-"""Where the memory goes: peaks of a step beside their prediction, and the allocator's timeline."""
+"""Memory of a step: measured and predicted peaks, and the timeline of the allocator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashattn.testing.sweep import grid
 STEPS = ["forward", "forward+backward", "train"]
 ROUNDS = 5
 SWEEPS = {
-    # A CPU without 16-bit products imitates them: one step shows that.
+    # A CPU without 16-bit products emulates them slowly, so one step is enough.
     "smoke": [
         *grid(
             size=["tiny"],
@@ -74,11 +74,11 @@ SWEEPS = {
 
 
 def bench_step(device_benchmark, case, facts, device, trained, snapshots):
-    """Note a step's peak, what the forward pass keeps, and the timeline; time it as well."""
+    """Record the peak, the activations and the timeline of a step, and time it."""
     model = trained(case, phase=phase)
     call, setup = model.timed(case.step)
-    call()  # the optimizer's state is made by the first step
-    peak = peak_bytes(call, device)[0]  # the result, kept, would be in every number to come
+    call()  # the first step allocates the optimizer state
+    peak = peak_bytes(call, device)[0]  # keeping the result would add its bytes to later numbers
     costs, learns = model.costs, case.step != "forward"
     facts |= {
         "peak_bytes": above(peak.peak, model.ground),
@@ -88,7 +88,7 @@ def bench_step(device_benchmark, case, facts, device, trained, snapshots):
             "parameters": costs.parameter_bytes,
             "gradients": costs.gradient_bytes * learns,
             "optimizer": costs.optimizer_bytes * (case.step == "train"),
-            # Each product keeps the cast of its weight, as it keeps its input.
+            # Each product saves its cast weight along with its input.
             "activations": (costs.activation_bytes + costs.cast_bytes) * learns,
         },
         "measured": model.state_bytes(),

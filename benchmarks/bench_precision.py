@@ -1,6 +1,6 @@
-"""What fewer bits do: sums that stop growing, dtypes under autocast, LayerNorm step by step.
+"""Effects of low precision: stagnating sums, dtypes under autocast, and LayerNorm in 16 bits.
 
-All of it is arithmetic and costs milliseconds, so every sweep has all of it.
+All cases take milliseconds, so every sweep has all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SWEEPS = dict.fromkeys(("smoke", "default", "full"), CASES)
 
 
 def bench_accumulation(device_benchmark, case, facts):
-    """Add the same number many times, on the CPU: the result is IEEE 754's, the same anywhere."""
+    """Add the same number many times on the CPU; IEEE 754 determines the result."""
     dtypes = {name: getattr(torch, getattr(case, name)) for name in ("accumulator", "addend")}
     call = partial(partial_sums, case.value, case.count, **dtypes, cast=case.cast)
     curve = call()
@@ -48,14 +48,14 @@ def bench_accumulation(device_benchmark, case, facts):
 
 
 def bench_autocast(device_benchmark, case, facts, device):
-    """List the dtypes of a toy model's tensors under autocast."""
+    """List the dtypes of tensors in a toy model under autocast."""
     call = partial(autocast_dtypes, getattr(torch, case.dtype), device)
     facts |= {"part": "autocast", "tensors": call()}
     device_benchmark.time(call, rounds=5)
 
 
 def bench_layernorm(device_benchmark, case, facts, device):
-    """Normalise a row with every operation in half precision; compare one of them with fp64."""
+    """Normalize a row with every operation in 16 bits; compare one quantity with fp64."""
     call = partial(layernorm, getattr(torch, case.dtype), case.scale, device=device)
     exact, got = (found[case.quantity] for found in call())
     facts |= {"part": "layernorm", "exact": exact, "got": got, "error": abs(got / exact - 1)}

@@ -1,4 +1,4 @@
-"""Where the time goes: kernels of a step by category, and the three parts of naive attention."""
+"""Device time of a step by kernel and category, and of the three parts of naive attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def steps(**axes):
 
 
 def parts(**axes):
-    """Return a grid of attentions that are taken apart."""
+    """Return a grid of attention problems."""
     return grid(batch=[4], **axes)
 
 
@@ -72,7 +72,7 @@ SWEEPS = {
 
 
 def bench_step(device_benchmark, case, facts, device, trained):
-    """Profile one step, and time it without the profiler beside."""
+    """Profile one step, and time it without the profiler."""
     call, setup = trained(case, phase=phase).timed(case.step)
     for _ in range(2):
         call()
@@ -87,7 +87,7 @@ def bench_step(device_benchmark, case, facts, device, trained):
 
 
 def bench_attention_parts(device_benchmark, case, facts, device):
-    """Profile scores, softmax and values one by one: their seconds against their flops."""
+    """Profile scores, softmax and values separately: seconds, FLOPs and bytes."""
     shape = (case.batch, case.heads, case.seq, case.head_dim)
     dtype = getattr(torch, case.dtype)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
@@ -104,8 +104,7 @@ def bench_attention_parts(device_benchmark, case, facts, device):
     found = profile(attention, device, calls=5)
     pairs, row = case.batch * case.heads * case.seq**2, q.numel() * q.element_size()
     matrix = pairs * q.element_size()
-    # Of a softmax's flops the field counts a maximum, a difference, an exponential, a sum and a
-    # quotient for each score.
+    # Softmax counts 5 FLOPs per score: maximum, difference, exponential, sum, quotient.
     costs = {
         "scores": (2 * pairs * case.head_dim, 2 * row + matrix),
         "softmax": (5 * pairs, 2 * matrix),

@@ -1,4 +1,4 @@
-"""What warming up is for: the same steps measured after 0, 1, 2 and 5 others, in new processes."""
+"""The effect of warm-up: steps measured after 0, 1, 2 and 5 others, in new processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWEEPS = {
 
 
 def bench_first_steps(device_benchmark, case, facts, device):
-    """Time the steps that follow the warm-up, the first of them too."""
+    """Time the steps after the warm-up, including the first."""
     seconds = cold_steps(
         size=case.size,
         context=case.context,

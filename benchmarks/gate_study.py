@@ -1,12 +1,11 @@
-"""How often the gate errs: pairs of unchanged code, and of slower code, on a loaded machine.
+"""Error rates of the gate, on unchanged and on slower code, on a loaded machine.
 
     python benchmarks/gate_study.py --null 30 --reworded 10 --injected 20 --output gate.jsonl
 
-A pair holds the working tree against itself, so whatever it calls SLOWER in a null pair is wrong.
-A reworded pair has functions in the new tree that nobody calls: the same work from another text,
-which comes to lie elsewhere in memory, as after any commit. An injected pair slows the new one down
-by work that is really done. Meanwhile other processes load the machine, in bursts. Every pair is
-a line on disk before the next one starts, beside those of earlier studies.
+Each pair compares the working tree with itself. In a null pair SLOWER is a false alarm. A reworded
+pair adds unused functions to the new tree, which change the memory layout as any commit may. An
+injected pair slows the new tree down by real work. Other processes load the machine in bursts. Each
+pair is appended to the output before the next one starts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from flashattn.report.study import Table
 from flashattn.report.table import markdown
 
 ROOT = Path(__file__).parents[1]
-FOUR = {  # short calls and long ones, forward, backward and a whole step
+FOUR = {  # short and long calls, forward, backward and a whole step
     "cpu": ("tiled-forward-full", "reference-backward-causal", "attention-call", "model-forward"),
     "cuda": (
         "forward-d128-full",
@@ -46,7 +45,7 @@ FOUR = {  # short calls and long ones, forward, backward and a whole step
     ),
 }
 INJECTED = 0.07
-# Works for up to 0.4 s, rests for up to 0.2 s, as a neighbour does who compiles or tests.
+# Busy for up to 0.4 s, idle for up to 0.2 s, like a neighbour that compiles or runs tests.
 LOAD = """
 import random, time, torch
 torch.set_num_threads(1)
@@ -70,11 +69,11 @@ def _unused_{number}(first, second={value}):
 
 @contextmanager
 def loaded(processes: int, device: str) -> Iterator[None]:
-    """Keep the machine busy meanwhile.
+    """Keep the machine busy inside the context.
 
     Args:
-        processes: how many.
-        device: what each of them works on.
+        processes: number of processes.
+        device: device that they load.
     """
     on_cuda = device == "cuda"
     wait = "torch.cuda.synchronize()" if on_cuda else "pass"
@@ -89,7 +88,7 @@ def loaded(processes: int, device: str) -> Iterator[None]:
 
 
 def reword(tree: Path, seed: int) -> None:
-    """Add functions that nobody calls to every module of a tree."""
+    """Add unused functions to every module of a tree."""
     draw = random.Random(seed)  # noqa: S311
     for path in sorted(tree.rglob("*.py")):
         added = (
@@ -102,14 +101,14 @@ def reword(tree: Path, seed: int) -> None:
 def outcomes_of(
     cases: Sequence[Case], device: str, rounds: int, *, injected: float, seed: int | None
 ) -> list[dict[str, Any]]:
-    """Return the outcome of each case in one pair, in processes of its own.
+    """Return the outcome of each case in one new pair.
 
     Args:
-        cases: what is timed.
-        device: where.
-        rounds: of a first collection.
-        injected: share by which the new tree is slower.
-        seed: of the words that are added to the new tree; None adds none.
+        cases: the cases to time.
+        device: where to time.
+        rounds: rounds of a first collection.
+        injected: slowdown of the new tree, as a share of its time.
+        seed: seed of the functions added to the new tree; None adds none.
     """
     pair = Pair(ROOT, None, torch.device(device))
     try:
@@ -122,14 +121,14 @@ def outcomes_of(
 
 
 def kind(run: dict[str, Any]) -> str:
-    """Return what a pair was of."""
+    """Return the kind of a pair."""
     if run["injected"]:
         return f"{run['injected']:+.0%} injected"
     return "unchanged" if run["seed"] is None else "reworded"
 
 
 def summary(made: Sequence[dict[str, Any]]) -> str:
-    """Return how many cases got which verdict, and how far apart the arms were."""
+    """Return a table of verdicts and of the largest null-arm deviation, by kind of pair."""
     words = ("SLOWER", "FASTER", "SAME", "AMBIGUOUS", "UNPROVEN")
     header = ["code", "pairs", "cases", *words, "null arm, at most", "s a pair"]
     lines = []
@@ -150,18 +149,20 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--null", type=int, default=30, help="pairs of unchanged code")
-    parser.add_argument("--reworded", type=int, default=10, help="pairs of the same in other words")
-    parser.add_argument("--injected", type=int, default=20, help="pairs with a slow-down")
-    parser.add_argument("--share", type=float, default=INJECTED, help="of the slow-down")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a first collection")
+    parser.add_argument(
+        "--reworded", type=int, default=10, help="pairs with unused functions added"
+    )
+    parser.add_argument("--injected", type=int, default=20, help="pairs with a slowdown")
+    parser.add_argument("--share", type=float, default=INJECTED, help="size of the slowdown")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of a first collection")
     parser.add_argument("--load", type=int, default=1, help="processes that load the machine")
-    parser.add_argument("--load-gpu", action="store_true", help="they load the GPU, not the cores")
+    parser.add_argument("--load-gpu", action="store_true", help="load the GPU, not the CPU")
     parser.add_argument("--output", type=Path, default=Path("gate.jsonl"))
     return parser.parse_args()
 
 
 def main() -> None:
-    """Make the pairs, and print the table."""
+    """Run the pairs and print the table."""
     options, device = arguments(), "cuda" if torch.cuda.is_available() else "cpu"
     cases = [case for case in CASES[device] if str(case) in FOUR[device]]
     header = {
@@ -174,7 +175,7 @@ def main() -> None:
     wanted: list[tuple[float, int | None]] = [(0.0, None)] * options.null
     wanted += [(0.0, seed) for seed in range(options.reworded)]
     wanted += [(options.share, None)] * options.injected
-    random.Random(0).shuffle(wanted)  # noqa: S311 - a machine's mood is shared by all kinds
+    random.Random(0).shuffle(wanted)  # noqa: S311 - spreads drifts of the machine over all kinds
     made = []
     with terminable(), loaded(options.load, "cuda" if options.load_gpu else "cpu"):
         for injected, seed in wanted:

@@ -1,10 +1,10 @@
-"""Search tiles on this GPU: check every candidate, time it, print rows of plan/tables.
+"""Search tiles for plan/tables on this GPU: check and time every candidate.
 
     python benchmarks/tune.py --head-dim 64 128 --dtype bfloat16 --kernel fwd bwd_dkdv bwd_dq
 
-A candidate that spills, does not fit, or gives another result than the reference is never timed.
-The figure is the kernel's own TFLOP/s, products that it recomputes included, for full and causal
-attention; fp32 that comes cut was cut before. ``--precision tf32`` is for where torch allows TF32.
+Candidates that spill, do not fit, or differ from the reference are not timed. The printed rates are
+TFLOP/s of the kernel for full and causal attention, recomputed products included; the time to
+pre-split fp32 is excluded. ``--precision tf32`` tunes for settings that allow TF32.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
-# Matrix products of each kernel.
+# Number of matrix products in each kernel.
 PRODUCTS = {"bwd_fused": 7, "bwd_one_launch": 7, "bwd_dkdv": 4, "bwd_dq": 3}
 PRODUCTS |= dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv"), 2)
-TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # the community's protocol: batch and heads follow
-SHORT = {
-    "fwd_short_kv": 512,
-    "bwd_one_launch": 256,
-}  # tokens of a head, of kernels for short ones alone
-# Gross errors; tests hold budgets.
+TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # as in the FlashAttention papers
+SHORT = {"fwd_short_kv": 512, "bwd_one_launch": 256}  # sequence length for short-sequence kernels
+# Limits for gross errors; the tests check error budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
 SHARED = 227 << 10
@@ -54,14 +51,14 @@ Outputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Way:
-    """How operands come to a kernel.
+    """How a kernel receives its operands.
 
     Args:
-        loaded: bytes of an element, of all its parts where it comes cut.
-        stages: that there may be room for.
-        registers: a thread's part of the accumulators: with fewer it idles, with more it must
-            spill. Six bf16 products split what is not cut in registers, which leaves less of them.
-        cut: whether it comes cut.
+        loaded: bytes per element, of all bf16 terms if pre-split.
+        stages: pipeline stages to try.
+        registers: accumulator registers per thread; fewer leave threads idle, more spill. bf16x6
+            without pre-splitting needs registers for the terms.
+        cut: whether operands are pre-split.
     """
 
     loaded: int
@@ -80,14 +77,14 @@ LOADS = ("descriptors", "pointers", "cut")
 
 
 def way(dtype: str, precision: str, load: str) -> Way:
-    """Return how operands of a dtype come."""
+    """Return the ``Way`` of a dtype."""
     if dtype != "float32":
         return HALF
     return (CUT if load == "cut" else WHOLE)[precision]
 
 
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
-    """Return what a tile is judged by: a single head for kernels that are for few programs."""
+    """Return the problem to time: a single head for the kernels of small grids."""
     sizes = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
     return Problem(
         **({} if kernel in OPTIONAL else sizes),
@@ -101,19 +98,19 @@ def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Probl
 def candidates(
     kernel: Kernel, head_dim: int, given: Way, *, descriptors: bool, limits: Sequence[int] = (0,)
 ) -> list[Tile]:
-    """Return the tiles whose accumulators fit the registers and whose loads the shared memory.
+    """Return the tiles that fit in registers and shared memory.
 
     Args:
-        kernel: which.
+        kernel: name of the kernel.
         head_dim: D.
-        given: how operands come.
-        descriptors: whether tiles are loaded by them.
-        limits: of registers.
+        given: how the kernel receives its operands.
+        descriptors: whether tiles are loaded through tensor descriptors (TMA).
+        limits: register limits to try.
     """
     of_forward, short = kernel.startswith("fwd"), kernel == "fwd_short_kv"
     owned, scores = (1, 1) if of_forward else (1, 2) if kernel == "bwd_dq" else (2, 2)
     found = []
-    # of its own that a warp has at least, in half precision
+    # minimum rows per warp in half precision
     rows = 1 if short else 8 if head_dim <= WIDE else 4
     limited = range(given.registers.stop) if short else given.registers
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, given.stages):
@@ -121,7 +118,7 @@ def candidates(
         own, walked = (block_kv, block_q) if of_keys else (block_q, block_kv)
         registers = (owned * own * head_dim + scores * block_q * block_kv) // (32 * warps)
         resident = own * (1 if of_forward else 2)
-        buffers = stages - short  # 16 rows are too few for instructions that read shared memory
+        buffers = stages - short  # wgmma needs more than 16 rows to read shared memory
         shared = given.loaded * head_dim * (resident + 2 * buffers * walked)
         fits = registers in limited and shared <= SHARED
         if fits and (given is not HALF or own >= rows * warps):
@@ -134,7 +131,7 @@ def candidates(
 def prepare(
     kernel: Kernel, asked: Problem, precision: str
 ) -> tuple[Callable[[Tile], Outputs], Outputs, Outputs]:
-    """Return the kernel as a function of its tile, its first head's result, and its inputs."""
+    """Return the kernel as a function of its tile, the expected result of one head, and inputs."""
     q, k, v = make_inputs(asked, device="cuda")
     grad_o, _ = make_grads(asked, device="cuda")
     options = {"diagonal": asked.band.right, "scale": asked.head_dim**-0.5}
@@ -174,7 +171,7 @@ def check(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> None:
 
 
 def fault(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> str | None:
-    """Return what keeps a tile out of the race, or None; compiles it into Triton's cache."""
+    """Compile and check a tile; return its fault, or None."""
     arch = f"sm_{torch.cuda.get_device_capability()[0]}0"
     size = asked.torch_dtype.itemsize
     try:
@@ -184,16 +181,13 @@ def fault(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> str | N
         complaint = compile_variant(variant).complaint(arch)
         if complaint is None:
             check(kernel, replace(asked, batch=1), tile, precision)
-    except Exception as error:  # noqa: BLE001 - one that the compiler refuses is out, as well
+    except Exception as error:  # noqa: BLE001 - compiler errors rule a tile out too
         return f"{type(error).__name__}: {str(error)[:100]}"
     return complaint
 
 
 def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
-    """Return the kernel's flop/s on this problem, after checking its result.
-
-    To cut what it takes cut is timed by itself, and taken off.
-    """
+    """Check the result, then return FLOP/s, without the time to pre-split the operands."""
     check(kernel, asked, tile, precision)
     call, _, inputs = prepare(kernel, asked, precision)
     bench = functools.partial(triton.testing.do_bench, warmup=15, rep=50, return_mode="median")
@@ -205,10 +199,10 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
 
 
 def faults(jobs: list[tuple[Kernel, Problem, Tile, str]]) -> list[str | None]:
-    """Return every job's fault, found side by side.
+    """Return the fault of every job, in parallel.
 
-    A kernel that reads where it must not breaks its whole process: what else failed there in that
-    way is tried again in a process of its own.
+    An illegal memory access breaks its whole process, so jobs with CUDA errors are repeated, each
+    in a new process.
     """
     context, cores = get_context("spawn"), len(os.sched_getaffinity(0))
     with context.Pool(cores) as pool:
@@ -226,7 +220,7 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile, str]]) -> list[str | None]:
 def tune(
     kernel: Kernel, dtype: str, head_dim: int, tiles: Sequence[Tile], precision: str = "auto"
 ) -> list[dict[str, object]]:
-    """Return every tile's row, the fastest first."""
+    """Return the rows of all tiles, fastest first."""
     full, causal = (problem(kernel, head_dim, dtype, causal=mask) for mask in (False, True))
     found = faults([(kernel, asked, tile, precision) for tile in tiles for asked in (full, causal)])
     rows = []

@@ -1,10 +1,10 @@
-"""Search configs of the Hopper kernels beside cuDNN: what plan/tables/hopper.py stores.
+"""Search tiles for plan/tables/hopper.py, and compare them with cuDNN.
 
     python benchmarks/tune_hopper.py --head-dim 64 128 --passes forward backward --save search.json
 
-A config whose results differ from the portable kernels' by more than rounding is not timed. All
-others and cuDNN are timed in turns, as a card that has become warm is slower. The operations are
-those that everybody is given: 4 T S D forward, 10 T S D backward, half of that under a mask.
+Tiles whose results differ from the portable kernels by more than rounding are not timed. The
+others and cuDNN are timed alternately, because a warm card is slower. FLOPs are 4 T S D forward
+and 10 T S D backward, half of that under a mask.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from flashattn.plan.tile import (
     head_dim_split,
 )
 
-TOKENS, WIDTH = 16384, 2048  # the community's protocol: batch and heads follow
+TOKENS, WIDTH = 16384, 2048  # as in the FlashAttention papers
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-PASSES = {"forward": 4, "backward": 10}  # and their operations, times T S D
-CLOSE = 1e-2  # relative error of bf16, with room; tests hold budgets
-ROUNDS, SHARE = 5, 0.012  # of turns; seconds that each takes in one
-AHEAD = 200_000  # clocks that the device is kept busy while the first calls are queued
+PASSES = {"forward": 4, "backward": 10}  # FLOPs over T S D
+CLOSE = 1e-2  # limit on the relative error in bf16; the tests check error budgets
+ROUNDS, SHARE = 5, 0.012  # rounds, and seconds of each call per round
+AHEAD = 200_000  # clock cycles to keep the device busy while the first calls are queued
 PROCESSES = 12
 SECTIONS = (1, 4, 8, 16, 32, 64)
 STAGES = {64: (2,), 96: (2, 3), 128: (2, 3)}  # of the backward, as many as fit
@@ -58,18 +58,18 @@ FORWARD = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a pass can be computed.
+    """A candidate.
 
     Args:
-        tile: of the kernels.
-        deterministic: whether gradients are summed in a fixed order.
+        tile: tile of the kernels.
+        deterministic: whether gradients are accumulated in a fixed order.
     """
 
     tile: HopperTile | HopperBackward
     deterministic: bool = True
 
     def __str__(self) -> str:
-        """Return the tile as a row of the table has it."""
+        """Return the tile as a row of the table."""
         plain = type(self.tile)()
         changed = {
             name: value
@@ -112,7 +112,7 @@ def make(head_dim: int, length: int, *, batch: int, heads: int) -> list[torch.Te
 def prepare(
     direction: str, inputs: list[torch.Tensor], *, causal: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what takes a way and computes the pass, and what does by the portable kernels."""
+    """Return a function of a ``Way`` that computes the pass, and one for the portable kernels."""
     q, k, v, grad_o = inputs
     how: dict[str, Any] = {"diagonal": 0 if causal else None, "scale": q.shape[-1] ** -0.5}
     if direction == "forward":
@@ -131,14 +131,14 @@ def prepare(
 
 
 def fault(job: tuple[str, int, bool, Way]) -> str | None:
-    """Return what is wrong with a way, or None; its kernels are compiled then."""
+    """Compile and check a ``Way``; return its fault, or None."""
     direction, head_dim, causal, way = job
     torch.manual_seed(0)
     inputs = make(head_dim, 500, batch=3, heads=4)
     by, portable = prepare(direction, inputs, causal=causal)
     try:
         got, want = by(way), portable()
-    except Exception as error:  # noqa: BLE001 - any reason is one to leave it out
+    except Exception as error:  # noqa: BLE001 - any error rules it out
         return str(error).splitlines()[0]
     errors = [
         float((a.float() - b.float()).norm() / b.float().norm())
@@ -148,7 +148,7 @@ def fault(job: tuple[str, int, bool, Way]) -> str | None:
 
 
 def elapsed(call: Callable[[], Any], times: int) -> float:
-    """Return the seconds of one of some calls on the device."""
+    """Return the mean device seconds of a call."""
     call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD)  # noqa: SLF001 - there is no public way
@@ -161,7 +161,7 @@ def elapsed(call: Callable[[], Any], times: int) -> float:
 
 
 def cudnn(direction: str, inputs: list[torch.Tensor], *, causal: bool) -> Callable[[], Any]:
-    """Return what computes the pass by cuDNN."""
+    """Return a function that computes the pass by cuDNN."""
     q, k, v, grad_o = inputs
     call = partial(scaled_dot_product_attention, is_causal=causal)
     if direction == "forward":
@@ -174,7 +174,7 @@ def cudnn(direction: str, inputs: list[torch.Tensor], *, causal: bool) -> Callab
 def compare(
     direction: str, head_dim: int, length: int, found: list[Way], *, causal: bool
 ) -> dict[str, Any]:
-    """Return TFLOP/s of cuDNN, of the portable kernels, and of each way."""
+    """Return TFLOP/s of cuDNN, of the portable kernels and of each ``Way``."""
     heads, batch = WIDTH // head_dim, TOKENS // length
     inputs = make(head_dim, length, batch=batch, heads=heads)
     work = PASSES[direction] * TOKENS * length * heads * head_dim * (0.5 if causal else 1.0)

@@ -1,7 +1,7 @@
-"""What a training step of ``lm``'s transformer must multiply, move and hold, each by a formula.
+"""FLOPs and memory of a training step of the transformer in ``lm``, by formula.
 
-The legend is ``lm``'s: ``B`` batch, ``T`` context, ``C`` width, ``F`` hidden, ``V`` vocabulary,
-``H`` heads, ``D = C / H``.
+Shapes as in ``lm``: ``B`` batch, ``T`` context, ``C`` width, ``F`` hidden size of the MLP, ``V``
+vocabulary, ``H`` heads, ``D = C / H``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from flashattn.mask import CAUSAL
 
 Step = Literal["forward", "backward", "forward+backward", "train"]
 
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # precision: of an operand of a product
-FP32 = 4  # bytes of what is never cast
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of a product's operand
+FP32 = 4  # bytes of a number that autocast does not cast
 PASSES = {"forward": (1, 0), "backward": (0, 1), "forward+backward": (1, 1), "train": (1, 1)}
 HELD = ("naive", "naive_autocast", "flash")
 
 
 def _passes(step: Step) -> tuple[int, int]:
-    """Return how often a step goes forward and backward."""
+    """Return the number of forward and backward passes of a step."""
     if step not in PASSES:
         msg = f"step: wanted one of {', '.join(PASSES)}, got {step!r}"
         raise ValueError(msg)
@@ -30,22 +30,22 @@ def _passes(step: Step) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a step of ``TransformerLM`` and ``cross_entropy``, eager, must do and hold.
+    """Costs of an eager step of ``TransformerLM`` and ``cross_entropy``.
 
-    N is ``B * T`` tokens, e the bytes of a product's operand: 4, or 2 under autocast. What the
-    allocator adds by rounding is left out.
+    N is ``B * T`` tokens; e is the size of a product's operand, 4 bytes, or 2 under autocast.
+    Rounding by the allocator is not included.
 
     Args:
-        config: the model's shape.
+        config: shape of the model.
         batch: B.
         context: T.
         precision: "fp32", "tf32", or under autocast "bf16" or "fp16".
-        attention: what it holds: "naive" the scores' softmax in q's dtype, and the mask;
-            "naive_autocast" the same lines left to autocast on a GPU, which takes the softmax in
-            fp32 and casts it; "flash" q, k, v, o and the fp32 logsumexp. In fp32 both naives agree.
-        checkpoint: as the model's.
-        device: "cuda", whose RMSNorm is one kernel; elsewhere torch writes it out, and keeps the
-            normalised x, too.
+        attention: the tensors saved by attention. "naive": the softmax in the dtype of q, and the
+            mask. "naive_autocast": the same code under autocast on a GPU, which computes the
+            softmax in fp32 and casts it; equal to "naive" in fp32. "flash": q, k, v, o and the fp32
+            logsumexp.
+        checkpoint: whether the model recomputes its blocks.
+        device: on "cuda" RMSNorm is one kernel; elsewhere it also saves the normalized x.
 
     Raises:
         ValueError: batch or context is below 1, or precision, attention or a step is unknown.
@@ -60,7 +60,7 @@ class Costs:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Validate the arguments."""
         for name in ("batch", "context"):
             if getattr(self, name) < 1:
                 msg = f"{name}: wanted at least 1, got {getattr(self, name)}"
@@ -77,14 +77,14 @@ class Costs:
 
     @property
     def parameters(self) -> int:
-        """How many numbers are learned."""
+        """Number of parameters."""
         return self.config.parameters
 
     def flops(self, step: Step) -> int:
-        """Count what a step must multiply, the numerator of model flop utilisation.
+        """Return the model FLOPs of a step, the numerator of model FLOPs utilization (MFU).
 
-        2 flops for each token and weight of a matrix, 4 D for each head and pair t >= s of
-        attention; backward twice that.
+        2 FLOPs per token and matrix weight, and 4 D per head and causal pair (t >= s). Backward has
+        twice the FLOPs of forward.
         """
         forwards, backwards = _passes(step)
         matrices = self._block_products + self._head_products
@@ -92,11 +92,11 @@ class Costs:
         return (forwards + 2 * backwards) * (matrices + attention)
 
     def executed(self, step: Step) -> int:
-        """Count what is really multiplied.
+        """Return the executed FLOPs of a step.
 
-        Naive attention takes all T * T pairs. Flash takes the pairs t >= s, and backward q @ k.T
-        once more: 2.5 times forward. Checkpointed blocks run forward once more before backward, up
-        to w2, whose product nothing waits for.
+        Naive attention computes all T * T pairs. Flash computes the pairs t >= s, and recomputes
+        q @ k.T in backward, which has 2.5 times the FLOPs of forward. A checkpointed block runs
+        forward again before backward, except its last product, w2.
         """
         forwards, backwards = _passes(step)
         if self.attention == "flash":
@@ -120,31 +120,30 @@ class Costs:
         return 2 * self.tokens * self.config.vocab * self.config.width
 
     def _attention_products(self, pairs: int) -> int:
-        """Flops of q @ k.T and p @ v in all layers, for the pairs of one head."""
+        """FLOPs of q @ k.T and p @ v in all layers, given the pairs of one head."""
         return 4 * self.config.width * self.batch * pairs * self.config.layers
 
     @property
     def parameter_bytes(self) -> int:
-        """4 for each parameter: fp32 under autocast, too."""
+        """4 bytes per parameter, also under autocast."""
         return 4 * self.parameters
 
     @property
     def gradient_bytes(self) -> int:
-        """4 for each parameter."""
+        """4 bytes per parameter."""
         return 4 * self.parameters
 
     @property
     def optimizer_bytes(self) -> int:
-        """8 for each parameter: AdamW's two moments. Its step counts are left out."""
+        """8 bytes per parameter for the two moments of AdamW; step counts are not included."""
         return 8 * self.parameters
 
     @property
     def cast_bytes(self) -> int:
-        """2 for each weight of a matrix under autocast: copies that forward makes.
+        """2 bytes per matrix weight under autocast, for the copies cast in forward.
 
-        Autocast keeps them until its context ends, and each product of the graph until backward
-        has passed it, so they weigh on a forward without gradients, too. Checkpointed blocks keep
-        none in the graph.
+        Autocast caches them until its context ends, even without gradients, and the graph saves
+        them until backward has passed the product. Checkpointed blocks save none in the graph.
         """
         blocks = self.config.layers * self.config.block_matrices
         return self._cast(blocks + self.config.vocab * self.config.width)
@@ -154,10 +153,10 @@ class Costs:
 
     @property
     def activation_bytes(self) -> int:
-        """What a forward keeps for backward, besides parameters, their casts and the tokens.
+        """Bytes saved for backward, except parameters, their casts and the tokens.
 
-        Every block, or only its input [N, C] in fp32 where it is checkpointed; the final norm;
-        the head's input, e N C; the loss: the fp32 logarithms of the softmax, 4 N V, and a divisor.
+        Every block, or only its fp32 input [N, C] if checkpointed; the final norm; the input of the
+        head, e N C; and for the loss the fp32 log-softmax, 4 N V, and a divisor.
         """
         block = FP32 * self.tokens * self.config.width if self.checkpoint else self._block_bytes
         return self.config.layers * block + self._head_bytes
@@ -174,25 +173,25 @@ class Costs:
 
     @property
     def _norm_bytes(self) -> int:
-        """The input and 1 / rms in fp32; written out, the normalised x, too."""
+        """The input and 1 / rms in fp32; without a fused kernel also the normalized x."""
         wide = 1 if self.device == "cuda" else 2
         return FP32 * self.tokens * (wide * self.config.width + 1)
 
     @property
     def _block_bytes(self) -> int:
-        """Two norms; inputs of qkv, o and w13, e N C each; the MLP's e N 4 F; attention.
+        """Two norms; the inputs of qkv, o and w13, e N C each; the MLP, e N 4 F; attention.
 
-        The MLP keeps w13's output, 2 F wide, silu of its gate and w2's input, F wide each.
+        The MLP saves the output of w13 (2 F wide), silu of the gate and the input of w2 (F each).
         """
         matrices = self._operand * self.tokens * (3 * self.config.width + 4 * self.config.hidden)
         return 2 * self._norm_bytes + matrices + self._attention_bytes
 
     @property
     def _attention_bytes(self) -> int:
-        """Flash: q and k, turned; v, a view that keeps all of qkv; lse. o is the next input.
+        """Bytes saved by attention; o counts as the input of the next product.
 
-        Naive: the products' own dense copies of q, k and v (for a batch of 1 they need none, and
-        views keep as much as under flash), the softmax, and the mask in bytes.
+        Flash: the rotated q and k; v, a view that keeps all of qkv alive; lse. Naive: dense copies
+        of q, k and v made by the products (views as in flash if B = 1), the softmax, and the mask.
         """
         c, n = self.config, self.tokens
         views, copies = (self._operand * wide * n * c.width for wide in (5, 3))
@@ -203,24 +202,23 @@ class Costs:
 
     @property
     def _score_bytes(self) -> int:
-        """Bytes kept for each pair: p as the product with v takes it, and before it was cast."""
+        """Bytes saved per pair: p in the dtype of the product, and in fp32 before a cast."""
         cast = self.attention == "naive_autocast" and self._operand != FP32
         return self._operand + (FP32 if cast else 0)
 
     def bytes(self, step: Step) -> int:
-        """Predict a step's peak; "forward" is without gradients, "backward" with what it needs.
+        """Predict the peak memory of a step; "forward" is without gradients.
 
-        Parameters, RoPE's tables and two int64 a token are always there, and the optimizer's
-        state in training. On top of them comes the largest of some moments.
+        Parameters, RoPE tables and two int64 per token are always allocated, in training also the
+        optimizer state. The peak adds the largest of these moments:
 
-        * Forward without gradients: the casts, and what one block or the head holds at once.
-        * The loss: all activations, and the logits or two gradients of them in fp32.
-        * The last block going backward: no head any more, but its gradients, and what the block
-          computes on the way.
-        * The first block going backward: no other block any more, but all their gradients.
-        * The end: all gradients, and that of the stream. The fused optimizer needs nothing more.
+        * Forward without gradients: the casts, and the tensors of one block or of the head.
+        * The loss: all activations, and the logits or two fp32 gradients of them.
+        * Backward of the last block: the gradients of the head, and the temporaries of the block.
+        * Backward of the first block: likewise, with the gradients of all other blocks.
+        * The end: all gradients and that of the stream. The fused optimizer adds nothing.
 
-        Between the first and the last block all terms are linear, so the peak is at an end.
+        Memory is linear in the block between the last and the first, so the peak is at one of them.
         """
         c = self.config
         _, backwards = _passes(step)
@@ -233,9 +231,10 @@ class Costs:
 
     @property
     def _forward_peak(self) -> int:
-        """The last block's MLP or naive attention, or the head, beside the weights cast so far.
+        """The MLP or the naive attention of the last block, or the head, plus the casts so far.
 
-        Three widths of the stream are alive in an MLP: the block's input, its middle and its norm.
+        During the MLP three stream tensors are live: the input of the block, its sum with attention
+        and the norm.
         """
         c, n, e = self.config, self.tokens, self._operand
         before_mlp = (c.layers - 1) * c.block_matrices + 4 * c.width**2
@@ -249,13 +248,13 @@ class Costs:
 
     @property
     def _score_peak(self) -> int:
-        """Bytes of a pair in the softmax: in and out, and under autocast the fp32 in, too."""
+        """Bytes per pair during the softmax: input and output, under autocast also in fp32."""
         cast = self._score_bytes != self._operand
         return self._operand + 2 * FP32 if cast else 2 * self._operand
 
     @property
     def _loss_peak(self) -> int:
-        """Inside autocast the logits twice, with all casts; then their gradients, twice."""
+        """The logits twice with all casts inside autocast; later their gradients twice."""
         c, casts = self.config, self.cast_bytes
         kept = self._cast(c.vocab * c.width) if self.checkpoint else casts
         wide = self._operand + (FP32 if casts else 0)
@@ -264,12 +263,12 @@ class Costs:
 
     @property
     def _block_peaks(self) -> tuple[int, int]:
-        """The last and the first block going backward."""
+        """Bytes during the backward of the last block and of the first."""
         c = self.config
-        below = FP32 * self.tokens * c.width  # what a block holds that backward has not reached
+        below = FP32 * self.tokens * c.width  # saved by a block before its backward
         if not self.checkpoint:
             below = self._block_bytes + self._cast(c.block_matrices)
-        above = FP32 * c.block_matrices  # and the gradients of one that it has passed
+        above = FP32 * c.block_matrices  # gradients of a block after its backward
         here = self._block_bytes + self._cast(c.block_matrices) + self._block_backward
         here += FP32 * c.vocab * c.width
         others = c.layers - 1
@@ -277,9 +276,9 @@ class Costs:
 
     @property
     def _block_backward(self) -> int:
-        """Count what a block adds to what it kept, in its MLP or, when that is done, attention.
+        """Bytes that the backward of a block adds, at most, in its MLP or later in its attention.
 
-        The MLP: gradients of the stream, of w2 and of two tensors F wide. Naive attention: two
+        MLP: the gradients of the stream, of w2 and of two tensors of width F. Naive attention: two
         gradients of the scores.
         """
         c, n, e = self.config, self.tokens, self._operand

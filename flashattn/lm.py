@@ -1,10 +1,10 @@
-"""The transformer that attention is studied in: RMSNorm, RoPE, SwiGLU, five sizes.
+"""The transformer of the studies: RMSNorm, RoPE, SwiGLU; attention is an argument.
 
-The legend: ``B`` batch, ``T`` context, ``C`` width, ``F`` hidden, ``V`` vocabulary, ``H`` heads,
-``D = C / H``. Attention is an argument of the model.
+Shapes: ``B`` batch, ``T`` context, ``C`` width, ``F`` hidden size of the MLP, ``V`` vocabulary,
+``H`` heads, ``D = C / H``.
 
-The residual stream is fp32, under ``torch.autocast`` too: the embedding and the norms are not
-products, so autocast leaves them alone, and what a block adds to the stream is promoted.
+The residual stream is fp32 even under ``torch.autocast``: autocast does not cast the embedding and
+the norms, and the outputs of a block are promoted when they are added.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+from torch.nn import functional as F  # noqa: N812 - the conventional name
 from torch.utils.checkpoint import checkpoint as rerun
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,13 +28,13 @@ class Config:
     """The shape of a transformer.
 
     Args:
-        width: C, of the residual stream.
-        hidden: F, between the MLP's matrices.
-        layers: blocks.
-        heads: H; must divide C into head dimensions that are even, for RoPE turns pairs.
+        width: C, the width of the residual stream.
+        hidden: F, the hidden size of the MLP.
+        layers: number of blocks.
+        heads: H; must divide C, and C / H must be even for RoPE.
         vocab: V.
-        theta: RoPE's base: pair i turns by ``t * theta ** (-2 i / D)`` at position t.
-        longest: the largest context; RoPE's tables have a row for each position.
+        theta: base of RoPE: position t rotates pair i by ``t * theta ** (-2 i / D)``.
+        longest: maximum context, the length of the RoPE tables.
 
     Raises:
         ValueError: a size is below 1, H does not divide C, D is odd, or theta is not above 0.
@@ -49,7 +49,7 @@ class Config:
     longest: int = 8192
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Validate the sizes."""
         for name in ("width", "hidden", "layers", "heads", "vocab", "longest"):
             if getattr(self, name) < 1:
                 msg = f"{name}: wanted at least 1, got {getattr(self, name)}"
@@ -71,12 +71,12 @@ class Config:
 
     @property
     def block_matrices(self) -> int:
-        """Weights of one block's matrices: q, k, v, o are C x C; w1, w3 are F x C, w2 is C x F."""
+        """Matrix weights of a block: q, k, v and o are C x C, w1 and w3 are F x C, w2 is C x F."""
         return 4 * self.width**2 + 3 * self.width * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Blocks with two norms each, the final norm, the embedding and the untied head."""
+        """All parameters: blocks with two norms each, final norm, embedding and untied head."""
         block = self.block_matrices + 2 * self.width
         return self.layers * block + self.width + 2 * self.vocab * self.width
 
@@ -93,17 +93,17 @@ SIZES = {
 
 @torch.no_grad()
 def _truncated_normal(weight: torch.Tensor, std: float) -> None:
-    """Fill with normal numbers cut at three deviations, by the inverse of their distribution.
+    """Fill with a normal distribution truncated at 3 std, by inverse transform sampling.
 
-    Unlike ``nn.init.trunc_normal_`` it never looks at what it drew, so it works on the meta device
-    and a GPU need not wait.
+    Unlike ``nn.init.trunc_normal_`` this never reads the values, so it works on the meta device and
+    does not synchronize a GPU.
     """
     edge = math.erf(3 / math.sqrt(2))
     weight.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2))
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a matrix without bias whose outputs have the variance of its inputs."""
+    """Return a linear layer without bias, initialized to preserve variance."""
     linear = nn.Linear(inputs, outputs, bias=False)
     _truncated_normal(linear.weight, std=inputs**-0.5)
     return linear
@@ -112,11 +112,11 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; statistics in fp32.
 
-    The result has x's dtype. Source: Zhang and Sennrich, 2019.
+    The result has the dtype of x. Source: Zhang and Sennrich, 2019.
     """
 
     def __init__(self, width: int) -> None:
-        """Start as the identity on rows whose mean square is 1."""
+        """Initialize the weight to ones."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
@@ -126,26 +126,26 @@ class RMSNorm(nn.Module):
 
 
 class RoPE(nn.Module):
-    """Turn each pair (x[i], x[i + D / 2]) at position t by ``t * theta ** (-2 i / D)``.
+    """Rotate each pair (x[i], x[i + D / 2]) at position t by ``t * theta ** (-2 i / D)``.
 
-    The half-rotation form: pairs are half a head apart, not neighbours. A score then depends on
-    the distance of its two positions only. Source: Su et al., 2021, equation 34.
+    This is the rotate-half form. Scores then depend only on the distance between positions.
+    Source: Su et al., 2021, equation 34.
     """
 
     cos: torch.Tensor  # [longest, D / 2]
     sin: torch.Tensor
 
     def __init__(self, config: Config) -> None:
-        """Tabulate in fp64, keep in fp32: at position 8191 an fp32 angle is off by 5e-4."""
+        """Compute the tables in fp64, because fp32 angles at position 8191 are off by 5e-4."""
         super().__init__()
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-        turns = config.theta ** (-half / config.head_dim)
-        angles = torch.arange(config.longest, dtype=torch.float64)[:, None] * turns
+        frequencies = config.theta ** (-half / config.head_dim)
+        angles = torch.arange(config.longest, dtype=torch.float64)[:, None] * frequencies
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn x [B, T, ..., D] in fp32; the result has x's dtype."""
+        """Rotate x [B, T, ..., D] in fp32; the result has the dtype of x."""
         rows = (x.shape[1], *[1] * (x.ndim - 3), x.shape[-1] // 2)
         cos, sin = (table[: x.shape[1]].view(rows) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)
@@ -153,21 +153,21 @@ class RoPE(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention without biases; what a query sees is up to ``attention``.
+    """Multi-head self-attention without biases; ``attention`` applies the mask.
 
-    q, k and v come from one product, so that their input is cast once and the GPU is kept busy,
-    and are handed on as [B, H, T, D] views of memory laid out [B, T, ..., H, D], without a copy.
+    One product computes q, k and v, so their input is cast once. They are passed on as [B, H, T, D]
+    views of a [B, T, ..., H, D] layout, without a copy.
     """
 
     def __init__(self, config: Config, attention: Attention) -> None:
-        """Make the matrices."""
+        """Create the projections."""
         super().__init__()
         self.attention, self.head_dim = attention, config.head_dim
         self.qkv = _linear(config.width, 3 * config.width)
         self.o = _linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor, rope: RoPE) -> torch.Tensor:
-        """Attend from x [B, T, C] to itself."""
+        """Map x [B, T, C] to [B, T, C]."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H, D]
         q, k = rope(qkv[:, :, :2]).transpose(1, 3).unbind(2)
         v = qkv[:, :, 2].transpose(1, 2)
@@ -178,29 +178,29 @@ class SwiGLU(nn.Module):
     """``w2(silu(w1 x) * w3 x)``, w1 and w3 stacked in one matrix. Source: Shazeer, 2020."""
 
     def __init__(self, config: Config) -> None:
-        """Make the matrices."""
+        """Create the matrices."""
         super().__init__()
         self.w13 = _linear(config.width, 2 * config.hidden)
         self.w2 = _linear(config.hidden, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [B, T, C]."""
+        """Map x [B, T, C] to [B, T, C]."""
         gate, up = self.w13(x).chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to the stream and each behind its norm."""
+    """A pre-norm block: attention, then the MLP."""
 
     def __init__(self, config: Config, attention: Attention) -> None:
-        """Make the parts."""
+        """Create the layers."""
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(config.width), RMSNorm(config.width)
         self.attention = SelfAttention(config, attention)
         self.mlp = SwiGLU(config)
 
     def forward(self, x: torch.Tensor, rope: RoPE) -> torch.Tensor:
-        """Add to the residual stream x [B, T, C]."""
+        """Add the block's outputs to the residual stream x [B, T, C]."""
         x = x + self.attention(self.norm1(x), rope)
         return x + self.mlp(self.norm2(x))
 
@@ -209,14 +209,14 @@ class TransformerLM(nn.Module):
     """A decoder-only transformer language model.
 
     Args:
-        config: its shape.
-        attention: ``attention(q, k, v) -> o``, all [B, H, T, D], q, k and v strided views. It must
-            be causal, which nothing here checks.
-        checkpoint: keep only each block's input for backward, and run the block again there.
+        config: shape of the model.
+        attention: ``attention(q, k, v) -> o``, all [B, H, T, D]; q, k and v are strided views. It
+            must apply a causal mask; this is not checked.
+        checkpoint: save only the input of each block and recompute the rest in backward.
     """
 
     def __init__(self, config: Config, attention: Attention, *, checkpoint: bool = False) -> None:
-        """Make the parts, from torch's global random numbers."""
+        """Create the layers, using the global random state."""
         super().__init__()
         self.config, self.checkpoint = config, checkpoint
         self.embedding = nn.Embedding(config.vocab, config.width)
@@ -227,10 +227,13 @@ class TransformerLM(nn.Module):
         self.head = _linear(config.width, config.vocab)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, T, V] of each next token.
+        """Return the logits of the next tokens.
 
         Args:
             tokens: [B, T], integers below V.
+
+        Returns:
+            Logits [B, T, V].
 
         Raises:
             ValueError: T is above ``config.longest``.
@@ -248,5 +251,5 @@ class TransformerLM(nn.Module):
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy, in fp32, of logits [B, T, V] and targets [B, T]."""
+    """Return the mean cross-entropy in fp32 of logits [B, T, V] and targets [B, T]."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

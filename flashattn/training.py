@@ -1,4 +1,4 @@
-"""One model, one batch, one optimizer: the steps that the studies time, profile and weigh."""
+"""Training steps of one model on one batch, for the studies of time, profile and memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 
 from flashattn.lm import Attention, Config, TransformerLM, cross_entropy
 
-# What autocast casts the operands of products to; None leaves them fp32.
+# The dtype of autocast for each precision; None disables autocast.
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
     """A ``TransformerLM`` with fp32 parameters, random tokens, and AdamW.
 
-    Each step runs its parts under ``phase``: "forward", "loss", "backward" and "optimizer".
+    Each part of a step runs under ``phase``: "forward", "loss", "backward" and "optimizer".
 
     Args:
-        config: the model's shape.
-        attention: the model's; causal.
+        config: shape of the model.
+        attention: causal attention of the model.
         batch: B.
         context: T.
-        precision: "fp32", IEEE's products; "tf32", tensor cores for fp32 products on a GPU; "bf16"
-            and "fp16", ``torch.autocast`` (fp16 without a gradient scaler, so for study only).
-        device: where.
-        compiled: through ``torch.compile``, as one graph.
-        checkpoint: run each block again in backward instead of keeping what it computed.
-        seed: of the parameters and the tokens.
-        phase: ``phase(name)`` gives the context that a part runs in.
+        precision: "fp32" for IEEE products; "tf32" for tensor cores on a GPU; "bf16" and "fp16" for
+            ``torch.autocast`` (fp16 without a gradient scaler, so only for measurements).
+        device: where to run.
+        compiled: whether to compile the model as one graph.
+        checkpoint: whether to recompute each block in backward.
+        seed: seed of the parameters and the tokens.
+        phase: ``phase(name)`` returns the context of a part.
 
     Raises:
         ValueError: precision is unknown, batch is below 1, or context is below 1 or above
@@ -50,7 +50,7 @@ class Trainer:
         seed: int = 0,
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Make the model, the batch and the optimizer; torch's global random state is kept."""
+        """Create model, batch and optimizer; the global random state is unchanged."""
         _check(config, batch=batch, context=context, precision=precision)
         self.device, self.precision, self.phase = torch.device(device), precision, phase
         on_cuda = self.device.type == "cuda"
@@ -63,12 +63,12 @@ class Trainer:
 
     @torch.no_grad()
     def forward(self) -> torch.Tensor:
-        """Return the logits [B, T, V], without a graph."""
+        """Return the logits [B, T, V] without a graph."""
         with self._precision(), self.phase("forward"):
             return self._call(self.tokens)
 
     def loss(self) -> torch.Tensor:
-        """Return the mean cross-entropy, with its graph."""
+        """Return the mean cross-entropy with its graph."""
         with self._precision():
             with self.phase("forward"):
                 logits = self._call(self.tokens)
@@ -76,20 +76,20 @@ class Trainer:
                 return cross_entropy(logits, self.targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of ``loss``, whose graph this uses up, to those there are."""
-        # Autocast ends with the forward: backward repeats its dtypes. The products' mode does not.
+        """Accumulate the gradients of ``loss`` and free its graph."""
+        # Backward repeats the dtypes of autocast by itself, but not the TF32 setting.
         with _products(tf32=self.precision == "tf32"), self.phase("backward"):
             loss.backward()
 
     def forward_backward(self) -> torch.Tensor:
-        """Drop the gradients there are, make new ones, and return the loss without its graph."""
+        """Compute new gradients and return the detached loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         self.backward(loss)
         return loss.detach()
 
     def train(self) -> torch.Tensor:
-        """Take one step of AdamW, and return the loss before it, without its graph."""
+        """Take one AdamW step and return the detached loss before it."""
         loss = self.forward_backward()
         with self.phase("optimizer"):
             self.optimizer.step()
@@ -117,7 +117,7 @@ def _check(config: Config, *, batch: int, context: int, precision: str) -> None:
 
 @contextmanager
 def _products(*, tf32: bool) -> Iterator[None]:
-    """Let fp32 products on a GPU use TF32, or hold them to IEEE; afterwards all is as before."""
+    """Set whether fp32 products on a GPU use TF32; restore the setting afterwards."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "tf32" if tf32 else "ieee"

@@ -1,8 +1,7 @@
-"""The teaching operation: a row-wise weighted sum as a Triton kernel inside an autograd function.
+"""A teaching example: a row-wise weighted sum as a Triton kernel in an autograd function.
 
-The smallest thing that has all the parts of the attention kernels: a forward tiled over rows and
-over the summed dimension, a backward that writes one gradient per element and one that is a sum
-over all rows, and a ``torch.autograd.Function`` around them.
+It has the parts of the attention kernels in their smallest form: a forward tiled over rows and over
+the reduced dimension, and a backward with an elementwise gradient and one reduced over all rows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 
 class WeightedSum(torch.autograd.Function):
-    """``apply(x, w)``: see ``weighted_sum``, which checks what this takes for granted."""
+    """``apply(x, w)`` without the checks of ``weighted_sum``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # noqa: D102
@@ -35,18 +34,18 @@ class WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Compute y[..., i] = sum over d of x[..., i, d] * w[d], summed in fp32.
+    """Compute y[...] = sum over d of x[..., d] * w[d] in fp32.
 
     Args:
-        x: [..., D], D at least 1, fp32, fp16 or bf16, on a GPU, or on a CPU under
+        x: [..., D] with D at least 1, fp32, fp16 or bf16, on a GPU, or on a CPU under
             TRITON_INTERPRET=1.
-        w: [D], of x's dtype and device.
+        w: [D], same dtype and device as x.
 
     Returns:
-        y [...], in x's dtype, differentiable once in x and w.
+        y [...], in the dtype of x, once differentiable in x and w.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: x or w has a wrong shape, dtype or device.
     """
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         msg = f"x: wanted fp32, fp16 or bf16, got {x.dtype}"

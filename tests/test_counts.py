@@ -166,7 +166,7 @@ def test_second_pass_over_keys(done):
 
 FP32 = {arch: f"{arch} fp32 d16 full pointers" for arch in ("sm_80 fwd", "sm_90 bwd_dq")}
 NO_TF32 = ("portable/mma.py", "input_precision=PRECISION", 'input_precision="ieee"')
-NO_BF16X6 = ("launch.py", '== "tf32" else CUTTING', '== "tf32" else "ieee"')
+NO_BF16X6 = ("../plan/precision.py", '== "tf32" else "bf16x6"', '== "tf32" else "ieee"')
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,11 @@ def test_lost_tensor_cores(done, case):
 
 
 WIDE = "sm_80 bwd_dq bf16 d256 full pointers"
-LARGER = ("tiles.py", '("bwd_dq", 2, 256): (32, 32, 8', '("bwd_dq", 2, 256): (128, 32, 4')
+LARGER = (
+    "../plan/tables/sm80.py",
+    '("bwd_dq", 2, 256): (32, 32, 8',
+    '("bwd_dq", 2, 256): (128, 32, 4',
+)
 
 
 @pytest.mark.parametrize("done", [(compile_, WIDE, LARGER)], ids=[WIDE], indirect=True)

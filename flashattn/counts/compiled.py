@@ -37,7 +37,7 @@ KNOWN_TO_SPILL = {
     *product(("fwd", "bwd_dkdv", "bwd_dq"), (4,), (128, 256)),
     *product(("decode", "bwd_preprocess"), (4,), (256,)),
     ("combine", 2, 256),
-    *product(("bwd", "bwd_dkdv"), (4,), (64,)),
+    *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),
@@ -49,7 +49,7 @@ KNOWN_TO_SPILL = {
 # tiles have descriptors and registers run out. Such a row has no code, stack and registers.
 UNSTEADY = {
     "3.6": {
-        *product(("bwd", "bwd_dkdv"), (4,), (64,)),
+        *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),
         *product(("fwd", "bwd_dkdv"), (4,), (128,)),
         ("bwd_dkdv", 2, 256),
     }

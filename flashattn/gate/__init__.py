@@ -1,1 +1,1 @@
-"""The gate on time: two revisions side by side, in turns, until the difference has a name."""
+"""The performance gate: time two revisions alternately until the verdict is settled."""

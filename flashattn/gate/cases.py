@@ -1,4 +1,4 @@
-"""What the gate times: few cases, each for a part of the code that no other case runs."""
+"""The cases of the gate: few, each covering code that no other case runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Attend:
-    """One pass of one attention on random normal inputs.
+    """One attention pass on random normal inputs.
 
     Args:
-        name: of the case.
-        why: it is here.
-        impl: a registered name, or "auto" for the public function and its checks.
-        step: forward or backward.
-        shape: B, H, G, T and D, with S = T; G the key/value heads.
-        causal: top-left, or nothing is hidden.
-        dtype: the name of a torch.dtype.
+        name: name of the case.
+        why: what the case covers.
+        impl: a registered name, or "auto" for the public function with its checks.
+        step: "forward" or "backward".
+        shape: (B, H, G, T, D) with S = T and G key/value heads.
+        causal: whether to apply the top-left causal mask.
+        dtype: name of a torch.dtype.
     """
 
     name: str
@@ -38,19 +38,19 @@ class Model:
     """One step of the transformer with causal attention.
 
     Args:
-        name: of the case.
-        why: it is here.
+        name: name of the case.
+        why: what the case covers.
         impl: a registered name.
-        step: forward or train.
+        step: "forward" or "train".
         width: C.
         hidden: F.
-        layers: blocks.
+        layers: number of blocks.
         heads: H.
         batch: B.
         context: T.
         vocab: V.
-        precision: of the Trainer.
-        compiled: through torch.compile.
+        precision: precision of the ``Trainer``.
+        compiled: whether to use torch.compile.
     """
 
     name: str
@@ -76,21 +76,21 @@ Case = Attend | Model
 
 
 def message(case: Case) -> dict[str, Any]:
-    """Return what a worker is told of the case: JSON's own types."""
+    """Return the case as a JSON-serializable dict for a worker."""
     return {"kind": type(case).__name__, **asdict(case)}
 
 
 CPU: tuple[Case, ...] = (
     Attend(
         name="tiled-forward-full",
-        why="the tile loop, nothing hidden: products and the online softmax",
+        why="the tile loop without a mask: products and the online softmax",
         impl="tiled",
         step="forward",
         shape=(1, 1, 1, 256, 64),
     ),
     Attend(
         name="tiled-forward-causal-long",
-        why="many tiles: what a tile costs in Python, and that half of them are skipped",
+        why="many tiles: the Python overhead per tile, and skipping half of the tiles",
         impl="tiled",
         step="forward",
         shape=(1, 1, 1, 384, 64),
@@ -98,7 +98,7 @@ CPU: tuple[Case, ...] = (
     ),
     Attend(
         name="tiled-forward-short-bf16",
-        why="many rows in one tile, and the casts to fp32",
+        why="many rows per tile, and the casts to fp32",
         impl="tiled",
         step="forward",
         shape=(8, 4, 4, 48, 64),
@@ -106,14 +106,14 @@ CPU: tuple[Case, ...] = (
     ),
     Attend(
         name="tiled-backward-full",
-        why="five products a tile, and sums into dk and dv",
+        why="five products per tile, and accumulation into dk and dv",
         impl="tiled",
         step="backward",
         shape=(1, 1, 1, 192, 64),
     ),
     Attend(
         name="tiled-backward-causal-grouped",
-        why="the mask and its skipped tiles in the backward pass; dk and dv summed over a group",
+        why="masked and skipped tiles in the backward pass; dk and dv summed over a group",
         impl="tiled",
         step="backward",
         shape=(1, 2, 1, 192, 64),
@@ -121,14 +121,14 @@ CPU: tuple[Case, ...] = (
     ),
     Attend(
         name="reference-forward-full",
-        why="the definition, which every test waits for",
+        why="the definition, on which every test waits",
         impl="reference",
         step="forward",
         shape=(1, 2, 2, 192, 64),
     ),
     Attend(
         name="reference-backward-causal",
-        why="its gradients, with a mask and grouped heads",
+        why="gradients of the definition, with a mask and grouped heads",
         impl="reference",
         step="backward",
         shape=(1, 2, 1, 192, 64),
@@ -136,7 +136,7 @@ CPU: tuple[Case, ...] = (
     ),
     Attend(
         name="naive-backward-causal",
-        why="what the studies compare with",
+        why="the baseline of the studies",
         impl="naive",
         step="backward",
         shape=(1, 2, 2, 192, 64),
@@ -144,7 +144,7 @@ CPU: tuple[Case, ...] = (
     ),
     Attend(
         name="attention-call",
-        why="the public function on next to nothing: what its checks and its choice cost",
+        why="the public function on a tiny input: the overhead of checks and dispatch",
         impl="auto",
         step="forward",
         shape=(1, 1, 1, 16, 16),
@@ -152,7 +152,7 @@ CPU: tuple[Case, ...] = (
     ),
     Model(
         name="model-forward",
-        why="norms, RoPE, SwiGLU and the head, with PyTorch's attention",
+        why="norms, RoPE, SwiGLU and the head, with PyTorch attention",
         impl="sdpa",
         step="forward",
         width=64,
@@ -165,7 +165,7 @@ CPU: tuple[Case, ...] = (
     ),
     Model(
         name="model-train",
-        why="forward, loss, backward and AdamW, with our attention in it",
+        why="forward, loss, backward and AdamW, with the tiled attention",
         impl="tiled",
         step="train",
         width=64,
@@ -181,7 +181,7 @@ CPU: tuple[Case, ...] = (
 CUDA: tuple[Case, ...] = (
     Attend(
         name="forward-d64-full",
-        why="the main loop of flashattn_fwd, nothing hidden",
+        why="the main loop of flashattn_fwd without a mask",
         impl="triton",
         step="forward",
         shape=(4, 32, 32, 4096, 64),
@@ -189,7 +189,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-d64-causal",
-        why="its two loops: full tiles, then those that the mask cuts",
+        why="both loops of flashattn_fwd: full tiles, then partially masked tiles",
         impl="triton",
         step="forward",
         shape=(4, 32, 32, 4096, 64),
@@ -206,7 +206,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-d128-causal-grouped",
-        why="the same with a mask, four query heads to a key head",
+        why="the same with a mask, and four query heads per key head",
         impl="triton",
         step="forward",
         shape=(4, 16, 4, 4096, 128),
@@ -215,7 +215,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-d256-causal",
-        why="a tile of its own: registers are scarce",
+        why="the tile for D = 256, where registers are scarce",
         impl="triton",
         step="forward",
         shape=(4, 8, 8, 4096, 256),
@@ -224,7 +224,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-auto-causal",
-        why="what a user gets: on Hopper the kernel of its own",
+        why="the default of users: on Hopper, the Hopper kernels",
         impl="auto",
         step="forward",
         shape=(4, 16, 16, 4096, 128),
@@ -233,7 +233,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="backward-auto-causal",
-        why="likewise, one pass where there is one",
+        why="the default of users: on Hopper, the one-pass backward",
         impl="auto",
         step="backward",
         shape=(4, 16, 16, 2048, 128),
@@ -242,7 +242,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-long-row",
-        why="one head of one long sequence: few blocks, long loops",
+        why="one head of one long sequence: few CTAs, long loops",
         impl="triton",
         step="forward",
         shape=(1, 1, 1, 32768, 64),
@@ -251,7 +251,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-short-rows",
-        why="many short sequences: a block's beginning and end are all there is",
+        why="many short sequences: prologue and epilogue dominate",
         impl="triton",
         step="forward",
         shape=(256, 32, 32, 256, 64),
@@ -259,7 +259,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="forward-fp32-causal",
-        why="six bf16 products for each fp32 one",
+        why="fp32 forward: six bf16 products per product",
         impl="triton",
         step="forward",
         shape=(4, 16, 16, 2048, 64),
@@ -276,7 +276,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="backward-d128-full",
-        why="the same, nothing hidden",
+        why="the same without a mask, at D = 128",
         impl="triton",
         step="backward",
         shape=(4, 16, 16, 2048, 128),
@@ -284,7 +284,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="backward-d256-causal",
-        why="the weakest spot, which must not become weaker",
+        why="the slowest case relative to the roof",
         impl="triton",
         step="backward",
         shape=(4, 8, 8, 2048, 256),
@@ -293,7 +293,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Attend(
         name="backward-fp32-causal",
-        why="backward by six bf16 products",
+        why="fp32 backward: six bf16 products per product",
         impl="triton",
         step="backward",
         shape=(4, 16, 16, 1024, 64),
@@ -301,7 +301,7 @@ CUDA: tuple[Case, ...] = (
     ),
     Model(
         name="model-train-compiled",
-        why="two layers of the 2.7B model, compiled: our operators inside somebody's graph",
+        why="two layers of the 2.7B model, compiled: our operators in a captured graph",
         impl="triton",
         step="train",
         width=2560,
@@ -316,8 +316,8 @@ CUDA: tuple[Case, ...] = (
 )
 CASES: dict[str, tuple[Case, ...]] = {"cpu": CPU, "cuda": CUDA}
 
-# Slowed down on purpose by --gate-selftest: each kind of call; on a GPU without the model, which
-# each of six processes would compile anew (measured: 77 of 281 s, where all else took 204).
+# Slowed down by --gate-selftest: one case of each kind, except the compiled model on a GPU, whose
+# compilation in six processes takes 77 of 281 s.
 SELFTEST: dict[str, tuple[str, ...]] = {
     "cpu": ("tiled-forward-full", "attention-call"),
     "cuda": ("forward-d128-full", "backward-d64-causal"),

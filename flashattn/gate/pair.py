@@ -1,7 +1,7 @@
-"""Two revisions in two warm processes, asked in turns: what a machine does to one, it does to both.
+"""Time two revisions alternately in warm processes, so machine noise affects both alike.
 
-They cannot share a process: two revisions that register one ``torch.library`` operator would both
-run the one that came last.
+They cannot share a process: both register the same ``torch.library`` operators, and the later
+registration would replace the earlier.
 """
 
 from __future__ import annotations
@@ -29,55 +29,53 @@ from flashattn.gate.cases import Case, message
 from flashattn.report.gate import ARMS, ROUNDS, Collection, Outcome, settle
 
 WORKER = Path(__file__).with_name("worker.py")
-START = (  # the first entry of sys.path would be the worker's own folder
+START = (  # sys.path[0] would otherwise be the folder of worker.py
     "import runpy, sys; sys.path[0] = sys.argv.pop(1);"
     " runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
-PATIENCE = {"hello": 120.0, "prepare": 600.0}  # seconds to wait for an answer; else:
+PATIENCE = {"hello": 120.0, "prepare": 600.0}  # seconds to wait for a reply to these requests
 PATIENCE_ELSE = 120.0
-SAMPLE = 10e-3  # seconds that one arm is timed in one round
+SAMPLE = 10e-3  # seconds of one arm in one round
 MOST_CALLS = 500
-# Where things lie in memory is part of a process's speed, and is left to chance: the same code in
-# two processes differs by up to 60%. Three settings bring that down to 0.5%. Left to itself glibc
-# gives large blocks back and takes them again, call by call, or does not, as it has learnt; pages
-# of 4 KiB lie anywhere in a cache; and addresses and hashes are random (see also ``_fixed``).
-SETTLED = {
+# Fixed memory layout: without it the same code differs by up to 60% between processes, with it by
+# 0.5%. Huge pages, no allocation returned to the system, fixed addresses (``_fixed``) and hashes.
+FIXED_LAYOUT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most it takes
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the maximum
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-TOLD = 2000  # characters of a dead worker's last words
+STDERR_TAIL = 2000  # characters of a dead worker's stderr in a message
 
 
 class WorkerError(RuntimeError):
-    """A worker has died or does not answer; the message has the end of what it wrote.
+    """A worker has died or does not answer.
 
     Args:
-        arm: whose.
-        said: what happened.
+        arm: the arm of the worker.
+        said: what happened, with the end of its stderr.
     """
 
     def __init__(self, arm: str, said: str) -> None:
-        """Note the arm: the old revision's death is not the new one's fault."""
+        """Keep the arm: only a failure of the new revision fails the gate."""
         super().__init__(f"{arm}: {said}")
         self.arm = arm
 
 
 class Worker:
-    """A revision's process.
+    """The process of one revision.
 
     Args:
-        name: of the arm, for messages.
-        tree: the folder that holds the revision's ``flashattn``.
+        name: name of the arm, for messages.
+        tree: folder that holds the revision's ``flashattn``.
         device: where it runs.
-        seed: of the hashes, by which things come to lie elsewhere in memory.
+        seed: hash seed; it changes the memory layout.
     """
 
     def __init__(self, name: str, tree: Path, device: torch.device, seed: int = 0) -> None:
-        """Start it; ``greet`` waits until it is there."""
+        """Start the process; ``greet`` waits until it is ready."""
         self.name, self.tree = name, tree
         self._errors = tree.with_suffix(".stderr")
         python, settings = laid_out(device, seed)
@@ -88,12 +86,12 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # so that Ctrl-C asks us, and we end it and its compilers
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the worker
                 env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
             )
 
     def greet(self) -> None:
-        """Wait until it has imported its revision, and make sure that it is the right one."""
+        """Wait until the worker has imported ``flashattn``, and check where from."""
         found = Path(self.answer("hello")["flashattn"])
         if not found.is_relative_to(self.tree):
             raise WorkerError(self.name, f"wanted flashattn of its own revision, got {found}")
@@ -102,38 +100,38 @@ class Worker:
         """Send a request."""
         if self._process.stdin is None:
             raise WorkerError(self.name, "has no stdin")
-        with suppress(BrokenPipeError):  # it has died, which its answer will tell
+        with suppress(BrokenPipeError):  # a dead worker is reported by ``answer``
             self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
             self._process.stdin.flush()
 
     def answer(self, to: str) -> dict[str, Any]:
-        """Wait for the answer to the one request that was sent.
+        """Wait for the reply to the last request.
 
         Args:
-            to: what was asked.
+            to: the request.
 
         Raises:
             WorkerError: the worker has died, or does not answer.
         """
         patience, answers = PATIENCE.get(to, PATIENCE_ELSE), self._process.stdout
         if answers is None or not select.select([answers], [], [], patience)[0]:
-            self._process.send_signal(signal.SIGABRT)  # at which Python writes where it is
+            self._process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-            said = f"no answer to {to!r} in {patience:.0f} s; {self._last_words()}"
+            said = f"no answer to {to!r} in {patience:.0f} s; {self._stderr_tail()}"
             raise WorkerError(self.name, said)
         line = answers.readline()
         if not line.endswith("\n"):
-            raise WorkerError(self.name, f"died at {to!r}; its last words: {self._last_words()}")
+            raise WorkerError(self.name, f"died at {to!r}; stderr: {self._stderr_tail()}")
         return json.loads(line)
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for the reply."""
         self.tell(do, **request)
         return self.answer(do)
 
     def close(self) -> None:
-        """End it, and all that it has started."""
+        """Kill the process and its children."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -143,32 +141,32 @@ class Worker:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def _last_words(self) -> str:
-        return self._errors.read_text(encoding="utf-8", errors="replace")[-TOLD:].strip()
+    def _stderr_tail(self) -> str:
+        return self._errors.read_text(encoding="utf-8", errors="replace")[-STDERR_TAIL:].strip()
 
 
 class Pair:
-    """The working tree and a revision, each arm in a folder and a process of its own.
+    """The working tree and a revision, each arm in its own folder and process.
 
-    ``trees`` has the arms' folders; processes read them when they start.
+    ``trees`` maps each arm to its folder, which processes read when they start.
 
     Args:
-        root: of the working tree.
-        revision: what it is held against; None for the working tree itself.
-        device: where all run.
+        root: root of the working tree.
+        revision: revision to compare with; None for the working tree itself.
+        device: where all arms run.
 
     Raises:
         ValueError: there is no such revision, or it has no ``flashattn``.
     """
 
     def __init__(self, root: Path, revision: str | None, device: torch.device) -> None:
-        """Write the trees; the processes start when they are needed."""
-        self.device, self._shuffled, self._started = device, random.Random(0), 0  # noqa: S311
+        """Write the trees; processes start on demand."""
+        self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
         self._workers: dict[str, Worker] = {}
-        self._started_once, self._stillborn = False, ""  # why the old one cannot be imported
-        self._left = ExitStack()
-        folder = Path(self._left.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
-        # Names of one length: a longer path is a longer string, and all behind it lies elsewhere.
+        self._started_once, self._start_error = False, ""  # why the old revision does not start
+        self._exits = ExitStack()
+        folder = Path(self._exits.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
+        # Paths of equal length: the length of a string shifts everything behind it in memory.
         self.trees = {arm: folder / str(number) for number, arm in enumerate(ARMS)}
         try:
             for arm, tree in self.trees.items():
@@ -177,37 +175,37 @@ class Pair:
                 else:
                     export(root, revision, tree)
         except BaseException:
-            self._left.close()
+            self._exits.close()
             raise
         affinity = getattr(os, "sched_getaffinity", None)
         self._cores = sorted(affinity(0)) if affinity and device.type == "cpu" else [None]
-        # Others use a core's caches, too, and only ever slow a call down; a GPU is ours alone.
-        self._typical = min if device.type == "cpu" else median
+        # Other programs share the CPU and only ever slow a call down; the GPU is exclusive.
+        self._reduce = min if device.type == "cpu" else median
 
     def close(self) -> None:
-        """End the processes, then remove the trees."""
+        """End the processes and remove the trees."""
         self.renew()
-        self._left.close()
+        self._exits.close()
 
     def renew(self) -> None:
-        """End the processes; the next case gets others, laid out in another way."""
+        """End the processes; the next case gets new ones with another memory layout."""
         for worker in self._workers.values():
             worker.close()
         self._workers = {}
 
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
-        """Time a case until its verdict is settled, each collection in fresh processes.
+        """Time a case until its verdict is settled, each collection in new processes.
 
         Args:
-            case: what is timed.
-            rounds: of the first collection.
-            injected: share of its own time by which the new revision is made slower.
+            case: the case to time.
+            rounds: rounds of the first collection.
+            injected: slowdown of the new revision, as a share of its time.
 
         Raises:
             WorkerError: the new revision cannot run the case, or its process has died.
         """
-        if self._stillborn:
-            return Outcome(case=str(case), reason=self._stillborn, dead=True)
+        if self._start_error:
+            return Outcome(case=str(case), reason=self._start_error, dead=True)
         try:
             reason = self._prepare(case, slowdown=injected)
             if reason is not None:
@@ -221,16 +219,16 @@ class Pair:
 
             readings = settle(collect, rounds)
         except BaseException as error:
-            self.renew()  # an answer may be on its way to a question that nobody remembers
+            self.renew()  # a worker may still reply to an abandoned request
             if not isinstance(error, WorkerError) or error.arm == "new":
                 raise
             if not self._started_once:
-                self._stillborn = _in_a_line(error)
-            return Outcome(case=str(case), reason=_in_a_line(error), dead=True)
+                self._start_error = _one_line(error)
+            return Outcome(case=str(case), reason=_one_line(error), dead=True)
         return Outcome(case=str(case), readings=readings, injected=injected)
 
     def _start(self) -> None:
-        """Start the processes: the arms' memory is laid out alike, each time in another way."""
+        """Start the processes with the same memory layout, which differs from start to start."""
         self._started += 1
         for arm, tree in self.trees.items():
             self._workers[arm] = Worker(arm, tree, self.device, self._started)
@@ -239,7 +237,7 @@ class Pair:
         self._started_once = True
 
     def _prepare(self, case: Case, *, slowdown: float) -> str | None:
-        """Make the case in each process and warm it up; return why the old revision cannot."""
+        """Prepare the case in each process; return the error if the old revision cannot."""
         if not self._workers:
             self._start()
         for worker in self._workers.values():
@@ -252,44 +250,44 @@ class Pair:
         return cannot["ref"] or cannot["again"]
 
     def _collect(self, rounds: int) -> Collection:
-        """Time what was prepared, in each round every arm once, in an order drawn for it.
+        """Time every arm once per round, in random order.
 
-        All arms of a round run on one core, and rounds take turns among the cores: a core that
-        others use costs precision, and favours nobody.
+        All arms of a round run on the same core, and rounds cycle through the cores, so a busy core
+        favours no arm.
         """
         pace = self._workers["ref"].ask("pace")["seconds"]
         calls = min(max(math.ceil(SAMPLE / pace), 1), MOST_CALLS)
         seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for number in range(rounds):
             core = self._cores[number % len(self._cores)]
-            for arm in self._shuffled.sample(ARMS, len(ARMS)):
+            for arm in self._random.sample(ARMS, len(ARMS)):
                 told = self._workers[arm].ask("sample", calls=calls, core=core)["seconds"]
-                seconds[arm].append(self._typical(told))
+                seconds[arm].append(self._reduce(told))
         return Collection(**seconds)
 
 
-def _in_a_line(error: WorkerError) -> str:
-    """Return what happened, and of its last words the last line."""
+def _one_line(error: WorkerError) -> str:
+    """Return the first line of the message and the last line of the worker's stderr."""
     lines = str(error).splitlines()
     return "; ".join([lines[0].partition("; ")[0], *lines[1:][-1:]])
 
 
 def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Return a command that starts Python, and its settings: one seed, one layout of memory.
+    """Return a command that starts Python, and its environment: one seed, one memory layout.
 
     Args:
-        device: where it will work; a GPU's memory is laid out by its driver.
-        seed: of the hashes.
+        device: where it will run; the driver lays out a GPU's memory.
+        seed: hash seed.
     """
     settings = {"PYTHONHASHSEED": str(seed)}
     if device.type == "cuda":
         return [sys.executable], settings
-    return [*_fixed(), sys.executable], SETTLED | settings
+    return [*_fixed(), sys.executable], FIXED_LAYOUT | settings
 
 
 @cache
 def _fixed() -> tuple[str, ...]:
-    """Return the command that starts another with the same addresses every time, if there is it."""
+    """Return the prefix of a command that disables address randomization, if available."""
     setarch = shutil.which("setarch")
     if setarch is None:
         return ()
@@ -299,14 +297,14 @@ def _fixed() -> tuple[str, ...]:
 
 
 def working_tree(root: Path, folder: Path) -> None:
-    """Copy the package as it is now, so that an editor does not change it half way."""
+    """Copy the package, so that later edits do not reach the workers."""
     shutil.copytree(
         root / "flashattn", folder / "flashattn", ignore=shutil.ignore_patterns("__pycache__")
     )
 
 
 def export(root: Path, revision: str, folder: Path) -> None:
-    """Write a revision's package into a folder; git's own records are left as they are.
+    """Write a revision's package into a folder, without touching the repository.
 
     Raises:
         ValueError: there is no such revision, or it has no ``flashattn``.
@@ -320,10 +318,10 @@ def export(root: Path, revision: str, folder: Path) -> None:
 
 
 def resolve(root: Path, revision: str) -> str:
-    """Return the commit that a revision names.
+    """Return the commit hash of a revision.
 
     Raises:
-        ValueError: there is none, or no git.
+        ValueError: there is no such revision, or no git.
     """
     name = f"{revision}^{{commit}}"
     ask = ("git", "-C", str(root), "rev-parse", "--verify", "--quiet", name)
@@ -338,7 +336,7 @@ def resolve(root: Path, revision: str) -> str:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, so that what was started is ended, too."""
+    """Treat SIGTERM as Ctrl-C, so that the workers are ended too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

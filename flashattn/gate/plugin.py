@@ -1,4 +1,4 @@
-"""The gate as pytest shows it: an item for each case, a table, an exit status that tells."""
+"""The gate as a pytest plugin: one item per case, a table, and an exit status."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ if TYPE_CHECKING:
 
     import torch
 
-FEWEST_ROUNDS = 10  # of fewer the interval at 99% is the range
-INJECTED = (0.05, 0.10)  # what the gate must see to be believed
-# A gate that is blind misses every time, a good one on a noisy machine misses now and then: three
-# times running is less than one in ten thousand where it misses one in twenty-five.
+FEWEST_ROUNDS = 10  # with fewer, the 99% interval is the whole range
+INJECTED = (0.05, 0.10)  # slowdowns that the self-test must detect
+# A sound gate may miss one slowdown in 25 on a noisy machine: three in a row is below 1e-4.
 ATTEMPTS = 3
-FAILED, UNSETTLED = {SLOWER, MISSED}, {AMBIGUOUS, UNPROVEN, NEW}  # all else passes
+FAILED, UNSETTLED = {SLOWER, MISSED}, {AMBIGUOUS, UNPROVEN, NEW}  # all others pass
 
 
 class Gate:
-    """Holds the working tree against a revision, or against itself slowed down on purpose.
+    """Compares the working tree with a revision, and with itself slowed down.
 
     Args:
-        root: of the working tree.
-        revision: to compare with; None compares with none.
-        device: where.
-        rounds: of a case's first collection.
-        selftest: whether slow-downs are made on purpose, too.
+        root: root of the working tree.
+        revision: revision to compare with; None skips the comparison.
+        device: where to time.
+        rounds: rounds of the first collection of a case.
+        selftest: whether to inject slowdowns and check that they are detected.
 
     Raises:
         pytest.UsageError: there is no such revision, or there are too few rounds.
@@ -58,7 +57,7 @@ class Gate:
         rounds: int,
         selftest: bool,
     ) -> None:
-        """Look the revision up; nothing runs yet."""
+        """Check the revision; start nothing."""
         self._root, self._revision, self._device = root, revision, device
         self._rounds, self._selftest = rounds, selftest
         self._pair: tuple[str | None, Pair] | None = None
@@ -72,22 +71,21 @@ class Gate:
                 raise pytest.UsageError(f"--gate-against: {error}") from None
 
     def timed(self) -> list[tuple[Case, float]]:
-        """Return the cases, each with the share by which it is slowed down on purpose."""
+        """Return the cases, each with the share by which to slow it down."""
         cases = {str(case): case for case in CASES[self._device.type]}
         compared = [] if self._revision is None else [(case, 0.0) for case in cases.values()]
         chosen = SELFTEST[self._device.type] if self._selftest else ()
         return compared + [(cases[name], share) for name in chosen for share in INJECTED]
 
     def judge(self, case: Case, injected: float) -> Outcome:
-        """Time a case until its verdict is settled, and what is not seen though it is there, again.
+        """Time a case until its verdict is settled; repeat while an injected slowdown is missed.
 
         Args:
-            case: what is timed.
-            injected: share by which the new revision is made slower on purpose.
+            case: the case to time.
+            injected: slowdown of the new revision, as a share of its time.
         """
         pair = self._open(None if injected else self._revision)
-        # 5% is close to the margin: on a processor that others use the self-test must not miss it
-        # for want of precision. A GPU is ours alone.
+        # 5% is close to the margin, so a shared CPU needs more precision to detect it.
         disturbed = self._device.type == "cpu"
         rounds = self._rounds * (2 if injected and disturbed else 1)
         for attempt in range(1, ATTEMPTS + 1):
@@ -116,7 +114,7 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let a failure begin with its verdict where pytest has one line for it."""
+        """Start the one-line summary of a failure with the verdict."""
         report = yield
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None:
@@ -125,7 +123,7 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        """Leave no process and no tree behind, however it ends."""
+        """End the processes and remove the trees, however the session ends."""
         with terminable():
             try:
                 return (yield)
@@ -134,25 +132,25 @@ class Gate:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Set the exit status, and hand the table to GitHub where that asks for one."""
+        """Set the exit status, and write the job summary of GitHub Actions."""
         session.exitstatus = exit_status(int(session.exitstatus), self._outcomes)
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary and self._outcomes:
             with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(self._told() + "\n")
+                file.write(self._tables() + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the tables."""
         if self._outcomes:
             terminalreporter.section("gate")
-            terminalreporter.write_line(self._told())
+            terminalreporter.write_line(self._tables())
 
-    def _told(self) -> str:
-        """Return the tables as Markdown: what was compared, and what was made slower."""
+    def _tables(self) -> str:
+        """Return the tables as Markdown: the comparison and the self-test."""
         parts = []
         for injected, title, against in (
             (False, f"Working tree against {self._revision}", str(self._revision)),
-            (True, "Self-test: slow-downs made on purpose", "working tree"),
+            (True, "Self-test: injected slowdowns", "working tree"),
         ):
             chosen = [o for o in self._outcomes if bool(o.injected) == injected]
             parts += [f"### {title}", table(chosen, against)] if chosen else []

@@ -1,9 +1,9 @@
-"""One revision in a process of its own: it makes a case, and times calls of it when it is told to.
+"""The process of one revision: prepares a case and times its calls on request.
 
-Run by its path, with the revision's tree first on ``sys.path``. This file and its clock belong to
-the tree that judges; ``flashattn`` is the revision's, which may be older than the gate, so nothing
-of it is imported before a case needs it. Requests and answers are lines of JSON on stdin and
-stdout; it ends with its stdin.
+The gate runs this file by path, with the revision's tree first on ``sys.path``. This file and its
+clock come from the working tree. ``flashattn`` comes from the revision, which may be older than the
+gate, so it is imported only when needed. Requests and replies are JSON lines on stdin and stdout;
+the process ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -24,23 +24,18 @@ import torch
 
 TIMING = Path(__file__).parents[1] / "measure" / "timing.py"
 SEED = 20231
-BUSY = 200_000  # clocks that a kernel holds the stream, long enough to be timed
-SHORTEST = 1e-3  # seconds of calls between two looks at the clock, which cost up to 10 microseconds
-SAMPLE = 10e-3  # seconds of calls that are timed at a time
-LISTENED = 0.2  # seconds of calls that say what one takes
-CORRECTIONS, TURNS = 2, 20  # of how much busy work makes a case so much slower
+BUSY = 200_000  # clock cycles of a kernel that keeps the stream busy, enough to be timed
+SHORTEST = 1e-3  # seconds between two clock readings, which cost up to 10 microseconds each
+SAMPLE = 10e-3  # seconds of calls in one sample
+PACE_SECONDS = 0.2  # seconds of calls to estimate the time of one
+CORRECTIONS, TURNS = 2, 20  # corrections of an injected slowdown, and samples for each
 
 Call = Callable[[], Any]
 Facts = dict[str, Any]
 
 
 def attend(case: Facts, device: torch.device) -> Call:
-    """Return one pass of one attention.
-
-    Args:
-        case: see ``cases.Attend``.
-        device: where.
-    """
+    """Return a callable that runs the pass of a ``cases.Attend``, given as a dict."""
     import flashattn  # noqa: PLC0415 - the revision's
 
     batch, heads, kv_heads, seq, dim = case["shape"]
@@ -62,12 +57,7 @@ def attend(case: Facts, device: torch.device) -> Call:
 
 
 def step(case: Facts, device: torch.device) -> Call:
-    """Return one step of the transformer.
-
-    Args:
-        case: see ``cases.Model``.
-        device: where.
-    """
+    """Return a callable that runs the step of a ``cases.Model``, given as a dict."""
     import flashattn  # noqa: PLC0415 - the revision's
     from flashattn.lm import Config  # noqa: PLC0415
     from flashattn.training import Trainer  # noqa: PLC0415
@@ -87,13 +77,13 @@ MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"Attend": attend, "M
 
 
 def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) -> Call:
-    """Return what works on after each call, for ``share`` of the time that this very call took.
+    """Return ``call`` followed by a busy wait for a share of the time of that call.
 
     Args:
-        call: what is made slower.
-        share: by which.
-        now: tells seconds of work.
-        cost: seconds that looking at the clock adds.
+        call: the call to slow down.
+        share: length of the wait relative to the call.
+        now: returns seconds of CPU time.
+        cost: seconds that the clock readings add.
     """
 
     def slowed() -> Any:
@@ -109,7 +99,7 @@ def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) 
 
 
 def repeated(call: Call, times: int) -> Call:
-    """Return what makes so many calls."""
+    """Return a callable that calls ``times`` times."""
 
     def calls() -> Any:
         for _ in range(times):
@@ -120,24 +110,24 @@ def repeated(call: Call, times: int) -> Call:
 
 
 class Worker:
-    """Holds one case at a time.
+    """Prepares and times one case at a time.
 
     Args:
-        device: where it runs.
-        timing: the module of clocks.
+        device: where the case runs.
+        timing: the module ``flashattn.measure.timing`` of the working tree.
     """
 
     def __init__(self, device: torch.device, timing: Any) -> None:
-        """Take one thread: two would wait for each other whenever another program takes a core."""
+        """Use one thread: two would wait for each other when another program takes a core."""
         torch.set_num_threads(1)
         self.device, self.timing = device, timing
         on_cuda = device.type == "cuda"
         self.clock = timing.DeviceClock.of(device) if on_cuda else timing.ProcessorClock()
         self.call: Call = tuple
-        self.times = 1  # that a call of ours makes of the case's
+        self.times = 1  # calls of the case in one ``call``
 
     def prepare(self, case: Facts) -> Facts:
-        """Make the case and warm it up; the answer says why it cannot be made, if it cannot."""
+        """Prepare a case and warm it up; return the error under "cannot" if that fails."""
         self.call, self.times = tuple, 1
         gc.collect()
         if "torch._dynamo" in sys.modules:
@@ -158,11 +148,11 @@ class Worker:
         return {}
 
     def pace(self) -> Facts:
-        """Say what a call takes, or as many as are timed at once."""
+        """Return the seconds of one ``call``."""
         return {"seconds": self._pace(self.call)}
 
     def slow(self, share: float) -> Facts:
-        """Make the case slower by ``share`` of what it takes, with work that is really done."""
+        """Slow the case down by ``share`` of its time, with real work."""
         if self.device.type == "cuda":
             self.call = self._queued(share)
         else:
@@ -172,10 +162,9 @@ class Worker:
         return {}
 
     def _queued(self, share: float) -> Call:
-        """Return the case with a kernel behind it that holds the stream.
+        """Return the case followed by a kernel that keeps the stream busy.
 
-        It costs something else behind a call than on its own, so its length is corrected by what it
-        does there.
+        Behind a call the kernel adds another time than alone, so its length is corrected in place.
         """
         call, busy, units = self.call, torch.cuda._sleep, BUSY  # noqa: SLF001 - torch's tests wait so
 
@@ -191,9 +180,9 @@ class Worker:
         return slowed
 
     def sample(self, calls: int, core: int | None) -> Facts:
-        """Time each of ``calls`` calls, on one core if one is named; return what one pass takes.
+        """Return the seconds of each of ``calls`` calls, pinned to ``core`` unless it is None.
 
-        The first call is not timed: it finds the caches as the other revision has left them.
+        An untimed first call restores the caches, which the other revision has replaced.
         """
         if core is not None:
             os.sched_setaffinity(0, {core})
@@ -203,7 +192,7 @@ class Worker:
         return {"seconds": [each / self.times for each in seconds]}
 
     def _added(self, slowed: Call) -> float:
-        """Return the share by which ``slowed`` takes longer than the case, in turns of a sample."""
+        """Return how much longer ``slowed`` takes, as a share; both are sampled alternately."""
         calls = math.ceil(SAMPLE / self._pace(self.call))
         ratios = [
             median(self.clock.samples(slowed, calls)[0])
@@ -213,14 +202,14 @@ class Worker:
         return median(ratios) - 1
 
     def _pace(self, call: Call) -> float:
-        """Return the seconds of one call: the median, or the least where others disturb it."""
+        """Return the seconds of one call: the median on a GPU, the minimum on a shared CPU."""
         once = max(median(self.clock.samples(call, 3)[0]), 1e-7)
-        seconds = self.clock.samples(call, min(max(int(LISTENED / once), 5), 200))[0]
+        seconds = self.clock.samples(call, min(max(int(PACE_SECONDS / once), 5), 200))[0]
         return median(seconds) if self.device.type == "cuda" else min(seconds)
 
 
 def clocks() -> Any:
-    """Return the module of clocks that stands beside this file, whatever the revision has."""
+    """Load ``measure/timing.py`` of this tree, not of the revision."""
     spec = importlib.util.spec_from_file_location("gate_timing", TIMING)
     if spec is None or spec.loader is None:
         raise ImportError(f"{TIMING} cannot be loaded")
@@ -230,9 +219,9 @@ def clocks() -> Any:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output goes to stderr
 
     def answer(facts: Facts) -> None:
         answers.write(json.dumps(facts) + "\n")

@@ -1,1 +1,1 @@
-"""Any callable in; seconds, bytes, flops out."""
+"""Measure a callable: time, memory, compilation, kernels; and describe the machine."""

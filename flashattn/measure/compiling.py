@@ -1,4 +1,4 @@
-"""What compiling costs: the seconds, the graphs and what split or repeated them."""
+"""The cost of ``torch.compile``: seconds, graphs, graph breaks and recompiles."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Compilation:
     """What torch.compile did during a call.
 
     Args:
-        seconds: spent compiling, forward and backward, by all compilers together.
-        graphs: that were captured.
-        graph_breaks: where the capture of a function stopped and began anew.
-        recompiles: of functions that had a compiled version that did not fit.
+        seconds: wall time in all compilers, forward and backward.
+        graphs: graphs captured.
+        graph_breaks: points where capture stopped and restarted.
+        recompiles: functions compiled again because no compiled version fit.
     """
 
     seconds: float
@@ -32,24 +32,23 @@ class Compilation:
 
 
 def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
-    """Run ``call`` with nothing compiled yet and count what gets compiled.
+    """Count what ``call`` compiles, starting with nothing compiled.
 
-    All that this process has compiled is forgotten, so that another shape's version of the same
-    function is neither reused nor counted as its recompile. Compilers' caches on the disk are left
-    alone: what they hold takes fewer seconds.
+    Everything compiled in this process is dropped first, so a version for another shape is neither
+    reused nor counted as a recompile. Caches on disk stay, and make compilation faster.
 
     Args:
-        call: the first call of a compiled function, with its backward if that is to be compiled.
+        call: the first call of a compiled function, including its backward to count that too.
 
     Returns:
-        What was done, and what ``call`` returned.
+        The compilation, and the result of ``call``.
     """
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
 
     torch.compiler.reset()
     utils.counters.clear()
     utils.clear_compilation_metrics()
-    utils.set_compilation_metrics_limit(sys.maxsize)  # by default the latest 64
+    utils.set_compilation_metrics_limit(sys.maxsize)  # the default keeps 64
     try:
         result = call()
         compiled = [each.compile_id or "" for each in utils.get_compilation_metrics()]
@@ -65,6 +64,6 @@ def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
 
 
 def _is_repeated(compile_id: str) -> bool:
-    """Whether the id, "frame/version" with the attempt behind it if not the first, is a repeat."""
+    """Return whether an id, "frame/version" or "frame/version_attempt", is a recompile."""
     version = compile_id.rpartition("/")[2].partition("_")[0]
     return version not in {"", "0"}

@@ -1,6 +1,6 @@
-"""Which machine is this: its accelerator's name, and all that a number made on it depends on.
+"""The machine: the accelerator's name, and every property that a measurement depends on.
 
-Nothing here names the host, a user or a path: it is saved beside the numbers and shared.
+The result is saved with the measurements and shared, so it names no host, user or path.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 
 def accelerator(device: torch.device) -> str:
-    """Return the name of the folder for ``device``'s runs: nvidia-h200, cpu-amd-epyc."""
+    """Return the folder name of runs on ``device``, such as nvidia-h200 or cpu-amd-epyc."""
     if device.type == "cuda":
         return slug(torch.cuda.get_device_name(device))
     return slug(f"cpu-{cpu_model()}")
 
 
 def slug(name: str) -> str:
-    """Return ``name`` in lower case with single dashes for everything but letters and digits."""
+    """Return ``name`` in lower case, each run of other characters than a-z and 0-9 as one dash."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @cache
 def cpu_model() -> str:
-    """Return what the processor calls itself."""
+    """Return the model name of the processor."""
     listing = Path("/proc/cpuinfo")
     text = listing.read_text(encoding="utf-8") if listing.exists() else ""
     found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
@@ -44,13 +44,10 @@ def cpu_model() -> str:
 
 
 def machine_info(device: torch.device) -> dict[str, Any]:
-    """Return what a number made on ``device`` depends on; None where it cannot be found out.
-
-    Args:
-        device: the one that is measured.
+    """Return the properties that a measurement on ``device`` depends on.
 
     Returns:
-        Names and versions as strings, sizes in bytes, power in watts.
+        Names and versions as strings, sizes in bytes, power in watts; None where unknown.
     """
     info: dict[str, Any] = {
         "accelerator": accelerator(device),
@@ -79,26 +76,26 @@ def machine_info(device: torch.device) -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device, or of the host for a CPU."""
+    """Return the total memory of the device, or of the host for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def sm_clock(device: torch.device) -> float | None:
-    """Return the clock of the GPU's multiprocessors at this moment in hertz, None if unknown."""
+    """Return the current SM clock in hertz, or None if unknown."""
     return nvml(device, lambda ask, gpu: ask.nvmlDeviceGetClockInfo(gpu, ask.NVML_CLOCK_SM) * 1e6)
 
 
 def nvml(device: torch.device, query: Callable[[Any, Any], T]) -> T | None:
-    """Ask the driver about a GPU.
+    """Query NVML about a GPU.
 
     Args:
-        device: which.
-        query: called with the module ``pynvml`` and NVML's handle of ``device``.
+        device: any device.
+        query: called with the module ``pynvml`` and the NVML handle of ``device``.
 
     Returns:
-        What ``query`` returned; None for a CPU, without a driver, and for what a GPU does not tell.
+        The result of ``query``; None on a CPU, without a driver, or for an unsupported query.
     """
     if device.type != "cuda":
         return None
@@ -117,13 +114,13 @@ def _handle(device: torch.device) -> Any:
     pynvml.nvmlInit()
     if pynvml.nvmlDeviceGetCount() == 1:
         return pynvml.nvmlDeviceGetHandleByIndex(0)
-    # CUDA_VISIBLE_DEVICES renumbers what torch sees, not what NVML sees; the UUID holds.
+    # CUDA_VISIBLE_DEVICES renumbers devices for torch but not for NVML; UUIDs agree.
     uuid = torch.cuda.get_device_properties(device).uuid
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 
 def ptxas_version() -> str | None:
-    """Return the version of the assembler that Triton ships, found without importing Triton."""
+    """Return the version of Triton's ptxas, without importing Triton."""
     spec = find_spec("triton")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         ptxas = str(Path(folder, "backends", "nvidia", "bin", "ptxas"))
@@ -135,7 +132,7 @@ def ptxas_version() -> str | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device or the host has no memory left."""
+    """Return whether ``error`` means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,8 +1,8 @@
-"""Bytes: what is kept for the backward pass, the peak, and who holds what over time.
+"""Memory: bytes saved for the backward pass, the peak, and a timeline of live blocks.
 
-``held_bytes`` counts on any device. A peak and a timeline are the CUDA allocator's to tell; other
-devices' are None and empty. The timeline counts the bytes that were asked for; the peak counts
-them as the allocator rounds them up, which is a little more.
+``held_bytes`` works on any device. The peak and the timeline come from the CUDA allocator, and are
+None and empty on other devices. The timeline counts requested bytes; the peak counts them rounded
+up by the allocator, slightly more.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ T = TypeVar("T")
 
 MOST_POINTS = 2000
 LARGEST = 10
-HISTORY = 1_000_000  # events that the allocator remembers
-MARK_BYTES = 333  # of the block that marks a phase's end in the history; any size that is rare
-BEFORE = "before"  # the phase of blocks that were there when the recording began
+HISTORY = 1_000_000  # allocator events recorded
+MARK_BYTES = 333  # size of the block that marks the end of a phase; any rare size will do
+BEFORE = "before"  # the phase of blocks older than the recording
 TORCH = str(Path(torch.__file__).parent)
 
 
-class _Held:
-    """A tensor that autograd keeps; it lives as long as the graph's node that wants it."""
+class _Saved:
+    """A tensor saved by autograd; it lives as long as the graph node that saved it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -> tuple[int, T]:
-    """Count the bytes that are kept for the backward pass when ``call`` returns.
+    """Count the bytes that autograd holds for the backward pass when ``call`` returns.
 
-    Each storage counts once and whole, however many views of it are kept. What an autograd function
-    hides from ``save_for_backward``, in a plain attribute, is not seen.
+    Each storage counts once and in full, however many views of it are saved. Tensors that an
+    autograd function keeps outside ``save_for_backward`` are not counted.
 
     Args:
-        call: a forward pass; what it returns keeps the graph alive.
-        without: tensors whose storages do not count: parameters and inputs.
+        call: a forward pass; its result keeps the graph alive.
+        without: tensors whose storages do not count, such as parameters and inputs.
 
     Returns:
-        Bytes, and what ``call`` returned.
+        Bytes, and the result of ``call``.
     """
-    held: WeakSet[_Held] = WeakSet()
+    held: WeakSet[_Saved] = WeakSet()
 
-    def pack(tensor: torch.Tensor) -> _Held:
-        kept = _Held(tensor.detach())  # with its node it would keep itself alive
+    def pack(tensor: torch.Tensor) -> _Saved:
+        kept = _Saved(tensor.detach())  # a tensor with its node would be a reference cycle
         held.add(kept)
         return kept
 
@@ -72,12 +72,12 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of tensors on a device around a call; None where no allocator counts them.
+    """Bytes of tensors on a device before, during and after a call; None if not counted.
 
     Args:
-        before: ahead of the call.
-        peak: the most during the call.
-        after: with what the call returned still alive.
+        before: allocated before the call.
+        peak: maximum during the call.
+        after: allocated after the call, with its result still alive.
     """
 
     before: int | None = None
@@ -86,7 +86,7 @@ class Peak:
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
-    """Run ``call`` and return the bytes around it, and what it returned."""
+    """Run ``call``; return its peak memory and its result."""
     if device.type != "cuda":
         return Peak(), call()
     torch.cuda.synchronize(device)
@@ -99,26 +99,26 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes in use on ``device`` now, None where no allocator counts them."""
+    """Return the bytes in use on ``device`` now, or None if not counted."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def above(total: int | None, ground: int | None) -> int | None:
-    """Return how many bytes ``total`` is above what was in use before; None where not counted."""
+    """Return ``total - ground``, or None if either is not counted."""
     return None if total is None or ground is None else total - ground
 
 
 @dataclass(frozen=True)
 class Block:
-    """Blocks of one size that one line allocated in one phase and that were live at the peak.
+    """Blocks live at the peak that share size, allocating line and phase.
 
     Args:
-        bytes: of one of them.
-        line: the innermost line outside torch, "lm.py:123 forward"; None where no Python ran, as
-            in autograd's own threads, or where the block is older than the recording.
-        phase: the innermost phase in which they were allocated; None outside of all, ``BEFORE``
-            ahead of the recording.
-        count: how many.
+        bytes: size of one block.
+        line: innermost line outside torch, such as "lm.py:123 forward"; None if no Python frame was
+            recorded (autograd threads) or the block is older than the recording.
+        phase: innermost phase of the allocation; None outside every phase, ``BEFORE`` if older than
+            the recording.
+        count: number of blocks.
     """
 
     bytes: int
@@ -132,10 +132,10 @@ class Timeline:
     """Live bytes over time.
 
     Args:
-        points: seconds since the recording began and the bytes live from then on, at most
-            ``MOST_POINTS``: the peak is among them.
-        phases: name, start and end in the same seconds, by their start.
-        largest: blocks live at the peak, the biggest first, at most ``LARGEST`` kinds of them.
+        points: seconds since the start of the recording, and the bytes live from then on; at most
+            ``MOST_POINTS``, including the peak.
+        phases: name, start and end in seconds, sorted by start.
+        largest: blocks live at the peak, largest first, at most ``LARGEST`` kinds.
     """
 
     points: list[tuple[float, int]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Timeline:
 
 
 class Mark(NamedTuple):
-    """An end of a phase and the address of the block that was allocated at it."""
+    """The start or end of a phase, and the address of the block allocated to mark it."""
 
     name: str | None
     edge: Edge
@@ -154,16 +154,16 @@ class Mark(NamedTuple):
 def record(
     call: Callable[[], object], device: torch.device, path: Path | str | None = None
 ) -> Timeline:
-    """Run ``call`` while the allocator writes down its history.
+    """Run ``call`` while the allocator records its history.
 
     Args:
-        call: what is recorded; each ``phase`` in it is marked.
-        device: whose memory; for anything but a GPU the timeline is empty.
-        path: of a pickle for https://pytorch.org/memory_viz, written if given. It names the files
-            of every frame in full.
+        call: the code to record; each ``phase`` in it is marked.
+        device: where it runs; the timeline is empty unless this is a GPU.
+        path: where to write a pickle for https://pytorch.org/memory_viz; it holds the full path of
+            every source file in a traceback.
 
     Raises:
-        RuntimeError: the history was too short for all that happened.
+        RuntimeError: more than ``HISTORY`` events happened.
     """
     if device.type != "cuda":
         call()
@@ -176,7 +176,7 @@ def record(
         marks.append(Mark(name, edge, block.data_ptr()))
 
     torch.cuda.synchronize(device)
-    torch.cuda.memory._record_memory_history(  # noqa: SLF001 - torch documents it under this name
+    torch.cuda.memory._record_memory_history(  # noqa: SLF001 - the documented name
         "all", context="all", stacks="python", max_entries=HISTORY
     )
     try:
@@ -193,10 +193,10 @@ def record(
 
 
 class _Replay:
-    """The allocator's history played from the start.
+    """Replays the allocator's history.
 
-    A phase's ends are found by the blocks that were allocated at them and not by the clock, so
-    that no block is taken for another phase's.
+    The ends of phases are found by their mark blocks, not by the clock, so every block is assigned
+    to the right phase.
     """
 
     def __init__(self, before: Mapping[int, int], marks: Sequence[Mark], start: float) -> None:
@@ -210,7 +210,7 @@ class _Replay:
         self._start = start
 
     def step(self, event: Mapping[str, Any]) -> None:
-        """Do what the allocator did."""
+        """Apply one event."""
         seconds = max(0.0, (event["time_us"] - self._start) * 1e-6)
         if event["action"] == "alloc":
             if self._next is not None and _is_mark(event, self._next):
@@ -226,10 +226,10 @@ class _Replay:
         self.points.append((seconds, self.bytes))
 
     def finish(self) -> None:
-        """Check that every mark was met.
+        """Check that every mark was found.
 
         Raises:
-            RuntimeError: the history lacks one.
+            RuntimeError: a mark is missing.
         """
         if self._next is not None:
             raise RuntimeError(
@@ -247,15 +247,15 @@ class _Replay:
 
 
 def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> Timeline:
-    """Read a timeline out of what ``torch.cuda.memory._snapshot`` returns.
+    """Build a timeline from a snapshot of the CUDA allocator.
 
     Args:
-        snapshot: it has the device's history, oldest first, and all that is live at its end.
-        marks: the first one opens the recording; the others are ends of phases, in their order.
-        index: of the device.
+        snapshot: the result of ``torch.cuda.memory._snapshot``.
+        marks: the start of the recording, then the ends of phases in order.
+        index: index of the device.
 
     Raises:
-        RuntimeError: the history lacks a mark.
+        RuntimeError: a mark is missing from the history.
     """
     trace = snapshot["device_traces"][index]
     before = _live_before(snapshot, trace, index)
@@ -288,9 +288,9 @@ def _is_mark(event: Mapping[str, Any], mark: Mark) -> bool:
 def _live_before(
     snapshot: Mapping[str, Any], trace: Iterable[Mapping[str, Any]], index: int
 ) -> dict[int, int]:
-    """Return the bytes of each block, by address, that is older than the history.
+    """Return the size, by address, of each block that is older than the history.
 
-    It was freed there without being allocated there, or is live at the end and was never.
+    The history has no allocation of such a block; it has its free, or the block is still live.
     """
     made: set[int] = set()
     before: dict[int, int] = {}
@@ -307,7 +307,7 @@ def _live_before(
 
 
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the innermost frame that is not torch's, without its folder; None if all are."""
+    """Return the innermost frame outside torch, as "file:line function", or None."""
     for frame in frames:
         file = frame["filename"]
         if not file.startswith((TORCH, "<frozen", "??")):
@@ -316,13 +316,13 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _largest(blocks: Iterable[Block]) -> list[Block]:
-    """Return the biggest blocks, those that are alike as one with their number."""
+    """Return the largest blocks, equal blocks merged and counted."""
     kinds = [replace(block, count=count) for block, count in Counter(blocks).items()]
     return sorted(kinds, key=lambda kind: (-kind.bytes, -kind.count))[:LARGEST]
 
 
 def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
-    """Return at most ``most`` of the points: both ends, and each stretch's lowest and highest."""
+    """Return at most ``most`` points: both ends, and the minimum and maximum of each interval."""
     if len(points) <= most:
         return list(points)
     inner, stretches = range(1, len(points) - 1), most // 2 - 1

@@ -1,6 +1,6 @@
-"""The GPU's clock, power and throttling over time, sampled by a thread.
+"""Clock, power and throttling of a GPU over time, sampled by a thread.
 
-A time measured while the clock was held down is true of that moment only, so its row says so.
+A time measured while the GPU throttles is not reproducible, so its row says so.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from flashattn.measure.device import nvml, sm_clock
 
 PERIOD = 0.1  # seconds between samples
 
-# NVML's clock event reasons that mean a clock below what the load asks for. The others (idle, a
-# clock that the owner has set, a display) are no throttling.
+# NVML clock event reasons that throttle. Others (idle, locked clocks, display) do not.
 THROTTLES = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -32,12 +31,12 @@ THROTTLES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What the GPU did in a span of time.
+    """The state of the GPU over an interval.
 
     Args:
-        sm_hertz: median clock of the multiprocessors; None where it was not sampled.
-        watts: median power; None where it was not sampled.
-        throttled: what held the clock down at any moment of it, in words.
+        sm_hertz: median SM clock; None if not sampled.
+        watts: median power; None if not sampled.
+        throttled: reasons for throttling at any moment of the interval.
     """
 
     sm_hertz: float | None = None
@@ -46,7 +45,7 @@ class Reading:
 
 
 class Sample(NamedTuple):
-    """What NVML said, and when, by ``time.perf_counter``."""
+    """NVML readings at one moment of ``time.perf_counter``."""
 
     time: float
     hertz: float | None
@@ -56,32 +55,28 @@ class Sample(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> Sample:
         """Take one."""
-        # The name of before driver 535, which later ones know, too.
+        # The name before driver 535; later drivers accept it too.
         reasons = nvml(device, lambda ask, gpu: ask.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
         watts = nvml(device, lambda ask, gpu: ask.nvmlDeviceGetPowerUsage(gpu) / 1e3)
         return cls(time.perf_counter(), sm_clock(device), watts, reasons)
 
 
 class Monitor:
-    """Samples a GPU between ``with`` and its end; nothing on a CPU or without a driver.
-
-    Args:
-        device: the one that is sampled.
-    """
+    """Context manager that samples a GPU; on a CPU or without a driver it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start nothing yet."""
+        """Prepare the thread; entering the context starts it."""
         self._device, self._samples, self._stop = device, list[Sample](), Event()
         self._thread = Thread(target=self._sample, name="clock monitor", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start sampling if there is anything to sample."""
+        """Start sampling if NVML answers any query."""
         if any(fact is not None for fact in Sample.of(self._device)[1:]):
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
+        """Stop sampling."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -91,7 +86,7 @@ class Monitor:
             self._samples.append(Sample.of(self._device))
 
     def between(self, start: float, end: float) -> Reading:
-        """Return what was sampled from ``start`` to ``end``, two stamps of time.perf_counter()."""
+        """Summarize the samples from ``start`` to ``end``, two times of ``time.perf_counter``."""
         samples = [sample for sample in tuple(self._samples) if start <= sample.time <= end]
         return Reading(
             sm_hertz=_median(sample.hertz for sample in samples),

@@ -1,13 +1,13 @@
-"""What fewer bits do: sums that stop growing, dtypes under autocast, LayerNorm step by step."""
+"""Effects of low precision: stagnating sums, dtypes under autocast, and LayerNorm in 16 bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+from torch.nn import functional as F  # noqa: N812 - the conventional name
 
 CASTS = ("none", "implicit", "explicit")
-POINTS = 100  # of a curve
+POINTS = 100  # points of a curve
 
 
 def partial_sums(
@@ -19,19 +19,19 @@ def partial_sums(
     cast: str = "none",
     device: torch.device | str = "cpu",
 ) -> list[tuple[int, float]]:
-    """Add ``value`` to an accumulator, one at a time, and return what it holds on the way.
+    """Add ``value`` to an accumulator ``count`` times and return the partial sums.
 
     Args:
-        value: rounded to ``addend`` once, before it is added.
-        count: how often.
+        value: the addend, rounded once to the dtype ``addend``.
+        count: number of additions.
         accumulator: dtype of the sum.
-        addend: dtype of what is added.
-        cast: "explicit" casts the addend to the accumulator's dtype by hand, "implicit" leaves that
-            to the addition; "none" where both have one dtype.
-        device: where.
+        addend: dtype of the addend.
+        cast: "explicit" casts the addend to the accumulator's dtype beforehand, "implicit" leaves
+            the cast to the addition; "none" if the dtypes are equal.
+        device: where to add.
 
     Returns:
-        About ``POINTS`` pairs of additions made and the sum then; the last one is the result.
+        About ``POINTS`` pairs (number of additions, sum); the last is the result.
 
     Raises:
         ValueError: ``cast`` is unknown, or "none" with two dtypes.
@@ -51,7 +51,7 @@ def partial_sums(
 
 
 class Toy(nn.Module):
-    """Two layers around a LayerNorm, small enough to list all of its dtypes."""
+    """Two linear layers around a LayerNorm."""
 
     def __init__(self) -> None:
         """Make the layers."""
@@ -61,18 +61,18 @@ class Toy(nn.Module):
         self.second = nn.Linear(64, 10, bias=False)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return every tensor on the way from x [B, 32] to the logits [B, 10]."""
+        """Map x [B, 32] to logits [B, 10]; return every intermediate tensor."""
         first = self.first(x)
         norm = self.norm(F.relu(first))
         return {"first linear": first, "LayerNorm": norm, "logits": self.second(norm)}
 
 
 def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str, str]:
-    """Return the dtype of each tensor of a toy model's step under autocast.
+    """Return the dtype of each tensor in a training step of a toy model under autocast.
 
     Args:
-        dtype: autocast's.
-        device: where; the lists of operators that autocast casts differ between CPU and CUDA.
+        dtype: dtype of autocast.
+        device: where to run; autocast casts different operators on CPU and CUDA.
     """
     device = torch.device(device)
     model = Toy().to(device)
@@ -83,7 +83,7 @@ def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str,
     loss.backward()
     named = {"parameters": model.first.weight, **tensors, "loss": loss}
     grad = model.first.weight.grad
-    assert grad is not None  # noqa: S101 - backward has just made it
+    assert grad is not None  # noqa: S101 - backward has set it
     return {name: _name(x) for name, x in (named | {"gradients": grad}).items()}
 
 
@@ -104,18 +104,18 @@ QUANTITIES = (
 def layernorm(
     dtype: torch.dtype, scale: float, *, width: int = 1024, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Normalise a row by hand, in fp64 and with every operation rounded to ``dtype``.
+    """Normalize one row in fp64, and with every operation rounded to ``dtype``.
 
-    Fused kernels keep the statistics in fp32; this shows why.
+    The errors show why fused kernels keep the statistics in fp32.
 
     Args:
-        dtype: a narrow one.
-        scale: of the row, which is normal with a mean of one deviation.
-        width: of the row.
-        device: where.
+        dtype: a 16-bit dtype.
+        scale: standard deviation and mean of the row.
+        width: length of the row.
+        device: where to compute.
 
     Returns:
-        The numbers named in ``QUANTITIES``, exact and as got; those may be infinite or NaN.
+        The ``QUANTITIES`` in fp64, and in ``dtype``; the latter may be infinite or NaN.
     """
     normal = torch.randn(width, generator=torch.Generator().manual_seed(0))
     row = ((normal + 1) * scale).to(device=device, dtype=dtype)

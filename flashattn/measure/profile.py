@@ -1,7 +1,6 @@
-"""Where the time goes: a call's kernels by name, by category and by phase.
+"""Profile a call: time by kernel, by category and by phase.
 
-On a GPU these are the device's own times of its kernels; on a CPU, which has none, the operators'
-times without what they call.
+On a GPU the times are device times of kernels; on a CPU, self times of operators.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 
 _LISTENERS: list[Listener] = []
 
-# The first that is found in a kernel's name decides; a later one may be found there as well.
+# The first pattern that matches a kernel's name decides.
 CATEGORIES: tuple[tuple[str, str], ...] = (
     ("ours", r"^flashattn(_|::)"),
-    # The compiler's names tell the kind of loop first, then all that was fused into it.
+    # Inductor names begin with the kind of loop, then list the fused operators.
     ("softmax", r"^triton_(red|per)_.*softmax"),
     ("reduction", r"^triton_(red|per)_"),
     ("elementwise", r"^triton_(poi|for)_"),
@@ -38,7 +37,7 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("copy", r"^aten::(copy_|clone|contiguous|to|_to_copy|cat|stack|fill_|zero_|zeros|ones|full)$"),
     ("softmax", r"(?i:softmax)"),
     ("indexing", r"gather|scatter|embedding|::index|RadixSort"),
-    ("indexing", r"krn_partial|compute_grad_weight"),  # of the embedding's gradient
+    ("indexing", r"krn_partial|compute_grad_weight"),  # gradient of the embedding
     ("reduction", r"(?i:reduce|moments|gammabeta|layer_?norm|rms_?norm|nll_loss)"),
     ("reduction", r"^aten::(sum|mean|a?max|a?min|var|var_mean|(linalg_vector_)?norm|argmax)$"),
     ("elementwise", r"elementwise|triu_tril|masked_fill|dropout|^aten::\w+_backward$"),
@@ -47,7 +46,7 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("elementwise", r"^aten::(tril|triu|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)_?$"),
 )
 
-# What a template does is named in its arguments, behind wrappers that say nothing.
+# The operation of a kernel template is one of its arguments, inside wrappers to be skipped.
 _FUNCTOR = re.compile(
     r"\b(?!gpu_|AUnary|BUnary|BinaryFunctor|UnaryFunctor)"
     r"(\w*Functor\w*|\w+_functor|\w+Ops|\w+_kernel(?:_cuda|_impl)?|\w+_cuda_out|\w+Epilogue"
@@ -63,10 +62,10 @@ class Kernel:
     """All launches of one kernel in one call.
 
     Args:
-        name: as ``short`` writes it.
-        category: see ``category``.
-        calls: launches.
-        seconds: of all of them.
+        name: the name returned by ``short``.
+        category: the category returned by ``category``.
+        calls: number of launches.
+        seconds: total time of the launches.
     """
 
     name: str
@@ -77,13 +76,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of one call goes.
+    """The time of one call, broken down.
 
     Args:
-        kernels: the longest first.
-        categories: seconds by category, the longest first.
-        phases: seconds of the kernels in each ``phase``, a phase's inner ones included.
-        device_seconds: of all kernels.
+        kernels: kernels, longest first.
+        categories: seconds by category, longest first.
+        phases: seconds of the kernels in each ``phase``, nested phases included.
+        device_seconds: total time of all kernels.
     """
 
     kernels: list[Kernel]
@@ -93,13 +92,13 @@ class Profile:
 
     @property
     def matmul_share(self) -> float:
-        """The part of the device's time that matrix products take; 0 where nothing ran."""
+        """The fraction of device time in matrix products; 0 if nothing ran."""
         return self.categories.get("matmul", 0.0) / (self.device_seconds or 1.0)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what is done inside: in a profile, in an NVTX range and to whoever is listening."""
+    """Name a block of code, in the profiler, in an NVTX range and for every listener."""
     ranges = torch.cuda.is_available()
     _tell(name, "start")
     if ranges:
@@ -117,7 +116,7 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener(name, "start" | "end")`` at both ends of every phase inside."""
+    """Call ``listener(name, "start" | "end")`` at both ends of every phase in the block."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -131,35 +130,35 @@ def _tell(name: str, edge: Edge) -> None:
 
 
 def category(kernel: str) -> str:
-    """Return the category of a kernel or of a CPU's operator by its full name, or "other"."""
+    """Return the category of a kernel or CPU operator by its full name, or "other"."""
     return next((kind for kind, pattern in CATEGORIES if re.search(pattern, kernel)), "other")
 
 
 def short(kernel: str) -> str:
-    """Return a kernel's name without namespaces and templates but for what a template does.
+    """Return a kernel's name without namespaces and template arguments, except the operation.
 
     ``vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, ...>(...)`` becomes
-    ``vectorized_elementwise_kernel[CUDAFunctor_add]``; a short name stays as it is.
+    ``vectorized_elementwise_kernel[CUDAFunctor_add]``; a plain name is unchanged.
     """
     plain = _RETURNS.sub("", _UNNAMED.sub("", _GRAPH.sub(r"\1", kernel)))
     found = re.search(r"[<(]", plain)
     if found is None:
         return plain
     *spaces, name = plain[: found.start()].strip().split("::")
-    if name == "kernel" and spaces:  # cuBLAS names its kernels by their namespace
+    if name == "kernel" and spaces:  # cuBLAS distinguishes kernels by namespace
         name = f"{spaces[-1]}::{name}"
     does = _FUNCTOR.search(plain, found.end())
     return f"{name}[{does[1]}]" if does else name
 
 
 def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Profile:
-    """Profile ``call``, which has run before: nothing is warmed up here.
+    """Profile ``call``, which must be warm.
 
     Args:
-        call: what is profiled. The device is awaited at both ends of each ``phase`` in it, so that
-            a kernel is of the phase in which it runs.
+        call: the code to profile. The device is synchronized at both ends of each ``phase``, so
+            each kernel runs in the phase that launched it.
         device: where it runs.
-        calls: how often; the profile is of one call on average.
+        calls: number of calls to average over.
 
     Raises:
         ValueError: ``calls`` is not positive.
@@ -176,12 +175,12 @@ def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1)
         if on_gpu:
             torch.cuda.synchronize(device)
 
-    def attend(name: str, _: Edge) -> None:
+    def on_phase(name: str, _: Edge) -> None:
         phases.append(name)
         wait()
 
     wait()
-    with listening(attend), torch.profiler.profile(activities=kinds, acc_events=True) as recorded:
+    with listening(on_phase), torch.profiler.profile(activities=kinds, acc_events=True) as recorded:
         for _ in range(calls):
             call()
         wait()
@@ -192,16 +191,16 @@ def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1)
 def summary(
     events: Iterable[Any], *, where: DeviceType, phases: Sequence[str] = (), calls: int = 1
 ) -> Profile:
-    """Sum up what torch's profiler recorded.
+    """Summarize the events of the PyTorch profiler.
 
     Args:
-        events: ``FunctionEvent``s; their times are in microseconds.
-        where: the device whose events are the kernels.
+        events: ``FunctionEvent``s; times in microseconds.
+        where: the device whose events are kernels.
         phases: names of the annotations that are phases.
-        calls: what the sums are divided by.
+        calls: number of calls recorded; the sums are divided by it.
     """
     events = list(events)
-    # Annotations appear on the device's timeline, too, as if they were kernels.
+    # Annotations appear on the device's timeline too, and are no kernels.
     annotations = {event.name for event in events if event.is_user_annotation}
     kernels = [e for e in events if e.device_type == where and e.name not in annotations]
     names = {name: (short(name), category(name)) for name in {event.name for event in kernels}}
@@ -223,13 +222,13 @@ def summary(
 
 
 def _seconds(event: Any) -> float:
-    """Return a kernel's seconds, or an operator's without the operators that it calls."""
+    """Return the seconds of a kernel, or the self time of a CPU operator."""
     on_cpu = event.device_type == DeviceType.CPU
     return 1e-6 * (event.self_cpu_time_total if on_cpu else event.time_range.elapsed_us())
 
 
 def _each(count: int, calls: int) -> float:
-    """Return the count in one call: whole unless the calls differed."""
+    """Return the count per call: an integer unless the calls differed."""
     return count / calls if count % calls else count // calls
 
 
@@ -242,10 +241,9 @@ def _spans(events: Iterable[Any], name: str) -> list[tuple[float, float]]:
 
 
 def _inside(kernels: Iterable[Any], spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of the kernels whose middle lies in a span.
+    """Return the seconds of the kernels whose midpoint lies in a span.
 
-    Kernels stay clear of a phase's ends, where the device is idle; their middle, because the
-    device's and the host's clocks agree to a few microseconds only.
+    Midpoints tolerate the few microseconds by which host and device clocks differ.
     """
     inside = 0.0
     for kernel in kernels:

@@ -1,4 +1,4 @@
-"""What the machine can do, measured and never a data sheet's: matrix products and a copy."""
+"""The roofs of the machine, measured: matrix products and a copy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WARM_CALLS, CALLS = 3, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much work shows the roof of a kind of machine.
+    """Problem sizes large enough to reach the roofs.
 
     Args:
-        side: of the square matrices.
-        copied: bytes that are read, and written.
-        kinds: of products: names of dtypes, and "tf32" for fp32 products on tensor cores.
+        side: side of the square matrices.
+        copied: bytes to copy; as many are read as written.
+        kinds: precisions of the products: dtypes, and "tf32" for fp32 on tensor cores.
     """
 
     side: int
@@ -42,15 +42,15 @@ SIZES = {
 def measure_roofs(
     device: torch.device, *, sizes: Sizes | None = None, clock: Clock | None = None
 ) -> dict[str, float]:
-    """Measure the roofs on random normal data (zeros need less power and would run faster).
+    """Measure the roofs on random normal data (zeros draw less power and run faster).
 
     Args:
-        device: where.
-        sizes: how much; by default what suits the device.
-        clock: tells the seconds; by default the device's.
+        device: where to measure.
+        sizes: problem sizes (default: ``SIZES`` of the device).
+        clock: the clock (default: ``clock_of(device)``).
 
     Returns:
-        Flops per second of each kind of product, and under "copy" bytes per second, read + written.
+        FLOP/s of each kind of product; under "copy", bytes per second read plus written.
     """
     sizes, clock = sizes or SIZES[device.type], clock or clock_of(device)
     roofs = {}

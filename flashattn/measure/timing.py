@@ -1,11 +1,10 @@
-"""Seconds that a call takes: on the device, behind a cold cache; on a CPU, by the host's clock.
+"""Time a call: device time with a cold L2 cache on a GPU, host time on a CPU.
 
-A GPU runs behind the host, so a clock around a call times its launch. ``DeviceClock`` queues an
-event before and after the call and reads both once the device is done. Ahead of the first event it
-queues writes to twice the L2 cache: the call finds its inputs in memory and not in the cache, and
-while the device writes, the host queues all of the call, so that gaps between launches drop out.
-Where others keep the host from that, the device is seen to have begun before all was queued: such
-a sample is late, and is made again behind more writes.
+A GPU runs asynchronously, so a host clock around a call times only its launch. ``DeviceClock``
+queues an event before and after the call. Before the first event it queues writes to twice the L2
+cache. The writes evict the inputs from the cache, and give the host time to queue the whole call,
+so gaps between launches do not count. A sample is late if the device reached the first event before
+the host had queued the call; late samples are repeated behind more writes.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-BUDGET = 0.25  # seconds of measuring for one case
+BUDGET = 0.25  # seconds to measure one case
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
-WARM_UP = 0.05  # seconds, beyond the first call, which may compile
-LONGEST_LEAD = 4e-3  # seconds of writes ahead of a call, however long the host takes to queue it
-RETAKES = 5  # of a sample that is late
+WARM_UP = 0.05  # seconds after the first call, which may compile
+LONGEST_LEAD = 4e-3  # at most this many seconds of writes before a call
+RETAKES = 5  # repeats of a late sample
 INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
 
 
 class Event(Protocol):
-    """A moment on the device's timeline."""
+    """An event on the device's timeline."""
 
     def record(self) -> None:
-        """Queue it."""
+        """Queue the event."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the event."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds from this moment to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
 
 
 class Clock(Protocol):
-    """Seconds of calls.
+    """Times calls.
 
     Attributes:
-        tells: which seconds.
-        late: of the calls last sampled, how many began before the host had queued all of them, so
-            that they may hold its delays.
+        tells: the kind of time, in words.
+        late: number of late calls in the last ``samples``: calls that started before the host had
+            queued them, so their times may include host delays.
     """
 
     tells: ClassVar[str]
@@ -64,11 +63,11 @@ class Clock(Protocol):
         """Prepare for calls that take ``launch`` seconds to queue; return the lead in seconds."""
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Return the seconds of each of ``calls`` calls, and what the last one returned."""
+        """Return the seconds of each of ``calls`` calls, and the result of the last."""
 
 
 class HostClock:
-    """The host's own clock, for devices that finish before they return."""
+    """The host clock, for synchronous devices."""
 
     tells: ClassVar[str] = "host time, warm cache"
     late = 0
@@ -92,21 +91,18 @@ class HostClock:
 
 
 class ProcessorClock(HostClock):
-    """Time that the process has run on any core: what others take from it does not count.
-
-    Neither does waiting, so it compares work with work and is no duration.
-    """
+    """CPU time of the process: neither preemption nor waiting counts, so it is not a duration."""
 
     tells: ClassVar[str] = "processor time, warm cache"
     now = staticmethod(time.process_time)
 
 
 class DeviceClock:
-    """Event pairs on a device that runs behind the host.
+    """Times calls by pairs of events on an asynchronous device.
 
     Args:
-        event: makes an event that can be timed.
-        flush: queues a write to more than the device's cache.
+        event: creates an event with timing enabled.
+        flush: queues a write larger than the device's cache.
         synchronize: waits until the device is idle.
     """
 
@@ -115,14 +111,14 @@ class DeviceClock:
     def __init__(
         self, event: Callable[[], Event], flush: Callable[[], Any], synchronize: Callable[[], Any]
     ) -> None:
-        """Hold on to the three; nothing is queued yet."""
+        """Queue nothing yet."""
         self._event, self._flush, self._synchronize = event, flush, synchronize
         self._flushes = self._most = 1
         self.late = 0
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceClock:
-        """Return the clock of a CUDA device, which holds twice its L2 cache in memory."""
+        """Return the clock of a CUDA device; it allocates twice the size of the L2 cache."""
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -133,7 +129,7 @@ class DeviceClock:
         self._synchronize()
 
     def cover(self, launch: float) -> float:
-        """Queue as many flushes ahead of each call as last twice ``launch``; see ``Clock``."""
+        """Queue flushes for twice ``launch`` seconds before each call; see ``Clock``."""
         self._flushes = self._most = 1
         flush = min(self.samples(self._flush, 3)[0])
         self._most = max(1, math.ceil(LONGEST_LEAD / flush))
@@ -141,9 +137,9 @@ class DeviceClock:
         return self._flushes * flush
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Queue all calls, each behind its own flushes, and wait once; see ``Clock``.
+        """Queue all calls, each behind its own flushes, then synchronize once; see ``Clock``.
 
-        After a late one there are twice as many flushes ahead of a call, up to ``LONGEST_LEAD``.
+        Each late call doubles the flushes before later calls, up to ``LONGEST_LEAD``.
         """
         pairs, result, self.late = [], None, 0
         for _ in range(calls):
@@ -162,17 +158,17 @@ class DeviceClock:
 
 
 class Replayed:
-    """Seconds that are known already.
+    """A clock that returns known times.
 
     Args:
-        seconds: of the calls to come.
+        seconds: times of the coming calls.
     """
 
     tells: ClassVar[str] = "seconds measured before"
     late = 0
 
     def __init__(self, seconds: list[float]) -> None:
-        """Begin at the first."""
+        """Start with the first time."""
         self._seconds = iter(seconds)
 
     def synchronize(self) -> None:
@@ -183,18 +179,18 @@ class Replayed:
         return 0.0
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Make the calls and return the next seconds; see ``Clock``."""
+        """Make the calls and return the next known times; see ``Clock``."""
         results = [call() for _ in range(calls)]
         return [next(self._seconds) for _ in range(calls)], results[-1]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock that tells what ``device`` does."""
+    """Return the clock for calls on ``device``."""
     return DeviceClock.of(device) if device.type == "cuda" else HostClock()
 
 
 class Pace(NamedTuple):
-    """Seconds of one warm call: until it is done, and until the host has queued it."""
+    """Seconds of one warm call until it is complete (wall), and until it is queued (launch)."""
 
     wall: float
     launch: float
@@ -206,12 +202,12 @@ def warm_up(
     """Call until compiled and warm.
 
     Args:
-        call: what will be timed.
-        clock: of the device it runs on.
+        call: the call to be timed.
+        clock: clock of its device.
         setup: makes the arguments of each call.
 
     Returns:
-        The fastest call's pace.
+        The shortest wall and launch times.
     """
     call(*setup())
     walls: list[float] = []
@@ -229,18 +225,18 @@ def warm_up(
 
 
 class DeviceBenchmark(BenchmarkFixture):
-    """pytest-benchmark's fixture with the device's clock in place of the host's.
+    """The pytest-benchmark fixture with the clock of the device.
 
-    ``time`` is the whole protocol. Calibration, ``pedantic`` and --benchmark-disable work as ever.
+    Use ``time``. Calibration, ``pedantic`` and --benchmark-disable work as usual.
     """
 
     clock: Clock
-    _anew: Callable[[], tuple[Any, ...]] | None = None  # arguments of a sample made again
+    _retake_setup: Callable[[], tuple[Any, ...]] | None = None  # None: late samples are kept
     _retaken = _late = 0
 
     @classmethod
     def adopt(cls, benchmark: BenchmarkFixture, clock: Clock) -> DeviceBenchmark:
-        """Turn the stock fixture into this one: the plugin accepts no object but its own."""
+        """Change the class of the plugin's fixture, the only object that the plugin accepts."""
         adopted = cast("DeviceBenchmark", benchmark)
         adopted.__class__ = cls
         adopted.clock = clock
@@ -254,27 +250,27 @@ class DeviceBenchmark(BenchmarkFixture):
         budget: float = BUDGET,
         rounds: int | None = None,
     ) -> Any:
-        """Warm up, time as many calls as fit in the budget, and keep every sample.
+        """Warm up, then time as many calls as fit in the budget.
 
-        One that is late is made again, up to ``RETAKES`` times; "retaken" is how often that was,
-        and "late" how many are kept that were late every time.
+        A late sample is repeated up to ``RETAKES`` times. ``extra_info`` counts the repeats as
+        "retaken", and the samples that stayed late as "late".
 
         Args:
-            call: what is timed; checked by the caller beforehand.
-            setup: makes the arguments of each call, outside the clock.
-            budget: seconds for all rounds together; ``FEWEST_ROUNDS`` are made whatever they cost.
-            rounds: how many calls to time, whatever they cost.
+            call: the call to time; the caller has checked its result.
+            setup: makes the arguments of each call, untimed.
+            budget: seconds for all rounds; at least ``FEWEST_ROUNDS`` are timed.
+            rounds: number of calls to time, regardless of the budget.
 
         Returns:
-            What the last call returned.
+            The result of the last call.
         """
         if self.enabled:
             pace = warm_up(call, clock=self.clock, setup=setup)
             lead = self.clock.cover(pace.launch)
             cost = pace.wall + lead
             rounds = rounds or min(max(int(budget / cost), FEWEST_ROUNDS), MOST_ROUNDS)
-            # What no lead can cover is late every time.
-            self._anew = setup if pace.launch < lead else None
+            # If the launch outlasts every lead, each sample would be late again.
+            self._retake_setup = setup if pace.launch < lead else None
         result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds or 1)
         self._note(self.clock.tells)
         if self.enabled:
@@ -282,11 +278,11 @@ class DeviceBenchmark(BenchmarkFixture):
         return result
 
     def replay(self, samples: list[float], *, tells: str | None = None) -> None:
-        """Take seconds that were measured before, or otherwise, as the rounds of this case.
+        """Record times measured earlier as the rounds of this case.
 
         Args:
             samples: seconds of each call.
-            tells: which seconds they are; None leaves what the facts say already.
+            tells: the kind of time; None keeps the kind in ``extra_info``.
         """
         clock, self.clock = self.clock, Replayed(samples)
         try:
@@ -296,7 +292,7 @@ class DeviceBenchmark(BenchmarkFixture):
         self._note(tells or self.extra_info["clock"])
 
     def _note(self, tells: str) -> None:
-        """Write down what every row has of its samples."""
+        """Record the statistics that every row has."""
         if self.enabled:
             self.extra_info |= {"status": "ok", "reason": None, "clock": tells}
             self.extra_info |= {
@@ -317,10 +313,10 @@ class DeviceBenchmark(BenchmarkFixture):
         def runner(loops_range: range | None, timer: object = None) -> Any:  # noqa: ARG001
             calls, tries = len(loops_range) if loops_range else 1, RETAKES
             seconds, result = self.clock.samples(call, calls)
-            while self._anew and self.clock.late and tries:
+            while self._retake_setup and self.clock.late and tries:
                 tries -= 1
                 self._retaken += 1
-                again = partial(function_to_benchmark, *self._anew(), **kwargs)
+                again = partial(function_to_benchmark, *self._retake_setup(), **kwargs)
                 seconds, result = self.clock.samples(again, calls)
             self._late += self.clock.late
             return sum(seconds) if loops_range else (sum(seconds), result)
@@ -329,13 +325,13 @@ class DeviceBenchmark(BenchmarkFixture):
 
 
 class _InterpretedError(BaseException):
-    """A kernel is about to be interpreted; nothing should catch this but ``interprets``."""
+    """A kernel is about to be interpreted; only ``interprets`` should catch this."""
 
 
 def interprets(call: Callable[[], Any]) -> bool:
-    """Whether ``call`` runs a kernel in Triton's interpreter, whose time says nothing about it.
+    """Return whether ``call`` runs a kernel in Triton's interpreter, where times mean nothing.
 
-    The call is cut short at its first kernel. Triton is not imported to find out.
+    The call stops at its first interpreted kernel. Triton is not imported.
     """
 
     def watch(frame: FrameType, event: str, _: object) -> None:

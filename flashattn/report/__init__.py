@@ -1,1 +1,1 @@
-"""Saved runs as tables, pictures and a page; a laptop reads them: no torch, no Triton."""
+"""Reports of saved runs: tables, plots and a page. Needs neither torch nor Triton."""

@@ -1,4 +1,4 @@
-"""``python -m flashattn.report``: a page; ``compare A B``; ``show RUN``; one study, by name."""
+"""``python -m flashattn.report``: write the page; ``compare A B``; ``show RUN``; or one study."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from flashattn.report.runs import Run, kept, load, merge
 from flashattn.report.studies import STUDIES
 from flashattn.report.table import tables
 
-RUN = "a run: a .json file that was kept, or a .jsonl file in the making"
+RUN = "a run: a saved .json file, or an unfinished .jsonl file"
 NAMED = {study.NAME: study for study in STUDIES}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the first word says: ``write`` unless it is another command.
+    """Run the command named by the first argument; the default is ``write``.
 
     Args:
-        arguments: of the command line; None means the process's own.
+        arguments: command line (default: ``sys.argv``).
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m flashattn.report", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    helps = {"write": "write the page, its Markdown and its pictures"}
-    helps |= {name: f"print and draw one study: {study.QUESTION}" for name, study in NAMED.items()}
+    helps = {"write": "write the page, its Markdown and its plots"}
+    helps |= {name: f"print and plot one study: {study.QUESTION}" for name, study in NAMED.items()}
     for name, text in helps.items():
         made = commands.add_parser(name, help=text)
         made.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=f"{RUN} (default: all)")
         made.add_argument("--folder", type=Path, default=".benchmarks", help="(%(default)s)")
-        made.add_argument("--accelerator", help="whose runs (default: of the newest run)")
+        made.add_argument("--accelerator", help="(default: that of the newest run)")
         made.add_argument("--output", type=Path, default="report", help="(%(default)s)")
         made.set_defaults(run=_study if name in NAMED else _write)
     show = commands.add_parser("show", help="print the tables and findings of one run")
     show.add_argument("path", type=Path, metavar="RUN", help=RUN)
     show.set_defaults(run=lambda options: tables(load(options.path)))
-    pair = commands.add_parser("compare", help="say what is faster, slower, same, new and gone")
+    pair = commands.add_parser("compare", help="list faster, slower, same, new and gone cases")
     pair.add_argument("before", type=Path, metavar="A", help=RUN)
     pair.add_argument("after", type=Path, metavar="B", help=RUN)
     pair.set_defaults(run=lambda options: report(load(options.before), load(options.after)))
@@ -56,7 +56,7 @@ def _runs(options: argparse.Namespace) -> list[Run]:
 
 
 def _write(options: argparse.Namespace) -> str:
-    """Write the page; return where it is and what it says."""
+    """Write the page; return its path and its findings."""
     runs = _runs(options)
     run = merge(runs)
     page = write(run, options.output)
@@ -65,7 +65,7 @@ def _write(options: argparse.Namespace) -> str:
 
 
 def _study(options: argparse.Namespace) -> str:
-    """Draw one study; return its tables and where the pictures are."""
+    """Plot one study; return its tables and the paths of its plots."""
     study, run = NAMED[options.command], merge(_runs(options))
     if not run.study(study.NAME):
         raise ValueError(

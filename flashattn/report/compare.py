@@ -1,13 +1,12 @@
-"""Two runs side by side, case by case, with a verdict in a word.
+"""Compare two runs case by case, with a verdict for each case.
 
-The machine changes between two runs, so a change counts only beside cases whose code is unchanged,
-the controls: the peers' attention (naive, PyTorch's, FlexAttention, flash-attn) under equal
-versions, and every case if both runs are of the same sources. The model: a case of ours is faster
-or slower if its change, divided by the median change of the controls of its study and pass, exceeds
-twice the largest deviation of any of them (of the steady ones, if most are), twice the width of the
-middle half of its own samples in both runs, and 3%. The cases of one implementation and pass are
-held together in the same way, by their median against those of the peers, which shows smaller
-changes.
+The machine may change between runs, so changes are relative to controls: cases whose code is
+unchanged. These are the peers (naive, PyTorch, FlexAttention, flash-attn) under equal versions, and
+every case if the sources are equal. The change of a case is divided by the median change of the
+controls of its study and pass. The case is faster or slower if the result exceeds all of: twice the
+largest deviation of a control (of a steady one, if most are), twice the interquartile range of its
+own samples in both runs, and 3%. The median over all cases of one implementation and pass is
+compared with the medians of the peers in the same way; it shows smaller changes.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ from flashattn.report.table import markdown
 from flashattn.report.units import digits, ms, percent, times
 
 PEERS = re.compile(r"naive|compiled|flex|sdpa(_\w+)?|flash_attn_\w+|floor.*")
-FEWEST = 3  # controls that say how much faster or slower the machine was
-ENOUGH = 8  # controls that say how much unchanged code varies
+FEWEST = 3  # controls needed to estimate the shift of the machine
+ENOUGH = 8  # controls needed to estimate the noise
 TWICE = 2  # noise over the largest deviation of a control
-ERRORS = 4  # standard errors by which a family's median may differ from the peers'
-LEAST = 0.03  # noise at the least
-UNCONTROLLED = 0.10  # noise at the least where there are not enough controls
-BUSY = 1.0  # noise of the controls at which a machine is too busy for any verdict
+ERRORS = 4  # standard errors by which the median of a family may differ from the peers
+LEAST = 0.03  # minimum noise
+UNCONTROLLED = 0.10  # minimum noise without enough controls
+BUSY = 1.0  # above this noise of the controls there is no verdict
 FASTER, SLOWER, SAME, CONTROL, ONCE = "faster", "slower", "same", "control", "timed once"
 EXIT_INSIDE_NOISE = 13  # pytest's own statuses are 0 to 5, the gate's 10 to 12
 
 
 class Limit(Protocol):
-    """What --benchmark-compare-fail asks for, such as ``median:10%``."""
+    """A limit of --benchmark-compare-fail, such as ``median:10%``."""
 
     field: str
 
     def fails(self, current: Any, compared: Any) -> str | None:
-        """Return a sentence if the current statistics are worse than asked, else None."""
+        """Return a sentence if the current statistics exceed the limit, else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What became of one case.
+    """The change of one case.
 
     Args:
-        a: its row in the first run, None where it has none.
-        b: its row in the second.
-        same_versions: whether both runs are of the same driver, torch, Triton ...
-        same_code: whether they are of the same sources, too.
-        verdict: faster, slower, same, control, timed once, new, gone, still or now without a time.
-        shift: logarithm of how much longer its controls took.
-        noise: by how much the logarithm of unchanged code differs; 0 where nothing is compared.
-        controls: how many the noise was estimated from.
+        a: its row in the first run, or None.
+        b: its row in the second run, or None.
+        same_versions: whether driver, torch, Triton and so on are the same.
+        same_code: whether the sources are the same too.
+        verdict: faster, slower, same, control, timed once, new, gone, or still or now a status.
+        shift: log of the median ratio of its controls.
+        noise: log of the largest ratio explained by noise; 0 if nothing is compared.
+        controls: number of controls behind the noise.
     """
 
     a: Row | None
@@ -80,12 +79,12 @@ class Change:
 
     @property
     def case(self) -> tuple[str, str]:
-        """The study, and the name in it."""
+        """The study and the name of the case."""
         return self.row["study"], self.row["name"]
 
     @cached_property
     def seconds(self) -> tuple[float | None, float | None]:
-        """Before and after, None where there is no time."""
+        """Seconds before and after; None without a time."""
         rows = [row if row and row["status"] == "ok" else {} for row in (self.a, self.b)]
         return rows[0].get("seconds") or None, rows[1].get("seconds") or None
 
@@ -97,43 +96,43 @@ class Change:
 
     @property
     def log(self) -> float:
-        """The logarithm of the ratio."""
+        """The log of the ratio."""
         return math.log(self.ratio or 1.0)
 
     @cached_property
     def peer(self) -> bool:
-        """Whether it times a peer's attention: not in our model, nor behind our entry point."""
+        """Whether the case times only a peer: not in our model, nor behind our entry point."""
         study, name = self.case[0], self.row.get("impl") or ""
         ours = "size" in self.row or (study, name) == ("launch", "naive")
         return self.same_versions and bool(PEERS.fullmatch(name)) and not ours
 
     @property
     def once(self) -> bool:
-        """Whether it is of one sample, which has no spread."""
+        """Whether a row has only one sample, and so no spread."""
         return any(row and row.get("rounds") == 1 for row in (self.a, self.b))
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:
-        """What it shares with its controls: the study and the pass, or the clock alone."""
+        """The keys under which controls are looked up: clock, study and pass; then clock alone."""
         clock, kind = self.row.get("clock"), self.row.get("pass") or self.row.get("step")
         return (clock, self.case[0], kind), (clock,)
 
     @property
     def width(self) -> float:
-        """How far apart the quartiles of its samples are, in both runs together."""
+        """The log interquartile ratios of both runs, added."""
         rows = (row for row in (self.a, self.b) if row and row.get("q1"))
         return sum(math.log(row["q3"] / row["q1"]) for row in rows)
 
 
-class _Machine:
-    """What the controls say about the machine.
+class _Controls:
+    """The shift and the noise of the machine, estimated from controls.
 
     Args:
-        changes: of which some are controls.
+        changes: all changes, controls among them.
     """
 
     def __init__(self, changes: Iterable[Change]) -> None:
-        """Collect the controls' changes, then how far each is from the median of the others."""
+        """Collect the changes of the controls, and the distance of each from the others' median."""
         controls = [c for c in changes if (c.peer or c.same_code) and not c.once]
         self._logs: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
         self._deviations: dict[tuple[Any, ...], list[tuple[bool, float]]] = defaultdict(list)
@@ -146,7 +145,7 @@ class _Machine:
                 self._deviations[level].append((firm, abs(control.log - self._shift(control))))
 
     def judge(self, change: Change) -> Change:
-        """Return the change of a case that has both times, with its verdict."""
+        """Add the verdict to a change with both times."""
         shift, (noise, controls) = self._shift(change), self._noise(change)
         busy = controls >= ENOUGH and noise > math.log1p(BUSY)
         noise = max(noise, TWICE * change.width)
@@ -174,16 +173,16 @@ class _Machine:
                 least = LEAST
                 break
         firm = [deviation for is_firm, deviation in found if is_firm]
-        few = 2 * len(firm) < len(found)  # most are unsteady: then so is the machine
+        few = 2 * len(firm) < len(found)  # most controls are unsteady, so the machine is
         largest = max([deviation for _, deviation in found] if few else firm, default=0.0)
         return max(math.log1p(least), TWICE * largest), len(found)
 
 
 def compare(a: Run, b: Run) -> list[Change]:
-    """Return what became of every case of ``a`` and of ``b``, in ``b``'s order, gone ones last.
+    """Compare every case of two runs; the result has the order of ``b``, then cases only in ``a``.
 
     Args:
-        a: the run before; rows of a merged one remember their own.
+        a: the run before; may be merged.
         b: the run after.
 
     Raises:
@@ -199,9 +198,9 @@ def compare(a: Run, b: Run) -> list[Change]:
         versions = all(old.machine.get(name) == b.machine.get(name) for name in VERSIONS)
         code = versions and old.sources is not None and old.sources == b.sources
         changes.append(Change(a=row, b=after.get(case), same_versions=versions, same_code=code))
-    machine = _Machine(change for change in changes if change.ratio)
+    controls = _Controls(change for change in changes if change.ratio)
     return [
-        machine.judge(change) if change.ratio else replace(change, verdict=_untimed(change))
+        controls.judge(change) if change.ratio else replace(change, verdict=_untimed(change))
         for change in changes
     ]
 
@@ -214,7 +213,7 @@ def _untimed(change: Change) -> str:
 
 
 def summary(changes: Sequence[Change]) -> str:
-    """Return how many cases have which verdict, the mean of their ratios, and the noise."""
+    """Return the number of cases with each verdict, the mean ratio, and the noise, in words."""
     counts = Counter(change.verdict for change in changes)
     order = dict.fromkeys([FASTER, SLOWER, SAME, CONTROL, ONCE, *sorted(counts)])
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
@@ -227,7 +226,7 @@ def summary(changes: Sequence[Change]) -> str:
 
 
 def _noise(changes: Sequence[Change]) -> list[str]:
-    """Say what the noise was estimated from, and how large it is."""
+    """Return sentences about the size and the source of the noise."""
     known, said = [change for change in changes if change.noise], list[str]()
     same = [math.expm1(abs(change.log - change.shift)) for change in known if change.same_code]
     if same:
@@ -255,7 +254,7 @@ def _noise(changes: Sequence[Change]) -> list[str]:
 
 
 def _together(changes: Iterable[Change]) -> list[str]:
-    """Say who is faster or slower in a pass: a median of cases is less noisy than a case."""
+    """Return a sentence for each implementation and pass whose median over cases has changed."""
     logs: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for change in changes:
         if change.noise and not change.same_code:
@@ -278,12 +277,12 @@ def _together(changes: Iterable[Change]) -> list[str]:
 
 
 def report(a: Run, b: Run, *, every: bool = False) -> str:
-    """Return the comparison as Markdown: the summary, then a table.
+    """Return the comparison as Markdown: a summary and a table.
 
     Args:
         a: the run before.
         b: the run after.
-        every: give each timed case a line, and not only those that changed.
+        every: whether to list every timed case, not only changed ones.
     """
     changes = compare(a, b)
     quiet = () if every else (SAME, CONTROL, ONCE)
@@ -306,7 +305,7 @@ def report(a: Run, b: Run, *, every: bool = False) -> str:
 
 
 def _within(noise: float) -> str:
-    """Return noise, a logarithm, as a share of a time; from a factor of two on no share tells."""
+    """Return log noise as a percentage, or as more than a factor of two."""
     share = math.expm1(noise)
     return f"±{percent(share)}" if share < 1 else "more than 2x"
 
@@ -320,16 +319,16 @@ def _line(change: Change) -> list[str]:
 
 
 def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str], str], list[str]]:
-    """Hold the cases of ours in ``b`` to limits on how much slower than in ``a`` they may be.
+    """Check our cases in ``b`` against limits on the slowdown relative to ``a``.
 
     Args:
-        a: the run before; its rows have ``stats``, the statistics that a limit may be on.
+        a: the run before; its rows have ``stats``, the statistics of pytest-benchmark.
         b: the run after, likewise.
-        limits: of pytest-benchmark.
+        limits: limits of --benchmark-compare-fail.
 
     Returns:
-        By case, the sentence that says which limit it breaks, beyond the noise; and a sentence for
-        each limit that lies inside the noise of some cases.
+        For each case that exceeds a limit beyond the noise, a sentence; and a sentence for each
+        limit that is within the noise of some cases.
     """
     broken, inside = dict[tuple[str, str], str](), list[str]()
     for limit in limits:
@@ -338,7 +337,7 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
             c for c in compare(_on(a, field), _on(b, field)) if c.noise and c.verdict != CONTROL
         ]
         for change in ours:
-            # A limit may be in seconds, so it is asked about seconds without the machine's shift.
+            # A limit may be absolute, so it gets seconds, corrected for the shift.
             before = {field: change.seconds[0]}
             moved, edge = (
                 {field: (change.seconds[0] or 0.0) * math.exp(log)}
@@ -362,7 +361,7 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
 
 
 def _on(run: Run, field: str) -> Run:
-    """Return the run with another statistic in the median's place."""
+    """Return the run with ``seconds`` replaced by another statistic."""
     spread = () if field in ("min", "mean", "median") else ("q1", "q3")
     rows = [
         {name: fact for name, fact in row.items() if name not in spread}

@@ -1,4 +1,4 @@
-"""What many numbers say in one: the exponent of their growth, their geometric mean."""
+"""Summaries of many numbers: growth exponents and geometric means."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ __all__ = ["exponent", "geometric_mean", "in_words"]
 
 
 def exponent(points: Iterable[tuple[float, float]]) -> float | None:
-    """Return e of y ~ x^e by least squares of log y on log x; None with fewer than two x's.
+    """Fit e in y ~ x^e by least squares on logarithms.
 
     Args:
-        points: of positive x and y.
+        points: pairs (x, y); pairs that are not positive are ignored.
+
+    Returns:
+        The exponent, or None for fewer than two different x.
     """
     logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in logs}) < 2:  # noqa: PLR2004 - a line has two points
@@ -24,10 +27,10 @@ def exponent(points: Iterable[tuple[float, float]]) -> float | None:
 
 
 def in_words(ratios: Mapping[str, float]) -> str:
-    """Return the mean of ratios and between which cases they lie.
+    """Return the geometric mean of ratios, and their range, in words.
 
     Args:
-        ratios: by the name of their case; at least one.
+        ratios: at least one ratio, by case.
     """
     low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
     if len(ratios) == 1:

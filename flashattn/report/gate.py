@@ -1,9 +1,8 @@
-"""When two revisions differ: from seconds measured in turns to a verdict, and how often it errs.
+"""From alternating measurements of two revisions to a verdict.
 
-Each round times three arms close together: the new revision, the old one, and the old one again in
-a process of its own, the null arm. What slows all of a round down cancels in the logarithm of a
-ratio, what slows one arm of one round down cannot move a median, and what the null arm shows is not
-the code's doing.
+Each round times three arms: the new revision, the old one, and the old one again in another process
+(the null arm). Noise that affects a whole round cancels in the ratio. Noise in one arm of one round
+does not move the median. A difference in the null arm is not caused by the code.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from flashattn.report.units import ms
 
 ARMS = ("new", "ref", "again")
 ROUNDS = 60
-MARGIN = 0.03  # what a change may cost
+MARGIN = 0.03  # allowed slowdown
 CONFIDENCE = 0.99
 RESAMPLES = 4000
-AGAIN = 2  # how much longer a case is collected again
+AGAIN = 2  # length of a repeated collection, relative to the first
 SLOWER, FASTER, SAME, AMBIGUOUS = "SLOWER", "FASTER", "SAME", "AMBIGUOUS"
-# The null arm differs, or the old revision does not run at all; it cannot run this one case.
+# UNPROVEN: the null arm differs, or the old revision does not run. NEW: it lacks this case.
 UNPROVEN, NEW = "UNPROVEN", "NEW"
-SEEN, MISSED = "SEEN", "MISSED"  # of a slow-down made on purpose
-# pytest's own are 0 to 5, of which 1 says that something is SLOWER.
+SEEN, MISSED = "SEEN", "MISSED"  # verdicts on an injected slowdown
+# pytest uses 0 to 5; its 1 (a test failed) means SLOWER here.
 EXIT_AMBIGUOUS, EXIT_UNPROVEN, EXIT_BROKEN = 10, 11, 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collection:
-    """Seconds of each arm, round by round."""
+    """Seconds of each arm, one per round."""
 
     new: Sequence[float]
     ref: Sequence[float]
@@ -43,7 +42,7 @@ class Collection:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A ratio of seconds, and between which values 99 of 100 such intervals have the true one."""
+    """The median ratio of times and its 99% confidence interval."""
 
     low: float
     median: float
@@ -51,7 +50,7 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """SLOWER, FASTER: surely, and by more than the margin. SAME: surely not slower by it."""
+        """SLOWER or FASTER if surely beyond the margin; SAME if surely not slower by it."""
         most = 1 + MARGIN
         if self.low > most:
             return SLOWER
@@ -60,20 +59,20 @@ class Interval:
         return SAME if self.high < most else AMBIGUOUS
 
     def __str__(self) -> str:
-        """Return the three as signed percents."""
+        """Return median and bounds as signed percentages."""
         low, median, high = (f"{value - 1:+.1%}" for value in (self.low, self.median, self.high))
         return f"{median} ({low} to {high})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one collection says.
+    """The result of one collection.
 
     Args:
-        change: of the new revision's seconds over the old one's.
-        null: of the old one's over its own, in another process.
-        seconds: of one call of the old revision, the median.
-        rounds: that were made.
+        change: time of the new revision over that of the old.
+        null: time of the old revision over its own in another process.
+        seconds: median time of one call of the old revision.
+        rounds: number of rounds.
     """
 
     change: Interval
@@ -83,21 +82,21 @@ class Reading:
 
     @property
     def verdict(self) -> str:
-        """The change's, if the null arm lets one believe it."""
+        """The verdict on the change, or UNPROVEN if the null arm differs."""
         return UNPROVEN if self.null.verdict in (SLOWER, FASTER) else self.change.verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What all collections of a case say.
+    """The result of all collections of a case.
 
     Args:
-        case: its name.
-        readings: in their order; none where the old revision cannot run it.
-        reason: why it cannot.
-        dead: whether its process has died or does not answer, so that nothing can be compared.
-        injected: share by which the new revision was made slower on purpose.
-        attempts: of the self-test, of which these readings are the last.
+        case: name of the case.
+        readings: one per collection, in order; empty if the old revision cannot run the case.
+        reason: why the old revision cannot run it.
+        dead: whether the process of the old revision died or stopped answering.
+        injected: injected slowdown of the new revision, as a share of its time.
+        attempts: number of attempts of the self-test; the readings are those of the last.
     """
 
     case: str
@@ -109,17 +108,17 @@ class Outcome:
 
     @property
     def difference(self) -> str:
-        """SLOWER, FASTER, SAME, AMBIGUOUS, UNPROVEN or NEW: the last word; see ``settle``."""
+        """The final verdict: SLOWER, FASTER, SAME, AMBIGUOUS, UNPROVEN or NEW; see ``settle``."""
         if self.readings:
             return self.readings[-1].verdict
         return UNPROVEN if self.dead else NEW
 
     @property
     def verdict(self) -> str:
-        """The difference, or whether a slow-down that was made on purpose was seen.
+        """The difference, or whether an injected slowdown was SEEN.
 
-        MISSED is the gate's fault: it called the slow-down what it surely is not, or did not know
-        though its interval was narrow. What a noisy machine blurs is UNPROVEN.
+        MISSED means that the gate is wrong: it called the slowdown SAME or FASTER, or was undecided
+        although its interval was narrow. If noise hides the slowdown, the verdict is UNPROVEN.
         """
         if not (self.injected and self.readings):
             return self.difference
@@ -129,40 +128,40 @@ class Outcome:
 
     @property
     def _sharp(self) -> bool:
-        """Whether all of the interval has room between the margin and what was injected."""
+        """Whether the interval is narrower than the gap between margin and injected slowdown."""
         last = self.readings[-1]
         room = (1 + self.injected) / (1 + MARGIN)
         return last.verdict != UNPROVEN and last.change.high / last.change.low < room
 
     def __str__(self) -> str:
-        """Return a sentence that begins with the verdict and the change, as a line may be cut."""
+        """Return a sentence; verdict and change come first, because pytest truncates lines."""
         if not self.readings:
             return f"{self.verdict}: the old revision cannot run {self.case} ({self.reason})"
         last = self.readings[-1]
         said = f"{self.case}, null arm {last.null}, {last.rounds} rounds"
         why = EXPLAINED.get(self.verdict, "")
         if self.injected:
-            why = f"; a slow-down of {self.injected:.0%} made on purpose {SAID[self.verdict]}"
+            why = f"; an injected slowdown of {self.injected:.0%} {SAID[self.verdict]}"
         return f"{self.verdict} {last.change}: {said}{why}"
 
 
 SAID = {
     SEEN: "was seen",
     MISSED: "was not seen",
-    UNPROVEN: "was not seen on a machine as noisy as this one is now",
+    UNPROVEN: "was not seen, because this machine is too noisy now",
 }
 EXPLAINED = {
     SLOWER: f"; seen twice, each time surely more than {MARGIN:.0%}",
     AMBIGUOUS: f"; neither surely below {MARGIN:.0%} nor twice surely beyond it",
-    UNPROVEN: "; the old revision differs from itself, so this machine tells nothing now",
+    UNPROVEN: "; the old revision differs from itself, so this machine is too noisy now",
 }
 
 
 def interval(logs: Sequence[float]) -> Interval:
-    """Return the median ratio and its bootstrap interval; the same logs give the same interval.
+    """Return the median ratio and its bootstrap interval, with a fixed seed.
 
     Args:
-        logs: a logarithm of a ratio for each round.
+        logs: logarithm of the ratio in each round.
     """
     values, draw = np.asarray(logs), np.random.default_rng(len(logs))
     drawn = values[draw.integers(0, len(values), (RESAMPLES, len(values)))]
@@ -174,7 +173,7 @@ def interval(logs: Sequence[float]) -> Interval:
 
 
 def read(collection: Collection) -> Reading:
-    """Return what a collection says; the old revision's time in a round is the mean of its two."""
+    """Evaluate a collection; the old revision's time in a round is the mean of its two arms."""
     new, ref, again = (
         np.log(np.asarray(arm)) for arm in (collection.new, collection.ref, collection.again)
     )
@@ -187,14 +186,14 @@ def read(collection: Collection) -> Reading:
 
 
 def settle(collect: Callable[[int], Collection], rounds: int = ROUNDS) -> list[Reading]:
-    """Collect until the verdict is settled: once for most, thrice at most.
+    """Collect until the verdict is settled, at most three times.
 
-    SAME and FASTER stand at once. Everything else is collected again, twice as long; and what then
-    is SLOWER for the first time, once more, for SLOWER is the last word only at its second time.
+    SAME and FASTER are final. Every other verdict is collected again, twice as long. SLOWER is
+    final only the second time, so a first SLOWER there needs a third collection.
 
     Args:
-        collect: makes so many rounds.
-        rounds: of the first collection.
+        collect: times a number of rounds.
+        rounds: rounds of the first collection.
     """
     readings = [read(collect(rounds))]
     while not _settled(readings):
@@ -210,11 +209,11 @@ def _settled(readings: Sequence[Reading]) -> bool:
 
 
 def exit_status(status: int, outcomes: Sequence[Outcome]) -> int:
-    """Return pytest's status, or the gate's where pytest's would hide what must be known.
+    """Return the exit status of the session.
 
     Args:
-        status: pytest's: 0, or 1 where something failed; others are returned as they are.
-        outcomes: of all cases.
+        status: status of pytest; anything but 0 and 1 is returned unchanged.
+        outcomes: outcomes of all cases.
     """
     found = {outcome.verdict for outcome in outcomes}
     if status not in (0, 1):
@@ -227,11 +226,11 @@ def exit_status(status: int, outcomes: Sequence[Outcome]) -> int:
 
 
 def table(outcomes: Sequence[Outcome], against: str) -> str:
-    """Return a Markdown table with a line for each case.
+    """Return a Markdown table with one line per case.
 
     Args:
-        outcomes: in their order.
-        against: what the old revision is called.
+        outcomes: outcomes of the cases.
+        against: name of the old revision.
     """
     header = ["case", f"{against}, ms", "change (99%)", "null arm (99%)", "rounds", "verdict"]
     return markdown(

@@ -1,4 +1,4 @@
-"""A run as one page that needs nothing beside it, and as Markdown and pictures next to it."""
+"""A run as one self-contained HTML page, with Markdown and plots next to it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
 from flashattn.report.table import document
 
-PAGE = Path(__file__).with_name("page")  # the template, what it looks like and how it is sorted
+PAGE = Path(__file__).with_name("page")  # template, style and script
 
 
 def write(run: Run, folder: Path) -> Path:
-    """Write ``index.html``, ``report.md`` and every picture as PNG and SVG; return the page.
+    """Write ``index.html``, ``report.md`` and every plot as PNG and SVG.
 
     Args:
-        run: what was measured, in one session or in several that were merged.
-        folder: to write into; made if it is not there.
+        run: a run, or several merged.
+        folder: where to write; created if missing.
+
+    Returns:
+        The path of ``index.html``.
 
     Raises:
-        ValueError: no study knows what to do with any row.
+        ValueError: the run has no row of any study.
     """
     studies = [study for study in STUDIES if run.study(study.NAME)]
     if not studies:

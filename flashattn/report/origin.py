@@ -1,4 +1,4 @@
-"""Where numbers come from: machine, versions, code, command and date; why some are missing."""
+"""The origin of numbers: machine, versions, code, command and date; and why some are missing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table
 from flashattn.report.units import MARKS, SHORT, tera
 
-# Of use to whoever mends the case only: how it was raised, and naive attention's error.
+# Parts of a reason that only help to debug the case.
 DETAILS = re.compile(r"(?:_pytest\.outcomes\.XFailed|AssertionError): | \(naive=Error\([^)]*\)\)")
 VERSIONS = ("driver", "cuda", "torch", "triton", "ptxas", "python")
 
 
 def circumstances(run: Run) -> str:
-    """Return what the numbers of one run depend on, in a line."""
+    """Return machine, versions, code and date of a run in one line."""
     machine = run.machine
     facts = [machine.get("gpu") or machine.get("cpu") or "unknown machine"]
     if machine.get("power_limit_watts"):
@@ -37,7 +37,7 @@ def circumstances(run: Run) -> str:
 
 
 def footnotes(run: Run, table: Table) -> list[str]:
-    """Return what a table's marks mean, and a line for each run that its rows were measured in."""
+    """Return the notes of a table, and one line for each run that its rows come from."""
     found: dict[int, tuple[Run, list[Row]]] = {}
     for row in table.rows:
         origin = run.origin(row)
@@ -54,7 +54,7 @@ def footnotes(run: Run, table: Table) -> list[str]:
 
 
 def _clocked(rows: list[Row]) -> str:
-    """Return which seconds were measured, at which clock, and what held it back."""
+    """Return the kind of time, the SM clock, and how many rows were throttled or late."""
     facts = sorted({row["clock"] for row in rows if row.get("clock")})
     hertz = [row["sm_hertz"] for row in rows if row.get("sm_hertz")]
     if hertz:
@@ -68,7 +68,7 @@ def _clocked(rows: list[Row]) -> str:
 
 
 def roofs(run: Run) -> str:
-    """Return the roofs in a sentence; nothing where none was measured."""
+    """Return the roofs in a sentence, or "" if none was measured."""
     products = [f"{SHORT[kind]} {tera(roof)}" for kind, roof in run.roofs.items() if kind in SHORT]
     facts = [f"{', '.join(products)} TFLOP/s"] if products else []
     if run.roofs.get("copy"):
@@ -77,7 +77,7 @@ def roofs(run: Run) -> str:
 
 
 def reasons(rows: Iterable[Row]) -> list[str]:
-    """Return every reason why something has no time, once, with the number of cases."""
+    """Return each reason for a missing time, with the number of cases."""
     counts = Counter(
         (row["status"], DETAILS.sub("", row.get("reason") or ""))
         for row in rows

@@ -1,4 +1,4 @@
-"""What all pictures share: their size, a colour for each implementation, axes that can be read."""
+"""Shared parts of the plots: size, colours of implementations, axes and legend."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 WIDTH = 9.0  # inches: 900 pixels of a PNG
 DPI = 100
-LETTERS = 12  # of a legend in an inch, its line counted as six
-FAR = 300  # from here on a power of ten at each tick is enough
+LETTERS = 12  # characters of a legend per inch; the line sample counts as six
+FAR = 300  # axes that span more have ticks at powers of ten only
 CYCLE = (
     *("#0a58ca", "#e07a1f", "#17917f", "#7b2cbf", "#d4a017"),
     *("#c1121f", "#8a817c", "#00a6d6", "#d16ba5", "#5b8c00"),
 )
-# Of whoever may stand in one picture, apart for the colour-blind too.
+# Implementations that share a plot have colours that colour-blind readers can tell apart.
 COLOURS = {OURS: CYCLE[0], "compiled": CYCLE[1], "sdpa_flash": CYCLE[2], "tiled": CYCLE[3]}
 COLOURS |= {"flex": CYCLE[4], NAIVE: CYCLE[5], "reference": CYCLE[6], "flash_attn_2": CYCLE[7]}
 COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f72585"}
 COLOURS |= {"sdpa": "#222222", "sdpa_math": "#a47148"}
 COLOURS |= {"flash_attn_3": "#5f0f40", "flash_attn_4": "#9a031e"}
-STYLE: Any = {  # matplotlib's own type of it names every key
+STYLE: Any = {  # matplotlib's type lists every key
     "font.size": 9.5,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -38,12 +38,12 @@ STYLE: Any = {  # matplotlib's own type of it names every key
     "grid.alpha": 0.25,
     "lines.markersize": 3.5,
     "legend.frameon": False,
-    "svg.hashsalt": "flashattn",  # the same run draws the same file
+    "svg.hashsalt": "flashattn",  # reproducible files
 }
 
 
 def colour(name: str) -> str:
-    """Return the colour of an implementation, of any other name one that stays with it."""
+    """Return the colour of an implementation; any other name gets a stable colour by its hash."""
     return COLOURS.get(name) or CYCLE[crc32(name.encode()) % len(CYCLE)]
 
 
@@ -53,13 +53,13 @@ def panels(
     """Return a figure and its axes, by row and column.
 
     Args:
-        title: above all; also what the page says to those who cannot see it.
-        rows: of panels.
-        columns: of panels.
-        height: of a row, in inches.
+        title: title of the figure, also the alternative text on the page.
+        rows: rows of panels.
+        columns: columns of panels.
+        height: height of a row in inches.
         **shared: ``sharex`` and ``sharey`` of the panels.
     """
-    import matplotlib as mpl  # noqa: PLC0415 - a second to import, for pictures only
+    import matplotlib as mpl  # noqa: PLC0415 - takes a second to import
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     mpl.rcParams.update(STYLE)
@@ -70,7 +70,7 @@ def panels(
 
 
 def curves(axis: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw a line for each implementation, ours the thickest and on top."""
+    """Draw a line for each implementation, ours thicker and on top."""
     for name, points in series.items():
         ours = name.split(",")[0] in KERNELS
         axis.plot(
@@ -84,14 +84,14 @@ def curves(axis: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> N
 
 
 def hollow(axis: Axes, points: Iterable[tuple[float, float]], name: str) -> None:
-    """Empty the marks of some points of curves, whose place is not to be relied on."""
+    """Draw hollow markers over unreliable points."""
     look: Any = {"markersize": 2.8, "markerfacecolor": "white", "markeredgecolor": "0.3"}
     for x, y in points:
         axis.plot(x, y, "o", **look, markeredgewidth=0.5, zorder=4, label=name)
 
 
 def lengths(axis: Axes, counts: Sequence[int], name: str = "N") -> None:
-    """Make x a logarithm of base two that is labelled with plain numbers."""
+    """Make x a base-2 logarithmic axis labelled with plain numbers."""
     few = sorted(set(counts))
     few = few[:: len(few) // 8 + 1]
     axis.set_xscale("log", base=2)
@@ -102,7 +102,7 @@ def lengths(axis: Axes, counts: Sequence[int], name: str = "N") -> None:
 
 
 def logarithmic(axis: Axes) -> None:
-    """Make y a logarithm of base ten that is labelled with plain numbers."""
+    """Make y a base-10 logarithmic axis labelled with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
 
     axis.set_yscale("log")
@@ -113,7 +113,7 @@ def logarithmic(axis: Axes) -> None:
 
 
 def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
-    """Draw a group of bars at each place, each with its height above it; None leaves a gap."""
+    """Draw a labelled group of bars at each place; None leaves a gap."""
     width = 0.8 / max(1, len(series))
     for i, (name, heights) in enumerate(series.items()):
         known = [(x, height) for x, height in enumerate(heights) if height is not None]
@@ -132,9 +132,13 @@ def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float 
 
 
 def ranked(axis: Axes, places: Sequence[str], sizes: Sequence[float]) -> None:
-    """Draw a bar from the left for each place, one below the other, each with its length."""
+    """Draw one labelled horizontal bar for each place."""
     drawn = axis.barh(range(len(places)), sizes, color=CYCLE[0], height=0.75)
-    clear: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of a line behind it
+    clear: Any = {
+        "facecolor": "white",
+        "edgecolor": "none",
+        "pad": 0.5,
+    }  # hides lines behind the label
     axis.bar_label(drawn, fmt=digits, fontsize=7, padding=2, bbox=clear)
     axis.set_yticks(range(len(places)), places, fontsize=7)
     axis.invert_yaxis()
@@ -143,7 +147,7 @@ def ranked(axis: Axes, places: Sequence[str], sizes: Sequence[float]) -> None:
 
 
 def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
-    """Name each colour once, below all panels."""
+    """Draw one legend below all panels."""
     handles: dict[str, Any] = {}
     for axis in (axis for line in axes for axis in line):
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -155,5 +159,5 @@ def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Draw into a file, whose suffix says which kind; the same figure makes the same bytes."""
+    """Write a figure to a PNG or SVG file, reproducibly."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

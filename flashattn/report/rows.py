@@ -1,4 +1,4 @@
-"""Rows chosen, grouped, ordered and compared."""
+"""Select, group, order and compare rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flashattn.report.runs import Row, Run
 from flashattn.report.units import NOT_BOUND, TOO_LOW, UNSTEADY, percent, word
 
 OURS, NAIVE = "triton", "naive"
-KERNELS = (OURS, "hopper")  # ours, of which a user gets the faster
+KERNELS = (OURS, "hopper")  # our kernels; ``attention`` chooses among them
 LETTERS = {"seq": "N = ", "seq_q": "N = ", "head_dim": "D = "}
-# The order of what has one by custom; whatever else there is comes after, by name.
+# Conventional order of values; others follow, sorted.
 CUSTOM: dict[str, tuple[Any, ...]] = {
     "size": ("tiny", "small", "medium", "large", "xl", "2.7B"),
     "impl": (*KERNELS, NAIVE),
@@ -30,7 +30,7 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
 
 
 def ok(rows: Iterable[Row], *facts: str) -> list[Row]:
-    """Return the rows that were measured and have every one of some facts."""
+    """Return the rows with status ok that have all the facts."""
     return [row for row in known(rows, *facts) if row["status"] == "ok"]
 
 
@@ -40,19 +40,19 @@ def timed(rows: Iterable[Row]) -> list[Row]:
 
 
 def attempted(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that were measured or failed to be."""
+    """Return the rows of supported cases, measured or not."""
     return [row for row in rows if row["status"] != "unsupported"]
 
 
 def known(rows: Iterable[Row], *facts: str) -> list[Row]:
-    """Return the rows that say what they are of; one that failed early may only say why."""
+    """Return the rows that have all the facts; a row that failed early may lack some."""
     return [row for row in rows if all(row.get(fact) is not None for fact in facts)]
 
 
 def steady(row: Row) -> bool:
-    """Whether half of the samples lie close around the median, or nothing is known of them.
+    """Return whether the quartiles are close to the median, or unknown.
 
-    Where the host queues calls more slowly than the device runs them, the median is of both.
+    They are not if the host sometimes queues calls more slowly than the device runs them.
     """
     if row.get("q1") is None or row.get("q3") is None or not row.get("seconds"):
         return True
@@ -60,18 +60,18 @@ def steady(row: Row) -> bool:
 
 
 def speed(row: Row) -> float | None:
-    """Return flops per second of a row that has a time."""
+    """Return FLOP/s of a row, or None if it has no time."""
     return row["flops"] / row["seconds"] if known(timed([row]), "flops") else None
 
 
 def share(run: Run, row: Row, kind: str | None) -> float | None:
-    """Return flops per second of a row over the measured roof of some kind of product."""
+    """Return the speed of a row as a fraction of a measured roof, or None."""
     reached, roof = speed(row), run.roof(row, kind)
     return reached / roof if reached and roof else None
 
 
 def reached(run: Run, row: Row, kind: str | None) -> str:
-    """Return the end of a sentence that says which share of a roof was reached, if it is known."""
+    """Return the share of a roof that a row reaches, as the end of a sentence, or ""."""
     part = share(run, row, kind)
     if part is None:
         return ""
@@ -81,7 +81,7 @@ def reached(run: Run, row: Row, kind: str | None) -> str:
 
 
 def place(fact: str, value: Any) -> tuple[Any, ...]:
-    """Return where a value of a fact stands among others: by custom, as a number, by name."""
+    """Return the sort key of a value: conventional order, then numbers, then names."""
     custom = CUSTOM.get(fact, ())
     if value in custom:
         return (0, custom.index(value), "")
@@ -98,39 +98,39 @@ def ordered(rows: Iterable[Row], *facts: str) -> list[Row]:
 
 
 def groups(rows: Iterable[Row], *facts: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows by the values of facts, groups and rows in the order of ``facts``."""
+    """Group the rows by the values of facts, sorted by the same facts."""
     found = groupby(ordered(rows, *facts), lambda row: tuple(row.get(fact) for fact in facts))
     return {case: list(own) for case, own in found}
 
 
 def values(rows: Iterable[Row], fact: str) -> list[Any]:
-    """Return each value of a fact once, in order; rows without it say nothing."""
+    """Return the distinct values of a fact in order."""
     return [value for (value,) in groups(known(rows, fact), fact)]
 
 
 def by(rows: Iterable[Row], fact: str) -> dict[Any, Row]:
-    """Return the rows by the value of one fact; of several with one value, the last."""
+    """Return the last row for each value of a fact."""
     return {row.get(fact): row for row in rows}
 
 
 def pairs(
     rows: Iterable[Row], axis: str, slow: Any, fast: Any, *same: str
 ) -> list[tuple[Row, Row]]:
-    """Return the rows that differ in ``axis`` alone: those of ``slow`` and of ``fast``.
+    """Return pairs of rows that differ in one fact.
 
     Args:
-        rows: among which to look.
-        axis: a fact.
-        slow: its value for the first of each pair.
-        fast: its value for the second.
-        same: facts that the two share.
+        rows: the rows to pair.
+        axis: the fact in which they differ.
+        slow: its value in the first row of a pair.
+        fast: its value in the second.
+        same: facts that are equal in both.
     """
     sides = [by(group, axis) for group in groups(rows, *same).values()]
     return [(side[slow], side[fast]) for side in sides if slow in side and fast in side]
 
 
 def label(row: Row, *facts: str) -> str:
-    """Return a case in words: the values of facts, numbers with the name of theirs."""
+    """Return the values of facts in words, numbers with the name of the fact."""
     said = [
         (LETTERS.get(fact, f"{fact} ") if _number(row.get(fact)) else "")
         + word(fact, row.get(fact))
@@ -140,11 +140,11 @@ def label(row: Row, *facts: str) -> str:
 
 
 def worst(what: str, ratios: Mapping[str, float]) -> list[str]:
-    """Say how far at most ratios are from one, and which case it is.
+    """Return a sentence about the ratio farthest from one, if there is any.
 
     Args:
-        what: the ratios are of, as in "peak memory differs from its prediction".
-        ratios: by case.
+        what: start of the sentence, such as "Peak memory differs from its prediction".
+        ratios: ratios by case.
     """
     if not ratios:
         return []

@@ -1,13 +1,13 @@
-"""Runs on disk: as they are made, one row at a time; as they are kept; and several as one.
+"""Runs on disk: unfinished journals, saved runs, and several runs merged.
 
 A row is a dict of facts about one case: ``study`` and ``name`` (unique within the study),
-``status`` (ok, unsupported, oom or failed), ``reason`` (a sentence where the status is not ok) and,
-where it was timed, ``seconds`` (the median), ``mean``, ``std``, ``rounds``, ``q1`` and ``q3`` (the
-quartiles) and ``clock`` (which seconds). Every study adds facts of its own.
+``status`` (ok, unsupported, oom or failed) and ``reason`` (a sentence unless the status is ok). A
+timed row adds ``seconds`` (the median), ``mean``, ``std``, ``rounds``, the quartiles ``q1`` and
+``q3``, and ``clock`` (the kind of time). Each study adds its own facts.
 
-A kept run is pytest-benchmark's JSON: the measured rows are its ``stats`` and ``extra_info``, the
-others its ``unmeasured``. A run in the making is JSON lines: a header, then the rows with their
-samples. One that will not be finished is kept by giving its file a name with a number.
+A saved run is the JSON of pytest-benchmark: measured rows are ``stats`` and ``extra_info`` of its
+benchmarks, the others are in ``unmeasured``. An unfinished run is JSON lines: a header, then rows
+with their samples. To keep an unfinished run, rename its file to begin with a number.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Row = dict[str, Any]
-CASE = ("study", "name", "status")  # what every row has
-# What pytest-benchmark calls the runs that it saves, and how one that broke off is kept by hand.
+CASE = ("study", "name", "status")  # facts of every row
+# Files of saved runs: those of pytest-benchmark, and unfinished ones renamed by hand.
 KEPT = ("*/[0-9]*_*.json", "*/[0-9]*_*.jsonl")
-# A row's names of pytest-benchmark's statistics.
+# Facts of a row, by the names of pytest-benchmark's statistics.
 STATS = {"seconds": "median", "mean": "mean", "std": "stddev", "rounds": "rounds"}
 STATS |= {"q1": "q1", "q3": "q3"}
-# A run's names of a file's or a header's entries.
+# Fields of a run, by the names of entries in a file or header.
 ENTRIES = {"machine": "machine_info", "commit": "commit_info", "made": "datetime"}
 ENTRIES |= {name: name for name in ("roofs", "clocks", "command", "sources")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one session measured, or several on one accelerator.
+    """The measurements of one session, or of several on one accelerator.
 
     Args:
-        machine: what the numbers depend on; see ``flashattn.measure.device.machine_info``.
-        commit: ``id`` and ``dirty`` of the code that was measured.
-        roofs: flops per second by kind of product, and bytes per second under "copy".
-        clocks: hertz of the GPU's multiprocessors ``before`` and ``after``.
-        command: that made it.
-        sources: a digest of the code, for where there is no commit.
-        made: when, as an ISO date in UTC.
-        name: of the file and of the folder that it is in.
-        rows: of every case, measured or not.
+        machine: see ``flashattn.measure.device.machine_info``.
+        commit: ``id`` and ``dirty`` of the measured code.
+        roofs: FLOP/s by kind of product, and bytes per second under "copy".
+        clocks: SM clock in hertz ``before`` and ``after``.
+        command: command line of the session.
+        sources: digest of the measured code.
+        made: date in ISO format, UTC.
+        name: folder and name of the file.
+        rows: one row per case, measured or not.
     """
 
     machine: dict[str, Any]
@@ -62,13 +62,13 @@ class Run:
 
     @classmethod
     def of(cls, saved: dict[str, Any], rows: list[Row]) -> Run:
-        """Pick out of a file's or a header's entries what describes a run."""
+        """Make a run from the entries of a file or header."""
         found = {fact: saved[name] for fact, name in ENTRIES.items() if name in saved}
         return cls(**found, rows=rows)
 
     @property
     def accelerator(self) -> str:
-        """The name of what was measured: nvidia-h200."""
+        """The name of the accelerator, such as nvidia-h200."""
         return str(self.machine.get("accelerator", "unknown"))
 
     def study(self, name: str) -> list[Row]:
@@ -76,36 +76,36 @@ class Run:
         return [row for row in self.rows if row.get("study") == name]
 
     def origin(self, row: Row) -> Run:
-        """Return the run that a row was made in: not this one if this one was merged."""
+        """Return the run that measured a row; it differs from this run if this run is merged."""
         return row.get("run", self)
 
     def roof(self, row: Row, kind: str | None) -> float | None:
-        """Return the roof of one kind that was measured beside a row, or else the merged run's."""
+        """Return a roof of the run that measured the row, or else of this run."""
         return self.origin(row).roofs.get(kind or "") or self.roofs.get(kind or "")
 
 
 class Journal:
-    """The rows of a run in the making: each is on disk before the next case starts.
+    """The rows of an unfinished run; each is on disk before the next case starts.
 
     Args:
-        path: of the file; an older one is replaced when the first row comes.
+        path: path of the file; the first row replaces an older file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Begin with no rows; nothing is written yet."""
+        """Start without rows; write nothing yet."""
         self.path = path
         self.header: dict[str, Any] | None = None
         self.rows: list[Row] = []
 
     @classmethod
     def resume(cls, path: Path) -> Journal:
-        """Go on after the last whole row of an unfinished journal; without one, begin.
+        """Continue an unfinished journal, or start one if there is no file.
 
-        A process that is killed leaves its last line cut off in the middle: it is dropped. Rows
-        that were read carry their ``samples``. Whether ``header`` fits is for the caller to say.
+        An incomplete last line, left by a killed process, is dropped. Rows that were read have
+        ``samples``. The caller must check ``header``.
 
         Raises:
-            ValueError: a line that is not the last is no row.
+            ValueError: a line other than the last is invalid.
         """
         journal = cls(path)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -113,7 +113,7 @@ class Journal:
         if not lines:
             return journal
         journal.header, *journal.rows = lines
-        if not text.endswith("\n"):  # replaced in one step, or a second kill could lose it all
+        if not text.endswith("\n"):  # atomic: a second kill must not lose the file
             beside = path.with_suffix(".tmp")
             beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             beside.replace(path)
@@ -123,9 +123,9 @@ class Journal:
         """Append a row and its raw samples.
 
         Args:
-            row: the facts; ``samples`` among them stay what they are.
-            samples: seconds of each call; empty where nothing was measured.
-            header: what is known about the run; written ahead of the first row.
+            row: the facts; an existing ``samples`` among them is kept.
+            samples: seconds of each call; empty if nothing was measured.
+            header: description of the run, written before the first row.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [{"samples": samples} | row]
@@ -138,10 +138,10 @@ class Journal:
 
 
 def load(path: Path) -> Run:
-    """Read a kept run (.json) or one in the making (.jsonl), whose last line may be cut off.
+    """Read a saved run (.json) or an unfinished one (.jsonl), whose last line may be incomplete.
 
     Raises:
-        ValueError: the file is neither, or is from before rows named their study.
+        ValueError: the file is neither, or has rows of an older version.
     """
     text = path.read_text(encoding="utf-8")
     try:
@@ -162,7 +162,7 @@ def load(path: Path) -> Run:
 
 
 def _row(case: dict[str, Any]) -> Row:
-    """Return what pytest-benchmark saved of a case as a row."""
+    """Return the row of a benchmark in pytest-benchmark's JSON."""
     stats = case.get("stats") or {}
     return {fact: stats[name] for fact, name in STATS.items() if name in stats} | case["extra_info"]
 
@@ -175,7 +175,7 @@ def _quartiles(samples: list[float]) -> dict[str, float]:
 
 
 def _whole(path: Path, text: str) -> list[Any]:
-    """Return the lines of a journal without the last one if that was cut off."""
+    """Return the lines of a journal, without an incomplete last one."""
     *lines, last = text.splitlines() or [""]
     try:
         rows = [json.loads(line) for line in lines]
@@ -188,11 +188,11 @@ def _whole(path: Path, text: str) -> list[Any]:
 
 
 def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
-    """Return the runs that are kept of one accelerator, oldest first.
+    """Return the saved runs of one accelerator, oldest first.
 
     Args:
-        folder: of the runs, with a folder in it for each accelerator.
-        accelerator: whose; None means the one that was measured last.
+        folder: folder of the runs, with a subfolder for each accelerator.
+        accelerator: name of the accelerator (default: that of the newest run).
 
     Raises:
         ValueError: there are none.
@@ -210,10 +210,10 @@ def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
 
 
 def merge(runs: Iterable[Run]) -> Run:
-    """Return runs of one accelerator, as the parts of an array of jobs leave them, as one.
+    """Merge runs of one accelerator, such as the parts of a job array.
 
-    Of each case the newest row that was measured is kept, or the newest where none was. Every row
-    remembers under ``run`` where it comes from; the machine and the roofs are the newest's.
+    For each case the newest measured row wins, or the newest row if none was measured. Every row
+    names its run under ``run``. Machine and roofs are those of the newest run.
 
     Raises:
         ValueError: there is no run, or they are of different accelerators.

@@ -1,4 +1,4 @@
-"""The contract of a study: from the rows of a run to tables, pictures and sentences."""
+"""The interface of a study: from the rows of a run to tables, plots and findings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Cell = Callable[[Row], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells as text, the first column aligned to the left and the others to the right.
+    """A table of text, the first column aligned left and the others right.
 
     Args:
-        caption: what it shows and in which units.
-        header: a name for each column.
-        lines: of cells, one for each name; a cell without anything to say is empty.
-        rows: what it tells of, which say where they were measured.
-        notes: what the marks in its cells mean.
+        caption: contents and units.
+        header: column names.
+        lines: lines of cells, one cell per column.
+        rows: the rows shown, for their origin.
+        notes: meanings of the marks in the cells.
     """
 
     caption: str
@@ -42,20 +42,20 @@ class Table:
         columns: Mapping[str, Cell],
         parts: Callable[[Row], list[Row]] = lambda row: [row],
     ) -> Table:
-        """Return a table with a line for each row, its cells made by the columns.
+        """Return a table with one line per row.
 
         Args:
-            caption: what it shows.
-            rows: what it tells of.
-            columns: how to make the cells, by the names of the columns.
-            parts: of a row: what gets a line instead, where it is not the row as a whole.
+            caption: contents and units.
+            rows: the rows to show.
+            columns: functions from a row to a cell, by column name.
+            parts: splits a row into several lines.
         """
         lines = [[cell(part) for cell in columns.values()] for row in rows for part in parts(row)]
         return cls(caption=caption, header=[*columns], lines=lines, rows=rows, notes=notes(lines))
 
 
 def facts(*names: str) -> dict[str, Cell]:
-    """Return a column for each fact, in words."""
+    """Return a column for each fact."""
     return {name: partial(_fact, name) for name in names}
 
 
@@ -64,17 +64,17 @@ def _fact(name: str, row: Row) -> str:
 
 
 def filled(*tables: Table) -> list[Table]:
-    """Return the tables that have a line."""
+    """Return the tables that are not empty."""
     return [table for table in tables if table.lines]
 
 
 class Study(Protocol):
-    """A question, and how the rows of a run answer it; each module of ``studies`` is one.
+    """A question and its answer from the rows of a run; each module of ``studies`` is one.
 
-    All three functions work with whatever rows are there, and give nothing where there are none.
+    The functions accept any rows, and return nothing if there are none.
     """
 
-    NAME: str  # which rows are its own
+    NAME: str  # the ``study`` of its rows
     TITLE: str
     QUESTION: str
 
@@ -82,7 +82,7 @@ class Study(Protocol):
         """Return the tables."""
 
     def pictures(self, run: Run) -> dict[str, Figure]:
-        """Draw; return the pictures by the names of their files."""
+        """Return the plots by file name."""
 
     def findings(self, run: Run) -> list[str]:
-        """Return true sentences, each computed from the rows, left out where they are missing."""
+        """Return sentences computed from the rows."""

@@ -1,4 +1,4 @@
-"""A run as text for a terminal and as Markdown: findings, tables, and what has no time and why."""
+"""A run as terminal text and as Markdown: findings, tables, and reasons for missing times."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flashattn.report.studies import STUDIES
 from flashattn.report.study import Study, Table
 
 ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "|<*"})
-UNBROKEN = 10_000  # columns, where no terminal limits them
+UNBROKEN = 10_000  # width in columns if the output is no terminal
 
 
 def tables(run: Run, studies: Sequence[Study] = STUDIES) -> str:
-    """Return the run as text for a terminal, as wide as the terminal is.
+    """Return the run as text, as wide as the terminal.
 
     Args:
-        run: what was measured.
-        studies: that are asked.
+        run: the run.
+        studies: studies to include.
     """
     parts = [f"{circumstances(run)}. {roofs(run)}"]
     for study in studies:
@@ -47,11 +47,11 @@ def _grid(table: Table) -> str:
 
 
 def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
-    """Return the run as a Markdown page, each table with where it comes from.
+    """Return the run as a Markdown page, with the origin of each table.
 
     Args:
-        run: what was measured.
-        pictures: by study, the names of files beside the page.
+        run: the run.
+        pictures: file names of plots, by study.
     """
     parts = [f"# {run.machine.get('gpu') or run.accelerator}", circumstances(run), roofs(run)]
     for study in STUDIES:
@@ -67,7 +67,7 @@ def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Align the columns: the first to the left, the others to the right."""
+    """Return a Markdown table, the first column aligned left and the others right."""
     lines = [[cell.translate(ESCAPED) for cell in line] for line in (table.header, *table.lines)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]

@@ -1,4 +1,4 @@
-"""Numbers and facts as text: three digits, milliseconds, GiB, TFLOP/s; bf16, causal."""
+"""Format numbers and facts: three digits, milliseconds, GiB, TFLOP/s; bf16, causal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from flashattn.report.runs import Row
 
 KIBI, MEBI, GIBI, TERA = 2.0**10, 2.0**20, 2.0**30, 1e12
-MARKS = {"unsupported": "-", "oom": "OOM", "failed": "FAILED"}  # in place of a number
+MARKS = {"unsupported": "-", "oom": "OOM", "failed": "FAILED"}  # instead of a number
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
 MASKS = {False: "full", "top_left": "causal", "bottom_right": "causal, bottom-right"}
-ROOFS = {short: kind for kind, short in SHORT.items()}  # the roof that bounds a precision
-UNSTEADY = 0.25  # of a median: how far apart its quartiles may be
-# Why a share of a roof is above 100%: of our kernels in fp32, and elsewhere.
+ROOFS = {short: kind for kind, short in SHORT.items()}  # the roof of each precision
+UNSTEADY = 0.25  # largest interquartile range of a steady row, relative to the median
+# Why a share of a roof exceeds 100%: for our fp32 kernels, and for all others.
 NOT_BOUND = "our kernels compute fp32 as bf16 products, which the fp32 roof does not bound"
 TOO_LOW = "the roof was measured too low"
-# What a mark behind a number means.
+# Meaning of the marks behind numbers.
 NOTES = {
     "%*": f"* more than the roof: {NOT_BOUND}; elsewhere {TOO_LOW}",
     " ~": f"~ the quartiles are further apart than {UNSTEADY:.0%} of the median",
@@ -25,13 +25,13 @@ NOTES = {
 
 
 def notes(lines: Iterable[Iterable[str]]) -> list[str]:
-    """Return the meaning of every mark that the numbers of a table carry."""
+    """Return the meaning of every mark in the cells."""
     cells = [cell for line in lines for cell in line if cell[:1].isdigit()]
     return [note for mark, note in NOTES.items() if any(mark in cell for cell in cells)]
 
 
 def word(fact: str, value: Any) -> str:
-    """Return a fact's value in a word: bf16, causal, compiled; nothing for None."""
+    """Return the value of a fact in a word, such as bf16, causal or compiled; "" for None."""
     if value is None:
         return ""
     if fact == "compiled":
@@ -42,7 +42,7 @@ def word(fact: str, value: Any) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Return three digits, more if they stand before the point; nothing for None."""
+    """Return three significant digits, or all digits of a larger integer part; "" for None."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
@@ -56,26 +56,26 @@ ms, microseconds, mib, gib, tera = map(_in, (1e-3, 1e-6, MEBI, GIBI, TERA))
 
 
 def binary(count: float) -> str:
-    """Return bytes in the largest unit that leaves a digit before the point, and the unit."""
+    """Return bytes in the largest binary unit not above them."""
     units = {GIBI: "GiB", MEBI: "MiB", KIBI: "KiB", 1.0: "B"}
     unit = next((unit for unit in units if count >= unit), 1.0)
     return f"{digits(count / unit)} {units[unit]}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share as whole percents, with a digit more below ten."""
+    """Return a share in percent, with one decimal below 10%."""
     if share is None:
         return ""
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"  # noqa: PLR2004 - two digits
 
 
 def of_roof(share: float | None) -> str:
-    """Return a share of a roof in percents, marked where it is above 100%: see ``NOTES``."""
+    """Return a share of a roof in percent, marked if above 100% (see ``NOTES``)."""
     return percent(share) + "*" * (share is not None and share > 1)
 
 
 def times(ratio: float | None) -> str:
-    """Return a ratio with its sign behind it."""
+    """Return a ratio with three digits and an x."""
     if ratio is None:
         return ""
     decimals = 2 if ratio < 10 else 1 if ratio < 100 else 0  # noqa: PLR2004 - three digits
@@ -83,11 +83,11 @@ def times(ratio: float | None) -> str:
 
 
 def spread(row: Row) -> str:
-    """Return mean ± standard deviation in ms, if the row has them."""
+    """Return mean ± standard deviation in ms, or ""."""
     known = row.get("mean") is not None and row.get("std") is not None
     return f"{ms(row['mean'])} ± {ms(row['std'])}" if known else ""
 
 
 def or_mark(row: Row | None, unit: Callable[[float | None], str], fact: str = "seconds") -> str:
-    """Return a fact of a row, or the mark that says why there is none; nothing for no row."""
+    """Return a fact of a row, or the mark of its status; "" for no row."""
     return "" if row is None else MARKS.get(row["status"], unit(row.get(fact)))

@@ -1,1 +1,1 @@
-"""The kernels under sanitizers: NVIDIA's compute-sanitizer, and Triton's own."""
+"""Run the kernels under NVIDIA's compute-sanitizer and Triton's sanitizer."""

@@ -1,15 +1,15 @@
-"""Run every kernel under every sanitizer that is here, print a table, and write the findings.
+"""Run the kernels under every available sanitizer, print a table and save the findings.
 
-    python -m flashattn.sanitize                  # all of them, some minutes on a GPU
-    python -m flashattn.sanitize --tool memcheck  # one of them
+    python -m flashattn.sanitize                  # all tools, some minutes on a GPU
+    python -m flashattn.sanitize --tool memcheck  # one tool
     python -m flashattn.sanitize --only d64       # cases with this in their names
-    python -m flashattn.sanitize --impl hopper    # another implementation's kernels
+    python -m flashattn.sanitize --impl hopper    # the kernels of another implementation
 
-Exit status: 0 clean; 1 a finding in one of our kernels; 2 a wrong argument, or no GPU; 11 UNPROVEN:
-nothing was found, but a tool is missing or did not get to its end.
+Exit status: 0 clean; 1 a finding in our kernels; 2 a wrong argument, or no GPU; 11 UNPROVEN: no
+findings, but a tool is missing or did not finish.
 
-Sources: NVIDIA, "Compute Sanitizer", for the tools; racecheck is known to raise false alarms where
-tiles come by bulk copies, whose barriers it does not follow: hold a finding of it against consan.
+racecheck does not follow the barriers of TMA copies and may report false hazards there; compare
+with consan. Source: NVIDIA, "Compute Sanitizer".
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from flashattn.measure.device import accelerator, machine_info
 from flashattn.sanitize.cases import cases
 
 TOOLS = {
-    "plain": "whether the cases run at all",
-    "memcheck": "reads and writes outside of what was allocated",
-    "initcheck": "reads of global memory that nobody has written",
-    "racecheck": "shared memory read or written by two threads in no order",
+    "plain": "the cases run without errors",
+    "memcheck": "out-of-bounds accesses to memory",
+    "initcheck": "reads of uninitialized global memory",
+    "racecheck": "data races in shared memory",
     "consan": "shared memory used while an asynchronous copy or product may still use it",
 }
-OWN = {"plain": {}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
-# PyTorch hands out memory again, which hides reads beyond an end and before a write.
-NVIDIAS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-FOUND = 33  # compute-sanitizer's exit status for findings
-# Not what a library asks the CUDA API in vain, and not the assembler that Triton starts.
+OWN_ENV = {"plain": {}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
+# PyTorch's caching allocator would hide accesses out of bounds and uninitialized reads.
+NVIDIA_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+FOUND = 33  # exit status of compute-sanitizer for findings
+# Ignore failed CUDA API calls of libraries, and ptxas, which Triton starts.
 OPTIONS = "--report-api-errors no --target-processes application-only --print-limit 1000"
-# What begins a piece of the output: a case, a finding, a summary, or an assertion of consan's.
+# The start of a case, a finding, a summary, or an assertion of consan in the output.
 PIECE = re.compile(
     r"""^(?:(?P<edge>case|done)\ (?P<name>.*)
     |=========\s?(?P<what>(?:Invalid|Uninitialized|Misaligned|Program\ hit|Barrier\ error|Leaked
@@ -55,17 +55,18 @@ PIECE = re.compile(
 )
 OURS = re.compile(r"\bflashattn_\w+")
 NAMED = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(?:void )?([A-Za-z_][\w:]*)")
-# Numbers of a thread or an address: they make many findings of one.
+# Thread indices and addresses, removed so that equal findings compare equal.
 PARTICULARS = re.compile(r"\+0x[0-9a-f]+|0x[0-9a-f]+|\(\d+,\d+,\d+\)|\[\d+ hazards\]")
 
 
 def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> dict[str, Any]:
-    """Say what an output and an exit status mean: silence is not clean unless all wanted cases ran.
+    """Evaluate the output and the exit status of a tool.
 
     Returns:
-        ``verdict``: clean; findings, some in our kernels, or in none that is named; others', all in
-        other kernels; or failed, with what was ``said``, as not all ``cases`` got to their end.
-        ``total``: what a summary counts, None without one. ``findings``: each kind once.
+        ``verdict``: "clean"; "findings" in our kernels or in unnamed ones; "others'" if all are in
+        other kernels; "failed" if not all wanted cases finished, with the error in ``said``.
+        ``cases``: number of finished cases. ``total``: count of the tool's summary, or None.
+        ``findings``: the distinct findings.
     """
     found: Counter[str] = Counter()
     done, case, total, ours = set[str](), "between cases", None, False
@@ -88,7 +89,7 @@ def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> dict[st
             found[f"{' '.join(what.split())} in {kernel}, {case}"] += 1
     findings = [f"{finding}, printed {count} times" for finding, count in found.items()]
     verdict, said = "others'" if found else "clean", None
-    ended = done == set(wanted) and status in (0, FOUND) and (tool in OWN or total is not None)
+    ended = done == set(wanted) and status in (0, FOUND) and (tool in OWN_ENV or total is not None)
     if ours or (total and not found):
         verdict = "findings"
     elif not ended:
@@ -100,9 +101,9 @@ def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> dict[st
 
 
 def ask(tool: str, text: str, limit: float, impl: str) -> dict[str, Any]:
-    """Run the cases of ``impl`` with ``text`` in their names under a tool, for so many seconds."""
+    """Run a tool on the cases of ``impl`` with ``text`` in their names, at most ``limit`` s."""
     command = [sys.executable, "-m", "flashattn.sanitize.cases", text, impl]
-    if tool not in OWN:
+    if tool not in OWN_ENV:
         options = f"--tool {tool} {OPTIONS} --error-exitcode {FOUND}".split()
         command = ["compute-sanitizer", *options, *command]
     start = time.perf_counter()
@@ -111,10 +112,10 @@ def ask(tool: str, text: str, limit: float, impl: str) -> dict[str, Any]:
         done = subprocess.run(  # noqa: S603 - the programs are named above
             command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # in the order in which they come
+            stderr=subprocess.STDOUT,  # keeps the order of both streams
             text=True,
             errors="replace",
-            env=os.environ | OWN.get(tool, NVIDIAS),
+            env=os.environ | OWN_ENV.get(tool, NVIDIA_ENV),
             timeout=limit,
             check=False,
         )
@@ -128,10 +129,10 @@ def ask(tool: str, text: str, limit: float, impl: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the tools; return the exit status.
+    """Run the tools; return the exit status.
 
     Args:
-        arguments: of the command line; None means the process's own.
+        arguments: command line (default: ``sys.argv``).
     """
     parser = argparse.ArgumentParser(
         prog="python -m flashattn.sanitize",

@@ -1,9 +1,9 @@
-"""What runs under a sanitizer: small ragged problems, forward and gradients, one after another.
+"""The cases that run under a sanitizer: small ragged problems, forward and backward.
 
     python -m flashattn.sanitize.cases [TEXT [IMPL]]
 
-Each case is named before it starts and after the device is done with it, so that what a sanitizer
-says in between is said of that case.
+The name of each case is printed before its start and after the device has finished it, so findings
+in between belong to that case.
 """
 
 from __future__ import annotations
@@ -21,50 +21,53 @@ from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, run
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-POINTERS = "misaligned"  # what no descriptor can address; tiny problems go by pointers, too
+POINTERS = "misaligned"  # not TMA-compatible, so the kernels load by pointers
 HALF: dict[str, Any] = {"dtype": "float16"}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 PROBLEMS = {
-    # Several tiles of everything, the last of them ragged; the loops' stages overlap.
+    # Several tiles in each dimension, the last one partial; pipeline stages overlap.
     Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=401, head_dim=64, **BF16): "contiguous",
     Problem(seq_q=300, seq_kv=401, head_dim=64, causal="bottom_right", **HALF): POINTERS,
     Problem(seq_q=401, seq_kv=300, head_dim=128, causal=True, **BF16): "contiguous",
     Problem(heads=8, seq_q=129, seq_kv=65, head_dim=256, causal=True, **HALF): "contiguous",
     Problem(heads=3, seq_q=150, seq_kv=100, head_dim=256, causal=True, **BF16): POINTERS,
-    # Keys that a few programs split.
+    # Split-KV.
     Problem(seq_q=300, seq_kv=901, head_dim=64, causal="bottom_right", **BF16): "contiguous",
     Problem(heads=2, seq_q=130, seq_kv=900, head_dim=128, **HALF): "contiguous",
-    # A backward in one launch, of several tiles.
+    # Backward in one launch, several tiles.
     Problem(heads=2, kv_heads=1, seq_q=100, seq_kv=130, head_dim=64, causal=True, **BF16): "packed",
     Problem(seq_q=70, seq_kv=100, head_dim=128, causal="bottom_right", **HALF): POINTERS,
-    # Heads whose keys several programs own, each for a share of these heads.
+    # dK/dV split over query heads (GQA).
     Problem(batch=2, heads=6, kv_heads=2, seq_q=150, head_dim=88, causal=True, **HALF): "packed",
     Problem(heads=4, kv_heads=1, seq_q=150, seq_kv=100, head_dim=200, **BF16): "contiguous",
-    # fp32 that is cut, in parts; the first two are hopper's, too, its forward with enough heads.
+    # Pre-split fp32 with split-KV; the first two also run on the Hopper kernels.
     Problem(seq_q=300, seq_kv=501, head_dim=100, causal="bottom_right"): "contiguous",
     Problem(heads=8, kv_heads=4, seq_q=300, seq_kv=501, head_dim=60, causal=True): "contiguous",
     Problem(seq_q=501, seq_kv=300, head_dim=40): POINTERS,
-    # Windows: tiles before the first that is seen, keys that no query sees, masked last rows.
+    # Windows: skipped leading tiles, keys that no query sees, fully masked last rows.
     Problem(heads=2, seq_q=300, head_dim=64, causal=True, window=(70, None), **BF16): "contiguous",
     Problem(seq_q=70, seq_kv=400, head_dim=64, causal="bottom_right", window=(20, None)): POINTERS,
     Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=200, window=(20, 33), **HALF): "packed",
-    # Queries that see no key.
+    # Fully masked rows.
     Problem(heads=2, seq_q=129, seq_kv=65, head_dim=64, causal="bottom_right"): "contiguous",
     Problem(batch=3, heads=8, seq_q=70, seq_kv=45, head_dim=40, **BF16): "packed",  # padded to 64
     Problem(seq_q=33, seq_kv=17, head_dim=7, causal=True): POINTERS,  # rows of odd length
     Problem(seq_q=1, seq_kv=200, head_dim=16, **HALF): "expanded",  # decoding
-    # More tiles than multiprocessors: programs that live on draw another.
+    # More tiles than SMs: persistent CTAs take several.
     Problem(batch=9, heads=8, kv_heads=4, seq_q=270, head_dim=128, causal=True, **BF16): "packed",
     Problem(batch=2, seq_q=17, seq_kv=1, head_dim=32, **BF16): "contiguous",  # one key
 }
 
 
 def cases(text: str = "", impl: str = "triton") -> dict[str, tuple[Problem, str]]:
-    """Return the problems and layouts of the cases of an implementation, by their names.
+    """Return the cases that an implementation supports on this machine.
 
     Args:
-        text: only those with this in their names.
-        impl: whose; what it cannot do on the machine at hand is none of its cases.
+        text: substring that the names must contain.
+        impl: a registered name.
+
+    Returns:
+        Problem and layout by name.
     """
     named = {f"{problem}-{layout}": (problem, layout) for problem, layout in PROBLEMS.items()}
     can = get(impl)
@@ -78,13 +81,13 @@ def cases(text: str = "", impl: str = "triton") -> dict[str, tuple[Problem, str]
 def main(text: str = "", impl: str = "triton") -> None:
     """Run the cases; see ``cases``."""
     if os.environ.get("TRITON_INSTRUMENTATION_MODE"):
-        import triton  # noqa: PLC0415 - only here
+        import triton  # noqa: PLC0415 - needed only here
 
-        # Instrumented kernels ask an allocator of their thread for memory: keep to one thread.
+        # The allocator for instrumented kernels is set per thread, so use one thread.
         triton.set_allocator(lambda size, *_: torch.zeros(size, dtype=torch.int8, device=HERE))
         torch.autograd.set_multithreading_enabled(False)
     for name, (problem, layout) in cases(text, impl).items():
-        print(f"case {name}", flush=True)  # noqa: T201 - for the reader of the sanitizer's output
+        print(f"case {name}", flush=True)  # noqa: T201 - parsed by ``sanitize``
         case = Sample(problem=problem, device=HERE, layout=layout).draw()
         run(partial(get(impl), **problem.mask_options, scale=case.scale), case)
         if HERE.type == "cuda":

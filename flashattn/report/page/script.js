@@ -1,6 +1,6 @@
 "use strict";
 
-// What a cell is sorted by: the number it begins with, or else its text; without either it is last.
+// The sort key of a cell: its leading number, else its text; empty cells come last.
 function key(row, column) {
   const text = row.cells[column].textContent.trim();
   const number = Number.parseFloat(text);

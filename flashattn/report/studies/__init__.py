@@ -1,11 +1,11 @@
-"""The studies, in the order in which they are read: the model, its parts, its attention."""
+"""The studies in reading order: the model, its parts, its attention."""
 
 from __future__ import annotations
 
 from flashattn.report.studies import (
     accuracy,
     attention,
-    compile,  # noqa: A004 - what the study is of
+    compile,  # noqa: A004 - the name of the study
     flash,
     launch,
     lm,

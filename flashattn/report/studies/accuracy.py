@@ -1,4 +1,4 @@
-"""Accuracy: how wrong everybody is against fp64, in ulps, and who keeps which clause."""
+"""Accuracy: errors against fp64 in ulps, and the clauses of the contract that are kept."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NAME = "accuracy"
 TITLE = "Accuracy"
 QUESTION = "How wrong is everybody against fp64, and who keeps which promise?"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
-KINDS = {"max": "-", "mean": ":"}  # and the line of its budget
+KINDS = {"max": "-", "mean": ":"}  # line styles of the budgets
 MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
-FIELDS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
+COLOURS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
 
 
 def _errors(run: Run) -> list[Row]:
-    """Return a row for each error: the max and the mean of every output, by kind of values."""
+    """Return a row for each error: maximum and mean of each output, for each kind of values."""
     return [
         row
         | {"values": values, "output": name, "kind": kind, "bias": error.get("bias")}
@@ -39,7 +39,7 @@ def _contracts(run: Run) -> dict[str, Row]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return the errors by dtype and head dimension, the clauses, and what was said of them."""
+    """Return the errors by dtype and head dimension, the clauses, and reasons for failures."""
     found, contracts = groups(_errors(run), "dtype", "head_dim"), _contracts(run)
     errors = [_table(own) for own in found.values()]
     return filled(*errors, _clauses(contracts), _reasons(contracts))
@@ -65,14 +65,14 @@ def _cell(kinds: list[Row]) -> str:
 
 
 def _share(row: Row) -> float:
-    """Return what share of its budget an error is; where that is 0, so must the error be."""
+    """Return an error over its budget; infinite if only the budget is 0."""
     if row["error"] is None or row["budget"] is None:
         return math.nan
     return row["error"] / row["budget"] if row["budget"] else math.inf if row["error"] else 0.0
 
 
 def _clauses(contracts: dict[str, Row]) -> Table:
-    """Return a line for each clause, a column for each implementation."""
+    """Return a table with a line per clause and a column per implementation."""
     names = dict.fromkeys(clause for row in contracts.values() for clause in row["clauses"])
     return Table(
         caption="Clauses of the contract: kept, broken (NO), or refused with an error (-)",
@@ -90,7 +90,7 @@ def _verdict(row: Row, clause: str) -> str:
 
 
 def _reasons(contracts: dict[str, Row]) -> Table:
-    """Return what was said of every clause that is not kept."""
+    """Return the reason for each clause that is not kept."""
     return Table(
         caption="Clauses that are not kept, and why",
         header=["impl", "clause", "verdict", "because"],
@@ -105,7 +105,7 @@ def _reasons(contracts: dict[str, Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Say of each implementation how often it is above a budget, and which clauses it keeps."""
+    """Return, for each implementation, how often it exceeds budgets and which clauses it breaks."""
     said = []
     judged = [row for row in _errors(run) if not math.isnan(_share(row))]
     for (impl,), own in groups(judged, "impl").items():
@@ -127,7 +127,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw the errors by output with both budgets, by kind of values; and who keeps what."""
+    """Plot the errors by output with their budgets, for each kind of values; and the clauses."""
     drawn = {}
     for (kind,), rows in groups(_errors(run), "values").items():
         drawn[f"{NAME}-{kind.replace('_', '-')}"] = _picture(kind.replace("_", " "), rows)
@@ -136,13 +136,13 @@ def pictures(run: Run) -> dict[str, plot.Figure]:
 
 
 def _kept(clauses: Table) -> plot.Figure:
-    """Draw the table of clauses: a field for each verdict, in its word and its colour."""
+    """Plot the table of clauses, a coloured field for each verdict."""
     impls, names = clauses.header[1:], [name for name, *_ in clauses.lines]
     title = "The contract: kept (yes), broken (NO), refused with an error (-)"
     figure, ((axis,),) = plot.panels(title, 1, 1, height=0.8 + 0.27 * len(names))
     for y, (_, *verdicts) in enumerate(clauses.lines):
         for x, verdict in enumerate(verdicts):
-            axis.barh(y, 0.96, 0.92, x - 0.48, color=FIELDS.get(verdict, "white"))
+            axis.barh(y, 0.96, 0.92, x - 0.48, color=COLOURS.get(verdict, "white"))
             axis.text(x, y, verdict, ha="center", va="center", fontsize=8)
     axis.set_xticks(range(len(impls)), impls, rotation=30, ha="left", fontsize=8.5)
     axis.set_yticks(range(len(names)), names, fontsize=8.5)
@@ -154,7 +154,7 @@ def _kept(clauses: Table) -> plot.Figure:
 
 
 def _picture(kind: str, rows: list[Row]) -> plot.Figure:
-    """Draw a panel for each head dimension and dtype; one scale, so that panels can be compared."""
+    """Plot a panel for each head dimension and dtype, on one scale."""
     dims, dtypes, impls = (values(rows, fact) for fact in ("head_dim", "dtype", "impl"))
     title = f"Errors against fp64 in ulps, values: {kind}; dots are the largest, rings the mean"
     figure, axes = plot.panels(title, len(dims), len(dtypes), height=2.9, sharex=True, sharey=True)
@@ -169,7 +169,7 @@ def _picture(kind: str, rows: list[Row]) -> plot.Figure:
 
 
 def _panel(axis: plot.Axes, rows: list[Row], impls: list[str]) -> None:
-    """Draw a place for each output: budgets across it, in it a dot (max) and a ring (mean) each."""
+    """Plot each output: budgets as lines, maxima as dots, means as rings."""
     for (impl, kind), own in groups(_drawable(rows, "error"), "impl", "kind").items():
         shift = (impls.index(impl) - (len(impls) - 1) / 2) * 0.8 / len(impls)
         places = [OUTPUTS.index(row["output"]) + shift for row in own]
@@ -184,5 +184,5 @@ def _panel(axis: plot.Axes, rows: list[Row], impls: list[str]) -> None:
 
 
 def _drawable(rows: list[Row], fact: str) -> list[Row]:
-    """Return the rows of which a logarithm can show a fact."""
+    """Return the rows whose fact is positive and finite, as a logarithmic axis needs."""
     return [row for row in rows if row[fact] is not None and 0 < row[fact] < math.inf]

@@ -1,4 +1,4 @@
-"""The attention grid: what the scores cost in time and memory, and what is left without them."""
+"""The attention grid: the cost of the score matrix in time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "attention"
 TITLE = "Attention alone"
 QUESTION = "What do the N x N scores cost in time and memory, and what is left without them?"
 SHAPE = ("dtype", "head_dim", "causal")
-QUADRATIC = 1.5  # the exponent from which bytes are said per N² and not per N
+QUADRATIC = 1.5  # above this exponent, bytes are given per N², else per N
 HELD, PEAK = "held_bytes", "peak_bytes"
 MEMORY = {HELD: "held for backward", PEAK: "peak"}
 
@@ -29,13 +29,13 @@ def _has_bytes(row: Row) -> bool:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return a table for each implementation: both passes, and bytes over what they grow with."""
+    """Return a table for each implementation: both passes, and bytes per N or N²."""
     found = groups(_rows(run), "impl").items()
     return filled(*(_table(impl, rows) for (impl,), rows in found))
 
 
 def _table(impl: str, rows: list[Row]) -> Table:
-    """Return a line for each shape and length; interpreted kernels have bytes and no time."""
+    """Return a line for each shape and length; interpreted kernels have bytes but no times."""
     fits = (exponent(_points(own, HELD)) for own in groups(rows, *SHAPE).values())
     power = 2 if max((e for e in fits if e is not None), default=0) > QUADRATIC else 1
     lines = []
@@ -53,24 +53,24 @@ def _table(impl: str, rows: list[Row]) -> Table:
 
 
 def _most(cases: list[Row], fact: str) -> float | None:
-    """Return the most that any pass of one case says."""
+    """Return the maximum of a fact over the passes of one case."""
     return max((row[fact] for row in known(cases, fact)), default=None)
 
 
 def _points(rows: list[Row], fact: str) -> list[tuple[int, float]]:
-    """Return a fact at each length; both passes of one length are one case."""
+    """Return a fact at each length, the maximum of both passes."""
     found = ((n, _most(cases, fact)) for (n,), cases in groups(rows, "seq").items())
     return [(n, value) for n, value in found if value]
 
 
 def findings(run: Run) -> list[str]:
-    """Say how bytes grow, how far ours is from naive attention, and where memory ends."""
+    """Return the growth of memory, our speed over naive attention, and the lengths that OOM."""
     rows = _rows(run)
     return [*_growth(rows), *_against_naive(rows), *_ends(rows)]
 
 
 def _chosen(rows: list[Row]) -> list[Row]:
-    """Return the rows of the shape with the most rows, of several the largest one."""
+    """Return the rows of the shape with the most rows, the largest such shape."""
     told = (row for row in rows if timed([row]) or _has_bytes(row))
     found = groups(told, "head_dim", "causal", "dtype")
     return max(reversed(found.values()), key=len, default=[])
@@ -88,7 +88,7 @@ def _growth(rows: list[Row]) -> list[str]:
 
 
 def _against_naive(rows: list[Row]) -> list[str]:
-    """Compare with naive attention at the greatest length that both have, pass by pass."""
+    """Compare with naive attention at the longest common length, for each pass."""
     said = []
     for (name,), cases in groups(timed(rows), "pass").items():
         sides = [by(own, "impl") for own in groups(cases, "seq", *SHAPE).values()]
@@ -116,7 +116,7 @@ def _ends(rows: list[Row]) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw bytes against N on logarithmic axes, with lines that grow as N and N²."""
+    """Plot bytes over N on logarithmic axes, with reference lines for N and N²."""
     rows = _rows(run)
     chosen = _chosen([row for row in rows if _has_bytes(row)])
     shown = [fact for fact in MEMORY if any(row.get(fact) for row in chosen)]
@@ -146,7 +146,7 @@ def _panel(axis: plot.Axes, rows: list[Row], fact: str) -> None:
     plot.logarithmic(axis)
     plot.lengths(axis, values(rows, "seq"))
     curved = sorted((own for own in series.values() if len(own) > 1), key=lambda own: own[-1][1])
-    for power, own in ((1, curved[:1]), (2, curved[-1:])):  # under the lowest and the highest curve
+    for power, own in ((1, curved[:1]), (2, curved[-1:])):  # lowest and highest curve
         for (start, value), *_, (end, _) in own:
             ends = [(n, 0.6 * value * (n / start) ** power) for n in (start, end)]
             axis.plot(

@@ -1,4 +1,4 @@
-"""torch.compile: its gain in the steady state, its cost ahead of it, and when that is paid off."""
+"""torch.compile: steady-state gain, compilation time, and the calls until it pays off."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TITLE = "torch.compile"
 QUESTION = "What does the compiler gain, what does it cost first, and when has it paid off?"
 CASE = ("size", "impl", "context", "seq", "head_dim", "precision", "dtype")
 DOING = ("step", "pass")  # a model takes a step, attention a pass
-MOST = 40  # bars in one panel of the picture
+MOST = 40  # bars per panel
 
 
 def _gain(row: Row) -> float | None:
-    """Return how many times as fast the compiled call is."""
+    """Return the speed-up of the compiled call."""
     return row["eager_seconds"] / row["seconds"] if known(timed([row]), "eager_seconds") else None
 
 
-def _pays(row: Row) -> str:
-    """Return the calls after which the time to compile is won back, or never."""
+def _break_even(row: Row) -> str:
+    """Return the number of calls after which compilation pays off, or "never"."""
     if _gain(row) is None or row.get("compile_seconds") is None:
         return ""
     won = row["eager_seconds"] - row["seconds"]
@@ -42,7 +42,7 @@ def tables(run: Run) -> list[Table]:
         "speed-up": lambda row: times(_gain(row)),
         "compiling": lambda row: digits(row.get("compile_seconds")),
         **facts("graphs", "graph_breaks", "recompiles"),
-        "pays off after calls": _pays,
+        "pays off after calls": _break_even,
     }
     rows = ordered(attempted(run.study(NAME)), *CASE, *DOING)
     return filled(
@@ -54,14 +54,14 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Say what compiling gains for each subject, when it pays off, and where graphs break."""
+    """Return the gain for each subject, when compilation pays off, and the graph breaks."""
     said = []
     for (subject,), own in groups(timed(run.study(NAME)), "subject").items():
         of = f" of {subject}" if subject else ""
         gains = {_named(row): gain for row in own if (gain := _gain(row)) is not None}
         if gains:
             said.append(f"Speed{of}, compiled / eager: {in_words(gains)}.")
-        calls = {_named(row): int(count) for row in own if (count := _pays(row)).isdigit()}
+        calls = {_named(row): int(count) for row in own if (count := _break_even(row)).isdigit()}
         if calls:
             soon, late = min(calls, key=calls.__getitem__), max(calls, key=calls.__getitem__)
             end = f" ({soon}) to {calls[late]} ({late})" if calls[late] > calls[soon] else ""
@@ -77,7 +77,7 @@ def _named(row: Row) -> str:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw the speed-up of each case, a panel for each subject."""
+    """Plot the speed-up of each case, a panel for each subject."""
     rows = [row for row in timed(run.study(NAME)) if _gain(row) is not None]
     found = groups(rows, "subject")
     if not found:

@@ -1,4 +1,4 @@
-"""FlashAttention against everything that a user would pick instead."""
+"""FlashAttention compared with the alternatives."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from flashattn.report.units import MARKS, TERA, ms, notes, of_roof, tera, word
 NAME = "flash"
 TITLE = "FlashAttention"
 QUESTION = "How fast are forward and backward, compared with the alternatives and with the roof?"
-OWN = (*KERNELS, "tiled")  # no peers
+OWN = (*KERNELS, "tiled")  # not peers
 ONE_HEAD = "one_head"
 FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv", "problem")
-WIDEST = 5  # panels beside one another that can still be read
+WIDEST = 5  # columns of panels that stay readable
 
 
 def _rows(run: Run) -> list[Row]:
@@ -40,9 +40,9 @@ def _rows(run: Run) -> list[Row]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return a table for each protocol and pass: a line per problem, a column per impl.
+    """Return a table for each protocol and pass: a line per problem, a column per implementation.
 
-    One head has many lengths: it has a table for each head dimension.
+    The protocol with one head has many lengths, so it gets a table for each head dimension.
     """
     made = []
     for (protocol, name), rows in groups(_rows(run), "protocol", "pass").items():
@@ -66,7 +66,7 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
 
 
 def _sizes(rows: list[Row]) -> str:
-    """Return what all problems share: one head, or how many tokens of which width."""
+    """Return what all problems share: one head, or the number of tokens and the hidden size."""
     rows = known(rows, "batch", "heads")
     batches = {row["batch"] for row in rows}
     if len(batches) == 1 and all(row["heads"] == 1 for row in rows):
@@ -90,10 +90,10 @@ def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
     return tera(speed(row)) + (f" ({part})" if part else "") + unsteady
 
 
-def _duel(cases: list[Row]) -> tuple[Row, Row] | None:
-    """Return the fastest peer's row and ours, of one problem and pass, if both have a time.
+def _best_pair(cases: list[Row]) -> tuple[Row, Row] | None:
+    """Return the rows of the fastest peer and of ours for one problem, if both have a time.
 
-    Peers of our row's own run come first; where it has none, those of other runs count.
+    Peers measured in the same run as ours take precedence over others.
     """
     ours = _ours(cases)
     peers = [row for row in by(timed(cases), "impl").values() if row["impl"] not in OWN]
@@ -104,7 +104,7 @@ def _duel(cases: list[Row]) -> tuple[Row, Row] | None:
 
 
 def _ours(cases: list[Row]) -> Row | None:
-    """Return, of our kernels that were timed, the faster."""
+    """Return the row of our fastest kernel."""
     return min((row for row in timed(cases) if row["impl"] in KERNELS), key=_seconds, default=None)
 
 
@@ -113,12 +113,12 @@ def _seconds(row: Row) -> float:
 
 
 def _beside(a: Row, b: Row) -> bool:
-    """Return whether two rows are of one run."""
+    """Return whether two rows were measured in one run."""
     return a.get("run") is b.get("run")
 
 
 def _ratio(cases: list[Row]) -> str:
-    duel = _duel(cases)
+    duel = _best_pair(cases)
     if duel is None:
         return ""
     peer, ours = duel
@@ -127,7 +127,7 @@ def _ratio(cases: list[Row]) -> str:
 
 
 def findings(run: Run) -> list[str]:
-    """Say for each protocol and pass who wins how often, the best speed, and how time grows."""
+    """Return, for each protocol and pass, how often ours wins, its best speed and its growth."""
     said = []
     for (protocol, name), rows in groups(_rows(run), "protocol", "pass").items():
         found = [*_wins(rows), *_best(run, rows)]
@@ -142,19 +142,19 @@ def _problems(rows: list[Row]) -> Iterable[list[Row]]:
 
 
 def _wins(rows: list[Row]) -> list[str]:
-    duels = [duel for duel in map(_duel, _problems(rows)) if duel]
+    duels = [duel for duel in map(_best_pair, _problems(rows)) if duel]
     quiet = [duel for duel in duels if all(map(steady, duel))]
-    said = [_won(duels)] if duels else []
+    said = [_wins_of(duels)] if duels else []
     if quiet and len(quiet) < len(duels):
-        said.append(f"where both medians are steady, {_won(quiet)}")
+        said.append(f"where both medians are steady, {_wins_of(quiet)}")
     apart = sum(not _beside(*duel) for duel in duels)
     if apart:
         said.append(f"in {apart} of {len(duels)} problems the peer was measured in another run")
     return said
 
 
-def _won(duels: list[tuple[Row, Row]]) -> str:
-    """Say of pairs of the best peer's row and ours how often ours is faster, and how much."""
+def _wins_of(duels: list[tuple[Row, Row]]) -> str:
+    """Return how often and by how much ours is faster than the best peer."""
     ratios = {ours["problem"]: peer["seconds"] / ours["seconds"] for peer, ours in duels}
     won = sum(ratio > 1 for ratio in ratios.values())
     first = f"ours is the fastest in {won} of {len(ratios)} problems"
@@ -162,7 +162,7 @@ def _won(duels: list[tuple[Row, Row]]) -> str:
 
 
 def _slower(rows: list[Row]) -> list[str]:
-    """Say how often, and up to which length, ours is slower than the definition."""
+    """Return how often, and up to which length, ours is slower than naive attention."""
     sides = [(by(timed(cases), "impl").get(NAIVE), _ours(cases)) for cases in _problems(rows)]
     both = [(naive, ours) for naive, ours in sides if naive and ours]
     slower = [ours for naive, ours in both if ours["seconds"] > naive["seconds"]]
@@ -182,7 +182,7 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
 
 
 def _growth(rows: list[Row]) -> list[str]:
-    """Say how our steady time grows over the upper half of the lengths, past the launching."""
+    """Return the growth of our time over the longer half of the lengths, beyond launch overhead."""
     said = []
     ours = (row for row in timed(rows) if row["impl"] == OURS)
     for (dtype, head_dim), cases in groups(ours, "dtype", "head_dim").items():
@@ -197,7 +197,7 @@ def _growth(rows: list[Row]) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw speed against length where tokens are fixed, and time against length for one head."""
+    """Plot speed over length for a fixed number of tokens, and time over length for one head."""
     drawn, facts = {}, ("protocol", "dtype", "causal")
     for (protocol, dtype, causal), rows in groups(timed(_rows(run)), *facts).items():
         if len(values(rows, "seq_q")) > 1:
@@ -210,7 +210,7 @@ def pictures(run: Run) -> dict[str, plot.Figure]:
 
 
 def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> plot.Figure:
-    """Draw a row of panels for each pass and a column for each of the largest head dimensions."""
+    """Plot a row of panels for each pass, a column for each of the largest head dimensions."""
     passes, dims = values(rows, "pass"), values(rows, "head_dim")[-WIDEST:]
     figure, axes = plot.panels(title, len(passes), len(dims), height=2.9, sharex=True, sharey="row")
     for (i, name), (j, head_dim) in product(enumerate(passes), enumerate(dims)):
@@ -223,7 +223,7 @@ def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> plot.Figur
         axis.set(title=f"{'both' if '+' in name else name}, D = {head_dim}")
         axis.set(ylabel="" if j else "ms" if slow else "TFLOP/s")
         plot.lengths(axis, values(rows, "seq_q"), "N" if i == len(passes) - 1 else "")
-    for line in [] if slow else axes:  # panels of a line share a scale, known when all are drawn
+    for line in [] if slow else axes:  # a row shares its scale, so set it last
         line[0].set_ylim(bottom=0)
     plot.legend(figure, axes)
     return figure

@@ -1,4 +1,4 @@
-"""Launching: the host's time for a call of attention, eager, compiled and in a CUDA graph."""
+"""Launch overhead: host time of an attention call, eager, compiled and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "launch"
 TITLE = "Launching"
 QUESTION = "How long is the host busy for one call, before the device does anything?"
 CASE = ("impl", "pass", "problem")
-FLOORS = {  # both ways
+FLOORS = {  # forward and backward
     "floor": "an autograd function that only allocates",
     "floor, launching": "one that launches an empty kernel each way besides",
 }
@@ -23,7 +23,7 @@ def _rows(run: Run) -> list[Row]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return one table: a line for each implementation and pass, a column for each mode."""
+    """Return a table with a line for each implementation and pass, and a column for each mode."""
     rows = attempted(known(run.study(NAME), "impl", "mode"))
     modes, lines = values(rows, "mode"), []
     for case, own in groups(rows, *CASE, "dtype").items():
@@ -35,7 +35,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Say who costs the host least in each pass, how far ours is from it, and what the floor is."""
+    """Return, for each pass, the host time of ours, of the fastest, and of the floors."""
     said = []
     for own in groups(_rows(run), "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
@@ -44,7 +44,7 @@ def findings(run: Run) -> list[str]:
             continue
         least = min(costs, key=costs.__getitem__)
         told = {least: costs[least]}
-        if "backward" in own[0]["pass"]:  # without gradients nobody needs an autograd function
+        if "backward" in own[0]["pass"]:  # forward alone needs no autograd function
             told |= {FLOORS[name]: cost for name, cost in floors.items()}
         beside = "; ".join(f"{name}, {microseconds(cost)} µs" for name, cost in told.items())
         said.append(
@@ -56,7 +56,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw a bar for each mode, by implementation: a row for each dtype, a panel for each pass."""
+    """Plot a bar for each implementation and mode: a row per dtype, a panel per pass."""
     rows = _rows(run)
     if not rows:
         return {}

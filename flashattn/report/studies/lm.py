@@ -1,4 +1,4 @@
-"""The model end to end: times, speed against the roof, memory, and what each choice gains."""
+"""The model end to end: times, share of the roof, memory, and the gain of each choice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TITLE = "The model, end to end"
 QUESTION = "What time and memory does a step take? What do precision, compiler and attention gain?"
 CASE = ("size", "context", "batch", "step")
 SETTING = ("precision", "impl", "compiled")
-# What is chosen, from what, and for what instead.
+# Name: the fact that differs, its slow value and its fast value.
 CONTRASTS: dict[str, tuple[str, Any, Any]] = {
     "tf32 / fp32": ("precision", "fp32", "tf32"),
     "bf16 / fp32": ("precision", "fp32", "bf16"),
@@ -46,7 +46,7 @@ def _rows(run: Run) -> list[Row]:
     return known(run.study(NAME), "size", "step")
 
 
-def _but(axis: str) -> list[str]:
+def _other_facts(axis: str) -> list[str]:
     return [fact for fact in (*CASE, *SETTING) if fact != axis]
 
 
@@ -89,10 +89,10 @@ def _steps(run: Run, rows: list[Row]) -> Table:
 
 
 def _gains(rows: list[Row], axis: str) -> Table:
-    """Return the times side by side of rows that differ in ``axis`` alone, and their ratios."""
+    """Return the times of rows that differ only in ``axis``, and their ratios."""
     contrasts = {name: sides for name, (of, *sides) in CONTRASTS.items() if of == axis}
     columns, lines, told = values(rows, axis), [], []
-    for own in groups(rows, *_but(axis)).values():
+    for own in groups(rows, *_other_facts(axis)).values():
         sides, seconds = by(own, axis), by(timed(own), axis)
         ratios = [
             units.times(_gain((seconds[slow], seconds[fast])))
@@ -101,13 +101,13 @@ def _gains(rows: list[Row], axis: str) -> Table:
             for slow, fast in contrasts.values()
         ]
         if any(ratios):
-            cells = [cell(own[0]) for cell in facts(*_but(axis)).values()]
+            cells = [cell(own[0]) for cell in facts(*_other_facts(axis)).values()]
             cells += [units.or_mark(sides.get(column), units.ms) for column in columns]
             lines.append([*cells, *ratios])
             told += own
     return Table(
         caption=f"What {NOUNS[axis]} gains: a step in ms, and the speed-up",
-        header=[*_but(axis), *(units.word(axis, column) for column in columns), *contrasts],
+        header=[*_other_facts(axis), *(units.word(axis, column) for column in columns), *contrasts],
         lines=lines,
         rows=told,
     )
@@ -121,25 +121,29 @@ def _gain(pair: tuple[Row, Row]) -> float:
 
 
 def _contrasted(rows: list[Row]) -> dict[str, list[tuple[Row, Row]]]:
-    """Return what is compared with what, and the pairs of rows that differ in it alone."""
-    found = {name: pairs(timed(rows), *sides, *_but(sides[0])) for name, sides in CONTRASTS.items()}
+    """Return, for each contrast, the pairs of rows that differ only in it."""
+    found = {
+        name: pairs(timed(rows), *sides, *_other_facts(sides[0]))
+        for name, sides in CONTRASTS.items()
+    }
     return {name: own for name, own in found.items() if own}
 
 
 def findings(run: Run) -> list[str]:
-    """Say what each choice gains, the best train step, and how good the predictions are."""
+    """Return the gain of each choice, the fastest train step, and the error of predictions."""
     rows = _rows(run)
     said = []
     for name, found in _contrasted(rows).items():
         ratios = {
-            label(fast, *_but(CONTRASTS[name][0])): _gain((slow, fast)) for slow, fast in found
+            label(fast, *_other_facts(CONTRASTS[name][0])): _gain((slow, fast))
+            for slow, fast in found
         }
         said.append(f"Speed of a step, {name}: {in_words(ratios)}.")
     return [*said, *_best(run, rows), *_memory(rows)]
 
 
 def _best(run: Run, rows: list[Row]) -> list[str]:
-    """Say which way to take the largest model's train step is the fastest."""
+    """Return the fastest setting for a train step of the largest model."""
     found = groups((row for row in timed(rows) if row["step"] == "train"), "size", "context")
     if not found:
         return []
@@ -152,7 +156,7 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
 
 
 def _memory(rows: list[Row]) -> list[str]:
-    """Say how far the measured peaks are from the predicted ones, and what did not fit."""
+    """Return how far measured peaks are from predictions, and how many cases ran out of memory."""
     both = known(timed(rows), "peak_bytes", "predicted_bytes")
     off = {label(row, *CASE, *SETTING): row["peak_bytes"] / row["predicted_bytes"] for row in both}
     said = worst("Peak memory differs from its prediction", off)
@@ -167,7 +171,7 @@ def _memory(rows: list[Row]) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw the speed-up that each choice gives a step, by size."""
+    """Plot the speed-up of each choice by model size."""
     rows, found = _rows(run), _contrasted(_rows(run))
     sizes = values(timed(rows), "size")
     if not found:

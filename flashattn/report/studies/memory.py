@@ -16,11 +16,11 @@ TITLE = "Where the memory goes"
 QUESTION = "How much memory does a step need at its peak, what for, and could it be predicted?"
 CASE = ("size", "context", "batch", "step", "precision", "impl")
 KEPT = "activations"
-SHADES = ("#dbe7fb", "#fde8d0", "#dff0e3", "#f3e1f2", "#ececec")  # of phases, in turn
+SHADES = ("#dbe7fb", "#fde8d0", "#dff0e3", "#f3e1f2", "#ececec")  # of phases, cyclic
 
 
 def _predicted(row: Row) -> float | None:
-    """Return the predicted peak, or else the sum of its parts."""
+    """Return the predicted peak, or the sum of its parts."""
     return row.get("predicted_bytes") or sum(filter(None, (row.get("predicted") or {}).values()))
 
 
@@ -31,7 +31,7 @@ def _ratio(row: Row) -> float | None:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return the peaks beside their predictions, their parts, and the largest blocks."""
+    """Return the peaks and their predictions, their parts, and the largest blocks."""
     rows = ordered(attempted(run.study(NAME)), *CASE)
     peaks: dict[str, Cell] = {
         "peak": lambda row: or_mark(row, gib, "peak_bytes"),
@@ -72,7 +72,7 @@ def _parts(rows: list[Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Say how good the predictions are, what fills the peak, and what bf16 changes."""
+    """Return the error of predictions, the largest part of the peak, and the effect of bf16."""
     rows = ordered(ok(run.study(NAME)), *CASE)
     peaks = {label(row, *CASE): ratio for row in rows if (ratio := _ratio(row)) is not None}
     said = worst("Peak memory differs from its prediction", peaks)
@@ -91,7 +91,7 @@ def findings(run: Run) -> list[str]:
 
 
 def _filled(rows: list[Row]) -> list[str]:
-    """Say what takes most of the largest peak."""
+    """Return the largest part of the largest peak."""
     row = max(known(rows, "peak_bytes", "predicted"), key=lambda r: r["peak_bytes"], default=None)
     if row is None:
         return []
@@ -120,7 +120,7 @@ def _residual(rows: list[Row]) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw active memory over time, of the longest context of each size and precision."""
+    """Plot active memory over time, for the longest context of each size and precision."""
     drawn, axes = {}, ("size", "precision", "impl")
     for case, own in groups(ok(run.study(NAME), "timeline"), *axes).items():
         cases = ordered(list(groups(own, "context").values())[-1], "step")
@@ -133,7 +133,7 @@ def pictures(run: Run) -> dict[str, plot.Figure]:
 
 
 def _timeline(axis: plot.Axes, row: Row) -> None:
-    """Draw one step: its phases as shades with names, its peak with its size."""
+    """Plot one step: phases shaded and named, the peak labelled."""
     start = row["timeline"][0][0]
     points = [(1e3 * (second - start), count / GIBI) for second, count in row["timeline"]]
     moments, sizes = zip(*points, strict=True)

@@ -1,4 +1,4 @@
-"""Precision: what is lost in a sum, and which dtype autocast gives to whom."""
+"""Precision: errors of sums in 16 bits, dtypes under autocast, and LayerNorm in 16 bits."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def _dtypes(rows: list[Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Say which sum is off the most and where it stops, and which parts of LayerNorm fail."""
+    """Return the worst sum and where it stagnates, and the parts of LayerNorm that fail."""
     said = []
     for rows in groups(_part(run, "accumulation"), "count", "value").values():
         best, last = (choose(rows, key=lambda row: abs(_off(row))) for choose in (min, max))
-        stop = _stops(last)
+        stop = _stagnates(last)
         end = f" and stops growing at addend {stop}" if stop else ""
         said.append(
             f"{_sum(last)}: {_sides(last)} gives {last['result']:.10g}, off by "
@@ -105,8 +105,8 @@ def _sides(row: Row) -> str:
     return " + ".join(word("dtype", row[side]) for side in ("accumulator", "addend"))
 
 
-def _stops(row: Row) -> int | None:
-    """Return the first point of the curve from which the sum stays what it is."""
+def _stagnates(row: Row) -> int | None:
+    """Return the first point of the curve after which the sum stagnates, or None."""
     flat = [n for n, partial in row.get("curve") or [] if partial == row["result"]]
     return flat[0] if len(flat) > 1 else None
 
@@ -120,7 +120,7 @@ def _finite(value: Any) -> bool:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw the partial sums against the number of addends, a panel for each sum."""
+    """Plot the partial sums over the number of addends, a panel for each sum."""
     rows = [row for row in _part(run, "accumulation") if row.get("curve")]
     found = list(groups(rows, "count", "value").values())
     if not found:

@@ -1,4 +1,4 @@
-"""Where device time goes: kernels, their categories, and the parts of attention."""
+"""Device time by kernel, by category, and by part of attention."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHAPE = ("dtype", "head_dim", "seq")
 MATMUL, SOFTMAX = "matmul", "softmax"
 PARTS = {"scores": "scores, QKᵀ", SOFTMAX: SOFTMAX, "values": "values, PV"}
 CATEGORIES: tuple[str, ...] = (MATMUL, "ours", "attention", SOFTMAX, "elementwise", "reduction")
-CATEGORIES += ("copy", "indexing", "optimizer", "other")  # each has a colour
-LONGEST = 8  # kernels told of each step
-MOST = 40  # bars in the picture
+CATEGORIES += ("copy", "indexing", "optimizer", "other")  # one per colour
+LONGEST = 8  # kernels listed for each step
+MOST = 40  # bars in the plot
 
 
 def _profiled(run: Run) -> list[Row]:
@@ -34,7 +34,7 @@ def _divided(run: Run) -> list[Row]:
 
 
 def _pieces(row: Row) -> list[Row]:
-    """Return each part of attention, with its shares of the time and of the FLOPs."""
+    """Return a row for each part of attention, with its share of time and FLOPs."""
     parts = row["parts"].values()
     seconds, flops = (sum(part[of] for part in parts) for of in ("seconds", "flops"))
     return [
@@ -50,7 +50,7 @@ def _total(row: Row) -> float:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return the categories of every step, its phases, attention's parts, then the kernels."""
+    """Return the categories and phases of each step, the parts of attention, and the kernels."""
     rows = _profiled(run)
     phases = [row for row in rows if row.get("phases")]
     case: dict[str, Cell] = {"case": lambda row: label(row, *CASE), **facts("step")}
@@ -78,7 +78,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def _shares(rows: list[Row], fact: str) -> dict[str, Cell]:
-    """Return a column for each name in a fact, the largest first: its share of the device time."""
+    """Return a column for each name in a fact, with its share of device time, largest first."""
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update({name: part / _total(row) for name, part in row[fact].items()})
@@ -120,7 +120,7 @@ def _kernels(rows: list[Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Say what share matrix products have in each step, and what softmax has of attention."""
+    """Return the share of matrix products in each step, and of softmax in naive attention."""
     said = []
     for rows in groups(_profiled(run), *CASE).values():
         shares = [
@@ -146,7 +146,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw each step as one bar of its categories' shares."""
+    """Plot the categories of each step as a stacked bar."""
     rows = _profiled(run)[-MOST:]
     if not rows:
         return {}

@@ -1,4 +1,4 @@
-"""Warm-up: what the first steps cost, and how many it takes until a time can be trusted."""
+"""Warm-up: the cost of the first steps, and how many are needed for reliable times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAME = "warmup"
 TITLE = "Warm-up"
 QUESTION = "After how many steps does a measured one predict what the next thousand will take?"
 CASE = ("size", "context", "batch", "precision", "impl")
-MOST = 6  # panels in the picture
+MOST = 6  # panels in the plot
 
 
 def tables(run: Run) -> list[Table]:
-    """Return one table: a line for each case and number of warm-up steps."""
+    """Return a table with a line for each case and number of warm-up steps."""
     columns: dict[str, Cell] = {
         "case": lambda row: label(row, *CASE),
         "warm-up steps": facts("warm_steps")["warm_steps"],
@@ -32,7 +32,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Say what the very first step costs and what each number of warm-up steps leaves of it."""
+    """Return the cost of the first step, and the remaining error for each number of warm-ups."""
     said = []
     for cases in groups(known(timed(run.study(NAME)), "warm_steps"), *CASE).values():
         steps = [own[0] for own in groups(cases, "warm_steps").values()]
@@ -52,7 +52,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Draw the measured steps in their order, a line for each number of warm-up steps."""
+    """Plot the measured steps in order, a line for each number of warm-up steps."""
     found = list(groups(known(timed(run.study(NAME)), "in_order"), *CASE).values())[-MOST:]
     if not found:
         return {}

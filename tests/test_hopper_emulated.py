@@ -418,8 +418,8 @@ PLANTED = [
         Mutant(
             "delta_not_lowered",
             WIDE,
-            "rows = delta.load(gl.SliceLayout(0, dp.type.layout)) * LOWER",
-            "rows = delta.load(gl.SliceLayout(0, dp.type.layout))",
+            "rows = delta.load(gl.SliceLayout(0, layout)) * LOWER",
+            "rows = delta.load(gl.SliceLayout(0, layout))",
             "delta counts 2^14 times",
         ),
         WRONG,

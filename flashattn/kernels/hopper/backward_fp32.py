@@ -1,10 +1,10 @@
 """flashattn_hopper_bwd_fp32_dkdv, flashattn_hopper_bwd_fp32_dq: gradients of D = 65 to 128 in fp32.
 
-What the portable passes compute of inputs that come cut, shared by two warpgroups as in
-``backward_d256``: one computes P, the other takes it and computes dS; dv is summed by the first, dk
-and dq by the second. Each has one sum of 64 x 128 in registers, and one tile that stays, whose
-addresses it keeps; a single warpgroup with all of that must keep some in memory. And while one
-waits, the tensor cores have the other's products.
+The portable passes by bf16 terms, shared by two consumer warpgroups as in ``backward_d256``: one
+computes P, the other takes it and computes dS; dv is summed by the first, dk and dq by the second.
+Each has one accumulator of 64 x 128 in registers, and one tile that stays, whose addresses it
+keeps; a single warpgroup would have to spill. While one waits, the tensor cores have the other's
+products.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.

@@ -1,9 +1,9 @@
-"""flashattn_hopper_fwd: one warp loads, two or three warpgroups attend, each to 64 queries.
+"""flashattn_hopper_fwd: a producer warp loads, two or three consumer warpgroups attend.
 
-While the tensor cores multiply P of one tile of keys with V, the other units compute the softmax of
-the next: that is what a warpgroup does in a step. Keys are visited from the last to the first, so
-that the tiles that a mask cuts come first, and the loop over whole tiles has no mask in it. The
-next queries come while these are attended to.
+Each consumer attends to 64 queries. While the tensor cores multiply P of one tile of keys with V,
+the other units compute the softmax of the next tile. Keys are visited from the last to the first:
+the masked tiles come first, and the loop over the others has no mask in it. The producer loads the
+next queries meanwhile.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
 """

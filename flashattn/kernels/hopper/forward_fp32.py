@@ -1,7 +1,7 @@
-"""flashattn_hopper_fwd_fp32: o of heads of 33 to 128 in fp32, which comes cut.
+"""flashattn_hopper_fwd_fp32: o of heads of 33 to 128 in fp32, by bf16 terms.
 
-What the portable kernel computes of parts, by two warpgroups of 64 queries each and a warp that
-loads: one's softmax runs under the other's products, which are most of the work.
+Two consumer warpgroups of 64 queries each compute what the portable kernel does, and a producer
+warp loads: the softmax of one runs under the products of the other, which are most of the work.
 """
 
 from __future__ import annotations

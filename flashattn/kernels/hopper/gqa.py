@@ -1,9 +1,8 @@
-"""Shares: query heads that have keys in common, divided among programs that own the same keys.
+"""GQA splits: query heads that share keys, split among CTAs that own the same keys.
 
-A program that owns keys walks over the queries of all heads that share them: with few such keys
-few programs have much to do each. So one may have the queries of some of these heads only, its
-share. It stores dk and dv of that in fp32, and flashattn_bwd_sum adds up the shares, always in the
-same order. Owners are numbered as key heads of which each comes with all of its shares.
+A CTA that owns keys visits the queries of all heads that share them: with few such keys, few CTAs
+have much to do each. So a CTA may take the queries of some of these heads only. It stores partial
+dk and dv in fp32, and flashattn_bwd_reduce adds them up, always in the same order.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.

@@ -79,7 +79,7 @@ def apply_mask(x, start_q, start_kv, right, seq_kv, value: gl.constexpr):
         seen = keys[None, :] < seq_kv - start_kv
     else:
         rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
-        _, hi = keys_of(rows, right + (start_q - start_kv), seq_kv - start_kv)
+        _, hi = keys_of(rows, start_q + right - start_kv, seq_kv - start_kv)
         seen = keys[None, :] < hi[:, None]
     return gl.where(seen, x, value)
 

@@ -1,7 +1,7 @@
-"""Columns: products with tiles whose heads are as wide as two powers of two, such as 64 + 32.
+"""Matrix products on heads of two powers of two, such as 64 + 32, and their accumulators.
 
-A tensor's shape is powers of two, so a tile has room for 128 columns; multiplied are those that a
-head has. An accumulator is a tuple: of the first columns, and of the rest where there is one.
+Tensors have powers of two as sizes, so a tile has room for 128 columns; D_LO + D_HI of them are
+multiplied. An accumulator is a tuple: D_LO columns, and D_HI columns unless D_HI is 0.
 """
 
 from triton.experimental import gluon

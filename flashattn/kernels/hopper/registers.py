@@ -1,8 +1,7 @@
-"""Words: what a product reads from registers, two numbers in each, as they are kept until then.
+"""What the compiler does with registers: packed 16-bit pairs, a barrier, an opaque copy.
 
-Carried from one step of a loop to the next as it is, a number of 16 bits takes a register of 32,
-and is taken out of a word and put into one each time: that was an eighth of all instructions of a
-step of the forward.
+Triton keeps a 16-bit number that a loop carries in a register of 32 bits, and packs and unpacks it
+in each step: that was an eighth of all instructions of a step of the forward.
 """
 
 from triton.experimental import gluon

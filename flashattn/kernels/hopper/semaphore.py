@@ -1,4 +1,4 @@
-"""The dQ semaphore: in which order programs add to the accumulator of a tile of queries."""
+"""The dQ semaphore: in which order CTAs add to the dq accumulator of a query tile."""
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Copies: what Hopper's copy engine loads and stores, as a launch describes it."""
+"""Tensor descriptors: what TMA loads and stores, as a launch describes it."""
 
 from __future__ import annotations
 

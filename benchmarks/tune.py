@@ -134,7 +134,7 @@ def prepare(
     """Return the kernel as a function of its tile, the expected result of one head, and inputs."""
     q, k, v = make_inputs(asked, device="cuda")
     grad_o, _ = make_grads(asked, device="cuda")
-    options = {"diagonal": asked.band.right, "scale": asked.head_dim**-0.5}
+    options = {"right": asked.band.right, "scale": asked.head_dim**-0.5}
     one = [x[:1, :1].float().requires_grad_() for x in (q, k, v)]
     exact, exact_lse = reference_attention(*one, mask=asked.mask, scale=options["scale"])
     if kernel.startswith("fwd"):

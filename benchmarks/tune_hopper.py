@@ -114,7 +114,7 @@ def prepare(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return a function of a ``Way`` that computes the pass, and one for the portable kernels."""
     q, k, v, grad_o = inputs
-    how: dict[str, Any] = {"diagonal": 0 if causal else None, "scale": q.shape[-1] ** -0.5}
+    how: dict[str, Any] = {"right": 0 if causal else None, "scale": q.shape[-1] ** -0.5}
     if direction == "forward":
 
         def by(way: Way) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashattn.dispatch import dispatch_is_trivial as unwatched
+from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import gpu_of
 from flashattn.mask import Causal, Mask
 from flashattn.plan import hopper, support
@@ -82,13 +82,13 @@ def _execute() -> ModuleType:
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, SymInt? diagonal, float scale, str precision,"
+    "forward(Tensor q, Tensor k, Tensor v, SymInt? right, float scale, str precision,"
     " str family, bool deterministic) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? diagonal, float scale, str precision, str family, bool deterministic)"
+    " SymInt? right, float scale, str precision, str family, bool deterministic)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -100,13 +100,13 @@ def _launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    diagonal: int | None,
+    right: int | None,
     scale: float,
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> Outputs:
-    options = Options(diagonal, scale, input_precision(precision, q.dtype), family, deterministic)
+    options = Options(right, scale, input_precision(precision, q.dtype), family, deterministic)
     attend: Attend = _execute().prepare_forward(q, k, v, options)
     return attend(q, k, v)
 
@@ -119,13 +119,13 @@ def _launch_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    diagonal: int | None,
+    right: int | None,
     scale: float,
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    options = Options(diagonal, scale, input_precision(precision, q.dtype), family, deterministic)
+    options = Options(right, scale, input_precision(precision, q.dtype), family, deterministic)
     prepared: Differentiate = _execute().prepare_backward(
         (grad_o, grad_lse), (q, k, v, o, lse), options
     )
@@ -160,7 +160,7 @@ def _(
 
 def _run_forward(*inputs: Any) -> Outputs:
     """Launch, where gradients are not wanted or somebody else takes care of them."""
-    if unwatched(*inputs[:3]):
+    if dispatch_is_trivial(*inputs[:3]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
         return _forward(*inputs)
@@ -168,7 +168,7 @@ def _run_forward(*inputs: Any) -> Outputs:
 
 def _run_backward(*inputs: Any) -> Gradients:
     """Launch likewise."""
-    if unwatched(*inputs[:7]):
+    if dispatch_is_trivial(*inputs[:7]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
         return _backward(*inputs)
@@ -242,7 +242,7 @@ class _Differentiable(torch.autograd.Function):
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
         if torch.is_grad_enabled():  # the operator says that it has no derivative
             dq, dk, dv = _backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
-        elif unwatched(grad_o, grad_lse, *saved):
+        elif dispatch_is_trivial(grad_o, grad_lse, *saved):
             dq, dk, dv = ctx.prepared.backward((grad_o, grad_lse), saved)
         else:
             dq, dk, dv = _run_backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
@@ -349,7 +349,7 @@ def prepare(
     last, scale = Mask.of(causal).over(q.shape[2], k.shape[2]).right, check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     given = last, scale, precision, family, deterministic
-    if not unwatched(q, k, v):
+    if not dispatch_is_trivial(q, k, v):
         return lambda q, k, v: _forward(q, k, v, *given)
     options = Options(last, scale, input_precision(precision, q.dtype), family, deterministic)
     return _Prepared(_execute().prepare_forward(q, k, v, options), given)

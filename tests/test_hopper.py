@@ -83,7 +83,7 @@ def call(config, q, k, v, *, causal, scale):
     """Attend with a config."""
     last = Mask.of(causal).over(q.shape[2], k.shape[2]).right
     scale = check_scale(scale, q.shape[3])
-    return execute.forward(q, k, v, diagonal=last, scale=scale, family="hopper", tile=config)
+    return execute.forward(q, k, v, right=last, scale=scale, family="hopper", tile=config)
 
 
 class Attend(torch.autograd.Function):
@@ -94,7 +94,7 @@ class Attend(torch.autograd.Function):
         """Attend."""
         ctx.how = how | {
             "family": "hopper",
-            "diagonal": Mask.of(causal).over(q.shape[2], k.shape[2]).right,
+            "right": Mask.of(causal).over(q.shape[2], k.shape[2]).right,
             "scale": scale,
         }
         o, lse = call(None, q, k, v, causal=causal, scale=scale)

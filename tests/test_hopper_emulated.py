@@ -36,7 +36,7 @@ SMALL = HopperTile(block_kv=64)
 
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
-    options = {"diagonal": problem.band.right, "scale": check_scale(None, problem.head_dim)}
+    options = {"right": problem.band.right, "scale": check_scale(None, problem.head_dim)}
     options |= {"precision": precision, "family": "hopper"}
 
     class Attend(torch.autograd.Function):
@@ -813,7 +813,7 @@ def test_what_is_not_dense_is_copied(move, which):
     problem = fp16(heads=2, seq_q=64, head_dim=64)
     q, k, v = make_inputs(problem, device="cpu")
     grad_o, grad_lse = make_grads(problem, device="cpu")
-    how = {"diagonal": None, "scale": 0.1, "family": "hopper"}
+    how = {"right": None, "scale": 0.1, "family": "hopper"}
     with emulated() as launched:
         o, lse = execute.forward(q, k, v, **how)
         given = [q, k, v, o, grad_o, grad_lse]

@@ -111,7 +111,7 @@ def test_loading_changes_no_bit(device, layout, dtype):
     problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype=dtype, causal=True)
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad_o, grad_lse = make_grads(problem, device=device)
-    how = {"diagonal": problem.band.right, "scale": 0.2}
+    how = {"right": problem.band.right, "scale": 0.2}
     results = []
     for descriptors in (True, False):
         tile = Tile(32, 32, 4, 1, descriptors, decomposed=dtype == "float32")
@@ -178,8 +178,8 @@ def shifted(x):
 
 
 # What the passes depend on, besides the tensors.
-NUMBERS = {"diagonal": 0, "scale": 0.25, "precision": "ieee"}
-OTHER_NUMBERS = ({"diagonal": None}, {"diagonal": 1}, {"scale": 0.5}, {"precision": "tf32"})
+NUMBERS = {"right": 0, "scale": 0.25, "precision": "ieee"}
+OTHER_NUMBERS = ({"right": None}, {"right": 1}, {"scale": 0.5}, {"precision": "tf32"})
 
 
 def test_a_forward_plan_is_of_all_that_it_depends_on(device):

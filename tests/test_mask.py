@@ -67,7 +67,7 @@ def test_bounds_are_monotone(band):
 
 @hypothesis.given(band=BANDS)
 def test_transposed_bounds(band):
-    """The queries of a key are the keys of the band that is mirrored at the diagonal."""
+    """The queries of a key are the keys of the band that is mirrored."""
     mirrored = Band(band.seq_kv, band.seq_q, band.right, band.left)
     for s in range(band.seq_kv):
         assert band.queries_of(s) == mirrored.keys_of(s)

@@ -82,7 +82,7 @@ def kernels(problem, device, num_splits=1):
     """Launch the kernels, below the operators that hide what they allocate."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
-    how = {"diagonal": problem.band.right, "scale": 0.25}
+    how = {"right": problem.band.right, "scale": 0.25}
     with Live(q, k, v, *grads) as live:
         o, lse = forward(q, k, v, num_splits=num_splits, **how)
         peaks = [live.peak]

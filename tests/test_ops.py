@@ -24,13 +24,13 @@ def arguments(device, layout="contiguous", problem=PROBLEM):
 
 
 @pytest.mark.parametrize(
-    ("layout", "diagonal"),
+    ("layout", "right"),
     [("contiguous", None), ("sequence_first", 0), ("strided", -8), ("expanded", None)],
 )
-def test_opcheck(device, layout, diagonal):
+def test_opcheck(device, layout, right):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
-    given = (q, k, v, diagonal, *OPTIONS)
+    given = (q, k, v, right, *OPTIONS)
     torch.library.opcheck(torch.ops.flashattn.forward, given)
 
 

@@ -139,7 +139,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
         problem: which.
         layout: of the inputs, a key of ``testing.inputs.LAYOUTS``.
     """
-    options: dict[str, Any] = {"diagonal": problem.band.right, "scale": problem.head_dim**-0.5}
+    options: dict[str, Any] = {"right": problem.band.right, "scale": problem.head_dim**-0.5}
     q, k, v = make_inputs(problem, layout=layout)
     grad_o, grad_lse = make_grads(problem)
     counts = {}

@@ -37,7 +37,7 @@ class Recomputation:
     grad_lse: torch.Tensor | None
     o: torch.Tensor
     lse: torch.Tensor
-    diagonal: int | None
+    right: int | None
     scale: float
     precision: str = "auto"
     num_splits: int | None = None
@@ -60,7 +60,7 @@ class Recomputation:
             dk and dv, dq, or all three.
         """
         inputs = self.q, self.k, self.v, self.grad_o, self.o
-        options = Options(self.diagonal, self.scale, input_precision(self.precision, self.q.dtype))
+        options = Options(self.right, self.scale, input_precision(self.precision, self.q.dtype))
         bound = _alone(kernel, signature(*inputs), options, tile, self.num_splits)
         rows = (None, None) if kernel == "bwd_one_launch" else self.row_terms
         grads: tuple[torch.Tensor, ...] = bound(*inputs, self.lse, self.grad_lse, *rows)

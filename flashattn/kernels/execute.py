@@ -160,7 +160,7 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    diagonal: int | None,
+    right: int | None,
     scale: float,
     precision: str = "auto",
     family: Family = "triton",
@@ -172,13 +172,13 @@ def forward(
         q: [B, H, T, D], checked.
         k: [B, G, S, D], likewise.
         v: [B, G, S, D], likewise.
-        diagonal: see ``Options``.
+        right: see ``Options``.
         scale: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
-    options = Options(diagonal, scale, input_precision(precision, q.dtype), family)
+    options = Options(right, scale, input_precision(precision, q.dtype), family)
     return prepare_forward(q, k, v, options, **instead)(q, k, v)
 
 
@@ -186,7 +186,7 @@ def backward(
     grads: Grads,
     saved: Saved,
     *,
-    diagonal: int | None,
+    right: int | None,
     scale: float,
     precision: str = "auto",
     family: Family = "triton",
@@ -198,7 +198,7 @@ def backward(
     Args:
         grads: of o [B, H, T, D], and of lse [B, H, T] or None.
         saved: q, k, v as ``forward`` took them, o and lse as it returned them.
-        diagonal: as in ``forward``.
+        right: as in ``forward``.
         scale: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
@@ -206,7 +206,7 @@ def backward(
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
-    options = Options(diagonal, scale, precision, family, deterministic)
+    options = Options(right, scale, precision, family, deterministic)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
     gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse)

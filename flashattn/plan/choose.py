@@ -107,12 +107,12 @@ def choose_forward(
         why.append(f"the portable kernel, not Hopper's: {found}")
     keys = 0
     if q.shape[2] == 1 and q.shape[1] != k.shape[1]:
-        keys = k.shape[2] if options.diagonal is None else min(k.shape[2], options.diagonal + 1)
+        keys = k.shape[2] if options.right is None else min(k.shape[2], options.right + 1)
         if keys <= 0:
             return ForwardPlan(kernel="none", why=(*why, "the only query sees no key"))
         why.append("pack_gqa: the heads that share keys are rows of one tile, and read them once")
         q, k, v = portable.packed(q, k, v, keys)
-        options = options._replace(diagonal=None)
+        options = options._replace(right=None)
     plan = portable.forward(q, k, v, gpu, options, tile=tile, row=row, most=num_splits)
     return replace(plan, pack_gqa=keys > 0, keys=keys, why=(*why, *plan.why))
 

@@ -85,7 +85,7 @@ class Options(NamedTuple):
     """What is asked, besides tensors.
 
     Args:
-        diagonal: query t sees keys 0 ... t + diagonal; None lets it see all.
+        right: query t sees keys 0 ... t + right; None lets it see all.
         scale: factor on the scores.
         precision: as ``precision.input_precision`` returns it.
         family: the kernels of ``impl="triton"`` or of ``impl="hopper"``, or "auto", the faster
@@ -93,7 +93,7 @@ class Options(NamedTuple):
         deterministic: whether a repeated call must give the same bits of dq.
     """
 
-    diagonal: int | None
+    right: int | None
     scale: float
     precision: str = "ieee"
     family: Family = "triton"
@@ -102,4 +102,4 @@ class Options(NamedTuple):
     @property
     def causal(self) -> bool:
         """Whether there is a mask."""
-        return self.diagonal is not None
+        return self.right is not None

@@ -294,7 +294,7 @@ MUTANTS = [
         "kernels/portable/mask.py",
         "tl.minimum(full_end, tl.maximum(hi, 0) // BLOCK_KV * BLOCK_KV)",
         "tl.minimum(full_end, tl.cdiv(tl.maximum(hi, 0), BLOCK_KV) * BLOCK_KV)",
-        "the tile on the diagonal is not masked: the future leaks",
+        "the tile at the edge of the mask is not masked: the future leaks",
     ),
     Mutant(
         "causal_tile_skipped",

@@ -47,7 +47,7 @@ def forward(
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    group, last, scale_log2 = heads // kv_heads, options.diagonal, options.scale * LOG2E.value
+    group, last, scale_log2 = heads // kv_heads, options.right, options.scale * LOG2E.value
     tile = plan.tile
     if isinstance(tile, HopperFp32Tile):
         steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
@@ -161,7 +161,7 @@ def _one_pass(
             *(blocks * batch * owners, blocks, owners, *splits),
             *(tile.section, programs if rotates else 1, tile.stagger),
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
-            *(heads // owners, seq_q, seq_kv, options.diagonal),
+            *(heads // owners, seq_q, seq_kv, options.right),
             *(options.scale, options.scale * LOG2E.value),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
@@ -197,7 +197,7 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
         [None, None],
         (
             *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
-            *(seq_q, k.shape[2], options.diagonal, options.scale),
+            *(seq_q, k.shape[2], options.right, options.scale),
         ),
         postprocess_constants(head_dim),
     )
@@ -227,7 +227,7 @@ def _d256_dkdv(
         [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
         (
             *(blocks * batch * owners, blocks, owners, *splits, tile.section),
-            *(heads // owners, seq_q, seq_kv, options.diagonal),
+            *(heads // owners, seq_q, seq_kv, options.right),
             *(options.scale, options.scale * LOG2E.value),
         ),
         d256_constants(head_dim),
@@ -247,7 +247,7 @@ def _d256_dq(
         [*[rows] * 4, None, None, rows],
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
-            *(seq_q, seq_kv, padded_rows(seq_q), options.diagonal),
+            *(seq_q, seq_kv, padded_rows(seq_q), options.right),
             *(options.scale, options.scale * LOG2E.value),
         ),
         d256_constants(head_dim),
@@ -276,7 +276,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
         [*loads, *[None] * (2 + len(grads))],
         (
             *(strides for _, strides in grads),
-            *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q), options.diagonal, batch),
+            *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q), options.right, batch),
             one.splits[0].length,
             *(options.scale, options.scale * LOG2E.value, head_dim),
         ),

@@ -37,9 +37,9 @@ def forward(
     plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
-    o, diagonal, tile = q.like(), options.diagonal, cast("Tile", plan.tile)
+    o, right, tile = q.like(), options.right, cast("Tile", plan.tile)
     if plan.pack_gqa:
-        o, diagonal = packed_rows(o, k.shape[1]), None
+        o, right = packed_rows(o, k.shape[1]), None
         q, k, v = packed(q, k, v, plan.keys)
     steps, inputs, names = terms(plan.terms, q=q, k=k, v=v)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
@@ -56,7 +56,7 @@ def forward(
         [*_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)), None, None],
         (
             ForwardLayout._make((*strides, head_dim)),
-            *(heads, heads // kv_heads, seq_q, seq_kv, diagonal, batch),
+            *(heads, heads // kv_heads, seq_q, seq_kv, right, batch),
             plan.split.length if split else None,
             (size, None if scale_log2 >= SMALLEST_SCALE else scale_log2 / size),
         ),
@@ -199,7 +199,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         [*loads, None, None],
         (
             layout,
-            *(heads, heads // kv_heads, seq_q, seq_kv, options.diagonal, batch, *split_lens),
+            *(heads, heads // kv_heads, seq_q, seq_kv, options.right, batch, *split_lens),
             *([one.programs[0]] if one.kernel in FUSED else []),
             (options.scale, options.scale * LOG2E.value),
         ),

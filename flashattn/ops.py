@@ -188,9 +188,9 @@ class _Prepared:
         self._backwards: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        """Return o and lse, where nobody watches."""
+        """Return o and lse, past the dispatcher."""
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_unwatched(q, k, v, self)
+            return _apply_directly(q, k, v, self)
         return self.attend(q, k, v)
 
     def backward(self, grads: Any, saved: Any) -> Gradients:
@@ -250,7 +250,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
-_apply_unwatched = super(torch.autograd.Function, _Differentiable).apply
+_apply_directly = super(torch.autograd.Function, _Differentiable).apply
 
 
 class _Once(torch.autograd.Function):

@@ -44,8 +44,8 @@ def _hopper(
     """FlashAttention for Hopper in Gluon; in fp32 o at D = 33 to 128, gradients from 65 on.
 
     With ``deterministic=False`` the gradient of q is summed in any order for D <= 128, unless
-    ``torch.use_deterministic_algorithms`` insists: faster by 0 to 6% on an H200, more for one long
-    head, and other bits every time.
+    ``torch.use_deterministic_algorithms`` insists: faster by 0 to 12% on an H200, and other bits
+    every time.
     The portable kernels take over what TMA cannot address (an address or a stride that is no
     multiple of 16 bytes, a stride of 0), a scale that is not positive, and fp32 with few scores or
     multiplied as ``precision="ieee"`` or ``"tf32x3"`` say; with ``family="auto"``, as

@@ -40,7 +40,7 @@ def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
 
 @gluon.jit
 def mma_terms(a, b, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
-    """Return the product of a [64, k] and b [k, columns], both cut."""
+    """Return the product of a [64, k] and b [k, columns], both as bf16 terms."""
     WIDTH: gl.constexpr = b[0].shape[1]
     acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
     if TERMS == 2:
@@ -59,7 +59,7 @@ def mma_terms(a, b, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
 
 @gluon.jit
 def transpose_terms(x, TERMS: gl.constexpr):
-    """Return a tile that is cut with its rows as columns."""
+    """Return the terms of a tile, transposed."""
     if TERMS == 2:
         turned = x[0].permute((1, 0)), x[1].permute((1, 0))
     else:

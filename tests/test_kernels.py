@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from flashattn.plan.tile import Tile
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.poison import guard
 
 
 def forget():
@@ -222,6 +224,22 @@ def test_a_backward_plan_is_of_all_that_it_depends_on(device):
     for n, other in enumerate(OTHER_NUMBERS, 10):
         execute.backward((grad_o, grad_lse), given, **(NUMBERS | other))
         assert planned(execute.bind_backward) == n
+
+
+def test_a_plan_bound_among_poison_holds_no_outputs(device):
+    """What it makes later is freed with its last user, and is poison again among poison."""
+    inputs = make_inputs(Problem(heads=2, seq_q=9, head_dim=16), device=device)
+    execute.bind_forward.cache_clear()
+    with guard(*inputs) as given:
+        execute.forward(*given, **NUMBERS)
+    o, lse = execute.forward(*inputs, **NUMBERS)
+    assert lse.untyped_storage().nbytes() == lse.nbytes
+    made = weakref.ref(lse)
+    del o, lse
+    assert made() is None
+    with guard(*inputs):
+        _, lse = execute.forward(*inputs, **NUMBERS)
+    assert lse.untyped_storage().nbytes() > lse.nbytes
 
 
 class Compiled(CompiledKernel):

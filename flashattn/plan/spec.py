@@ -91,6 +91,7 @@ class Options(NamedTuple):
         family: the kernels of ``impl="triton"`` or of ``impl="hopper"``, or "auto", the faster
             ones. Whether the GPU runs those that are named is asked before, see ``support``.
         deterministic: whether a repeated call must give the same bits of dq.
+        left: query t sees keys from t - left on; None lets it see all before.
     """
 
     right: int | None
@@ -98,8 +99,9 @@ class Options(NamedTuple):
     precision: str = "ieee"
     family: Family = "triton"
     deterministic: bool = True
+    left: int | None = None
 
     @property
     def causal(self) -> bool:
         """Whether there is a mask."""
-        return self.right is not None
+        return self.right is not None or self.left is not None

@@ -17,7 +17,7 @@ import torch
 
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import gpu_of
-from flashattn.mask import Causal, Mask
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan import hopper, support
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Family, Options
@@ -82,13 +82,13 @@ def _execute() -> ModuleType:
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, SymInt? right, float scale, str precision,"
+    "forward(Tensor q, Tensor k, Tensor v, SymInt? left, SymInt? right, float scale, str precision,"
     " str family, bool deterministic) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? right, float scale, str precision, str family, bool deterministic)"
+    " SymInt? left, SymInt? right, float scale, str precision, str family, bool deterministic)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -100,13 +100,16 @@ def _launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    left: int | None,
     right: int | None,
     scale: float,
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> Outputs:
-    options = Options(right, scale, input_precision(precision, q.dtype), family, deterministic)
+    options = Options(
+        right, scale, input_precision(precision, q.dtype), family, deterministic, left
+    )
     attend: Attend = _execute().prepare_forward(q, k, v, options)
     return attend(q, k, v)
 
@@ -119,13 +122,16 @@ def _launch_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    left: int | None,
     right: int | None,
     scale: float,
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
-    options = Options(right, scale, input_precision(precision, q.dtype), family, deterministic)
+    options = Options(
+        right, scale, input_precision(precision, q.dtype), family, deterministic, left
+    )
     prepared: Differentiate = _execute().prepare_backward(
         (grad_o, grad_lse), (q, k, v, o, lse), options
     )
@@ -211,9 +217,9 @@ class _Prepared:
         )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:
-            last, scale, precision, family, deterministic = self.options
+            left, right, scale, precision, family, deterministic = self.options
             precision = input_precision(precision, q.dtype)
-            options = Options(last, scale, precision, family, deterministic)
+            options = Options(right, scale, precision, family, deterministic, left)
             plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
@@ -322,6 +328,7 @@ def prepare(
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
@@ -337,6 +344,7 @@ def prepare(
         k: [B, G, S, D].
         v: [B, G, S, D].
         causal: see ``attention``.
+        window: see ``attention``.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
@@ -346,12 +354,16 @@ def prepare(
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """
-    last, scale = Mask.of(causal).over(q.shape[2], k.shape[2]).right, check_scale(scale, q.shape[3])
+    band, scale = (
+        Mask.of(causal, window).over(q.shape[2], k.shape[2]),
+        check_scale(scale, q.shape[3]),
+    )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    given = last, scale, precision, family, deterministic
+    given = band.left, band.right, scale, precision, family, deterministic
     if not dispatch_is_trivial(q, k, v):
         return lambda q, k, v: _forward(q, k, v, *given)
-    options = Options(last, scale, input_precision(precision, q.dtype), family, deterministic)
+    precision = input_precision(precision, q.dtype)
+    options = Options(band.right, scale, precision, family, deterministic, band.left)
     return _Prepared(_execute().prepare_forward(q, k, v, options), given)
 
 
@@ -380,7 +392,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
         last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
-        ctx.options = last, check_scale(None, q.shape[2]), "auto", "triton", True
+        ctx.options = None, last, check_scale(None, q.shape[2]), "auto", "triton", True
         return o
 
     @staticmethod

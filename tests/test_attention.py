@@ -123,16 +123,14 @@ def test_auto(device):
 
 
 def test_auto_takes_windows(device):
-    """By computing only the tiles that they touch, until kernels of ours do."""
+    """By computing only the tiles that they touch."""
     q, k, v = tensors(device)
     how = {"causal": True, "window": (5, None), "return_lse": True}
-    assert all(map(torch.equal, attention(q, k, v, **how), attention(q, k, v, **how, impl="tiled")))
-    for name in ("triton", "hopper"):
-        with pytest.raises(ValueError, match=f"{name} takes no sliding windows"):
-            attention(q, k, v, window=(5, 0), impl=name)
+    alone = "triton" if device.type == "cuda" else "tiled"
+    assert all(map(torch.equal, attention(q, k, v, **how), attention(q, k, v, **how, impl=alone)))
 
 
-@pytest.mark.parametrize("name", ["auto", "tiled", "reference", "sdpa", "naive"])
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference", "sdpa", "naive"])
 def test_windows_are_inclusive(name, device):
     """A query sees left + 1 + right keys, itself among them; causal sets right to 0."""
     q, k, v = tensors(device)
@@ -156,7 +154,7 @@ def test_windows_end_where_causal_says(device):
         torch.testing.assert_close(o[:, :, -1:], last)
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["auto", "triton", "reference"])
 def test_windows_under_transforms(name, device):
     """Compiled, mapped and cast attention, of shapes alone too, has windows as any mask."""
     q, k, v = tensors(device)
@@ -175,7 +173,8 @@ def test_windows_under_transforms(name, device):
     torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v + 1)]))
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert torch.equal(call(q, k, v), call(*(x.bfloat16() for x in (q, k, v))))
-    assert call(*(x.to("meta") for x in (q, k, v))).shape == wanted.shape
+    if name != "triton":  # which needs a device
+        assert call(*(x.to("meta") for x in (q, k, v))).shape == wanted.shape
 
 
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])

@@ -24,13 +24,18 @@ def arguments(device, layout="contiguous", problem=PROBLEM):
 
 
 @pytest.mark.parametrize(
-    ("layout", "right"),
-    [("contiguous", None), ("sequence_first", 0), ("strided", -8), ("expanded", None)],
+    ("layout", "left", "right"),
+    [
+        ("contiguous", None, None),
+        ("sequence_first", None, 0),
+        ("strided", None, -8),
+        ("expanded", 3, None),
+    ],
 )
-def test_opcheck(device, layout, right):
+def test_opcheck(device, layout, left, right):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
-    given = (q, k, v, right, *OPTIONS)
+    given = (q, k, v, left, right, *OPTIONS)
     torch.library.opcheck(torch.ops.flashattn.forward, given)
 
 
@@ -38,10 +43,10 @@ def test_opcheck_backward(device):
     """So for the backward operator."""
     q, k, v = (x.detach() for x in arguments(device))
     grad_o, grad_lse = make_grads(PROBLEM, device=device)
-    o, lse = torch.ops.flashattn.forward(q, k, v, None, *OPTIONS)
+    o, lse = torch.ops.flashattn.forward(q, k, v, None, None, *OPTIONS)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for gradient in (grad_lse, None):
-        saved = (grad_o, gradient, q, k, v, o, lse, None, *OPTIONS)
+        saved = (grad_o, gradient, q, k, v, o, lse, 7, 0, *OPTIONS)
         torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
 
 

@@ -15,27 +15,36 @@ from flashattn.registry import register
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@register("triton", why_not=ops.why_not, prepares=True, lse=True, denormals=False)
+@register("triton", why_not=ops.why_not, prepares=True, windows=True, lse=True, denormals=False)
 def triton(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
     precision: str = "auto",
 ) -> ops.Attend:
     """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
-    return ops.prepare(q, k, v, causal=causal, scale=scale, precision=precision)
+    return ops.prepare(q, k, v, causal=causal, window=window, scale=scale, precision=precision)
 
 
-@register("hopper", why_not=ops.why_not_hopper, fastest=ops.hopper_fastest, prepares=True, lse=True)
+@register(
+    "hopper",
+    why_not=ops.why_not_hopper,
+    fastest=ops.hopper_fastest,
+    prepares=True,
+    windows=True,
+    lse=True,
+)
 def _hopper(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     causal: Causal = False,
+    window: Window = UNBOUNDED,
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
@@ -57,6 +66,7 @@ def _hopper(
         k,
         v,
         causal=causal,
+        window=window,
         scale=scale,
         precision=precision,
         family=family,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Sizes that change from call to call: one compiled kernel serves them all.
-SIZES = ["heads", "kv_heads", "group", "seq_q", "seq_kv", "right", "batches", "rows"]
+SIZES = ["heads", "kv_heads", "group", "seq_q", "seq_kv", "left", "right", "batches", "rows"]
 SIZES += ["split_len", "split_len_kv", "num_splits", "num_splits_kv", "dkdv_programs"]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -71,7 +71,10 @@ class Bound:
         with on_device(tensors[0]):
             for i in self._likes:
                 tensors.append(torch.empty_like(tensors[i]))
-            for zeroed, how in self._make:  # looked up now: tests put poison in place of torch.empty
+            for (
+                zeroed,
+                how,
+            ) in self._make:  # looked up now: tests put poison in place of torch.empty
                 tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
             tensors.append(None)
             for launch, operands in self._steps:
@@ -161,6 +164,7 @@ def forward(
     *,
     right: int | None,
     scale: float,
+    left: int | None = None,
     precision: str = "auto",
     family: Family = "triton",
     **instead: Any,
@@ -173,11 +177,12 @@ def forward(
         v: [B, G, S, D], likewise.
         right: see ``Options``.
         scale: see ``Options``.
+        left: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
-    options = Options(right, scale, input_precision(precision, q.dtype), family)
+    options = Options(right, scale, input_precision(precision, q.dtype), family, left=left)
     return prepare_forward(q, k, v, options, **instead)(q, k, v)
 
 
@@ -187,6 +192,7 @@ def backward(
     *,
     right: int | None,
     scale: float,
+    left: int | None = None,
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
@@ -199,13 +205,14 @@ def backward(
         saved: q, k, v as ``forward`` took them, o and lse as it returned them.
         right: as in ``forward``.
         scale: as in ``forward``.
+        left: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
-    options = Options(right, scale, precision, family, deterministic)
+    options = Options(right, scale, precision, family, deterministic, left)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
     gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse)

@@ -56,13 +56,12 @@ def choose(
     reason = why_not_portable(dtype, problem.head_dim)
     if family == "hopper":
         reason = why_not_hopper(dtype, problem.head_dim, gpu)
-    if problem.band.left is not None:
-        reason = f"{'triton' if family == 'auto' else family} takes no sliding windows"
     if reason is not None:
         raise ValueError(reason)
     scale = check_scale(scale, problem.head_dim)
     precision = input_precision(precision, dtype)
-    options = Options(problem.band.right, scale, precision, family, deterministic)
+    band = problem.band
+    options = Options(band.right, scale, precision, family, deterministic, band.left)
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
@@ -100,13 +99,13 @@ def choose_forward(
     if options.family == "auto":
         pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    if pays:
+    if pays and options.left is None:
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return replace(found, precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernel, not Hopper's: {found}")
     keys = 0
-    if q.shape[2] == 1 and q.shape[1] != k.shape[1]:
+    if q.shape[2] == 1 and q.shape[1] != k.shape[1] and options.left is None:
         keys = k.shape[2] if options.right is None else min(k.shape[2], options.right + 1)
         if keys <= 0:
             return ForwardPlan(kernel="none", why=(*why, "the only query sees no key"))
@@ -144,6 +143,7 @@ def choose_backward(
     if options.family == "auto":
         pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
+    pays = pays and options.left is None
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         readable = not set(copies) - {"grad_o"}

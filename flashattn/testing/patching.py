@@ -44,7 +44,8 @@ def patch_interpreter() -> None:
     The builtins of the language are looked for once. Triton replaces them for as long as a kernel
     runs, and looks through every module for them whenever a jitted function calls another.
     """
-    intern_types()
+    if hasattr(TritonSemantic, "to_tensor_type"):  # triton 3.7 or newer
+        intern_types()
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins(owner)  # now: a kernel that runs has replaced some
     GridExecutor.__call__ = _call_silently

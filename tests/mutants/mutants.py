@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "padding_keys_counted",
         "kernels/portable/mask.py",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), right, seq_kv)",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), right, seq_kv + 1)",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_kv)",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_kv + 1)",
         "one key that does not exist, of score 0, is in the sum of ragged rows",
     ),
     Mutant(
@@ -299,8 +299,8 @@ MUTANTS = [
     Mutant(
         "causal_tile_skipped",
         "kernels/portable/mask.py",
-        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, right, None)",
-        "keys_of(start_q - 1, right, None)",
+        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, None)",
+        "keys_of(start_q - 1, band, None)",
         "the last tile of keys that queries see is left out",
     ),
     Mutant(
@@ -313,9 +313,44 @@ MUTANTS = [
     Mutant(
         "alignment_swapped",
         "ops.py",
-        "last, scale = Mask.of(causal).over(q.shape[2], k.shape[2])",
-        "last, scale = Mask.of(causal).over(k.shape[2], q.shape[2])",
+        "Mask.of(causal, window).over(q.shape[2], k.shape[2])",
+        "Mask.of(causal, window).over(k.shape[2], q.shape[2])",
         "bottom-right masks are shifted the wrong way where T != S",
+    ),
+    Mutant(
+        "window_begins_early",
+        "kernels/portable/mask.py",
+        "lo = t - left",
+        "lo = t - left - 1",
+        "each query sees the key before its window",
+    ),
+    Mutant(
+        "window_begins_late_transposed",
+        "kernels/portable/mask.py",
+        "tl.where(keys >= lo, x, value)",
+        "tl.where(keys > lo, x, value)",
+        "dk and dv lack what the first key of each window gives",
+    ),
+    Mutant(
+        "kernel_window_tile_skipped",
+        "kernels/portable/mask.py",
+        "tl.maximum(lo, 0) // BLOCK_KV * BLOCK_KV)",
+        "tl.cdiv(tl.maximum(lo, 0), BLOCK_KV) * BLOCK_KV)",
+        "the tile of keys in which a window begins is left out",
+    ),
+    Mutant(
+        "kernel_window_tile_taken_for_whole",
+        "kernels/portable/mask.py",
+        "        full_end = first\n",
+        "        full_end = tl.maximum(full_end, first)\n",
+        "keys before a window are seen, of tiles that end before the last key",
+    ),
+    Mutant(
+        "dkdv_window_ends_early",
+        "kernels/portable/mask.py",
+        "tl.minimum(s + left + 1, seq_q)",
+        "tl.minimum(s + left - 127, seq_q)",
+        "dk and dv lack the last tile of queries whose window reaches them",
     ),
     Mutant(
         "corners_swapped",

@@ -90,7 +90,6 @@ def test_why(how, kernels, sentence):
         ({"gpu": "TPU"}, "gpu: wanted one of A100, H100, H200, B200, interpreter, got 'TPU'"),
         ({"impl": "sdpa"}, "impl: wanted one of auto, triton, hopper, got 'sdpa'"),
         ({"precision": "fp8"}, "precision: wanted one of auto"),
-        ({"window": (5, 0)}, "triton takes no sliding windows"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(how, words):

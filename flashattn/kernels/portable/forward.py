@@ -34,7 +34,7 @@ def mainloop(
     first,
     end,
     seq_kv,
-    right,
+    band,
     scale,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -55,7 +55,7 @@ def mainloop(
             s = s * sign
         if MASKED:
             s = apply_mask(
-                s, start_q, start_kv, right, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
+                s, start_q, start_kv, band, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
             )
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         finite = finite_max(m_new)
@@ -83,6 +83,7 @@ def flashattn_fwd(
     group,
     seq_q,
     seq_kv,
+    left,
     right,
     batches,
     split_len,
@@ -95,10 +96,11 @@ def flashattn_fwd(
     l, and lse holds m of each split, and then l of each.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    CAUSAL: tl.constexpr = right is not None
+    band = left, right
+    MASKED: tl.constexpr = left is not None or right is not None
     start_q, out_batch, batch, head = own_tile(
         tl.program_id(0), tl.num_programs(0), seq_q, heads, batches, split_len,
-        BLOCK_Q, CAUSAL, CAUSAL and CONFIG.TERMS > 0,
+        BLOCK_Q, MASKED, MASKED and CONFIG.TERMS > 0,
     )  # fmt: skip
     begin = split_begin(out_batch, batches, split_len)
     q_tile = load_tile(
@@ -109,18 +111,18 @@ def flashattn_fwd(
     l = tl.zeros([BLOCK_Q], tl.float32)
     l_error = tl.zeros([BLOCK_Q], tl.float32)
     _, full_begin, full_end, end = key_tiles(
-        start_q, right, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
+        start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
     )
     if CONFIG.TERMS > 0 or (CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32):
         full_end = full_begin
     else:
         acc, m, l, l_error = mainloop(
             (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-            full_begin, full_end, seq_kv, right, scale, False, CONFIG,
+            full_begin, full_end, seq_kv, band, scale, False, CONFIG,
         )  # fmt: skip
     acc, m, l, l_error = mainloop(
         (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-        full_end, end, seq_kv, right, scale, True, CONFIG,
+        full_end, end, seq_kv, band, scale, True, CONFIG,
     )  # fmt: skip
     row = out_batch * heads + head
     if split_len is None:

@@ -5,7 +5,7 @@ of queries and loops over keys; where both together are few programs, ``flashatt
 side by side, and where there is next to nothing to do it needs no preprocessing either. Each output
 element is written by one program, in one order: no atomics.
 
-All three take ``stats`` as ``preprocess.load_lse_log2`` says; ``right`` as ``mask`` says; and
+All three take ``stats`` as ``preprocess.load_lse_log2`` says; ``band`` as ``mask`` says; and
 ``split_len`` rows of what a program loops over, None if it loops over all: then an output has a
 batch for each split.
 """
@@ -48,7 +48,7 @@ def dkdv_mainloop(
     first,
     end,
     seq_q,
-    right,
+    band,
     scale_log2,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -68,7 +68,7 @@ def dkdv_mainloop(
         s = dot_transposed(k_tile, q_tile, CONFIG)
         p = tl.exp2(s * scale_log2 - lse_log2_rows[None, :])
         if MASKED:
-            p = apply_mask_transposed(p, start_q, start_kv, right, 0.0, BLOCK_Q, CONFIG.BLOCK_KV)
+            p = apply_mask_transposed(p, start_q, start_kv, band, 0.0, BLOCK_Q, CONFIG.BLOCK_KV)
         do_tile = load_tile(
             grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
         )
@@ -98,7 +98,7 @@ def compute_dkdv(
     group,
     seq_q,
     seq_kv,
-    right,
+    band,
     batches,
     split_len,
     scale,
@@ -107,15 +107,15 @@ def compute_dkdv(
 ):
     """Compute dk and dv of one tile; BOTH says that the launch computes dq as well."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    CAUSAL: tl.constexpr = right is not None
+    MASKED: tl.constexpr = band[0] is not None or band[1] is not None
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
-    ALL_MASKED: tl.constexpr = CAUSAL and (CONFIG.TERMS > 0 or CROWDED or stats[2] is not None)
+    ALL_MASKED: tl.constexpr = MASKED and (CONFIG.TERMS > 0 or CROWDED or stats[2] is not None)
     # Under a causal mask the first keys are seen by most queries, so they come first.
     start_kv, out_batch, batch, kv_head = own_tile(
         program, programs, seq_kv, heads // group, batches, split_len,
-        BLOCK_KV, False, CAUSAL and CONFIG.TERMS > 0,
+        BLOCK_KV, False, MASKED and CONFIG.TERMS > 0,
     )  # fmt: skip
     at, out_at = (batch, kv_head, start_kv), (out_batch, kv_head, start_kv)
     k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
@@ -124,20 +124,20 @@ def compute_dkdv(
     dv_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     begin = split_begin(out_batch, batches, split_len)
     first, full_begin, _, end = query_tiles(
-        start_kv, right, seq_q, begin, split_len, CONFIG.BLOCK_Q, BLOCK_KV
+        start_kv, band, seq_q, begin, split_len, CONFIG.BLOCK_Q, BLOCK_KV
     )
     if ALL_MASKED:
         full_begin = end
     for head in tl.range(kv_head * group, kv_head * group + group):
-        if CAUSAL:
+        if MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, first, full_begin, seq_q, right, scale[1], True, CONFIG,
+                start_kv, first, full_begin, seq_q, band, scale[1], True, CONFIG,
             )  # fmt: skip
         if not ALL_MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, full_begin, end, seq_q, right, scale[1], False, CONFIG,
+                start_kv, full_begin, end, seq_q, band, scale[1], False, CONFIG,
             )  # fmt: skip
     store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale[0], layout.head_dim, CONFIG.PADDED,
                BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
@@ -161,7 +161,7 @@ def dq_mainloop(
     first,
     end,
     seq_kv,
-    right,
+    band,
     scale_log2,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -174,7 +174,7 @@ def dq_mainloop(
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
         p = tl.exp2(s * scale_log2 - lse_log2_rows[:, None])
         if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
-            p = apply_mask(p, start_q, start_kv, right, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
+            p = apply_mask(p, start_q, start_kv, band, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
         dp = dot_transposed(do_tile, v_tile, CONFIG)
         ds = p * (dp - delta_rows[:, None])
@@ -197,7 +197,7 @@ def compute_dq(
     group,
     seq_q,
     seq_kv,
-    right,
+    band,
     batches,
     split_len,
     scale,
@@ -206,12 +206,12 @@ def compute_dq(
 ):
     """Compute dq of one tile; BOTH says that the launch computes dk and dv as well."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    CAUSAL: tl.constexpr = right is not None
-    CROWDED: tl.constexpr = CAUSAL and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
+    MASKED: tl.constexpr = band[0] is not None or band[1] is not None
+    CROWDED: tl.constexpr = MASKED and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
     WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
     start_q, out_batch, batch, head = own_tile(
         program, programs, seq_q, heads, batches, split_len,
-        BLOCK_Q, CAUSAL, CAUSAL and CONFIG.TERMS > 0,
+        BLOCK_Q, MASKED, MASKED and CONFIG.TERMS > 0,
     )  # fmt: skip
     begin, row = split_begin(out_batch, batches, split_len), batch * heads + head
     at, out_at = (batch, head, start_q), (out_batch, head, start_q)
@@ -221,18 +221,18 @@ def compute_dq(
     delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
     _, full_begin, full_end, end = key_tiles(
-        start_q, right, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
+        start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
     )
     if CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED:
         full_end = full_begin
     else:
         acc = dq_mainloop(
             acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-            start_q, full_begin, full_end, seq_kv, right, scale[1], False, CONFIG,
+            start_q, full_begin, full_end, seq_kv, band, scale[1], False, CONFIG,
         )  # fmt: skip
     acc = dq_mainloop(
         acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-        start_q, full_end, end, seq_kv, right, scale[1], True, CONFIG,
+        start_q, full_end, end, seq_kv, band, scale[1], True, CONFIG,
     )  # fmt: skip
     store_tile(dq, layout.dq, out_at, seq_q, acc * scale[0], layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
@@ -251,6 +251,7 @@ def flashattn_bwd_dkdv(
     group,
     seq_q,
     seq_kv,
+    left,
     right,
     batches,
     split_len,
@@ -260,7 +261,7 @@ def flashattn_bwd_dkdv(
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
     compute_dkdv(
         tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], layout,
-        heads, group, seq_q, seq_kv, right, batches, split_len, scale, False, CONFIG,
+        heads, group, seq_q, seq_kv, (left, right), batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -277,6 +278,7 @@ def flashattn_bwd_dq(
     group,
     seq_q,
     seq_kv,
+    left,
     right,
     batches,
     split_len,
@@ -286,7 +288,7 @@ def flashattn_bwd_dq(
     """Compute dq; a program owns a tile of queries of one head."""
     compute_dq(
         tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], layout,
-        heads, group, seq_q, seq_kv, right, batches, split_len, scale, False, CONFIG,
+        heads, group, seq_q, seq_kv, (left, right), batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -303,6 +305,7 @@ def flashattn_bwd(
     group,
     seq_q,
     seq_kv,
+    left,
     right,
     batches,
     split_len,
@@ -319,11 +322,11 @@ def flashattn_bwd(
     if program < dkdv_programs:
         compute_dkdv(
             program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], layout,
-            heads, group, seq_q, seq_kv, right, batches, split_len, scale, True, CONFIG,
+            heads, group, seq_q, seq_kv, (left, right), batches, split_len, scale, True, CONFIG,
         )  # fmt: skip
     else:
         compute_dq(
             program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
-            grads[2], layout, heads, group, seq_q, seq_kv, right, batches, split_len_kv, scale,
-            True, CONFIG,
+            grads[2], layout, heads, group, seq_q, seq_kv, (left, right), batches, split_len_kv,
+            scale, True, CONFIG,
         )  # fmt: skip

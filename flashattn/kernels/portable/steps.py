@@ -37,7 +37,7 @@ def forward(
     plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
-    o, right, tile = q.like(), options.right, cast("Tile", plan.tile)
+    o, left, right, tile = q.like(), options.left, options.right, cast("Tile", plan.tile)
     if plan.pack_gqa:
         o, right = packed_rows(o, k.shape[1]), None
         q, k, v = packed(q, k, v, plan.keys)
@@ -56,7 +56,7 @@ def forward(
         [*_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)), None, None],
         (
             ForwardLayout._make((*strides, head_dim)),
-            *(heads, heads // kv_heads, seq_q, seq_kv, right, batch),
+            *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
             (size, None if scale_log2 >= SMALLEST_SCALE else scale_log2 / size),
         ),
@@ -199,7 +199,8 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         [*loads, None, None],
         (
             layout,
-            *(heads, heads // kv_heads, seq_q, seq_kv, options.right, batch, *split_lens),
+            *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
+            *split_lens,
             *([one.programs[0]] if one.kernel in FUSED else []),
             (options.scale, options.scale * LOG2E.value),
         ),

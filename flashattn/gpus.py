@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -15,12 +14,20 @@ _MAJOR, _MINOR = map(int, version("triton").split(".")[:2])
 TRITON = _MAJOR, _MINOR
 
 
-@cache
+_KNOWN: dict[torch.device, Gpu] = {}  # functools.cache would make torch.compile warn
+
+
 def gpu_of(device: torch.device) -> Gpu:
     """Return the GPU of a device; a CPU, which interprets kernels, has one of its own.
 
     Where CUDA is not available tensors are fake, and it is an A100.
     """
+    if device not in _KNOWN:
+        _KNOWN[device] = _look(device)
+    return _KNOWN[device]
+
+
+def _look(device: torch.device) -> Gpu:
     if device.type == "cpu":
         return Gpu.INTERPRETER
     if not torch.cuda.is_available():

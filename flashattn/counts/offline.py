@@ -81,6 +81,7 @@ class Variant:
         describable: whether it serves inputs that can have descriptors; the tile may do without.
         split: whether a program has only a split of the rows that it would walk over.
         precision: as ``precision.input_precision`` takes it.
+        window: whether the mask has a left bound, too.
     """
 
     arch: str
@@ -92,6 +93,7 @@ class Variant:
     describable: bool = False
     split: bool = False
     precision: str = "auto"
+    window: bool = False
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -100,9 +102,9 @@ class Variant:
         if self.tile is None:
             return name + asked
         loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
-        return (
-            f"{name} {'causal' if self.causal else 'full'} {loading}{' split' * self.split}{asked}"
-        )
+        bounds = ("full", "causal"), ("left", "window")
+        mask = bounds[self.window][self.causal]
+        return f"{name} {mask} {loading}{' split' * self.split}{asked}"
 
     @property
     def terms(self) -> int:
@@ -219,6 +221,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         **dict.fromkeys(("k", "v"), _operand(variant, variant.tile.block_kv)),
         "o": written,
         "lse": FP32,
+        "left": INT if variant.window else None,
         "right": INT if variant.causal else None,
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
@@ -390,4 +393,9 @@ def variants() -> list[Variant | HopperVariant]:
         for variant in fixed
         if (variant.kernel, variant.arch) == ("decompose", "sm_90")
     ]
-    return [*tiled, *columns, *fixed, *hopper.variants()]
+    windowed = [
+        replace(variant, window=True)
+        for variant in tiled
+        if (variant.size, variant.head_dim, variant.split) == (2, 64, False)
+    ]
+    return [*tiled, *columns, *fixed, *windowed, *hopper.variants()]

@@ -55,7 +55,7 @@ class Bound:
         self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
         self._likes = [inputs.index(name) for name in likes.values()]
         made = [*outputs, *plan.workspaces]
-        self._make = [
+        self._make: list[tuple[bool, dict[str, Any]]] = [
             (x.zeroed, {"size": x.shape, "dtype": x.dtype, "device": device}) for x in made
         ]
         self._outputs = slice(len(inputs), len(inputs) + len(likes) + len(outputs))
@@ -71,10 +71,7 @@ class Bound:
         with on_device(tensors[0]):
             for i in self._likes:
                 tensors.append(torch.empty_like(tensors[i]))
-            for (
-                zeroed,
-                how,
-            ) in self._make:  # looked up now: tests put poison in place of torch.empty
+            for zeroed, how in self._make:  # by torch.empty of the moment: tests replace it
                 tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
             tensors.append(None)
             for launch, operands in self._steps:

@@ -61,7 +61,7 @@ def key_tiles(
         full_end = tl.maximum(tl.minimum(full_end, begin + split_len), begin)
         end = tl.minimum(end, begin + split_len)
     if left is not None:
-        lo, _ = keys_of(start_q, band, None)
+        lo, _ = keys_of(start_q, band, seq_kv)
         first = tl.maximum(first, tl.maximum(lo, 0) // BLOCK_KV * BLOCK_KV)
         full_end = first
     return first, first, full_end, end
@@ -101,9 +101,9 @@ def apply_mask(
     The last key seen is compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
     """
     left, _ = band
-    keys = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     lo, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_kv)
     last = tl.broadcast_to(hi - 1, [BLOCK_Q])
+    keys = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     seen = keys <= last[:, None]
     if left is not None:
         seen = seen & (keys >= lo[:, None])
@@ -118,9 +118,10 @@ def apply_mask_transposed(
     left, right = band
     queries = start_q + tl.arange(0, BLOCK_Q)[None, :]
     keys = start_kv + tl.arange(0, BLOCK_KV)[:, None]
-    lo, hi = keys_of(queries, band, None)
     if right is not None:
+        _, hi = keys_of(queries, band, None)
         x = tl.where(keys <= hi - 1, x, value)
     if left is not None:
+        lo, _ = keys_of(queries, band, 0)
         x = tl.where(keys >= lo, x, value)
     return x

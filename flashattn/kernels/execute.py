@@ -71,7 +71,10 @@ class Bound:
         with on_device(tensors[0]):
             for i in self._likes:
                 tensors.append(torch.empty_like(tensors[i]))
-            for zeroed, how in self._make:  # looked up now: tests put poison in place of torch.empty
+            for (
+                zeroed,
+                how,
+            ) in self._make:  # looked up now: tests put poison in place of torch.empty
                 tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
             tensors.append(None)
             for launch, operands in self._steps:

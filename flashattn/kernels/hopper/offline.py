@@ -160,7 +160,7 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     if "gqa_splits" in function.arg_names:
         modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
     absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
-    return absent if causal else [*absent, "right"]
+    return [*absent, "left"] if causal else [*absent, "left", "right"]
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:

@@ -366,7 +366,7 @@ def test_cut_in_two(shape):
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
-WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
+WIDE_BACKWARD, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER = "kernels/hopper/scheduler.py"
 PIPELINE = "kernels/hopper/pipeline.py"
@@ -390,6 +390,7 @@ WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"tile": HopperBackwardTile(persistent=True), "deterministic": False}
 TURNS = {"tile": HopperBackwardTile(), "deterministic": True}
+WIDE_PASSES = {"tile": HopperD256Tile()}
 ASKED = {
     "full": (bf16(seq_q=300, seq_kv=130), "normal", HopperTile(block_kv=64, own_o=False), None),
     "staged": (bf16(heads=2, seq_q=300, seq_kv=130), "normal", SMALL, None),
@@ -410,6 +411,14 @@ ASKED = {
         TURNS,
     ),
     "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", HopperTile(), TURNS),
+    "window": (bf16(heads=2, seq_q=450, window=(140, 3)), "normal", SMALL, TURNS),
+    "unseen keys": (
+        bf16(seq_q=70, seq_kv=400, window=(20, None), causal="bottom_right"),
+        "normal",
+        SMALL,
+        TURNS,
+    ),
+    "wide window": (bf16(seq_q=330, window=(150, 3), head_dim=136), "normal", WIDE, WIDE_PASSES),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
     "cut": (Problem(heads=2, kv_heads=1, seq_q=130, seq_kv=150, head_dim=128), "normal", None, {}),
     "cut causal": (
@@ -493,7 +502,7 @@ PLANTED = [
         "wide",
         Mutant(
             "delta_not_lowered",
-            WIDE,
+            WIDE_BACKWARD,
             "rows = delta.load(gl.SliceLayout(0, layout)) * LOWER",
             "rows = delta.load(gl.SliceLayout(0, layout))",
             "delta counts 2^14 times",
@@ -862,6 +871,105 @@ PLANTED = [
             "columns past the first power of two are stored over these",
         ),
         WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_edge_of_keys_moved",
+            MASK,
+            "keys_of(rows, left + start_kv - start_q, None, seq_kv)",
+            "keys_of(rows, left + 1 + start_kv - start_q, None, seq_kv)",
+            "queries see one key more",
+        ),
+        WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_edge_of_queries_moved",
+            MASK,
+            "queries_of(keys - start_q, left, None, x.shape[1])",
+            "queries_of(keys - start_q, left + 1, None, x.shape[1])",
+            "keys take what the query behind the last one gives",
+        ),
+        WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_tile_of_keys_not_masked",
+            MASK,
+            "return lo // BLOCK_KV, gl.cdiv(full_lo, BLOCK_KV), full_end, end",
+            "return lo // BLOCK_KV, full_lo // BLOCK_KV, full_end, end",
+            "queries see keys before their window",
+        ),
+        WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_tile_of_queries_not_masked",
+            MASK,
+            "full_end, end = full_hi // BLOCK_Q, gl.cdiv(hi, BLOCK_Q)",
+            "full_end, end = gl.cdiv(full_hi, BLOCK_Q), gl.cdiv(hi, BLOCK_Q)",
+            "keys take what queries behind their window give",
+        ),
+        WRONG,
+    ),
+    (
+        "wide window",
+        Mutant(
+            "left_run_skipped",
+            WIDE_BACKWARD,
+            "begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)",
+            "begin = gl.where(run % 2 > 0, end, begin)",
+            "keys lack what the last queries of their window give",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "window",
+        Mutant(
+            "turns_from_key_0",
+            "kernels/hopper/semaphore.py",
+            "value = (block - first) // self.accums",
+            "value = block // self.accums",
+            "programs wait for those that do not visit",
+        ),
+        STUCK,
+    ),
+    (
+        "unseen keys",
+        Mutant(
+            "visit_when_nobody_sees",
+            BACKWARD,
+            "        full_end = gl.minimum(full_end, end - 1)\n        first,",
+            "        end = gl.maximum(end, first + 1)\n        first,",
+            "a program waits for a turn that nobody passes on",
+        ),
+        STUCK,
+    ),
+    (
+        "unseen keys",
+        Mutant(
+            "unseen_keys_not_loaded",
+            BACKWARD,
+            "if shape.left is not None and first == end:",
+            "if False:",
+            "a program waits for keys of which it needs none",
+        ),
+        STUCK,
+    ),
+    (
+        "window",
+        Mutant(
+            "counters_by_visits",
+            BACKWARD,
+            "heads + head, tiles, i)\n                for w",
+            "heads + head, end, i)\n                for w",
+            "a program waits at another tile's counter",
+        ),
+        STUCK,
     ),
     (
         "far below zero",

@@ -179,11 +179,10 @@ def consumer_dv(
     n += 1
     acc = zero_acc(D_LO, D_HI)
     for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
-        begin, masked_end, unmasked_end = first + 1 - gl.minimum(run, 1), full_begin, full_end
+        begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
         if shape.left is not None:  # ... and then the others, which left masks
-            second = run % 2 > 0
-            begin = gl.where(second, gl.maximum(first + 1 - run // 2, full_end), begin)
-            masked_end = gl.where(second, end, masked_end)
+            begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)
+            masked_end = gl.where(run % 2 > 0, end, full_begin)
         if shape.masked:
             for i in range(begin, masked_end):
                 acc, p = dv_step(
@@ -191,7 +190,7 @@ def consumer_dv(
                     D_LO, D_HI, True, S, P,
                 )  # fmt: skip
                 n += 1
-        for i in range(gl.maximum(begin, masked_end), unmasked_end):
+        for i in range(gl.maximum(begin, masked_end), full_end):
             acc, p = dv_step(
                 (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, scale_log2, D_LO,
                 D_HI, False, S, P,

@@ -40,7 +40,7 @@ def queries_of(s, left, right, seq_q):
     if right is not None:
         lo = s - right
     if left is not None:
-        hi = gl.minimum(s + (left + 1), seq_q)
+        hi = s + (left + 1)
     return lo, hi
 
 
@@ -73,7 +73,8 @@ def query_tiles(
     lo, full_hi = queries_of(start_kv, left, right, seq_q)
     full_lo, hi = queries_of(start_kv + BLOCK_KV - 1, left, right, seq_q)
     if left is not None:  # the first keys may be seen by no query
-        full_hi, hi = gl.maximum(full_hi, 0), gl.maximum(hi, 0)
+        full_hi = gl.minimum(gl.maximum(full_hi, 0), seq_q)
+        hi = gl.minimum(gl.maximum(hi, 0), seq_q)
     full_end, end = full_hi // BLOCK_Q, gl.cdiv(hi, BLOCK_Q)
     if left is None:  # what pads the last tile needs no mask
         full_end = end

@@ -20,6 +20,7 @@ from flashattn.mask import Mask
 from flashattn.plan import hopper
 from flashattn.plan.choose import choose_backward, choose_forward
 from flashattn.plan.gpu import CARDS
+from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Limits
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import dq_accumulators, gqa_splits
@@ -133,6 +134,54 @@ def test_every_backward_config(device, head_dim, config, deterministic, shape, c
             return Attend.apply(q, k, v, causal, d**-0.5, how)
 
         assert_accurate(attend, Sample(problem=problem, device=device))
+
+
+WINDOWS = [(70, 0), (300, 33), (129, None), (None, 40), (0, 0), (63, 500)]
+
+
+@pytest.mark.parametrize("corner", [False, "bottom_right"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("shape", ["ragged", "tall", "short", "one"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@on_hopper
+def test_windows(device, head_dim, shape, window, corner):
+    """So is what sees a window, deterministic the same bits again, and with any schedule."""
+    window = window if corner is False else (window[0], None)
+    for dtype in ("bfloat16", "float16") if head_dim > 128 else ("bfloat16", "float16", "float32"):
+        problem = Problem(
+            **SHAPES[shape], head_dim=head_dim, window=window, causal=corner, dtype=dtype
+        )
+        sample = Sample(problem=problem, device=device)
+        case = sample.draw()
+        for deterministic in (True, False):
+            attend = windowed(problem, deterministic=deterministic)
+            assert_accurate(attend, sample)
+            if deterministic:
+                one, other = run(attend, case), run(attend, case)
+                assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+def windowed(problem, *, deterministic):
+    """Return what attends to a problem's inputs with Hopper's kernels, whatever its mask."""
+    scale = check_scale(None, problem.head_dim)
+    precision = input_precision("auto", problem.torch_dtype)
+    band = problem.band
+    options = Options(band.right, scale, precision, "hopper", deterministic, band.left)
+
+    class Windowed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            o, lse = execute.prepare_forward(q, k, v, options)(q, k, v)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o, lse
+
+        @staticmethod
+        def backward(ctx, *grads):
+            q, k, v, o, lse = ctx.saved_tensors
+            launched = execute.prepare_backward(grads, ctx.saved_tensors, options)
+            return launched(q, k, v, grads[0], o, lse, grads[1])
+
+    return Windowed.apply
 
 
 CUTS = {
@@ -274,7 +323,7 @@ def taken(problem):
     keys = torch.Size((problem.batch, problem.kv_heads, problem.seq_kv, problem.head_dim))
     q = TensorSpec(size, (), problem.torch_dtype, torch.device("cuda"), 0)
     given = q, q._replace(shape=keys), H200
-    causal = problem.causal is not False
+    causal = Options(problem.band.right, 1.0, left=problem.band.left).causal
     return tuple(of(*given, causal=causal)[0] for of in (hopper.forward_pays, hopper.backward_pays))
 
 
@@ -321,6 +370,7 @@ def taken(problem):
         ({"heads": 1, "seq_q": 1152, "head_dim": 136}, BACKWARD_ONLY),
         ({"heads": 1, "seq_q": 128 * 132, "head_dim": 128, "causal": True}, BOTH),
         ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "causal": True}, NEITHER),
+        ({"heads": 1, "seq_q": 128 * 131, "head_dim": 128, "window": (99, None)}, NEITHER),
         ({"heads": 1, "seq_q": 128 * 63, "head_dim": 128}, NEITHER),
         ({"heads": 1, "seq_q": 64, "seq_kv": 2**20, "head_dim": 128}, NEITHER),
         (
@@ -364,6 +414,17 @@ def test_where_its_forward_is_the_fastest_in_fp32(shape, own):
 def test_dq_accumulators(sizes, head_dim, slabs):
     """As measured: a head's programs share so many workspaces that they hardly queue."""
     assert dq_accumulators(*sizes, 132, head_dim=head_dim) == slabs
+
+
+@pytest.mark.parametrize(("left", "slabs"), [(None, 8), (1024, 1)])
+def test_a_window_needs_one_dq_accumulator(left, slabs):
+    """A program waits for those of its window alone."""
+    x = spec(1, 32768, 64)
+    options = Options(0, 0.1, family="hopper", left=left)
+    lse = x._replace(shape=x.shape[:3], strides=(32768, 32768, 1), dtype=torch.float32)
+    x = x.copied()
+    plan = choose_backward((x, x, x, x, x, lse), H200, options)
+    assert (plan.kernel, plan.dq_accumulators) == ("sm90", slabs)
 
 
 @pytest.mark.parametrize(

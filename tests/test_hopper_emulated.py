@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.kernels import execute
 from flashattn.kernels.hopper.tma import Tiles
 from flashattn.plan import hopper
+from flashattn.plan.precision import input_precision
+from flashattn.plan.spec import Options
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
@@ -36,20 +39,28 @@ SMALL = HopperTile(block_kv=64)
 
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
-    options = {"right": problem.band.right, "scale": check_scale(None, problem.head_dim)}
-    options |= {"precision": precision, "family": "hopper"}
+    how = {"deterministic": False} | (how or {})
+    options = Options(
+        problem.band.right,
+        check_scale(None, problem.head_dim),
+        input_precision(precision, problem.torch_dtype),
+        "hopper",
+        how.pop("deterministic"),
+        problem.band.left,
+    )
 
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            o, lse = execute.forward(q, k, v, tile=config, **options)
+            o, lse = execute.prepare_forward(q, k, v, options, tile=config)(q, k, v)
             ctx.save_for_backward(q, k, v, o, lse)
             return o, lse
 
         @staticmethod
         def backward(ctx, *grads):
-            given = {"deterministic": False} | how
-            return execute.backward(grads, ctx.saved_tensors, **options, **given)
+            (grad_o, grad_lse), (q, k, v, o, lse) = grads, ctx.saved_tensors
+            run = execute.prepare_backward(grads, ctx.saved_tensors, options, **how)
+            return run(q, k, v, grad_o, o, lse, grad_lse)
 
     return Attend.apply
 
@@ -65,6 +76,7 @@ def fp16(**sizes):
 
 
 UNSTAGED = {"own_o": False, "stages": 3}
+WIDE = HopperTile(block_kv=64, own_o=False)
 FORWARDS = [
     (bf16(heads=2, seq_q=140, seq_kv=200), SMALL, 1),
     (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=130, causal=True), SMALL, 1),
@@ -80,7 +92,13 @@ FORWARDS = [
     (fp16(seq_q=70, seq_kv=150, head_dim=256), HopperTile(block_kv=64, own_o=False), 1),
     (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), HopperTile(), 2),  # 64 + 32
     (fp16(seq_q=70, seq_kv=150, head_dim=168), HopperTile(block_kv=64, own_o=False), 1),  # 128 + 64
+    (bf16(heads=2, seq_q=300, window=(70, 0)), SMALL, 2),  # drawn
+    (fp16(seq_q=500, window=(300, 33)), SMALL, 1),  # tiles before, amid and after those seen whole
+    (bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, 2),  # dead rows
+    (bf16(seq_q=70, seq_kv=400, window=(20, None), causal="bottom_right"), HopperTile(), 1),
+    (fp16(seq_q=130, seq_kv=330, window=(140, 3), head_dim=256), WIDE, 1),
 ]
+TURNED = HopperBackwardTile()
 ROUND = {"tile": HopperBackwardTile(persistent=True, stagger=1), "deterministic": True}
 # Of each the config, whether it is deterministic, and how many programs run at once.
 BACKWARDS = [
@@ -124,6 +142,54 @@ BACKWARDS = [
     (bf16(seq_q=70, seq_kv=700, head_dim=96), ROUND["tile"], True, 6),  # no room for all
     (bf16(batch=2, seq_q=390, seq_kv=260), ROUND["tile"], False, 3),
 ]
+WINDOWS = [
+    {"heads": 2, "seq_q": 300, "window": (70, 0)},
+    {"seq_q": 450, "window": (150, 33)},  # tiles before, amid and after those seen whole
+    {"seq_q": 300, "seq_kv": 390, "window": (20, 33)},  # keys that nobody sees
+    {"seq_q": 390, "seq_kv": 300, "window": (70, None)},  # no right bound; dead queries
+    {"seq_q": 70, "seq_kv": 400, "window": (20, None), "causal": "bottom_right"},  # left < 0
+    {"seq_q": 400, "seq_kv": 150, "window": (30, None), "causal": "bottom_right"},  # right < 0
+    {"heads": 4, "kv_heads": 2, "seq_q": 330, "window": (129, None), "causal": "bottom_right"},
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("shape", WINDOWS, ids=str)
+def test_windows(shape, deterministic, head_dim):
+    """So are those of a window, in any order of events: nobody waits for one without a turn."""
+    problem = bf16(head_dim=head_dim, **shape)
+    for seed in range(2):
+        tile = HopperBackwardTile(persistent=seed > 0)
+        how = {"tile": tile, "deterministic": deterministic}
+        with emulated(seed=seed, multiprocessors=2 + seed) as launched:
+            assert_accurate(attend(problem, WIDE, how), Sample(problem=problem))
+    assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
+
+
+@pytest.mark.parametrize("window", [(299, None), (None, 299), (300, 400)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tile"),
+    [("bfloat16", 64, TURNED), ("float16", 256, HopperD256Tile()), ("float32", 128, None)],
+)
+def test_a_window_of_all_masks_nothing(window, dtype, head_dim, tile):
+    """What sees all that it would without a bound has the same bits, in both passes."""
+    found = []
+    for bounds in (window, tuple(None if x is None or x >= 299 else x for x in window)):
+        for causal in (False, "top_left") if window[1] is None else (False,):
+            problem = Problem(
+                dtype=dtype, seq_q=300, head_dim=head_dim, window=bounds, causal=causal
+            )
+            case = Sample(problem=replace(problem, window=(None, None))).draw()
+            q, k, v = (x.detach().requires_grad_() for x in case.inputs)
+            how = {"deterministic": True} | ({} if tile is None else {"tile": tile})
+            with emulated(multiprocessors=3):
+                o, lse = attend(problem, WIDE if tile else None, how)(q, k, v)
+                found.append((causal, o, lse, *torch.autograd.grad(o, (q, k, v), case.grad_o)))
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        assert one[0] == other[0]
+        assert all(map(torch.equal, one[1:], other[1:]))
 
 
 WIDE_BACKWARDS = [
@@ -131,6 +197,10 @@ WIDE_BACKWARDS = [
     (fp16(heads=3, seq_q=70, seq_kv=200, head_dim=200, causal="bottom_right"), 2),
     (bf16(heads=2, seq_q=200, seq_kv=70, head_dim=256, causal="bottom_right"), 3),  # dead queries
     (bf16(seq_q=1, seq_kv=70, head_dim=136), 1),
+    (bf16(heads=2, seq_q=330, window=(150, 20), head_dim=136), 2),
+    (fp16(heads=4, kv_heads=2, seq_q=200, seq_kv=140, window=(0, None), head_dim=256), 3),  # dead
+    (bf16(seq_q=70, seq_kv=330, window=(9, None), causal="bottom_right", head_dim=256), 1),
+    (bf16(seq_q=200, seq_kv=330, window=(9, 0), head_dim=256), 1),  # keys that nobody sees
 ]
 
 
@@ -168,6 +238,8 @@ SHARES = [
     (bf16(heads=4, kv_heads=2, seq_q=140, seq_kv=70, head_dim=88, causal="bottom_right"), 2, {}),
     (bf16(batch=2, heads=4, kv_heads=1, seq_q=70, seq_kv=130, head_dim=40), 2, {}),
     (fp16(batch=2, heads=4, kv_heads=2, seq_q=130, seq_kv=70, head_dim=200), 2, {}),
+    (bf16(heads=4, kv_heads=2, seq_q=300, window=(140, 5)), 2, {"deterministic": True}),
+    (bf16(heads=3, kv_heads=1, seq_q=260, window=(70, 0), head_dim=256), 3, {}),
     (bf16(heads=3, kv_heads=1, seq_q=70, seq_kv=130, head_dim=256, causal=True), 3, {}),
 ]
 
@@ -200,11 +272,12 @@ def test_far_below_zero():
         assert_accurate(attend(problem, SMALL, how), Sample(problem=problem, values="negative"))
 
 
-@pytest.mark.parametrize("causal", ["bottom_right", False])
+@pytest.mark.parametrize(("causal", "left"), [("bottom_right", None), (False, None), (True, 390)])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_same_bits(deterministic, causal):
+def test_the_same_bits(deterministic, causal, left):
     """Deterministic gradients are the same in any order of events; o and lse always are."""
-    problem = bf16(heads=2, seq_q=300, seq_kv=520 if causal else 900, causal=causal)
+    lengths = {"seq_q": 900} if left else {"seq_q": 300, "seq_kv": 520 if causal else 900}
+    problem = bf16(heads=2, **lengths, causal=causal, window=(left, None))
     case = Sample(problem=problem).draw()
     how = {"tile": HopperBackwardTile(persistent=not causal), "deterministic": deterministic}
     answers = []
@@ -246,6 +319,9 @@ CUT_CASES = [
     {"heads": 1, "seq_q": 200, "seq_kv": 60, "causal": True},  # dk and dv in parts
     {"heads": 1, "seq_q": 60, "seq_kv": 200},  # dq in parts
     {"heads": 2, "seq_q": 130, "seq_kv": 150, "head_dim": 40, "causal": "bottom_right"},
+    {"heads": 2, "seq_q": 200, "window": (70, 3)},
+    {"heads": 1, "seq_q": 200, "seq_kv": 60, "window": (20, None)},  # dead; dk and dv in parts
+    {"heads": 1, "seq_q": 60, "seq_kv": 200, "window": (5, None), "causal": "bottom_right"},
 ]
 
 
@@ -290,14 +366,14 @@ def test_cut_in_two(shape):
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
-WIDE, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
+WIDE_BACKWARD, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER = "kernels/hopper/scheduler.py"
 PIPELINE = "kernels/hopper/pipeline.py"
 # What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
     "                if value < semaphore.ordered:\n"
-    "                    counter = semaphore.counter(accum_batch * heads + head, end, i)\n"
+    "                    counter = semaphore.counter(accum_batch * heads + head, tiles, i)\n"
     "                    arrive_inc(counter + WARPGROUP)\n"
 )
 STORED = (
@@ -314,6 +390,7 @@ WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"tile": HopperBackwardTile(persistent=True), "deterministic": False}
 TURNS = {"tile": HopperBackwardTile(), "deterministic": True}
+WIDE_PASSES = {"tile": HopperD256Tile()}
 ASKED = {
     "full": (bf16(seq_q=300, seq_kv=130), "normal", HopperTile(block_kv=64, own_o=False), None),
     "staged": (bf16(heads=2, seq_q=300, seq_kv=130), "normal", SMALL, None),
@@ -334,6 +411,14 @@ ASKED = {
         TURNS,
     ),
     "columns": (bf16(seq_q=200, seq_kv=260, head_dim=96), "normal", HopperTile(), TURNS),
+    "window": (bf16(heads=2, seq_q=450, window=(140, 3)), "normal", SMALL, TURNS),
+    "unseen keys": (
+        bf16(seq_q=70, seq_kv=400, window=(20, None), causal="bottom_right"),
+        "normal",
+        SMALL,
+        TURNS,
+    ),
+    "wide window": (bf16(seq_q=330, window=(150, 3), head_dim=136), "normal", WIDE, WIDE_PASSES),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
     "cut": (Problem(heads=2, kv_heads=1, seq_q=130, seq_kv=150, head_dim=128), "normal", None, {}),
     "cut causal": (
@@ -350,8 +435,8 @@ PLANTED = [
         Mutant(
             "first_queries_not_visited",
             MASK,
-            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end",
-            "return lo // BLOCK_Q + 1, gl.cdiv(full_lo, BLOCK_Q), end, end",
+            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), full_end, end",
+            "return lo // BLOCK_Q + 1, gl.cdiv(full_lo, BLOCK_Q), full_end, end",
             "keys lack what the first queries give that see them",
         ),
         WRONG,
@@ -407,8 +492,8 @@ PLANTED = [
         Mutant(
             "diagonal_not_hidden",
             MASK,
-            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), end, end",
-            "return lo // BLOCK_Q, full_lo // BLOCK_Q, end, end",
+            "return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), full_end, end",
+            "return lo // BLOCK_Q, full_lo // BLOCK_Q, full_end, end",
             "keys take what queries before them give",
         ),
         WRONG,
@@ -417,7 +502,7 @@ PLANTED = [
         "wide",
         Mutant(
             "delta_not_lowered",
-            WIDE,
+            WIDE_BACKWARD,
             "rows = delta.load(gl.SliceLayout(0, layout)) * LOWER",
             "rows = delta.load(gl.SliceLayout(0, layout))",
             "delta counts 2^14 times",
@@ -704,8 +789,8 @@ PLANTED = [
         Mutant(
             "second_half_skipped",
             BACKWARD,
-            "stop = gl.where(second, first, end - 1)",
-            "stop = gl.where(second, full_begin, end - 1)",
+            "stop = gl.where(second, first, full_end)",
+            "stop = gl.where(second, full_begin, full_end)",
             "queries that not all keys see are not visited",
         ),
         (WRONG, STUCK),
@@ -786,6 +871,105 @@ PLANTED = [
             "columns past the first power of two are stored over these",
         ),
         WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_edge_of_keys_moved",
+            MASK,
+            "keys_of(rows, left + start_kv - start_q, None, seq_kv)",
+            "keys_of(rows, left + 1 + start_kv - start_q, None, seq_kv)",
+            "queries see one key more",
+        ),
+        WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_edge_of_queries_moved",
+            MASK,
+            "queries_of(keys - start_q, left, None, x.shape[1])",
+            "queries_of(keys - start_q, left + 1, None, x.shape[1])",
+            "keys take what the query behind the last one gives",
+        ),
+        WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_tile_of_keys_not_masked",
+            MASK,
+            "return lo // BLOCK_KV, gl.cdiv(full_lo, BLOCK_KV), full_end, end",
+            "return lo // BLOCK_KV, full_lo // BLOCK_KV, full_end, end",
+            "queries see keys before their window",
+        ),
+        WRONG,
+    ),
+    (
+        "window",
+        Mutant(
+            "left_tile_of_queries_not_masked",
+            MASK,
+            "full_end, end = full_hi // BLOCK_Q, gl.cdiv(hi, BLOCK_Q)",
+            "full_end, end = gl.cdiv(full_hi, BLOCK_Q), gl.cdiv(hi, BLOCK_Q)",
+            "keys take what queries behind their window give",
+        ),
+        WRONG,
+    ),
+    (
+        "wide window",
+        Mutant(
+            "left_run_skipped",
+            WIDE_BACKWARD,
+            "begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)",
+            "begin = gl.where(run % 2 > 0, end, begin)",
+            "keys lack what the last queries of their window give",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "window",
+        Mutant(
+            "turns_from_key_0",
+            "kernels/hopper/semaphore.py",
+            "value = (block - first) // self.accums",
+            "value = block // self.accums",
+            "programs wait for those that do not visit",
+        ),
+        STUCK,
+    ),
+    (
+        "unseen keys",
+        Mutant(
+            "visit_when_nobody_sees",
+            BACKWARD,
+            "        full_end = gl.minimum(full_end, end - 1)\n        first,",
+            "        end = gl.maximum(end, first + 1)\n        first,",
+            "a program waits for a turn that nobody passes on",
+        ),
+        STUCK,
+    ),
+    (
+        "unseen keys",
+        Mutant(
+            "unseen_keys_not_loaded",
+            BACKWARD,
+            "if shape.left is not None and first == end:",
+            "if False:",
+            "a program waits for keys of which it needs none",
+        ),
+        STUCK,
+    ),
+    (
+        "window",
+        Mutant(
+            "counters_by_visits",
+            BACKWARD,
+            "heads + head, tiles, i)\n                for w",
+            "heads + head, end, i)\n                for w",
+            "a program waits at another tile's counter",
+        ),
+        STUCK,
     ),
     (
         "far below zero",

@@ -1,12 +1,17 @@
-"""Turns of the Hopper backward: all get one, in the order in which they come by."""
+"""What Hopper's programs visit, and their turns: all get one, in the order in which they come."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashattn.emulate.language import Number
 from flashattn.emulate.source import Source
-from flashattn.kernels.hopper import scheduler, semaphore
+from flashattn.kernels.hopper import backward, backward_d256, forward, mask, scheduler, semaphore
+from flashattn.mask import Band
 
 NAMES = Source()._names  # aggregates as plain classes
 TileScheduler, ShiftSchedule = (
@@ -102,3 +107,99 @@ def test_under_a_mask_turns_are_in_the_order_of_keys(block, accums, ordered):
     schedule = ShiftSchedule(0, 5, 3, 4, True)
     assert visits(schedule, 7) == list(range(6, -1, -1))
     assert turn(schedule, 2, 7, block, accums, ordered) == min(block // accums, ordered)
+
+
+@st.composite
+def bands(draw):
+    """Return a band with a left bound, as ``Options`` has them: whichever corner it had."""
+    seq_q, seq_kv = draw(st.integers(1, 700)), draw(st.integers(1, 700))
+    left = draw(st.integers(0, 400) | st.sampled_from([0, 1, 63, 64, 65, 127, 129, 191, 193]))
+    right = draw(st.none() | st.integers(0, 300))
+    shift = draw(st.sampled_from([0, seq_kv - seq_q]))
+    return Band(seq_q, seq_kv, left - shift, None if right is None else right + shift)
+
+
+def shape_of(band):
+    """Return what the kernels are told of a band."""
+    names = ("seq_q", "seq_kv", "left", "right")
+    numbers = {name: getattr(band, name) for name in names}
+    return SimpleNamespace(**{k: x if x is None else Number(x) for k, x in numbers.items()})
+
+
+def pairs(band, block_q, block_kv):
+    """Return (whether some pair of each two tiles is visible, whether every pair is)."""
+    q, kv = -(-band.seq_q // block_q), -(-band.seq_kv // block_kv)
+    t, s = torch.arange(q * block_q), torch.arange(kv * block_kv)
+    seen = (band.sees(t[:, None], s) & (t < band.seq_q)[:, None]).unflatten(1, (kv, block_kv))
+    tiles = seen.unflatten(0, (q, block_q)).transpose(1, 2).flatten(2)
+    every = (band.sees(t[:, None], s) | (t >= band.seq_q)[:, None]).unflatten(1, (kv, block_kv))
+    every = every.unflatten(0, (q, block_q)).transpose(1, 2).flatten(2)
+    return tiles.any(2), every.all(2)
+
+
+def runs_of(first, full_begin, full_end, end):
+    """Return {tile: whether it is masked}, of tiles that are visited once each."""
+    assert first <= full_begin <= full_end <= end
+    return {i: not full_begin <= i < full_end for i in range(first, end)}
+
+
+def agrees(visited, some, every):
+    """Hold what a tile visits to what it sees, and to what needs no mask."""
+    assert {i for i, sees in enumerate(some.tolist()) if sees} <= set(visited)
+    assert all(every[i] for i, masked in visited.items() if not masked)
+
+
+@given(band=bands(), block_kv=st.sampled_from([64, 128]), wide=st.booleans())
+def test_keys_that_a_window_visits(band, block_kv, wide):
+    """A tile of queries visits all keys that it sees once, from the last to the first."""
+    block_q = 128
+    if wide:
+        block_kv, module, tile = 64, backward_d256, ()
+    else:
+        module, tile = forward, (SimpleNamespace(block_q=Number(block_q), block_kv=block_kv),)
+    name = "visited_key_tiles" if wide else "visited_tiles"
+    some, every = pairs(band, block_q, block_kv)
+    for block in range(len(some)):
+        shape = shape_of(band)
+        first, *full, end = NAMES(module.__name__)[name](Number(block), shape, *tile)
+        last = end - 1
+        full[1] = min(full[1], last)
+        order, descending_run = [(last, True)], NAMES(mask.__name__)["descending_run"]
+        for run in range(2):
+            start, stop, low = descending_run(run, first, *full, last, shape.left)
+            order += [(i, True) for i in range(start - 1, stop - 1, -1)]
+            order += [(i, False) for i in range(stop - 1, low - 1, -1)]
+        assert [i for i, _ in order] == list(range(last, first - 1, -1))
+        agrees(dict(order), some[block], every[block])
+
+
+@given(band=bands(), block_q=st.sampled_from([64, 128]))
+def test_queries_that_a_window_visits(band, block_q):
+    """A tile of keys visits all queries that see it, and those of a tile are its turns' order."""
+    shape, t = shape_of(band), SimpleNamespace(block_q=Number(block_q))
+    names, turns = NAMES(backward.__name__), {}
+    some, every = (x.mT for x in pairs(band, block_q, 128))
+    for block in range(len(some)):
+        first, full_begin, full_end, end = names["visited_tiles"](Number(block), shape, t)
+        visited = runs_of(first, min(full_begin, full_end), full_end, end)
+        agrees(visited, some[block], every[block])
+        assert not visited or max(visited) < some.shape[1]
+        for i in visited:
+            first = names["first_key_tile"](Number(i), shape, t)
+            turns.setdefault(i, []).append(block - first)
+    assert all(x == list(range(len(x))) for x in turns.values())
+    assert {i for i, sees in enumerate(some.any(0).tolist()) if sees} <= set(turns)
+
+
+@given(band=bands())
+def test_queries_that_a_window_visits_in_wide_heads(band):
+    """So without turns, where each tile of keys has at least one."""
+    some, every = (x.mT for x in pairs(band, 64, 64))
+    names = NAMES(backward_d256.__name__)
+    for block in range(len(some)):
+        visited = runs_of(*names["visited_query_tiles"](Number(block), shape_of(band)))
+        assert visited
+        inside = {i: masked for i, masked in visited.items() if i < some.shape[1]}
+        padded = every[block] | torch.tensor(block * 64 + 64 > band.seq_kv)  # not stored
+        agrees(inside, some[block], padded)
+        assert all(masked for i, masked in visited.items() if i >= some.shape[1])

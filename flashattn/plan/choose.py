@@ -99,7 +99,7 @@ def choose_forward(
     if options.family == "auto":
         pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    if pays and options.left is None:
+    if pays:
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return replace(found, precision=options.precision, why=(*why, *found.why))
@@ -143,7 +143,6 @@ def choose_backward(
     if options.family == "auto":
         pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    pays = pays and options.left is None
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         readable = not set(copies) - {"grad_o"}

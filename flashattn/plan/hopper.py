@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from flashattn.mask import UNBOUNDED
 from flashattn.plan import portable
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
@@ -59,7 +60,7 @@ def pays(problem: Problem, gpu: Gpu) -> bool:
         )
         for size in sizes
     )
-    causal = problem.band.right is not None
+    causal = (problem.band.left, problem.band.right) != UNBOUNDED
     either = forward_pays(q, k, gpu, causal=causal), backward_pays(q, k, gpu, causal=causal)
     return any(pays for pays, _ in either)
 
@@ -238,7 +239,7 @@ def _backward_half(
     splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
     tiles *= splits
     accumulators = 1
-    if deterministic and causal:
+    if deterministic and causal and options.left is None:  # else few queue for a tile
         of_keys = batch * kv_heads * splits
         accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
     query_tiles = cdiv(seq_q, block_q)

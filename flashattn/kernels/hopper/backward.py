@@ -42,7 +42,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import apply_mask_transposed, key_tiles, keys_of_tl, query_tiles
+from flashattn.kernels.hopper.mask import (
+    apply_mask_transposed,
+    key_tiles,
+    keys_of_tl,
+    ordered_runs,
+    query_tiles,
+)
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
@@ -124,18 +130,34 @@ def new_shared_dq(dq):
 
 @gluon.jit
 def visited_tiles(block, shape, t):
-    """Return (first, full_begin, end) of query tiles; there is at least one.
+    """Return (first, full_begin, full_end, end) of query tiles.
 
-    The keys of tiles from full_begin on need no mask.
+    The keys of tiles full_begin ... full_end - 1 need no mask. There is at least one tile, but none
+    where ``left`` hides the keys from all queries: who has no turn must not wait for one.
     """
     start_kv = block * BLOCK_KV
-    first, full_begin, _, end = query_tiles(start_kv, shape.right, shape.seq_q, t.block_q, BLOCK_KV)
-    if shape.right is not None:
-        first = gl.minimum(first, end - 1)
-    full_begin = gl.minimum(gl.maximum(full_begin, first), end)
+    first, full_begin, full_end, end = query_tiles(
+        start_kv, shape.left, shape.right, shape.seq_q, t.block_q, BLOCK_KV
+    )
+    if shape.left is not None:
+        full_end = gl.minimum(full_end, end - 1)
+        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
+    else:
+        if shape.right is not None:
+            first = gl.minimum(first, end - 1)
+        full_begin = gl.minimum(gl.maximum(full_begin, first), end)
     if start_kv + BLOCK_KV > shape.seq_kv:
         full_begin = end
-    return first, full_begin, end
+    return first, full_begin, full_end, end
+
+
+@gluon.jit
+def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
+    """Load the keys and values of a tile."""
+    for w in gl.static_range(2):
+        keys.load(kv_n + w, k, batch, kv_head, start_kv + w * KEYS)
+    for w in gl.static_range(2):
+        values.load(kv_n + w, v, batch, kv_head, start_kv + w * KEYS)
 
 
 @gluon.jit
@@ -148,10 +170,13 @@ def producer(
     kv_n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.right is not None)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.masked)
         start_kv, kv_head = block * BLOCK_KV, splits.kv_head(split_head)
-        first, _, end = visited_tiles(block, shape, t)
+        first, _, _, end = visited_tiles(block, shape, t)
         begin = split_head * shape.group
+        if shape.left is not None and first == end:
+            load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
+            kv_n += 2
         for head in range(begin, begin + shape.group):
             row = batch * (scheduler.heads * shape.group) + head
             for visit in range(end - first):
@@ -160,10 +185,7 @@ def producer(
                 grads.producer_commit(n, grad_o, batch, head, start_q, delta, row)
                 n += 1
                 if visit == 0 and head == begin:
-                    for w in gl.static_range(2):
-                        keys.load(kv_n + w, k, batch, kv_head, start_kv + w * KEYS)
-                    for w in gl.static_range(2):
-                        values.load(kv_n + w, v, batch, kv_head, start_kv + w * KEYS)
+                    load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
                     kv_n += 2
 
 
@@ -173,15 +195,15 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.right is not None)
-        first, _, end = visited_tiles(block, shape, t)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.masked)
+        first, _, _, end = visited_tiles(block, shape, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
-        heads = scheduler.heads * shape.group
+        heads, tiles = scheduler.heads * shape.group, gl.cdiv(shape.seq_q, t.block_q)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
-                counter = semaphore.counter(accum_batch * heads + head, end, i)
+                counter = semaphore.counter(accum_batch * heads + head, tiles, i)
                 for w in gl.static_range(2):
                     wait_eq(counter + w, value)
                     turns.write(n + w, value)
@@ -192,7 +214,7 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
 def first_key_tile(i, shape, t):
     """Return the first key tile that visits a query tile."""
     first, _, _, _ = key_tiles(
-        i * t.block_q, shape.right, shape.seq_q, shape.seq_kv, t.block_q, BLOCK_KV
+        i * t.block_q, shape.left, shape.right, shape.seq_q, shape.seq_kv, t.block_q, BLOCK_KV
     )
     return first
 
@@ -221,16 +243,16 @@ def dq_store(
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.right is not None)
-        first, _, end = visited_tiles(block, shape, t)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.masked)
+        first, _, _, end = visited_tiles(block, shape, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
-        heads = scheduler.heads * shape.group
+        heads, tiles = scheduler.heads * shape.group, gl.cdiv(shape.seq_q, t.block_q)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 row = i * t.lines + WARPGROUP * LINE
                 value = turns.read(2 * n + WARPGROUP)
-                if shape.right is not None:  # cheaper to compute again than to keep
+                if shape.masked:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
                 fence_acquire()
                 mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)
@@ -239,7 +261,7 @@ def dq_store(
                 tma.store_wait(0)
                 mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)
                 if value < semaphore.ordered:
-                    counter = semaphore.counter(accum_batch * heads + head, end, i)
+                    counter = semaphore.counter(accum_batch * heads + head, tiles, i)
                     arrive_inc(counter + WARPGROUP)
                 n += 1
 
@@ -304,7 +326,7 @@ def mainloop_step(
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
-        p = apply_mask_transposed(p, start_q, start_kv, shape.right, shape.seq_kv)
+        p = apply_mask_transposed(p, start_q, start_kv, shape.left, shape.right, shape.seq_kv)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
     if EARLY:
         row_delta = delta.load(gl.SliceLayout(0, S))
@@ -343,7 +365,7 @@ def consumer(
     kv_n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        first, full_begin, end = visited_tiles(block, shape, t)
+        first, full_begin, full_end, end = visited_tiles(block, shape, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         dk_acc = zero_acc(t.d_lo, t.d_hi)
         dv_acc = zero_acc(t.d_lo, t.d_hi)
@@ -351,18 +373,20 @@ def consumer(
             keys.consumer_wait(kv_n + w)
         values.consumer_wait(kv_n + WARPGROUP)
         k, v = keys.term(WARPGROUP), values.term(WARPGROUP)
-        full_begin = gl.minimum(full_begin, end - 1)
-        for half in range(2 * shape.group):  # of a head: the last tile, then those without a mask
-            second = half % 2 > 0  # ... and then the others, masked as the last is
+        if shape.left is None:  # the last tile is masked all the same
+            full_end = end - 1
+        full_begin = gl.minimum(full_begin, full_end)
+        for half in range(2 * shape.group):  # of a head: the last tiles, then those without a mask
+            second = half % 2 > 0  # ... and then the others, masked as the last are
             start = gl.where(second, full_begin, end)
-            stop = gl.where(second, first, end - 1)
+            stop = gl.where(second, first, full_end)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
-            for i in range(gl.where(second, full_begin, end - 1) - 1, full_begin - 1, -1):
+            for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
@@ -400,13 +424,14 @@ def consumer(
         "group",
         "seq_q",
         "seq_kv",
+        "left",
         "right",
     ]
 )
 def flashattn_hopper_bwd(
     q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, tiles, blocks, split_heads,
     gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered, num_accums, group,
-    seq_q, seq_kv, right, scale, scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
+    seq_q, seq_kv, left, right, scale, scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
     D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
@@ -418,7 +443,7 @@ def flashattn_hopper_bwd(
     t = Tile(BLOCK_Q, D_LO, D_HI, BLOCK_Q * (D_LO + D_HI) // LINE)
     gl.static_assert(t.lines > LINE)
     gl.static_assert(t.lines <= 2 * LINE)
-    shape = Shape(group, seq_q, seq_kv, right)
+    shape = Shape(group, seq_q, seq_kv, left, right)
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
@@ -447,9 +472,9 @@ def flashattn_hopper_bwd(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "right"])
+@triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "left", "right"])
 def flashattn_hopper_bwd_postprocess(
-    dq_accum, dq, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, right, scale,
+    dq_accum, dq, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, left, right, scale,
     head_dim: tl.constexpr, BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale * the sum of the accumulators in their order, and 0 to fully masked rows.
@@ -464,7 +489,7 @@ def flashattn_hopper_bwd_postprocess(
     if right is not None:
         tile = block % blocks * 64 // BLOCK_Q
         if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # the last is visited by all
-            _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, right, seq_kv)
+            _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, None, right, seq_kv)
             accums = tl.minimum(num_accums, tl.cdiv(hi, 128))
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
     numbers = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -476,8 +501,8 @@ def flashattn_hopper_bwd_postprocess(
             x += tl.load(at + i * accum_stride + numbers)
         x = tl.permute(tl.reshape(x * scale, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
         x = tl.reshape(x, [64, 32])
-        if right is not None:
-            lo, hi = keys_of_tl(queries, right, seq_kv)
+        if left is not None or right is not None:
+            lo, hi = keys_of_tl(queries, left, right, seq_kv)
             x = tl.where((lo < hi)[:, None], x, 0.0)
         columns = start + tl.arange(0, 32)
         inside = (queries[:, None] < seq_q) & (columns[None, :] < head_dim)

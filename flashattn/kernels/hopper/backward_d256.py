@@ -36,7 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
+from flashattn.kernels.hopper.mask import (
+    apply_mask,
+    apply_mask_transposed,
+    descending_run,
+    key_tiles,
+    ordered_runs,
+    query_tiles,
+)
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import opaque, pack, unpack
@@ -53,20 +60,28 @@ LOWER = gl.constexpr(2.0**-14)
 def visited_query_tiles(block, shape):
     """Return (first, full_begin, full_end, end) of query tiles; there is at least one."""
     first, full_begin, full_end, end = query_tiles(
-        block * BLOCK, shape.right, shape.seq_q, BLOCK, BLOCK
+        block * BLOCK, shape.left, shape.right, shape.seq_q, BLOCK, BLOCK
     )
-    if shape.right is not None:
-        first = gl.minimum(first, end - 1)
-    return first, gl.minimum(gl.maximum(full_begin, first), end), full_end, end
+    if shape.left is not None:
+        end = gl.maximum(end, first + 1)
+        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
+    else:
+        if shape.right is not None:
+            first = gl.minimum(first, end - 1)
+        full_begin = gl.minimum(gl.maximum(full_begin, first), end)
+    return first, full_begin, full_end, end
 
 
 @gluon.jit
 def visited_key_tiles(block, shape):
     """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
     first, full_begin, full_end, end = key_tiles(
-        block * PAIR, shape.right, shape.seq_q, shape.seq_kv, PAIR, BLOCK
+        block * PAIR, shape.left, shape.right, shape.seq_q, shape.seq_kv, PAIR, BLOCK
     )
-    return first, full_begin, full_end, gl.maximum(end, first + 1)
+    end = gl.maximum(end, first + 1)
+    if shape.left is not None:
+        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
+    return first, full_begin, full_end, end
 
 
 @gluon.jit
@@ -91,14 +106,14 @@ def producer_dkdv(x, row_stats, own, pipeline, own_pipeline, scheduler, splits, 
 
 @gluon.jit
 def compute_p(
-    s, lse_log2, sP, n, start_q, start_kv, right, scale_log2, MASKED: gl.constexpr,
+    s, lse_log2, sP, n, start_q, start_kv, shape, scale_log2, MASKED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return 2^14 P of the n-th tile of queries, packed, and share it."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     p = gl.exp2(s * scale_log2 - rows[None, :])
     if MASKED:
-        p = apply_mask_transposed(p, start_q, start_kv, right)
+        p = apply_mask_transposed(p, start_q, start_kv, shape.left, shape.right)
     # The n-th queries lie where those of two tiles before did, which dk released after it read P.
     sP.store(n, p)
     return pack(p, DTYPE)
@@ -106,7 +121,7 @@ def compute_p(
 
 @gluon.jit
 def dv_step(
-    state, k, queries, grads, sP, n, start_q, start_kv, right, scale_log2, D_LO: gl.constexpr,
+    state, k, queries, grads, sP, n, start_q, start_kv, shape, scale_log2, D_LO: gl.constexpr,
     D_HI: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
@@ -118,7 +133,7 @@ def dv_step(
     dv = acc_wait(dv, 1, D_HI)
     grads.consumer_release(n - 1)
     s = mma_wait(s, 0, D_HI)
-    p = compute_p(s, lse_log2, sP, n, start_q, start_kv, right, scale_log2, MASKED, do.dtype)
+    p = compute_p(s, lse_log2, sP, n, start_q, start_kv, shape, scale_log2, MASKED, do.dtype)
     return dv, p
 
 
@@ -149,33 +164,36 @@ def consumer_dv(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
-    MASKED: gl.constexpr = shape.right is not None
+    RUNS: gl.constexpr = 1 if shape.left is None else 2
     n = 0
     coord = scheduler.tile_coord(gl.program_id(0))
     block = coord[0]
     start_kv = block * BLOCK
-    first, full_begin, _, end = visited_query_tiles(block, shape)
+    first, full_begin, full_end, end = visited_query_tiles(block, shape)
     k = keys.consumer_wait(0)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_wait(mma_qk(k, q, D_LO, D_HI, S), 0, D_HI)
     p = compute_p(
-        s, lse_log2, sP, n, first * BLOCK, start_kv, shape.right, scale_log2, MASKED, k.dtype
+        s, lse_log2, sP, n, first * BLOCK, start_kv, shape, scale_log2, shape.masked, k.dtype
     )
     n += 1
     acc = zero_acc(D_LO, D_HI)
-    for h in range(shape.group):
-        begin = first + 1 - gl.minimum(h, 1)
-        if MASKED:
-            for i in range(begin, full_begin):
+    for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
+        begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
+        if shape.left is not None:  # ... and then the others, which left masks
+            begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)
+            masked_end = gl.where(run % 2 > 0, end, full_begin)
+        if shape.masked:
+            for i in range(begin, masked_end):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape.right,
-                    scale_log2, D_LO, D_HI, True, S, P,
+                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, scale_log2,
+                    D_LO, D_HI, True, S, P,
                 )  # fmt: skip
                 n += 1
-        for i in range(gl.maximum(begin, full_begin), end):
+        for i in range(gl.maximum(begin, masked_end), full_end):
             acc, p = dv_step(
-                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape.right, scale_log2,
-                D_LO, D_HI, False, S, P,
+                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, scale_log2, D_LO,
+                D_HI, False, S, P,
             )  # fmt: skip
             n += 1
     do = grads.consumer_wait(n - 1)
@@ -248,19 +266,20 @@ def consumer_dk(
         "group",
         "seq_q",
         "seq_kv",
+        "left",
         "right",
     ]
 )
 def flashattn_hopper_bwd_d256_dkdv(
     q, k, v, grad_o, lse_log2, delta, dk, dv, tiles, blocks, split_heads, gqa_splits, head_dim,
-    strides, section_heads, group, seq_q, seq_kv, right, scale, scale_log2, D_LO: gl.constexpr,
-    D_HI: gl.constexpr,
+    strides, section_heads, group, seq_q, seq_kv, left, right, scale, scale_log2,
+    D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; all tensors are descriptors, but for these where heads are split."""
-    ORDER: gl.constexpr = LINEAR if right is None else ASCENDING
+    shape = Shape(group, seq_q, seq_kv, left, right)
+    ORDER: gl.constexpr = ASCENDING if shape.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ORDER)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
-    shape = Shape(group, seq_q, seq_kv, right)
     keys = new_pipeline(k, 1, 1)
     values = new_pipeline(v, 1, 1)
     queries = new_pipeline(q, STAGES, 1, row_stats=lse_log2)  # dk releases q after P was computed
@@ -319,7 +338,7 @@ def compute_p_ds(
     lse_log2, delta = stats
     s = mma_wait(s, 1, D_HI)
     if MASKED:
-        s = apply_mask(s, start_q, start_kv, shape.right, shape.seq_kv, float("-inf"))
+        s = apply_mask(s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf"))
     p = gl.exp2(s * scale_log2 - lse_log2[:, None])
     dp = mma_wait(dp, 0, D_HI)
     values.consumer_release(n)
@@ -360,7 +379,8 @@ def consumer_dq(
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     start_q = block * PAIR + WARPGROUP * BLOCK
-    _, full_begin, full_end, end = visited_key_tiles(block, shape)
+    RUNS: gl.constexpr = 1 if shape.left is None else 2
+    first, full_begin, full_end, end = visited_key_tiles(block, shape)
     at = (batch * scheduler.heads + head).to(gl.int64) * pitch + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
     stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
@@ -376,19 +396,21 @@ def consumer_dq(
     n += 1
     acc = zero_acc(D_LO, D_HI)
     full_end = gl.minimum(full_end, end - 1)
-    if shape.right is not None:  # else only the last tile of keys may need a mask
-        for i in range(end - 2, full_end - 1, -1):
+    for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
+        start, stop, low = descending_run(run, first, full_begin, full_end, end - 1, shape.left)
+        if shape.masked:  # else only the last tile of keys may need a mask
+            for i in range(start - 1, stop - 1, -1):
+                acc, ds = dq_step(
+                    WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
+                    i * BLOCK, shape, scale_log2, D_LO, D_HI, True, S, P,
+                )  # fmt: skip
+                n += 1
+        for i in range(stop - 1, low - 1, -1):
             acc, ds = dq_step(
                 WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
-                shape, scale_log2, D_LO, D_HI, True, S, P,
+                shape, scale_log2, D_LO, D_HI, False, S, P,
             )  # fmt: skip
             n += 1
-    for i in range(full_end - 1, full_begin - 1, -1):
-        acc, ds = dq_step(
-            WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK, shape,
-            scale_log2, D_LO, D_HI, False, S, P,
-        )  # fmt: skip
-        n += 1
     k = keys.tile(n - 1)
     acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, D_LO, D_HI), 0, D_HI)
     store_acc(acc, scale, q, D_LO, D_HI)
@@ -407,17 +429,18 @@ def consumer_dq(
         "seq_q",
         "seq_kv",
         "pitch",
+        "left",
         "right",
     ]
 )
 def flashattn_hopper_bwd_d256_dq(
     q, k, v, grad_o, lse_log2, delta, dq, tiles, blocks, heads, section_heads, group, seq_q, seq_kv,
-    pitch, right, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    pitch, left, right, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse_log2 and delta are descriptors."""
-    ORDER: gl.constexpr = LINEAR if right is None else DESCENDING
+    shape = Shape(group, seq_q, seq_kv, left, right)
+    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
-    shape = Shape(group, seq_q, seq_kv, right)
     queries = new_pipeline(q, 2, 1)
     grads = new_pipeline(grad_o, 2, 1)
     keys = new_pipeline(k, 2, 2)

@@ -62,11 +62,11 @@ class Splits:
 def own_keys(kv_heads, splits, shape, TERMS: gl.constexpr):
     """Return (first key, batch, split_batch, head, first query tile, end) of this CTA."""
     WALKED: gl.constexpr = walked(TERMS)
-    ORDER: gl.constexpr = LINEAR if shape.right is None else ASCENDING
+    ORDER: gl.constexpr = ASCENDING if shape.masked else LINEAR
     scheduler = one_tile_each(gl.cdiv(shape.seq_kv, OWNED), kv_heads, ORDER)
     block, split_batch, kv_head = scheduler.tile_coord(gl.program_id(0))
     start_kv = block * OWNED
-    first, _, _, end = query_tiles(start_kv, shape.right, shape.seq_q, WALKED, OWNED)
+    first, _, _, end = query_tiles(start_kv, shape.left, shape.right, shape.seq_q, WALKED, OWNED)
     batch, first, end = splits.tiles(split_batch, first, end, WALKED)
     return start_kv, batch, split_batch, kv_head, first, end
 
@@ -106,8 +106,8 @@ def consumer_dv(
             q = queries.consumer_wait(n)
             s = mma_terms(k, transpose_terms(q, TERMS), S, TERMS)
             p = gl.exp2(s * scale_log2 - lse_log2_rows[None, :])
-            if shape.right is not None:
-                p = apply_mask_transposed(p, i * WALKED, start_kv, shape.right)
+            if shape.masked:
+                p = apply_mask_transposed(p, i * WALKED, start_kv, shape.left, shape.right)
             # The n-th queries lie where those of two tiles before did, which dk released after it
             # read P.
             sP.store(n, p)
@@ -149,15 +149,26 @@ def consumer_dk(
     store_global(dk, acc * scale, strides, split_batch, kv_head, start_kv, shape.seq_kv, head_dim)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "right", "batches", "split_len"])
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "left",
+        "right",
+        "batches",
+        "split_len",
+    ]
+)
 def flashattn_hopper_bwd_fp32_dkdv(
     q, k, v, grad_o, lse_log2, delta, dk, dv, dk_strides, dv_strides, heads, group, seq_q, seq_kv,
-    pitch, right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
+    pitch, left, right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
     TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v, grad_o are descriptors of terms."""
     kv_heads = heads // group
-    shape = Shape(group, seq_q, seq_kv, right)
+    shape = Shape(group, seq_q, seq_kv, left, right)
     splits = Splits(batches, split_len, SPLIT)
     keys = new_pipeline(k, 1, 1, TERMS)
     values = new_pipeline(v, 1, 1, TERMS)
@@ -183,11 +194,13 @@ def flashattn_hopper_bwd_fp32_dkdv(
 def own_queries(heads, splits, shape, TERMS: gl.constexpr):
     """Return (first query, batch, split_batch, head, first key tile, end) of this CTA."""
     WALKED: gl.constexpr = walked(TERMS)
-    ORDER: gl.constexpr = LINEAR if shape.right is None else DESCENDING
+    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
     scheduler = one_tile_each(gl.cdiv(shape.seq_q, OWNED), heads, ORDER)
     block, split_batch, head = scheduler.tile_coord(gl.program_id(0))
     start_q = block * OWNED
-    first, _, _, end = key_tiles(start_q, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED)
+    first, _, _, end = key_tiles(
+        start_q, shape.left, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED
+    )
     batch, first, end = splits.tiles(split_batch, first, end, WALKED)
     return start_q, batch, split_batch, head, first, end
 
@@ -221,7 +234,7 @@ def consumer_p(
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         p = gl.exp2(s * scale_log2 - lse_log2_rows[:, None])
         # P of a key that pads a tile could be inf, and inf * 0 is NaN.
-        p = apply_mask(p, start_q, i * WALKED, shape.right, shape.seq_kv, 0.0)
+        p = apply_mask(p, start_q, i * WALKED, shape.left, shape.right, shape.seq_kv, 0.0)
         sP.store(n, p)  # as in ``consumer_dv``, with keys in place of queries
         n += 1
 
@@ -253,13 +266,25 @@ def consumer_dq(
     store_global(dq, acc * scale, strides, split_batch, head, start_q, shape.seq_q, head_dim)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "right", "batches", "split_len"])
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "left",
+        "right",
+        "batches",
+        "split_len",
+    ]
+)
 def flashattn_hopper_bwd_fp32_dq(
-    q, k, v, grad_o, lse_log2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, pitch, right,
-    batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr, TERMS: gl.constexpr,
+    q, k, v, grad_o, lse_log2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, pitch, left,
+    right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
+    TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, as ``flashattn_bwd_dq``; q, k, v and grad_o are descriptors of terms."""
-    shape = Shape(group, seq_q, seq_kv, right)
+    shape = Shape(group, seq_q, seq_kv, left, right)
     splits = Splits(batches, split_len, SPLIT)
     queries = new_pipeline(q, 1, 1, TERMS)
     grads = new_pipeline(grad_o, 1, 1, TERMS)

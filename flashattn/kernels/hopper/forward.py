@@ -2,8 +2,8 @@
 
 Each consumer attends to 64 queries. While the tensor cores multiply P of one tile of keys with V,
 the other units compute the softmax of the next tile. Keys are visited from the last to the first:
-the masked tiles come first, and the loop over the others has no mask in it. The producer loads the
-next queries meanwhile.
+the tiles that the right bound masks, those without a mask in a loop of their own, and those that
+the left bound masks. The producer loads the next queries meanwhile.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
 """
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels.constants import LN2
 from flashattn.kernels.hopper.compat import aggregate, store_tile
-from flashattn.kernels.hopper.mask import apply_mask, key_tiles
+from flashattn.kernels.hopper.mask import apply_mask, descending_run, key_tiles, ordered_runs
 from flashattn.kernels.hopper.mma import (
     ROWS,
     acc_wait,
@@ -80,9 +80,12 @@ class Tile:
 def visited_tiles(block, shape, t):
     """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
     first, full_begin, full_end, end = key_tiles(
-        block * t.block_q, shape.right, shape.seq_q, shape.seq_kv, t.block_q, t.block_kv
+        block * t.block_q, shape.left, shape.right, shape.seq_q, shape.seq_kv, t.block_q, t.block_kv
     )
-    return first, full_begin, full_end, gl.maximum(end, first + 1)
+    end = gl.maximum(end, first + 1)
+    if shape.left is not None:
+        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
+    return first, full_begin, full_end, end
 
 
 @gluon.jit
@@ -144,7 +147,7 @@ def mainloop_step(
     acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
     s = mma_wait(s, 1, t.d_hi)
     if MASKED:
-        s = apply_mask(s, start_q, start_kv, shape.right, shape.seq_kv, float("-inf"))
+        s = apply_mask(s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     finite = m_new
     if MASKED:
@@ -171,7 +174,7 @@ def consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    MASKED: gl.constexpr = shape.right is not None
+    RUNS: gl.constexpr = 1 if shape.left is None else 2
     n = 0
     q_n = WARPGROUP
     tile_n = 0
@@ -179,29 +182,33 @@ def consumer(
     while tile < scheduler.tiles:
         block, batch, head = scheduler.tile_coord(tile)
         start_q = block * t.block_q + WARPGROUP * ROWS
-        _, full_begin, full_end, end = visited_tiles(block, shape, t)
+        first, full_begin, full_end, end = visited_tiles(block, shape, t)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
         keys.consumer_release(n)
-        if MASKED or full_end < end:
+        if shape.masked or full_end < end:
             start_kv = (end - 1) * t.block_kv
-            s = apply_mask(s, start_q, start_kv, shape.right, shape.seq_kv, float("-inf"))
+            s = apply_mask(
+                s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf")
+            )
         p, m, l = softmax_first(s, scale_log2, o.dtype)
         acc = zero_acc(t.d_lo, t.d_hi)
         full_end = gl.minimum(full_end, end - 1)
-        if MASKED or t.d_lo > MASKED_LOOP_ABOVE_D:
-            for i in range(end - 2, full_end - 1, -1):
+        for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
+            start, stop, low = descending_run(run, first, full_begin, full_end, end - 1, shape.left)
+            if shape.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
+                for i in range(start - 1, stop - 1, -1):
+                    acc, p, m, l = mainloop_step(
+                        (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape,
+                        scale_log2, t, True, o.dtype, S, P,
+                    )  # fmt: skip
+                    n += 1
+            for i in range(stop - 1, low - 1, -1):
                 acc, p, m, l = mainloop_step(
                     (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape, scale_log2,
-                    t, True, o.dtype, S, P,
+                    t, False, o.dtype, S, P,
                 )  # fmt: skip
                 n += 1
-        for i in range(full_end - 1, full_begin - 1, -1):
-            acc, p, m, l = mainloop_step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape, scale_log2, t,
-                False, o.dtype, S, P,
-            )  # fmt: skip
-            n += 1
         if t.dynamic:
             tile = next_tile.read(tile_n)
             tile_n += 1
@@ -253,19 +260,20 @@ def store_lse(m, l, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexp
         "group",
         "seq_q",
         "seq_kv",
+        "left",
         "right",
     ]
 )
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, tile_counter, tiles, blocks, heads, section_heads, group, seq_q, seq_kv, right,
-    scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    q, k, v, o, lse, tile_counter, tiles, blocks, heads, section_heads, group, seq_q, seq_kv, left,
+    right, scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr,
     REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
-    ORDER: gl.constexpr = LINEAR if right is None else DESCENDING
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
-    shape = Shape(group, seq_q, seq_kv, right)
+    shape = Shape(group, seq_q, seq_kv, left, right)
+    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)
     keys = new_pipeline(k, STAGES, GROUPS)

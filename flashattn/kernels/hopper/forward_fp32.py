@@ -32,11 +32,11 @@ def stages(columns, parts):
 @gluon.jit
 def own_tile(heads, shape):
     """Return (first query, batch, head, first key tile, end) of this CTA."""
-    ORDER: gl.constexpr = LINEAR if shape.right is None else DESCENDING
+    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
     scheduler = one_tile_each(gl.cdiv(shape.seq_q, OWNED), heads, ORDER)
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     first, _, _, end = key_tiles(
-        block * OWNED, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED
+        block * OWNED, shape.left, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED
     )
     return block * OWNED, batch, head, first, end
 
@@ -75,7 +75,8 @@ def consumer(
         q, k = queries.tile(WARPGROUP), keys.consumer_wait(n)
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         keys.consumer_release(n)
-        s = apply_mask(s, start_q, i * WALKED, shape.right, shape.seq_kv, float("-inf"))
+        start_kv = i * WALKED
+        s = apply_mask(s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = gl.exp2(s * scale_log2 - finite[:, None])
@@ -101,14 +102,14 @@ def consumer(
     store_global(o, acc, o_strides, batch, head, start_q, shape.seq_q, head_dim)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "right"])
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "left", "right"])
 def flashattn_hopper_fwd_fp32(
-    q, k, v, o, lse, o_strides, heads, group, seq_q, seq_kv, right, scale_log2, head_dim,
+    q, k, v, o, lse, o_strides, heads, group, seq_q, seq_kv, left, right, scale_log2, head_dim,
     BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of bf16 terms."""
     STAGES: gl.constexpr = stages(BLOCK_D, TERMS)
-    shape = Shape(group, seq_q, seq_kv, right)
+    shape = Shape(group, seq_q, seq_kv, left, right)
     queries = new_pipeline(q, GROUPS, 1, TERMS)
     keys = new_pipeline(k, STAGES, GROUPS, TERMS)
     values = new_pipeline(v, STAGES, GROUPS, TERMS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.compiler import ASTSource
@@ -37,6 +37,7 @@ from flashattn.plan.tile import (
 )
 
 FP32 = 4  # bytes
+WINDOW_D = 128, 256  # of kernels that are compiled in a window, too
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -52,7 +53,7 @@ class HopperVariant:
         causal: whether scores are masked.
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "gqa_split", where query heads are split.
+            "gqa_split", where query heads are split; of any "window", which a left bound masks.
     """
 
     kernel: str
@@ -156,7 +157,7 @@ class HopperVariant:
 
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
-    modes = {"tile_counter": "dynamic"}
+    modes = {"tile_counter": "dynamic", "left": "window"}
     if "gqa_splits" in function.arg_names:
         modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
     absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
@@ -198,7 +199,7 @@ def _source(
 
 
 def variants() -> list[HopperVariant]:
-    """Return the kernels with every config of the tables."""
+    """Return the kernels with every config of the tables, and one of each kernel in a window."""
     found = [
         *(
             HopperVariant("hopper_fwd", d, config, causal, mode)
@@ -232,4 +233,6 @@ def variants() -> list[HopperVariant]:
             for mode in ("", "split", "tf32", "split tf32")
         ),
     ]
-    return list(dict.fromkeys(found))
+    causal = [x for x in found if x.causal and not x.mode and x.head_dim in WINDOW_D]
+    windows = {x.kernel: replace(x, mode="window") for x in reversed(causal)}
+    return list(dict.fromkeys([*found, *windows.values()]))

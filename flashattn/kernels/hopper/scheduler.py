@@ -18,22 +18,26 @@ LINEAR, ASCENDING, DESCENDING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 class Shape:
     """The problem, as every role needs it.
 
-    A group is the query heads of a key head, or its part of a GQA split. Query t sees keys up to
-    t + right, or all if right is None.
+    A group is the query heads of a key head, or its part of a GQA split. Query t sees keys from
+    t - left to t + right; None is no bound, and ``masked`` is whether there is one.
     """
 
     group: gl.tensor
     seq_q: gl.tensor
     seq_kv: gl.tensor
+    left: gl.tensor | gl.constexpr
     right: gl.tensor | gl.constexpr
+    masked: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, group, seq_q, seq_kv, right):
+    def __init__(self, group, seq_q, seq_kv, left, right):
         """Store the fields."""
         self.group = group
         self.seq_q = seq_q
         self.seq_kv = seq_kv
+        self.left = gl.constexpr(None) if left is None else left
         self.right = gl.constexpr(None) if right is None else right
+        self.masked = gl.constexpr(left is not None or right is not None)
 
 
 @aggregate

@@ -47,7 +47,8 @@ def forward(
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    group, last, scale_log2 = heads // kv_heads, options.right, options.scale * LOG2E.value
+    group, scale_log2 = heads // kv_heads, options.scale * LOG2E.value
+    left, right = options.left, options.right
     tile = plan.tile
     if isinstance(tile, HopperFp32Tile):
         steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
@@ -55,7 +56,10 @@ def forward(
             flashattn_hopper_fwd_fp32,
             plan.programs,
             [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
-            (q.like().strides[:3], heads, group, seq_q, seq_kv, last, scale_log2, head_dim),
+            (
+                *(q.like().strides[:3], heads, group, seq_q, seq_kv, left, right),
+                *(scale_log2, head_dim),
+            ),
             forward_fp32_constants(head_dim, terms=plan.terms),
         )
         return [*steps, Step(launch, (*names, "o", "lse"))]
@@ -68,7 +72,7 @@ def forward(
         [queries, keys, keys, queries, None, None],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
-            *(seq_q, seq_kv, last, scale_log2),
+            *(seq_q, seq_kv, left, right, scale_log2),
         ),
         forward_constants(tile, head_dim, dynamic=dynamic),
     )
@@ -161,7 +165,7 @@ def _one_pass(
             *(blocks * batch * owners, blocks, owners, *splits),
             *(tile.section, programs if rotates else 1, tile.stagger),
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
-            *(heads // owners, seq_q, seq_kv, options.right),
+            *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *(options.scale, options.scale * LOG2E.value),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
@@ -197,7 +201,7 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
         [None, None],
         (
             *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
-            *(seq_q, k.shape[2], options.right, options.scale),
+            *(seq_q, k.shape[2], options.left, options.right, options.scale),
         ),
         postprocess_constants(head_dim),
     )
@@ -227,7 +231,7 @@ def _d256_dkdv(
         [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
         (
             *(blocks * batch * owners, blocks, owners, *splits, tile.section),
-            *(heads // owners, seq_q, seq_kv, options.right),
+            *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *(options.scale, options.scale * LOG2E.value),
         ),
         d256_constants(head_dim),
@@ -247,7 +251,7 @@ def _d256_dq(
         [*[rows] * 4, None, None, rows],
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
-            *(seq_q, seq_kv, padded_rows(seq_q), options.right),
+            *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
             *(options.scale, options.scale * LOG2E.value),
         ),
         d256_constants(head_dim),
@@ -276,8 +280,8 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
         [*loads, *[None] * (2 + len(grads))],
         (
             *(strides for _, strides in grads),
-            *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q), options.right, batch),
-            one.splits[0].length,
+            *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q)),
+            *(options.left, options.right, batch, one.splits[0].length),
             *(options.scale, options.scale * LOG2E.value, head_dim),
         ),
         fp32_constants(split=one.splits[0].num > 1, terms=one.terms),

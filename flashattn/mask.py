@@ -133,10 +133,12 @@ class Mask:
         return self.left, None if self.right == 0 else self.right
 
     def over(self, seq_q: int, seq_kv: int) -> Band:
-        """Lay the mask over T queries and S keys."""
+        """Lay the mask over T queries and S keys; a bound that hides nothing is none."""
         shift = seq_kv - seq_q if self.corner == "bottom_right" else 0
         left = None if self.left is None else self.left - shift
         right = None if self.right is None else self.right + shift
+        left = None if left is not None and left >= seq_q - 1 else left  # what hides nothing
+        right = None if right is not None and right >= seq_kv else right
         return Band(seq_q, seq_kv, left, right)
 
 

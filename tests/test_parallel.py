@@ -114,7 +114,9 @@ def test_where_workers_start(tmp_path, arguments, options, wanted):
     """They start for folders of tests, unless few tests or one process are asked for."""
     for folder in ("tests/mutants", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
-    option = SimpleNamespace(**{"numprocesses": None, "dist": "no"} | options)
+    option = SimpleNamespace(
+        **{"numprocesses": None, "dist": "no", "maxschedchunk": None} | options
+    )
     config = SimpleNamespace(
         option=option,
         args=arguments,
@@ -125,7 +127,7 @@ def test_where_workers_start(tmp_path, arguments, options, wanted):
     )
     parallel.pytest_cmdline_main(config)
     assert option.numprocesses == wanted
-    assert (option.dist == "worksteal") == bool(wanted)
+    assert (option.dist == "load") == bool(wanted)
 
 
 @pytest.mark.parametrize(

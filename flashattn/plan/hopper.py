@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 
-from flashattn.mask import UNBOUNDED
 from flashattn.plan import portable
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
@@ -60,7 +59,7 @@ def pays(problem: Problem, gpu: Gpu) -> bool:
         )
         for size in sizes
     )
-    causal = (problem.band.left, problem.band.right) != UNBOUNDED
+    causal = problem.band.left is not None or problem.band.right is not None
     either = forward_pays(q, k, gpu, causal=causal), backward_pays(q, k, gpu, causal=causal)
     return any(pays for pays, _ in either)
 

@@ -38,12 +38,17 @@ def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | 
         return "hopper needs a GPU of compute capability 9.0, an H100 or H200"
     if dtype == torch.float64:
         return "hopper takes fp16, bf16 and fp32; tiled and reference take fp64"
-    if dtype == torch.float32 and head_dim not in hopper.FP32_HEAD_DIMS:
+    if dtype == torch.float32 and not _within(head_dim, hopper.FP32_HEAD_DIMS):
         return "hopper takes fp32 with head dimensions 33 to 128; triton takes others, too"
-    if head_dim not in hopper.HEAD_DIMS:
+    if not _within(head_dim, hopper.HEAD_DIMS):
         least, most = hopper.HEAD_DIMS[0], hopper.HEAD_DIMS[-1]
         return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
     return None
+
+
+def _within(head_dim: int, allowed: range) -> bool:
+    """Return whether a head dimension is allowed; ``in`` does not take a compiler's symbols."""
+    return allowed[0] <= head_dim <= allowed[-1]
 
 
 def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:

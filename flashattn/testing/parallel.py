@@ -19,7 +19,7 @@ import torch
 
 MOST_WORKERS = 16
 GPU_BYTES = 8 * 2**30  # of GPU memory for each worker: its context, kernels and ordinary tests
-CHUNK = 16  # neighbours that a worker is given together: they share fixtures and compiled kernels
+CHUNK = 16  # tests that a worker is given at most: neighbours share fixtures and compiled kernels
 CACHED_BYTES = 2**30  # that a worker may keep between tests
 ONE_PROCESS = ("usepdb", "collectonly", "lf", "stepwise")
 LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -40,7 +40,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses is None and option.dist == "no" and _folders(config):
         option.numprocesses = "auto"
     if option.numprocesses:
-        option.dist = "worksteal" if option.dist == "no" else option.dist
+        option.dist = "load" if option.dist == "no" else option.dist
+        option.maxschedchunk = option.maxschedchunk or CHUNK
         option.benchmark_disable = True  # else pytest-benchmark warns that workers disable it
 
 
@@ -86,17 +87,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each worker its share of properties, then of the others, and what runs alone last.
+    """Put properties, which take long, first, and what runs alone last: then few wait for it.
 
-    Properties take long, so they begin first and are dealt one by one. pytest-xdist gives each
-    worker an equal part of the list, and a worker that has done its part takes of another's.
+    Neighbours among the properties take as long as one another, so they are dealt apart.
     """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.sort(key=lambda item: (_alone(item), not _drawn(item)))
-    drawn = sum(_drawn(item) and not _alone(item) for item in items)
-    runs = [[item] for item in items[:drawn]]
-    runs += [items[i : i + CHUNK] for i in range(drawn, len(items), CHUNK)]
-    items[:] = [item for i in range(workers) for run in runs[i::workers] for item in run]
+    drawn = items[: sum(_drawn(item) and not _alone(item) for item in items)]
+    items[: len(drawn)] = [item for i in range(CHUNK) for item in drawn[i::CHUNK]]
 
 
 def _drawn(item: pytest.Item) -> bool:

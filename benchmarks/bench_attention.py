@@ -90,7 +90,7 @@ def bench_pass(device_benchmark, case, problem, facts, device, left_out, interpr
     ground = allocated_bytes(device)
     inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
     grad_o, _ = make_grads(problem, device=device)
-    forward = partial(impl, *inputs, **problem.mask_options, scale=problem.head_dim**-0.5)
+    forward = partial(impl, *inputs, **problem.keywords, scale=problem.head_dim**-0.5)
     facts["held_bytes"], (o, _) = held_bytes(forward, without=inputs)
     if interpreted(impl):
         left_out(f"{impl.name} is interpreted: its bytes are real, its time is no speed")

@@ -142,7 +142,7 @@ def bench_forward(device_benchmark, impl, problem, device, admitted, check):
     """Time the forward pass without gradients."""
     admitted("forward")
     q, k, v = make_inputs(problem, device=device)
-    forward = partial(impl, q, k, v, **problem.mask_options, scale=problem.head_dim**-0.5)
+    forward = partial(impl, q, k, v, **problem.keywords, scale=problem.head_dim**-0.5)
     o, lse = forward()
     check(o=o, lse=lse)
     device_benchmark.time(forward)
@@ -163,9 +163,7 @@ class Graph:
         self.grad_o, _ = make_grads(problem, device=device)
         # Compiled code reuses the buffers of the graph, so each call needs a new graph.
         self.keep = not impl.compiles
-        self._call = partial(
-            impl, *self.inputs, **problem.mask_options, scale=problem.head_dim**-0.5
-        )
+        self._call = partial(impl, *self.inputs, **problem.keywords, scale=problem.head_dim**-0.5)
 
     def forward(self):
         """Return o as a tuple of arguments for ``backward``."""

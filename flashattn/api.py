@@ -27,13 +27,13 @@ FASTEST_FIRST = {
     "meta": ("reference",),
 }
 FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
+OURS = (*registry.ASKED, "return_lse", "impl", "precision", "deterministic")
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
     "attn_mask": "the only masks are those of causal and window",
     "dropout_p": "there is no dropout",
     "enable_gqa": "k and v may have fewer heads than q without it",
     "precision": "PyTorch's settings say how it multiplies",
-    "softcap": "scores are scaled and masked, no more",
     "softmax_scale": "use scale",
     "window_size": "use window",
 }
@@ -46,6 +46,7 @@ def attention(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
@@ -71,6 +72,8 @@ def attention(
         window: (left, right), how many keys before and after its own position a query sees, both
             inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
             right = 0. Query t has position t, with ``causal="bottom_right"`` t + S - T.
+        softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
+            None is none.
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
@@ -102,10 +105,8 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    key = (
-        _key(q, k, v, causal, window, scale, return_lse, impl, precision, deterministic, options)
-        if dispatch_is_trivial(q, k, v)
-        else None
+    key = _key(
+        q, k, v, causal, window, softcap, scale, return_lse, impl, precision, deterministic, options
     )
     try:
         attend = _PLANS[key] if key is not None else None
@@ -114,8 +115,9 @@ def attention(
     if attend is None:
         dtype = _autocast_dtype(q)
         if dtype is not None:
-            options |= {"causal": causal, "window": window, "scale": scale, "impl": impl}
+            options |= {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
             options |= {
+                "impl": impl,
                 "return_lse": return_lse,
                 "precision": precision,
                 "deterministic": deterministic,
@@ -127,7 +129,7 @@ def attention(
         # An implementation's own defaults are these, too.
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
-        attend = _prepare(q, k, v, causal, window, scale, return_lse, impl, options)
+        attend = _prepare(q, k, v, causal, window, softcap, scale, return_lse, impl, options)
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
@@ -143,6 +145,7 @@ def explain(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
     impl: str = "auto",
     precision: str = "auto",
@@ -161,6 +164,7 @@ def explain(
         v: likewise.
         causal: likewise.
         window: likewise.
+        softcap: likewise.
         scale: likewise.
         impl: "triton", "hopper", or "auto", for each pass the faster one.
         precision: likewise.
@@ -171,7 +175,7 @@ def explain(
     Raises:
         ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
     """
-    problem = Problem.of(q, k, v, causal=causal, window=window)
+    problem = Problem.of(q, k, v, causal=causal, window=window, softcap=softcap)
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
         if gpu is not None:
@@ -203,6 +207,7 @@ def _key(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
+    softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001 - by position costs less
     impl: str,
@@ -210,7 +215,9 @@ def _key(
     deterministic: bool,  # noqa: FBT001
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
-    """Return all that a plan depends on, or None where that has no name."""
+    """Return all that a plan depends on, or None where that has no name or an operator is due."""
+    if not dispatch_is_trivial(q, k, v):
+        return None
     named: tuple[object, ...] = ()
     if options:
         kinds = tuple(map(type, options.values()))
@@ -223,7 +230,8 @@ def _key(
         return (
             signature(q, k, v),
             q.requires_grad or k.requires_grad or v.requires_grad,
-            causal, scale, type(scale), return_lse, precision, deterministic, named,
+            causal, softcap, type(softcap), scale, type(scale), return_lse, precision,
+            deterministic, named,
             impl if impl == "auto" else registry.get(impl),
             _deterministic(),
             q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
@@ -238,18 +246,19 @@ def _prepare(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
+    softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001
     impl: str,
     options: dict[str, Any],
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
-    problem = Problem.of(q, k, v, causal=causal, window=window)
+    problem = Problem.of(q, k, v, causal=causal, window=window, softcap=softcap)
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
     scale = check_scale(scale, q.shape[-1])
-    how = {**problem.mask_options, "scale": scale, **fastest, **taken}
+    how = {**problem.keywords, "scale": scale, **fastest, **taken}
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
@@ -271,8 +280,7 @@ def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
         return True
     if name == "deterministic" or (auto and name == "precision"):
         return False
-    ours = ("causal", "window", "scale", "return_lse", "impl", "precision", "deterministic")
-    near = get_close_matches(name, [*ours, *impl.options], n=1)
+    near = get_close_matches(name, [*OURS, *impl.options], n=1)
     own = ", ".join(sorted(impl.options)) or "none"
     instead = f"use {near[0]}" if near else f"its own options are {own}"
     msg = f'{name}: no argument of attention(impl="{impl.name}"); {INSTEAD.get(name, instead)}'

@@ -14,7 +14,7 @@ from flashattn.problem import Problem
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
-    """The contract, clause by clause; all is claimed by default but the logsumexp and windows.
+    """The contract, clause by clause; by default all but the logsumexp, windows and caps.
 
     Args:
         lse: it returns (o, lse), both differentiable.
@@ -22,6 +22,7 @@ class Claims:
         strict: it takes unusual values, strides and scales, too.
         bottom_right: it aligns causal masks at the bottom right.
         windows: it takes ``window=(left, right)``, as ``attention`` does.
+        softcap: it takes ``softcap=``, as ``attention`` does.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
@@ -36,6 +37,7 @@ class Claims:
     strict: bool = True
     bottom_right: bool = True
     windows: bool = False
+    softcap: bool = False
     grouped: bool = True
     empty: bool = True
     fully_masked_rows: bool = True
@@ -50,6 +52,7 @@ class Claims:
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,
             "takes no sliding windows": problem.window != UNBOUNDED and not self.windows,
+            "takes no softcap": problem.softcap is not None and not self.softcap,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": _is_empty(problem) and not self.empty,
             "claims nothing for queries that see no key": problem.fully_masked_rows > 0
@@ -72,6 +75,8 @@ class Claims:
             changes["causal"] = "top_left"
         if not self.windows:
             changes["window"] = UNBOUNDED
+        if not self.softcap:
+            changes["softcap"] = None
         if not self.grouped:
             changes["kv_heads"] = problem.heads
         if not self.empty:

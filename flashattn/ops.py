@@ -18,7 +18,7 @@ import torch
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.plan import hopper, support
+from flashattn.plan import support
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Family, Options
 from flashattn.problem import ALIGNMENT, Problem, check_scale
@@ -64,12 +64,6 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     return support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
 
 
-def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Return the options with which a Hopper kernel is the fastest, of either pass, or None."""
-    pays = hopper.pays(problem, gpu_of(device))
-    return {"family": "auto"} if pays else None
-
-
 @cache
 def _execute() -> ModuleType:
     """Return the module that launches; it imports Triton."""
@@ -82,14 +76,14 @@ def _execute() -> ModuleType:
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, SymInt? left, SymInt? right, float scale, str precision,"
-    " str family, bool deterministic) -> (Tensor o, Tensor lse)",
+    "forward(Tensor q, Tensor k, Tensor v, SymInt? left, SymInt? right, float scale,"
+    " float? softcap, str precision, str family, bool deterministic) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? left, SymInt? right, float scale, str precision, str family, bool deterministic)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    " SymInt? left, SymInt? right, float scale, float? softcap, str precision, str family,"
+    " bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward = torch.ops.flashattn.forward.default
@@ -103,12 +97,13 @@ def _launch_forward(
     left: int | None,
     right: int | None,
     scale: float,
+    softcap: float | None,
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> Outputs:
     options = Options(
-        right, scale, input_precision(precision, q.dtype), family, deterministic, left
+        right, scale, input_precision(precision, q.dtype), family, deterministic, left, softcap
     )
     attend: Attend = _execute().prepare_forward(q, k, v, options)
     return attend(q, k, v)
@@ -125,12 +120,13 @@ def _launch_backward(
     left: int | None,
     right: int | None,
     scale: float,
+    softcap: float | None,
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001
 ) -> Gradients:
     options = Options(
-        right, scale, input_precision(precision, q.dtype), family, deterministic, left
+        right, scale, input_precision(precision, q.dtype), family, deterministic, left, softcap
     )
     prepared: Differentiate = _execute().prepare_backward(
         (grad_o, grad_lse), (q, k, v, o, lse), options
@@ -217,9 +213,9 @@ class _Prepared:
         )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:
-            left, right, scale, precision, family, deterministic = self.options
+            left, right, scale, softcap, precision, family, deterministic = self.options
             precision = input_precision(precision, q.dtype)
-            options = Options(right, scale, precision, family, deterministic, left)
+            options = Options(right, scale, precision, family, deterministic, left, softcap)
             plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
@@ -329,6 +325,7 @@ def prepare(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
@@ -345,6 +342,7 @@ def prepare(
         v: [B, G, S, D].
         causal: see ``attention``.
         window: see ``attention``.
+        softcap: see ``attention``.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
@@ -359,11 +357,11 @@ def prepare(
         check_scale(scale, q.shape[3]),
     )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    given = band.left, band.right, scale, precision, family, deterministic
+    given = band.left, band.right, scale, softcap, precision, family, deterministic
     if not dispatch_is_trivial(q, k, v):
         return lambda q, k, v: _forward(q, k, v, *given)
     precision = input_precision(precision, q.dtype)
-    options = Options(band.right, scale, precision, family, deterministic, band.left)
+    options = Options(band.right, scale, precision, family, deterministic, band.left, softcap)
     return _Prepared(_execute().prepare_forward(q, k, v, options), given)
 
 
@@ -392,7 +390,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
         last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
-        ctx.options = None, last, check_scale(None, q.shape[2]), "auto", "triton", True
+        ctx.options = None, last, check_scale(None, q.shape[2]), None, "auto", "triton", True
         return o
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What is asked: the shapes, mask and dtype of one attention, checked, with its exact costs.
+"""What is asked: shapes, mask, scores and dtype of one attention, checked, with its exact costs.
 
 The legend, used everywhere in this package: ``B`` batch, ``H`` query heads, ``G`` key/value heads,
 ``T`` queries, ``S`` keys, ``D`` head dimension. q is ``[B, H, T, D]``, k and v ``[B, G, S, D]``,
@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
+from flashattn.score import check_softcap
 
 ALIGNMENT = 16  # bytes: what is loaded at once depends on an address no further
 
@@ -36,10 +37,12 @@ class Problem:
         head_dim: D.
         causal: False, "top_left" (or True) or "bottom_right".
         window: (left, right), see ``Mask.of``; of a causal mask only ``left`` is kept.
+        softcap: bound on the scores, see ``score``; None is none.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
-        ValueError: a size is negative, G does not divide H, or causal, window or dtype is wrong.
+        ValueError: a size is negative, G does not divide H, or causal, window, softcap or dtype is
+            wrong.
     """
 
     batch: int = 1
@@ -50,6 +53,7 @@ class Problem:
     head_dim: int = 64
     causal: Causal = False
     window: Window = UNBOUNDED
+    softcap: float | None = None
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class Problem:
         mask = self.mask
         object.__setattr__(self, "causal", mask.causal)
         object.__setattr__(self, "window", mask.window)
+        object.__setattr__(self, "softcap", check_softcap(self.softcap))
 
     @classmethod
     def of(
@@ -80,6 +85,7 @@ class Problem:
         *,
         causal: Causal = False,
         window: Window = UNBOUNDED,
+        softcap: float | None = None,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
 
@@ -89,6 +95,7 @@ class Problem:
             v: like k.
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
+            softcap: see ``score.check_softcap``.
 
         Raises:
             ValueError: names the argument that does not fit, what was wanted and what came.
@@ -111,6 +118,7 @@ class Problem:
             head_dim=head_dim,
             causal=causal,
             window=window,
+            softcap=softcap,
             dtype=str(q.dtype).removeprefix("torch."),
         )
 
@@ -119,7 +127,8 @@ class Problem:
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}"
+        cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{cap}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -130,11 +139,11 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            f" -window70+0), got {name!r}"
+            f" -window70+0, then -cap50), got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
-            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-(.+)",
+            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)(?:-cap(.+))?",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -142,10 +151,17 @@ class Problem:
             raise wrong
         try:
             mask = Mask.parse(found[8])
+            softcap = check_softcap(None if found[9] is None else float(found[9]))
         except ValueError:
             raise wrong from None
         sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
-        problem = cls(**sizes, causal=mask.causal, window=mask.window, dtype=dtypes[found[1]])
+        problem = cls(
+            **sizes,
+            causal=mask.causal,
+            window=mask.window,
+            softcap=softcap,
+            dtype=dtypes[found[1]],
+        )
         if str(problem) != name:
             raise wrong
         return problem
@@ -161,11 +177,13 @@ class Problem:
         return Mask.of(self.causal, self.window)
 
     @property
-    def mask_options(self) -> dict[str, Any]:
-        """What an implementation is called with: ``causal``, and ``window`` where there is one."""
-        return {"causal": self.causal} | (
-            {} if self.window == UNBOUNDED else {"window": self.window}
-        )
+    def keywords(self) -> dict[str, Any]:
+        """What an implementation is called with: ``causal``, and what else is asked for."""
+        asked = {
+            "window": None if self.window == UNBOUNDED else self.window,
+            "softcap": self.softcap,
+        }
+        return {"causal": self.causal} | {name: x for name, x in asked.items() if x is not None}
 
     @property
     def band(self) -> Band:

@@ -1,19 +1,26 @@
 """The definition: softmax(scale * q @ k.T + mask) @ v, in the shortest PyTorch that reads as it.
 
-Every other implementation is judged by this one, so it shares no code with them but the definition
-of a mask. It runs in any
-floating dtype on any device and is differentiable to any order; it holds the whole score matrix.
+Every other implementation is judged by this one, so it shares no code with them but the definitions
+of masks and scores. It runs in any floating dtype on any device and is differentiable to any order;
+it holds the whole score matrix.
 """
 
 from __future__ import annotations
 
 import torch
 
+from flashattn import score
 from flashattn.mask import Mask
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention and its natural-log logsumexp as written on paper.
 
@@ -23,6 +30,7 @@ def reference_attention(
         v: [B, G, S, D].
         mask: which keys a query sees.
         scale: factor on the scores.
+        softcap: bound on the scores; None is none.
 
     Returns:
         o [B, H, T, D] and lse [B, H, T], both in q's dtype. A query that sees no key has o = 0 and
@@ -32,7 +40,7 @@ def reference_attention(
     """
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q @ k.mT) * scale  # [B, H, T, S]
+    scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
     rows = torch.arange(q.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None, :]
     seen = mask.over(q.shape[2], k.shape[2]).sees(rows, keys).expand(scores.shape[-2:])  # [T, S]

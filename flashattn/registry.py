@@ -35,6 +35,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]
 
 ENTRY_POINTS = "flashattn.impls"
+ASKED = frozenset({"causal", "window", "softcap", "scale"})  # of all, and no one's own options
 
 
 def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -50,7 +51,8 @@ class Impl(Claims):
         name: what ``get`` and ``attention(impl=...)`` know it by.
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
-            there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``.
+            there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
+            likewise ``softcap=``, a float.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
@@ -125,7 +127,7 @@ def _options(call: Callable[..., Any]) -> frozenset[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(parameter.name for parameter in parameters) - {"causal", "window", "scale"}
+    return frozenset(parameter.name for parameter in parameters) - ASKED
 
 
 def _pair(result: Output) -> Pair:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashattn import score
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
 
@@ -37,10 +38,16 @@ def _visited(tiles: list[slice], run: Tiles) -> Iterator[tuple[slice, bool]]:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, scale: float, band: Band | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: slice,
+    keys: slice,
+    scale: float,
+    softcap: float | None,
+    band: Band | None,
 ) -> torch.Tensor:
     """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None."""
-    s = (_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT) * scale
+    s = score.scores(_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT, scale, softcap)
     if band is None:
         return s
     t, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
@@ -48,7 +55,13 @@ def _scores(
 
 
 def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run algorithm 1.
 
@@ -58,6 +71,7 @@ def tiled_forward(
         v: like k.
         mask: which keys a query sees.
         scale: factor on the scores.
+        softcap: bound on the scores; None is none.
 
     Returns:
         o like q, and lse [..., T] in fp32 (fp64 for fp64 inputs).
@@ -70,7 +84,7 @@ def tiled_forward(
         m = torch.full_like(acc[..., :1], -torch.inf)
         l = torch.zeros_like(m)
         for keys, masked in _visited(tiles, band.key_tiles(rows.start, rows.stop, BLOCK_KV)):
-            s = _scores(q, k, rows, keys, scale, band if masked else None)
+            s = _scores(q, k, rows, keys, scale, softcap, band if masked else None)
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
             finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
             alpha, p = (m - finite).exp(), (s - finite).exp()
@@ -88,6 +102,7 @@ def tiled_backward(
     *,
     mask: Mask,
     scale: float,
+    softcap: float | None = None,
 ) -> Gradients:
     """Run algorithm 2.
 
@@ -96,6 +111,7 @@ def tiled_backward(
         saved: q, k, v, o, lse as ``tiled_forward`` took and returned them.
         mask: as forward.
         scale: as forward.
+        softcap: as forward.
 
     Returns:
         The gradients of q, k and v, in their dtypes.
@@ -110,11 +126,13 @@ def tiled_backward(
     band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(q.shape[-2], BLOCK_Q)
     for keys in _tiles(k.shape[-2], BLOCK_KV):
         for rows, masked in _visited(tiles, band.query_tiles(keys.start, keys.stop, BLOCK_Q)):
-            s = _scores(q, k, rows, keys, scale, band if masked else None)
+            s = _scores(q, k, rows, keys, scale, softcap, band if masked else None)
             row_lse = lse[..., rows, None]  # where it is -inf, all keys are masked, and p is 0
             p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()
             do = _wide(grad_o[..., rows, :])
             ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None]) * scale
+            if softcap is not None:  # where a score is masked its p is 0, and its slope is not
+                ds = ds * score.slope(s.masked_fill(s == -torch.inf, 0), softcap)
             dv[..., keys, :] += p.mT @ do
             dk[..., keys, :] += ds.mT @ _wide(q[..., rows, :])
             dq[..., rows, :] += ds @ _wide(k[..., keys, :])
@@ -129,11 +147,12 @@ class _TiledGradients(torch.autograd.Function):
         _: Any,
         mask: Mask,
         scale: float,
+        softcap: float | None,
         grad_o: torch.Tensor,
         grad_lse: torch.Tensor | None,
         *saved: torch.Tensor,
     ) -> Gradients:
-        return tiled_backward((grad_o, grad_lse), saved, mask=mask, scale=scale)
+        return tiled_backward((grad_o, grad_lse), saved, mask=mask, scale=scale, softcap=softcap)
 
     @staticmethod
     def backward(*_: object) -> None:
@@ -146,14 +165,19 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            return tiled_forward(q, k, v, mask=mask, scale=scale)
+            return tiled_forward(q, k, v, mask=mask, scale=scale, softcap=softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.mask, ctx.scale = inputs
+        *tensors, ctx.mask, ctx.scale, ctx.softcap = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
@@ -163,17 +187,18 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        return *_TiledGradients.apply(ctx.mask, ctx.scale, grad_o, grad_lse, *saved), None, None
+        how = ctx.mask, ctx.scale, ctx.softcap
+        return *_TiledGradients.apply(*how, grad_o, grad_lse, *saved), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         """Make the mapped dimension one more leading dimension."""
-        *tensors, mask, scale = inputs
+        *tensors, mask, scale, softcap = inputs
         mapped = (
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(tensors, in_dims, strict=False)
         )
-        return _Tiled.apply(*mapped, mask, scale), (0, 0)
+        return _Tiled.apply(*mapped, mask, scale, softcap), (0, 0)
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
@@ -200,7 +225,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if q.ndim == 3:  # noqa: PLR2004 - (batch, N, d); with more, the caller has checked
             Problem.of(q, k, v, causal=is_causal)
-        inputs = q, k, v, Mask.of(is_causal), check_scale(scale, q.shape[-1])
+        inputs = q, k, v, Mask.of(is_causal), check_scale(scale, q.shape[-1]), None
         o, lse = _Tiled.forward(*inputs)
         _Tiled.setup_context(ctx, inputs, (o, lse))
         return (o, lse) if return_lse else o
@@ -211,7 +236,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         grad_o: torch.Tensor | None,
         grad_lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        return *_Tiled.backward(ctx, grad_o, grad_lse), None
+        return _Tiled.backward(ctx, grad_o, grad_lse)
 
 
 def tiled_attention(
@@ -221,6 +246,7 @@ def tiled_attention(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with grouped heads; the caller has checked the arguments.
@@ -231,6 +257,7 @@ def tiled_attention(
         v: [B, G, S, D].
         causal: see ``attention``.
         window: see ``attention``.
+        softcap: see ``attention``.
         scale: see ``attention``.
 
     Returns:
@@ -241,5 +268,5 @@ def tiled_attention(
     """
     grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
-    o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale)
+    o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
     return o.flatten(1, 2), lse.flatten(1, 2)

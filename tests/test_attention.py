@@ -177,6 +177,45 @@ def test_windows_under_transforms(name, device):
         assert call(*(x.to("meta") for x in (q, k, v))).shape == wanted.shape
 
 
+CAPPED = {"softcap": 0.5, "causal": True, "return_lse": True}
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+def test_softcap(name, device):
+    """A score is softcap * tanh(score / softcap): written out, for one query that sees two keys."""
+    q, k, v = tensors(device)
+    o, lse = attention(q, k, v, **CAPPED, impl=name)
+    s = (q[:, :, 1:2] @ k[:, :, :2].mT) * q.shape[-1] ** -0.5
+    s = 0.5 * torch.tanh(s / 0.5)
+    torch.testing.assert_close(lse[:, :, 1], s.logsumexp(-1)[:, :, 0])
+    torch.testing.assert_close(o[:, :, 1], (s.softmax(-1) @ v[:, :, :2])[:, :, 0])
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+def test_softcap_under_transforms(name, device):
+    """Compiled, mapped, cast and differentiated attention has its softcap, after one without."""
+    q, k, v = tensors(device)
+    how = {name: x for name, x in CAPPED.items() if name != "return_lse"}
+    assert not torch.equal(attention(q, k, v, causal=True, impl=name), attention(q, k, v, **how))
+
+    def call(q, k, v):
+        return attention(q, k, v, **how, impl=name)
+
+    wanted = call(q, k, v)
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), wanted)
+    mapped = torch.vmap(call, in_dims=(0, None, None))(torch.stack([q, 2 * q]), k, v)
+    torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v)]))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert torch.equal(call(q, k, v), call(*(x.bfloat16() for x in (q, k, v))))
+    q.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        (dq,) = torch.autograd.grad(call(q, k, v).sum(), q)  # by other addresses
+    exact = attention(q.double(), k.double(), v.double(), **how, impl="reference")
+    torch.testing.assert_close(dq, torch.autograd.grad(exact.sum(), q)[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
 def test_bad_windows(name, device):
     """They are refused by whomever is asked, after a good one that is equal, too."""
@@ -298,6 +337,9 @@ def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
 BAD = {
     "scale: wanted a finite number": [float("nan"), True, torch.ones(1)],
     'causal: wanted False, True, "top_left" or "bottom_right"': ["left", [], None],
+    "softcap: wanted a number from 1e-06 to 1000000 or None": [
+        *(0, 0.0, -1.0, True, "50", 1e7, 1e-7, torch.nan, torch.inf, torch.ones(1)),
+    ],
     "precision: wanted one of auto, bf16x6": ["fp8", True, None, ["auto"], torch.ones(1)],
     "deterministic: wanted one of False, True": ["no", 2, None, [True], torch.ones(1)],
 }

@@ -134,7 +134,7 @@ def test_every_tile(case, device):
     """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
     asked = sample(case, device)
     scale = case.head_dim**-0.5
-    assert_accurate(partial(get("triton"), **case.problem.mask_options, scale=scale), asked)
+    assert_accurate(partial(get("triton"), **case.problem.keywords, scale=scale), asked)
 
 
 @pytest.mark.parametrize("gpu", [CARDS["A100"], CARDS["H200"]], ids=["A100", "H200"])

@@ -30,6 +30,8 @@ CASES = [
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="top_left"),  # a plateau of full rows
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right"),  # 80 rows see no key
     Problem(seq_q=96, seq_kv=32, head_dim=16, causal="bottom_right"),  # ... whole tiles of them
+    Problem(seq_q=70, head_dim=16, causal=True, softcap=0.7),  # most scores are capped
+    Problem(seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), softcap=5),
     Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
     Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
     Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
@@ -107,7 +109,7 @@ def verify(impl, device, problem, **how):
         **how,
     )
     scale = check_scale(sample.scale, problem.head_dim)
-    call = partial(impl, **problem.mask_options, scale=scale)
+    call = partial(impl, **problem.keywords, scale=scale)
     try:
         assert_accurate(call, sample, guarded=not impl.compiles)
     except AssertionError as error:

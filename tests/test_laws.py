@@ -48,7 +48,7 @@ def alive(case):
     return seen(case).any(-1).double()
 
 
-@law(values="grid")
+@law(asked={"softcaps": (None,)}, values="grid")
 def test_shifting_keys(impl, sample):
     """Adding one vector u to every key adds scale * q @ u to the logsumexp, and nothing to o."""
     u = torch.randint(-16, 17, (sample.problem.head_dim,), generator=generator(sample)) / 4
@@ -185,7 +185,7 @@ def test_a_window_of_all_keys(impl, sample):
         assert_same_bits(name, changed.got[name], x)
 
 
-@law(needs="grad")
+@law(asked={"softcaps": (None,)}, needs="grad")
 def test_score_gradients_sum_to_lse_gradients(impl, sample):
     """The gradients of a row's scores add up to that of its logsumexp: so do dk, through q."""
     result = ask(impl, sample)
@@ -289,7 +289,7 @@ def test_gradients_of_expanded_inputs_add_up(impl, sample):
     """The gradient of an input that all batches and heads share is the sum of its copies'."""
     copies = ask(impl, sample, with_inputs(*(lambda x: x[:1, :1].expand_as(x),) * 3))
     case = copies.case
-    call = partial(impl, **case.problem.mask_options, scale=case.scale)
+    call = partial(impl, **case.problem.keywords, scale=case.scale)
 
     def expanded(*shared):
         shapes = (x.shape for x in case.inputs)
@@ -328,6 +328,27 @@ def test_fully_masked_rows(impl, sample):
         assert not x.any(), name
 
 
+# In fp16 the reference would multiply its gradients by the softcap.
+@law(asked={"softcaps": (None,), "dtypes": ("float32", "bfloat16")}, needs="softcap")
+def test_a_softcap_far_above_the_scores(impl, sample):
+    """It caps nothing."""
+
+    def change(case):
+        return replace(case, problem=replace(case.problem, softcap=1e6))
+
+    assert_agree(ask(impl, sample), ask(impl, sample, change))
+
+
+@law(asked={"softcaps": (0.7, 5.0)}, needs="softcap lse", grad=False)
+def test_a_softcap_bounds_the_logsumexp(impl, sample):
+    """Of n keys with scores within the softcap it is log n, give or take the softcap."""
+    result = ask(impl, sample)
+    keys, cap = seen(result.case).sum(-1).log(), result.case.problem.softcap
+    live = keys.isfinite()
+    off = (result.got["lse"] - keys)[..., live]
+    assert (off.abs() <= cap * (1 + 1e-6) + 1e-6 * keys[live]).all()
+
+
 @law()
 def test_the_same_again(impl, sample):
     """The same sample has the same result, bit by bit."""
@@ -363,7 +384,7 @@ def test_rows_alone(impl, sample):
 
 
 @law(
-    asked={"longest": 60, "batches": (1,), "windowed": (False,)},
+    asked={"longest": 60, "batches": (1,), "windowed": (False,), "softcaps": (None,)},
     values="one_hot",
     scale=1.0,
 )

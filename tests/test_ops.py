@@ -15,7 +15,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 
 # One tile a head: what operators promise does not hang on more, and interpreted each takes time.
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=32, seq_kv=24, head_dim=16)
-OPTIONS = 0.25, "auto", "triton", True  # scale, precision, kernels, deterministic
+OPTIONS = 0.25, None, "auto", "triton", True  # scale, softcap, precision, kernels, deterministic
 
 
 def arguments(device, layout="contiguous", problem=PROBLEM):

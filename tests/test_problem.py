@@ -45,22 +45,23 @@ def test_masks_have_one_form():
     window = Problem(causal=True, window=(3, None))
     assert window == Problem(window=(3, 0)) == Problem(causal="top_left", window=[3, 9])
     assert str(window) == "fp32-b1h1-q128-d64-window3+0"
-    assert window.mask_options == {"causal": "top_left", "window": (3, None)}
+    assert window.keywords == {"causal": "top_left", "window": (3, None)}
     assert Problem(window=(None, 0)) == Problem(causal=True)
-    assert Problem(causal=True).mask_options == {"causal": "top_left"}
+    assert Problem(causal=True).keywords == {"causal": "top_left"}
+    assert Problem(softcap=2).keywords == {"causal": False, "softcap": 2.0}
 
 
 @hypothesis.given(problem=problems())
 def test_problem_of_its_own_inputs(problem):
     """The problem that made the inputs is the one they pose."""
-    assert Problem.of(*make_inputs(problem), **problem.mask_options) == problem
+    assert Problem.of(*make_inputs(problem), **problem.keywords) == problem
 
 
 def test_names_are_unique():
     """Problems that differ have names that differ."""
     base = Problem(batch=2, heads=4, kv_heads=2, seq_q=5, seq_kv=7, head_dim=8, causal=True)
     others = {"batch": 3, "heads": 6, "kv_heads": 1, "seq_q": 6, "seq_kv": 8, "head_dim": 9}
-    others |= {"causal": "bottom_right", "window": (3, None), "dtype": "float16"}
+    others |= {"causal": "bottom_right", "window": (3, None), "softcap": 50, "dtype": "float16"}
     changed = [dataclasses.replace(base, **{name: value}) for name, value in others.items()]
     assert len({str(problem) for problem in [base, *changed]}) == 1 + len(others)
 
@@ -74,6 +75,7 @@ def test_names_are_unique():
         ({"heads": 3, "kv_heads": 0}, "kv_heads: wanted a divisor of the 3 query heads, got 0"),
         ({"dtype": "int8"}, "dtype: wanted one of float64, float32, .*, got 'int8'"),
         ({"causal": "middle"}, "causal: wanted False, True"),
+        ({"softcap": 0.0}, "softcap: wanted a number from 1e-06 to 1000000 or None, got 0.0"),
         ({"window": (3, -1)}, r"window: wanted \(left, right\), each an int"),
     ],
 )
@@ -103,7 +105,7 @@ def test_names_are_read_back(problem):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding", "fp32-b1h1-q1-d1-window1+2_br"],
+    ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding", "fp32-b1h1-q1-d1-full-cap0"],
 )
 def test_names_of_no_problem(name):
     """What is no problem's name is refused, with an example of one."""

@@ -46,7 +46,7 @@ def test_runs_are_alike_bit_by_bit(device, name, dtype, head_dim, causal):
     length = 1000 if on_gpu else 70
     problem = Problem(**sizes, seq_q=length, head_dim=head_dim, causal=causal, dtype=dtype)
     case = Sample(problem=problem, device=device).draw()
-    call = partial(get(name), **problem.mask_options, scale=case.scale)
+    call = partial(get(name), **problem.keywords, scale=case.scale)
     stream = torch.cuda.Stream(device) if on_gpu else None
     first = run(call, case)
     assert set(first) == {"o", "lse", "dq", "dk", "dv"}

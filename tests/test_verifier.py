@@ -21,9 +21,7 @@ WINDOW = replace(LONG, window=(30, None))
 def outputs(problem, device):
     """Return what the reference gives: o, lse, dq, dk, dv."""
     inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
-    o, lse = registry.get("reference")(
-        *inputs, **problem.mask_options, scale=problem.head_dim**-0.5
-    )
+    o, lse = registry.get("reference")(*inputs, **problem.keywords, scale=problem.head_dim**-0.5)
     grads = torch.autograd.grad(o, inputs, make_grads(problem, device=device)[0])
     return {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 

@@ -26,6 +26,7 @@ from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
+from flashattn.kernels.portable.score import Scale
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.portable import terms_of
 from flashattn.plan.precision import TERMS, input_precision
@@ -82,6 +83,7 @@ class Variant:
         split: whether a program has only a split of the rows that it would walk over.
         precision: as ``precision.input_precision`` takes it.
         window: whether the mask has a left bound, too.
+        softcap: whether scores are capped.
     """
 
     arch: str
@@ -94,6 +96,7 @@ class Variant:
     split: bool = False
     precision: str = "auto"
     window: bool = False
+    softcap: bool = False
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -104,7 +107,7 @@ class Variant:
         loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
         bounds = ("full", "causal"), ("left", "window")
         mask = bounds[self.window][self.causal]
-        return f"{name} {mask} {loading}{' split' * self.split}{asked}"
+        return f"{name} {mask} {loading}{' split' * self.split}{' softcap' * self.softcap}{asked}"
 
     @property
     def terms(self) -> int:
@@ -225,9 +228,10 @@ def _types(variant: Variant) -> dict[str, Any]:
         "right": INT if variant.causal else None,
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
+    cap = FLOAT if variant.softcap else None
     if variant.kernel not in steps.KERNELS:
         layout: Any = ForwardLayout(strides, strides, strides, strides, columns)
-        return types | {"layout": layout, "scale": (FLOAT, None)}
+        return types | {"layout": layout, "scale": Scale(FLOAT, None, None, cap)}
     grads = steps.WRITTEN[variant.kernel]  # type: ignore[index]
     o = variant.kernel == "bwd_one_launch"
     layout = BackwardLayout._make(
@@ -241,7 +245,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         "stats": (FP32, FP32, given if o else None),
         "grads": (written,) * len(grads),
         "layout": layout,
-        "scale": (FLOAT, FLOAT),
+        "scale": Scale(FLOAT, FLOAT, None, cap),
     }
 
 
@@ -393,9 +397,15 @@ def variants() -> list[Variant | HopperVariant]:
         for variant in fixed
         if (variant.kernel, variant.arch) == ("decompose", "sm_90")
     ]
-    windowed = [
-        replace(variant, window=True)
+    dense = [
+        variant
         for variant in tiled
         if (variant.size, variant.head_dim, variant.split) == (2, 64, False)
     ]
-    return [*tiled, *columns, *fixed, *windowed, *hopper.variants()]
+    windowed = [replace(variant, window=True) for variant in dense]
+    capped = [  # which in the backward takes the tiles of full attention, see ``plan.portable``
+        replace(variant, softcap=True, causal=causal)
+        for variant, causal in product(dense, (False, True))
+        if variant.causal == (causal and variant.kernel not in steps.KERNELS)
+    ]
+    return [*tiled, *columns, *fixed, *windowed, *capped, *hopper.variants()]

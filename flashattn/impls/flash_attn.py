@@ -44,10 +44,16 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
         *,
         causal: Causal,
         window: Window = UNBOUNDED,
+        softcap: float | None = None,
         scale: float,
     ) -> torch.Tensor:
         flash = import_module(module).flash_attn_func
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": bool(causal)}
+        options: dict[str, Any] = {
+            "softmax_scale": scale,
+            "causal": bool(causal),
+        }
+        if softcap is not None:
+            options["softcap"] = softcap
         if window != UNBOUNDED:
             mask = Mask.of(causal, window)
             bounds = (NO_BOUND[module] if x is None else x for x in (mask.left, mask.right))
@@ -81,6 +87,6 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 for _name, _module in MODULES.items():
-    register(_name, why_not=partial(_limits, name=_name), windows=True, strict=False)(
+    register(_name, why_not=partial(_limits, name=_name), windows=True, softcap=True, strict=False)(
         _attending(_module)
     )

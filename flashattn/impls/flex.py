@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with masks as block masks."""
+"""FlexAttention, compiled, with masks as block masks and a softcap as its score_mod."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashattn import score
 from flashattn.mask import FULL, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import register
@@ -34,6 +35,14 @@ def _block_mask(band: Band, device: torch.device) -> BlockMask:
     return create_block_mask(seen, None, None, band.seq_q, band.seq_kv, device=device)
 
 
+@cache
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def modify(given: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # where it is in the matrix
+        return score.scores(given, 1.0, softcap)
+
+    return modify
+
+
 def _limits(problem: Problem, device: torch.device) -> str | None:
     reasons = {
         "is compiled for CUDA only here: on a CPU it has no backward": device.type != "cuda",
@@ -53,7 +62,7 @@ def _group(problem: Problem) -> int:
     return problem.heads // max(problem.kv_heads, 1)
 
 
-@register("flex", why_not=_limits, windows=True, strict=False, compiles=True)
+@register("flex", why_not=_limits, windows=True, softcap=True, strict=False, compiles=True)
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,8 +70,11 @@ def _attend(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     mask = Mask.of(causal, window)
     blocks = None if mask == FULL else _block_mask(mask.over(q.shape[2], k.shape[2]), q.device)
-    return _flex()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    capped = None if softcap is None else _capped(softcap)
+    return _flex()(q, k, v, capped, blocks, scale=scale, enable_gqa=grouped)

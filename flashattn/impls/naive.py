@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashattn import score
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import register
@@ -20,13 +21,19 @@ if TYPE_CHECKING:
 
 
 def naive_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q @ k.mT) * scale  # [B, H, T, S]
+    scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
     if mask != FULL:
         t, s = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         hidden = ~mask.over(*scores.shape[-2:]).sees(t[:, None], s)
@@ -48,7 +55,7 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     return torch.compile(naive_attention, dynamic=True)
 
 
-@register("naive", why_not=partial(_limits, name="naive"), windows=True, strict=False)
+@register("naive", why_not=partial(_limits, name="naive"), windows=True, softcap=True, strict=False)
 def naive(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,15 +63,21 @@ def naive(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     scale = check_scale(scale, q.shape[-1])
-    return naive_attention(q, k, v, mask=Mask.of(causal, window), scale=scale)
+    return naive_attention(q, k, v, mask=Mask.of(causal, window), scale=scale, softcap=softcap)
 
 
 @register(
-    "compiled", why_not=partial(_limits, name="compiled"), windows=True, strict=False, compiles=True
+    "compiled",
+    why_not=partial(_limits, name="compiled"),
+    windows=True,
+    softcap=True,
+    strict=False,
+    compiles=True,
 )
 def compiled(
     q: torch.Tensor,
@@ -73,8 +86,9 @@ def compiled(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     scale = check_scale(scale, q.shape[-1])
-    return _compiled_naive()(q, k, v, mask=Mask.of(causal, window), scale=scale)
+    return _compiled_naive()(q, k, v, mask=Mask.of(causal, window), scale=scale, softcap=softcap)

@@ -15,7 +15,15 @@ from flashattn.registry import register
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@register("triton", why_not=ops.why_not, prepares=True, windows=True, lse=True, denormals=False)
+@register(
+    "triton",
+    why_not=ops.why_not,
+    prepares=True,
+    windows=True,
+    softcap=True,
+    lse=True,
+    denormals=False,
+)
 def triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -23,19 +31,29 @@ def triton(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
     precision: str = "auto",
 ) -> ops.Attend:
     """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
-    return ops.prepare(q, k, v, causal=causal, window=window, scale=scale, precision=precision)
+    return ops.prepare(
+        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, precision=precision
+    )
+
+
+def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """Leave it to the plan, which knows both passes, whose kernels are the faster ones."""
+    del problem, device
+    return {"family": "auto"}
 
 
 @register(
     "hopper",
     why_not=ops.why_not_hopper,
-    fastest=ops.hopper_fastest,
+    fastest=_each_pass,
     prepares=True,
     windows=True,
+    softcap=True,
     lse=True,
 )
 def _hopper(
@@ -45,6 +63,7 @@ def _hopper(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
@@ -67,6 +86,7 @@ def _hopper(
         v,
         causal=causal,
         window=window,
+        softcap=softcap,
         scale=scale,
         precision=precision,
         family=family,
@@ -79,7 +99,7 @@ def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
     return None if device.type == "cpu" and problem.window == UNBOUNDED else {}
 
 
-@register("tiled", fastest=_fastest, windows=True, lse=True)
+@register("tiled", fastest=_fastest, windows=True, softcap=True, lse=True)
 def _tiled(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,12 +107,15 @@ def _tiled(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
 ) -> Pair:
-    return tiled.tiled_attention(q, k, v, causal=causal, window=window, scale=scale)
+    return tiled.tiled_attention(
+        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale
+    )
 
 
-@register("reference", windows=True, lse=True)
+@register("reference", windows=True, softcap=True, lse=True)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -100,9 +123,10 @@ def _reference(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    softcap: float | None = None,
     scale: float | None = None,
 ) -> Pair:
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     scale = check_scale(scale, q.shape[-1])
-    o, lse = reference_attention(*wide, mask=Mask.of(causal, window), scale=scale)
+    o, lse = reference_attention(*wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap)
     return o.to(q.dtype), lse

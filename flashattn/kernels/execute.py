@@ -162,6 +162,7 @@ def forward(
     right: int | None,
     scale: float,
     left: int | None = None,
+    softcap: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
     **instead: Any,
@@ -175,11 +176,13 @@ def forward(
         right: see ``Options``.
         scale: see ``Options``.
         left: see ``Options``.
+        softcap: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
-    options = Options(right, scale, input_precision(precision, q.dtype), family, left=left)
+    precision = input_precision(precision, q.dtype)
+    options = Options(right, scale, precision, family, left=left, softcap=softcap)
     return prepare_forward(q, k, v, options, **instead)(q, k, v)
 
 
@@ -190,6 +193,7 @@ def backward(
     right: int | None,
     scale: float,
     left: int | None = None,
+    softcap: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
@@ -203,13 +207,14 @@ def backward(
         right: as in ``forward``.
         scale: as in ``forward``.
         left: as in ``forward``.
+        softcap: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
-    options = Options(right, scale, precision, family, deterministic, left)
+    options = Options(right, scale, precision, family, deterministic, left, softcap)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
     gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse)

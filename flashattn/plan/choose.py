@@ -24,6 +24,7 @@ from flashattn.problem import Problem, check_scale
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")
 NOTHING = "there is no query, or no key"
+UNCAPPED = "the portable kernels: Hopper's have no softcap"
 COPIED = "copies: rows are not dense, or TMA cannot address them"
 
 
@@ -61,7 +62,9 @@ def choose(
     scale = check_scale(scale, problem.head_dim)
     precision = input_precision(precision, dtype)
     band = problem.band
-    options = Options(band.right, scale, precision, family, deterministic, band.left)
+    options = Options(
+        band.right, scale, precision, family, deterministic, band.left, problem.softcap
+    )
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
@@ -99,6 +102,8 @@ def choose_forward(
     if options.family == "auto":
         pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
+    if pays and options.softcap is not None:
+        pays, why = False, [UNCAPPED]
     if pays:
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
@@ -143,6 +148,8 @@ def choose_backward(
     if options.family == "auto":
         pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
+    if pays and options.softcap is not None:
+        pays, why = False, [UNCAPPED]
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         readable = not set(copies) - {"grad_o"}

@@ -23,7 +23,6 @@ from flashattn.plan.tile import (
     block_d,
     head_dim_split,
 )
-from flashattn.problem import Problem
 
 Of = TypeVar("Of")
 
@@ -44,24 +43,6 @@ def _from(
 def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool) -> Of:
     """Return the first entry of a table with enough columns."""
     return next(x for (d, mask), x in table.items() if head_dim <= d and mask == causal)
-
-
-def pays(problem: Problem, gpu: Gpu) -> bool:
-    """Return whether a Hopper kernel beats the portable one in either pass."""
-    sizes = (problem.heads, problem.seq_q), (problem.kv_heads, problem.seq_kv)
-    q, k = (
-        TensorSpec(
-            torch.Size((problem.batch, *size, problem.head_dim)),
-            (),
-            problem.torch_dtype,
-            torch.device("meta"),
-            0,
-        )
-        for size in sizes
-    )
-    causal = problem.band.left is not None or problem.band.right is not None
-    either = forward_pays(q, k, gpu, causal=causal), backward_pays(q, k, gpu, causal=causal)
-    return any(pays for pays, _ in either)
 
 
 def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tuple[bool, str]:

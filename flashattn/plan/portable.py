@@ -197,7 +197,9 @@ def backward(
     """Return the plan of the portable backward: one launch, fused passes, or two passes."""
     inputs, limits = (q, k, v, grad_o), tables.rows_of(gpu).limits
     causal, precision = options.causal, options.precision
-    how: dict[str, Any] = {"gpu": gpu, "causal": causal, "precision": precision}
+    # A softcap keeps a tile of tanh, for which only the tiles without a mask leave registers.
+    masked = causal and options.softcap is None
+    how: dict[str, Any] = {"gpu": gpu, "causal": masked, "precision": precision}
     fused = find("bwd_fused", *inputs, **how)
     if fused is None or not small_grid(q, k, fused, gpu, precision):
         kernels: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq")

@@ -92,6 +92,7 @@ class Options(NamedTuple):
             ones. Whether the GPU runs those that are named is asked before, see ``support``.
         deterministic: whether a repeated call must give the same bits of dq.
         left: query t sees keys from t - left on; None lets it see all before.
+        softcap: bound on the scores; None is none.
     """
 
     right: int | None
@@ -100,6 +101,7 @@ class Options(NamedTuple):
     family: Family = "triton"
     deterministic: bool = True
     left: int | None = None
+    softcap: float | None = None
 
     @property
     def causal(self) -> bool:

@@ -89,7 +89,7 @@ def main(text: str = "", impl: str = "triton") -> None:
     for name, (problem, layout) in cases(text, impl).items():
         print(f"case {name}", flush=True)  # noqa: T201 - parsed by ``sanitize``
         case = Sample(problem=problem, device=HERE, layout=layout).draw()
-        run(partial(get(impl), **problem.mask_options, scale=case.scale), case)
+        run(partial(get(impl), **problem.keywords, scale=case.scale), case)
         if HERE.type == "cuda":
             torch.cuda.synchronize(HERE)
         print(f"done {name}", flush=True)  # noqa: T201

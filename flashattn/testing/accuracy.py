@@ -38,6 +38,16 @@ one term more::
 
     scale * root of (P * t * (dP - delta)) ** 2 @ (K ** 2)
 
+With a softcap dS has the score's slope as a further factor, in all of these, and so has t. Where
+tanh is flat the error of the product is lost, and naive has next to none; what is left is that a
+score is rounded once more, in base 2::
+
+    stored(o) = root of (P * eps32 * |S|) ** 2 @ (V ** 2)
+
+The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings separate S / cap from
+tanh: its own, and those of the product and the quotient with the cap. So the slope is off by
+2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
+
 In half precision eps is larger than all of this.
 
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
@@ -67,6 +77,7 @@ from functools import lru_cache
 
 import torch
 
+from flashattn import score
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -183,7 +194,8 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference_attention(q, k, v, mask=case.problem.mask, scale=case.scale)
+        p = case.problem
+        return reference_attention(q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap)
 
     return run(call, case, dtype=dtype)
 
@@ -246,7 +258,10 @@ def one_by_one(case: Case) -> Outputs:
     if not scores.isfinite().all():
         return {}
     identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
-    o, lse = reference_attention(scores, identity, v, mask=case.problem.mask, scale=case.scale)
+    p = case.problem
+    o, lse = reference_attention(
+        scores, identity, v, mask=p.mask, scale=case.scale, softcap=p.softcap
+    )
     return {"o": o, "lse": lse}
 
 
@@ -264,21 +279,28 @@ def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
 
 
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
-    """Return what rounding the stored o and lse does to dq, dk and dv (see the module)."""
-    if case.grad_o is None:
+    """Return what rounding stored numbers does to o, dq, dk and dv (see the module)."""
+    softcap, dtype = case.problem.softcap, case.problem.torch_dtype
+    if case.grad_o is None and softcap is None:
         return {}
-    dtype, group = (
-        case.problem.torch_dtype,
-        case.problem.heads // max(case.problem.kv_heads, 1),
-    )
+    group = case.problem.heads // max(case.problem.kv_heads, 1)
     q, k, v = (x.double() for x in case.inputs)
-    do = case.grad_o.double()
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     t, s = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
     seen = case.problem.band.sees(t[:, None], s)
-    scores = ((q @ k.mT) * case.scale).masked_fill(~seen, -torch.inf)  # [B, H, T, S]
+    uncapped = (q @ k.mT * case.scale).masked_fill(~seen, 0.0)  # [B, H, T, S]
+    scores = score.scores(uncapped, 1.0, softcap)
+    slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
     p, lse = scores.softmax(-1).nan_to_num(), scores.logsumexp(-1)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
+    found = {}
+    if softcap is not None:
+        rounded = p * scores.masked_fill(~seen, 0.0) * accumulated.eps
+        found["o"] = (rounded.square() @ v.square()).sqrt()
+    if case.grad_o is None:
+        return found
+    do = case.grad_o.double()
     a = lse.abs().nan_to_num(posinf=0.0)[..., None] * 2 * accumulated.eps
     terms = do * exact["o"]  # of delta
     if case.grad_lse is not None:
@@ -287,16 +309,17 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
     summed = (q.shape[-1] + 2) ** 0.5 + truncated
     b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
-    t = scores.abs().nan_to_num(posinf=0.0) * truncated / 3 * accumulated.eps
+    t = slope * uncapped.abs() * truncated / 3 * accumulated.eps
     dp = (do @ v.mT - delta).abs()
-    of_scores = (p * t * dp).square()  # of each dS
-    dk = ((p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
+    of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
+    of_scores = (p * dp).square() * ((slope * t).square() + of_slope.square())  # of each dS
+    dk = ((slope * p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
     dv = (p.square() * (a.square() + t.square())).mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
     dq = a * exact["dq"].abs() + abs(case.scale) * (
-        b * (p @ k).abs() + (of_scores @ k.square()).sqrt()
+        b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
     )
-    return {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+    return found | {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:

@@ -61,7 +61,7 @@ def _within(
         replace(drawn, grad_lse=drawn.grad_lse if grad_lse else None)  # it has its own clause
         for drawn in (sample.draw(), sample.enlarged().draw())
     )
-    got = run(partial(impl, **problem.mask_options, scale=case.scale), case)
+    got = run(partial(impl, **problem.keywords, scale=case.scale), case)
     failures = Expected.of(case, enlarged).failures(got)
     if failures:
         raise AssertionError(f"{problem}: {'; '.join(failures)}")
@@ -123,7 +123,7 @@ def _outputs(impl: Impl, problem: Problem, inputs: tuple[torch.Tensor, ...]) -> 
     grad_o, _ = make_grads(problem, device=q.device)
     scale = problem.head_dim**-0.5
     case = Case(problem=problem, inputs=(q, k, v), scale=scale, grad_o=grad_o)
-    return run(partial(impl, **problem.mask_options, scale=scale), case)
+    return run(partial(impl, **problem.keywords, scale=scale), case)
 
 
 def _same(got: Outputs, wanted: Outputs, what: str) -> None:
@@ -146,7 +146,7 @@ def _future(impl: Impl, device: torch.device) -> None:
     problem = replace(usual(impl, device), causal=True)
     q, k, v = make_inputs(problem, device=device)
     scale = problem.head_dim**-0.5
-    call: Callable[..., Any] = partial(impl, **problem.mask_options, scale=scale)
+    call: Callable[..., Any] = partial(impl, **problem.keywords, scale=scale)
     clean = call(q, k, v)[0][:, :, :13]
     for poison in (torch.nan, torch.inf):
         k[:, :, 13:] = poison
@@ -203,6 +203,7 @@ CLAUSES: dict[str, Trial] = {
     "causal bottom-right, T < S": partial(_masked, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
     "causal window": partial(_masked, causal="top_left", window=(9, None)),
     "two-sided window": partial(_masked, window=(9, 5)),
+    "softcap": partial(_masked, softcap=0.7),
     "no visible key: 0 and -inf": partial(_masked, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
     "NaN and inf behind the mask": _future,
     "zero lengths": _empty,

@@ -59,7 +59,7 @@ def results(impl: Impl, problem: Problem, device: torch.device) -> Results:
         def call(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = case.scale
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return impl(q, k, v, **problem.mask_options, scale=scale)
+            return impl(q, k, v, **problem.keywords, scale=scale)
 
         found[values] = run(call, case)
     return found

@@ -57,8 +57,8 @@ def law(
 
     Args:
         asked: arguments of ``strategies.problems``.
-        needs: of the facts "grad", "lse", "strict" and "windows", those without which the law says
-            nothing.
+        needs: of the facts "grad", "lse", "strict", "windows" and "softcap", those without which
+            the law says nothing.
         drawn: further arguments of ``check``.
         fixed: attributes of ``Sample`` that are not drawn.
     """
@@ -125,6 +125,7 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
         "grad": f"{impl.name} is not differentiable",
         "lse": f"{impl.name} does not return the logsumexp",
         "windows": f"{impl.name} takes no sliding windows",
+        "softcap": f"{impl.name} takes no softcap",
         "strict": f"{impl.name} does not claim the contract beyond ordinary inputs",
     }
     reasons = [missing[fact] for fact in needs.split() if not getattr(impl, fact)]

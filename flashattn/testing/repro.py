@@ -33,7 +33,7 @@ def ask(impl: registry.Impl, sample: Sample) -> str | None:
         Exception: whatever the implementation itself raises.
     """
     scale = check_scale(sample.scale, sample.problem.head_dim)
-    masked = sample.problem.mask_options
+    masked = sample.problem.keywords
     if impl.compiles:
         torch.compiler.reset()  # or it gives up compiling after some shapes
     try:

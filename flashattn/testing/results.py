@@ -58,7 +58,7 @@ def ask(impl: Impl, sample: Sample, change: Change = lambda case: case) -> Resul
     grad = case.grad_o is not None
     if impl.why_not(case.problem, case.inputs[0].device, grad=grad) is not None:
         hypothesis.reject()
-    call = partial(impl, **case.problem.mask_options, scale=case.scale)
+    call = partial(impl, **case.problem.keywords, scale=case.scale)
     return Result(sample, change, case, run_guarded(call, case))
 
 

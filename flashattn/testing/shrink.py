@@ -76,6 +76,7 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         heads=kv_heads * size(p.heads // max(p.kv_heads, 1)),
         causal=one(MASKS[: MASKS.index(p.causal) + 1]),
         window=one((UNBOUNDED, p.window)),
+        softcap=one((None, p.softcap)),
         dtype=one(("float32", p.dtype)),
     )
     return replace(

@@ -16,6 +16,8 @@ from flashattn.testing.values import VALUES
 WHOLE_HEAD_DIMS = st.sampled_from((16, 32, 64, 128))
 HEAD_DIMS = WHOLE_HEAD_DIMS | st.integers(1, 72)
 EDGES = (31, 32, 33, 63, 64, 65)  # of tiles: one row short, whole, one row into the next
+# None is the usual one; scores of normal values are about 1, so that 0.7 caps, and 50 hardly.
+SOFTCAPS = (None, None, None, 0.7, 50.0)
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 
 
@@ -41,6 +43,7 @@ def problems(
     groups: tuple[int, ...] = (1, 2, 3),
     masks: tuple[Causal, ...] = MASKS,
     windowed: tuple[bool, ...] = (False, False, True),
+    softcaps: tuple[float | None, ...] = SOFTCAPS,
     square: bool = False,
     aligned: bool = False,
     head_dims: tuple[int, ...] = (),
@@ -56,6 +59,7 @@ def problems(
         groups: to choose from: query heads that share a key head.
         masks: to choose from.
         windowed: to choose from: whether there is a window.
+        softcaps: to choose from.
         square: as many keys as queries.
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
         head_dims: to choose from; none means any, up to 128.
@@ -79,6 +83,7 @@ def problems(
         window=draw(windows(longest), label="window")
         if draw(st.sampled_from(windowed), label="windowed")
         else UNBOUNDED,
+        softcap=draw(st.sampled_from(softcaps), label="softcap"),
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )
 

@@ -54,6 +54,7 @@ SCALES = "tests/test_impls.py::test_scales"
 VALUES = "tests/test_impls.py::test_values"
 LAYOUTS = "tests/test_impls.py::test_mixed_layouts"
 CORNERS = "tests/test_attention.py::test_bottom_right_is_not_top_left"
+SOFTCAP = "tests/test_attention.py::test_softcap"
 WINDOWS = "tests/test_attention.py::test_windows_are_inclusive"
 BOUNDS = "tests/test_mask.py::test_bounds_are_the_support"
 TILES = "tests/test_mask.py::test_tiles"
@@ -106,11 +107,85 @@ MUTANTS = [
     ),
     Mutant(
         "forward_negative_scale",
-        "kernels/portable/steps.py",
-        "None if scale_log2 >= SMALLEST_SCALE else scale_log2 / size",
-        "None",
+        "kernels/portable/score.py",
+        "return cls(size, factor, log2 / size, None)",
+        "return cls(size, factor, None, None)",
         "a scale below zero takes the least score for the largest; a scale of zero gives NaN",
         SCALES,
+    ),
+    # The softcap
+    Mutant(
+        "softcap_forgotten_forward",
+        "kernels/portable/forward.py",
+        "s = capped(s, scale.cap)",
+        "s = s * scale.cap",
+        "o and lse of scores that are not capped",
+        SOFTCAP,
+    ),
+    Mutant(
+        "softcap_without_its_slope_dkdv",
+        "kernels/portable/gradients.py",
+        "ds = ds * (1 - s * s)\n        dk",
+        "ds = ds\n        dk",
+        "dk too large where scores are capped",
+    ),
+    Mutant(
+        "softcap_without_its_slope_dq",
+        "kernels/portable/gradients.py",
+        "ds = ds * (1 - s * s)\n        dq",
+        "ds = ds\n        dq",
+        "dq too large where scores are capped",
+    ),
+    Mutant(
+        "softcap_slope_of_the_root",
+        "kernels/portable/gradients.py",
+        "ds = ds * (1 - s * s)\n        dk",
+        "ds = ds * (1 - tl.abs(s))\n        dk",
+        "dk by another derivative of tanh",
+    ),
+    Mutant(
+        "softcap_odd_no_more",
+        "kernels/portable/score.py",
+        "tl.where(x < 0, -far, far)",
+        "far",
+        "low scores become high ones",
+    ),
+    Mutant(
+        "softcap_coarse_near_zero",
+        "kernels/portable/score.py",
+        "size < 0.625",
+        "size < 0.0",
+        "fp32 loses bits of small scores under a softcap",
+    ),
+    Mutant(
+        "softcap_in_natural_units",
+        "kernels/portable/score.py",
+        "softcap * LOG2E.value, factor",
+        "softcap, factor",
+        "a capped score is taken for one in base 2",
+        SOFTCAP,
+    ),
+    Mutant(
+        "plan_forgets_the_softcap",
+        "api.py",
+        "causal, softcap, type(softcap), scale,",
+        "causal, scale,",
+        "a second softcap of the same shapes is answered as the first",
+        "tests/test_attention.py::test_softcap_under_transforms",
+    ),
+    Mutant(
+        "backward_forgets_the_softcap",
+        "ops.py",
+        "deterministic, left, softcap)\n            plan",
+        "deterministic, left)\n            plan",
+        "gradients of scores that are not capped",
+    ),
+    Mutant(
+        "tiled_softcap_without_its_slope",
+        "tiled.py",
+        "ds = ds * score.slope(s.masked_fill(s == -torch.inf, 0), softcap)",
+        "pass",
+        "tiled's gradients too large where scores are capped",
     ),
     # Columns that a power of two has and a head does not
     Mutant(
@@ -219,9 +294,9 @@ MUTANTS = [
     # Scales and bases
     Mutant(
         "forward_natural_scale",
-        "kernels/portable/steps.py",
-        "scale_log2 = options.scale * LOG2E.value",
-        "scale_log2 = options.scale",
+        "kernels/portable/score.py",
+        "log2 = scale * LOG2E.value",
+        "log2 = scale",
         "powers of two where powers of e are meant: a softer softmax",
     ),
     Mutant(
@@ -234,14 +309,14 @@ MUTANTS = [
     Mutant(
         "dq_scale_in_base_2",
         "kernels/portable/gradients.py",
-        "seq_q, acc * scale[0],",
-        "seq_q, acc * scale[1],",
+        "seq_q, acc * scale.factor,",
+        "seq_q, acc * scale.log2,",
         "dq is 1.44 times too large",
     ),
     Mutant(
         "dk_not_scaled",
         "kernels/portable/gradients.py",
-        "dk_acc * scale[0],",
+        "dk_acc * scale.factor,",
         "dk_acc,",
         "dk lacks the factor on the scores",
     ),
@@ -583,8 +658,8 @@ MUTANTS = [
     Mutant(
         "upstream_dq_of_large_logits",
         "kernels/portable/gradients.py",
-        "p = tl.exp2(s * scale_log2 - lse_log2_rows[:, None])",
-        "p = tl.exp2(tl.minimum(s * scale_log2, 100.0) - lse_log2_rows[:, None])",
+        "p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])",
+        "p = tl.exp2(tl.minimum(s * scale.log2, 100.0) - lse_log2_rows[:, None])",
         "dq is right on normal inputs and several times too small where logits are large: forward"
         " did not clip them (as in TransformerEngine 3216)",
         VALUES,

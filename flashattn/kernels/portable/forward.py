@@ -16,6 +16,7 @@ from flashattn.kernels.portable.mask import apply_mask, key_tiles
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
+from flashattn.kernels.portable.score import capped
 from flashattn.kernels.portable.softmax import add_compensated, finite_max, normalized
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
@@ -44,22 +45,23 @@ def mainloop(
     In fp32 l_error is what rounding has added to l, a sum of as many terms as there are tiles.
     """
     acc, m, l, l_error = state
-    scale_log2, sign = scale
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     COMPENSATED: tl.constexpr = CONFIG.TERMS > 0 or q_tile.dtype == tl.float32
     for start_kv in tl.range(first, end, BLOCK_KV):
         at = batch, kv_head, start_kv
         k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
-        if sign is not None:  # a positive scale does not move the maximum
-            s = s * sign
+        if scale.sign is not None:
+            s = s * scale.sign
+        if scale.cap is not None:
+            s = capped(s, scale.cap)
         if MASKED:
             s = apply_mask(
                 s, start_q, start_kv, band, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
             )
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale.log2)
         finite = finite_max(m_new)
-        p = tl.exp2(s * scale_log2 - finite[:, None])
+        p = tl.exp2(s * scale.log2 - finite[:, None])
         alpha = tl.exp2(m - finite)
         if COMPENSATED:
             l, l_error = add_compensated(l * alpha, l_error * alpha, tl.sum(p, 1))

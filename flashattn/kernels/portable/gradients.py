@@ -26,6 +26,7 @@ from flashattn.kernels.portable.memory import load_tile, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.preprocess import load_delta, load_lse_log2
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
+from flashattn.kernels.portable.score import capped
 
 # BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
 # in dk and dv of fp32 that the kernel decomposes.
@@ -49,7 +50,7 @@ def dkdv_mainloop(
     end,
     seq_q,
     band,
-    scale_log2,
+    scale,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
@@ -66,7 +67,9 @@ def dkdv_mainloop(
         q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
         lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
         s = dot_transposed(k_tile, q_tile, CONFIG)
-        p = tl.exp2(s * scale_log2 - lse_log2_rows[None, :])
+        if scale.cap is not None:
+            s = capped(s, scale.cap)
+        p = tl.exp2(s * scale.log2 - lse_log2_rows[None, :])
         if MASKED:
             p = apply_mask_transposed(p, start_q, start_kv, band, 0.0, BLOCK_Q, CONFIG.BLOCK_KV)
         do_tile = load_tile(
@@ -78,6 +81,8 @@ def dkdv_mainloop(
             stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG
         )
         ds = p * (dp - delta_rows[None, :])
+        if scale.cap is not None:
+            ds = ds * (1 - s * s)
         dk = dot(ds, q_tile, dk, CONFIG)
     return dk, dv
 
@@ -111,7 +116,9 @@ def compute_dkdv(
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
-    ALL_MASKED: tl.constexpr = MASKED and (CONFIG.TERMS > 0 or CROWDED or stats[2] is not None)
+    ALL_MASKED: tl.constexpr = MASKED and (
+        CONFIG.TERMS > 0 or CROWDED or stats[2] is not None or scale.cap is not None
+    )
     # Under a causal mask the first keys are seen by most queries, so they come first.
     start_kv, out_batch, batch, kv_head = own_tile(
         program, programs, seq_kv, heads // group, batches, split_len,
@@ -132,14 +139,14 @@ def compute_dkdv(
         if MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, first, full_begin, seq_q, band, scale[1], True, CONFIG,
+                start_kv, first, full_begin, seq_q, band, scale, True, CONFIG,
             )  # fmt: skip
         if not ALL_MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, full_begin, end, seq_q, band, scale[1], False, CONFIG,
+                start_kv, full_begin, end, seq_q, band, scale, False, CONFIG,
             )  # fmt: skip
-    store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale[0], layout.head_dim, CONFIG.PADDED,
+    store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
     store_tile(dv, layout.dv, out_at, seq_kv, dv_acc, layout.head_dim, CONFIG.PADDED, BLOCK_KV,
                CONFIG.BLOCK_D)  # fmt: skip
@@ -162,7 +169,7 @@ def dq_mainloop(
     end,
     seq_kv,
     band,
-    scale_log2,
+    scale,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
@@ -172,12 +179,16 @@ def dq_mainloop(
         at = batch, kv_head, start_kv
         k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
-        p = tl.exp2(s * scale_log2 - lse_log2_rows[:, None])
+        if scale.cap is not None:
+            s = capped(s, scale.cap)
+        p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])
         if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
             p = apply_mask(p, start_q, start_kv, band, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
         dp = dot_transposed(do_tile, v_tile, CONFIG)
         ds = p * (dp - delta_rows[:, None])
+        if scale.cap is not None:
+            ds = ds * (1 - s * s)
         dq = dot(ds, k_tile, dq, CONFIG)
     return dq
 
@@ -228,13 +239,13 @@ def compute_dq(
     else:
         acc = dq_mainloop(
             acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-            start_q, full_begin, full_end, seq_kv, band, scale[1], False, CONFIG,
+            start_q, full_begin, full_end, seq_kv, band, scale, False, CONFIG,
         )  # fmt: skip
     acc = dq_mainloop(
         acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-        start_q, full_end, end, seq_kv, band, scale[1], True, CONFIG,
+        start_q, full_end, end, seq_kv, band, scale, True, CONFIG,
     )  # fmt: skip
-    store_tile(dq, layout.dq, out_at, seq_q, acc * scale[0], layout.head_dim, CONFIG.PADDED,
+    store_tile(dq, layout.dq, out_at, seq_q, acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
 from flashattn.kernels.portable import combine, gradients, preprocess
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
+from flashattn.kernels.portable.score import Scale
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
 from flashattn.plan.rows import FUSED, Kernel
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
-from flashattn.plan.support import SMALLEST_SCALE
 from flashattn.plan.tile import Tile, block_d, padding
 
 KERNELS: dict[Kernel, Any] = {
@@ -46,10 +45,6 @@ def forward(
     split = plan.split.num > 1
     o_strides = dense_strides(q.shape) if split else o.strides
     strides = [x[:3] for x in (*(x.strides for x in inputs), o_strides)]
-    scale_log2 = options.scale * LOG2E.value
-    # The product with a sign is exact: were scores rounded, those in a tile with a mask would be,
-    # and in others not, where the compiler joins the product with the difference from m.
-    size = max(abs(scale_log2), SMALLEST_SCALE)
     launch = Launch(
         flashattn_fwd,
         plan.programs,
@@ -58,7 +53,7 @@ def forward(
             ForwardLayout._make((*strides, head_dim)),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
-            (size, None if scale_log2 >= SMALLEST_SCALE else scale_log2 / size),
+            Scale.of(options, forward=True),
         ),
         {
             "CONFIG": Config.of(tile, head_dim, strides, plan.precision, plan.terms),
@@ -202,7 +197,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
             *([one.programs[0]] if one.kernel in FUSED else []),
-            (options.scale, options.scale * LOG2E.value),
+            Scale.of(options, forward=False),
         ),
         {
             "CONFIG": Config.of(tile, head_dim, strides, precision, one.terms),

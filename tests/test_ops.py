@@ -10,7 +10,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn import attention, ops
+from flashattn import attention, ops, tiled
+from flashattn.impls import sdpa
+from flashattn.mask import FULL
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
@@ -82,6 +84,17 @@ def test_who_watches_sees_the_operators(device, grad):
     assert ("flashattn.backward.default" in watcher.seen) is grad
 
 
+def test_who_watches_the_backward_alone_sees_it(device):
+    """Though nobody looked when the forward ran."""
+    inputs = arguments(device)
+    o = attention(*inputs, impl="triton")
+    exact = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
+    with Watcher() as watcher:
+        watched = torch.autograd.grad(o.sum(), inputs)
+    assert "flashattn.backward.default" in watcher.seen
+    assert all(map(torch.equal, watched, exact))
+
+
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, causal, dynamic):
@@ -125,6 +138,19 @@ def test_vmap(device):
     assert torch.equal(got.flatten(0, 1), wanted)
     one_by_one = torch.stack([attention(x, k, v, impl="triton") for x in stacked.unbind(1)])
     assert torch.equal(got, one_by_one)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_vmap_of_tiled(dim, device):
+    """The rule moves the mapped dimension to the front, wherever it is, and shares the others."""
+    q, k, v = (x.detach() for x in arguments(device))
+
+    def attend(k):
+        return tiled._Tiled.apply(q[:, :2], k, v, FULL, 0.25)
+
+    many = torch.stack([k, -k], dim=dim)
+    wanted = [torch.stack(x) for x in zip(*map(attend, (k, -k)), strict=True)]
+    torch.testing.assert_close(torch.vmap(attend, dim)(many), tuple(wanted))
 
 
 NAMES = ("triton", "tiled", "reference", "sdpa", "auto")
@@ -263,6 +289,17 @@ def test_forward_mode(name, transform, inner, needs_grad, device):
     else:
         (dq,) = plain_gradients(asked("reference"), q)
         torch.testing.assert_close(got, (dq * tangent).sum())
+
+
+def test_other_errors_of_sdpa_are_its_own(device, monkeypatch):
+    """What PyTorch has not implemented otherwise it says itself."""
+
+    def fail(*_, **__):
+        raise NotImplementedError("something else")
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", fail)
+    with pytest.raises(NotImplementedError, match="something else"):
+        attention(*arguments(device), impl="sdpa")
 
 
 def test_outputs_keep_the_layout(device):

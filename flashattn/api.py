@@ -101,7 +101,7 @@ def attention(
             message names the argument, what was wanted and what came, or says why.
         TypeError: an argument that neither this function nor the implementation has; the message
             names what to use instead.
-        NotImplementedError: on a second derivative where there is none.
+        NotImplementedError: on a second or a forward-mode derivative where there is none.
 
     Source: Dao, 2023, "FlashAttention-2".
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 # There is no public way to ask, or none that is quick.
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
@@ -17,7 +18,8 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 def dispatch_is_trivial(*tensors: torch.Tensor | None) -> bool:
     """Return whether dispatching an operator on these tensors would just call its kernel.
 
-    The compiler, modes, function transforms, autocast and tensor subclasses must see an operator.
+    The compiler, modes, function transforms, forward-mode derivatives, autocast and tensor
+    subclasses must see an operator.
     Without any of them the dispatcher costs the host as much as a launch, and may be bypassed.
     """
     if torch.compiler.is_compiling():
@@ -27,6 +29,21 @@ def dispatch_is_trivial(*tensors: torch.Tensor | None) -> bool:
         and _function_modes() == 0
         and _transform() is None
         and _tracing() is None
+        and forward_ad._current_level < 0  # noqa: SLF001
         and not _autocast()
         and PLAIN.issuperset(map(type, tensors))
     )
+
+
+def has_tangents(*tensors: torch.Tensor) -> bool:
+    """Return whether a forward-mode derivative is wanted along any of these tensors."""
+    return forward_ad._current_level >= 0 and any(  # noqa: SLF001
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+
+
+def no_forward_mode(name: str, error: NotImplementedError | None = None) -> NotImplementedError:
+    """Return what says so of an implementation, or the error that has nothing to do with it."""
+    if error is not None and forward_ad._current_level < 0:  # noqa: SLF001
+        return error
+    return NotImplementedError(f'{name} has no forward-mode derivative; impl="reference" has')

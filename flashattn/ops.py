@@ -11,11 +11,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
-from flashattn.dispatch import dispatch_is_trivial
+from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan import support
@@ -203,6 +205,8 @@ class _Prepared:
         products may be another by now.
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved):
+            return _backward(*grads, *saved, *self.options)
         key = (
             q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
             v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
@@ -223,12 +227,28 @@ class _Prepared:
         return plan(q, k, v, grad_o, o, lse, grad_lse)
 
 
+class _Dispatched(NamedTuple):
+    """The operators, below autograd; for an autograd function in place of ``_Prepared``."""
+
+    options: tuple[Any, ...]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        return _below_autograd(_forward, q, k, v, *self.options)
+
+    def backward(self, grads: Any, saved: Any) -> Gradients:
+        return _backward(*grads, *saved, *self.options)
+
+
 class _Differentiable(torch.autograd.Function):
     """Forward, with the backward operator as its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        prepared: _Prepared | _Dispatched,
     ) -> Outputs:
         o, lse = prepared.attend(q, k, v)
         ctx.prepared = prepared
@@ -242,13 +262,7 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        if torch.is_grad_enabled():  # the operator says that it has no derivative
-            dq, dk, dv = _backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
-        elif dispatch_is_trivial(grad_o, grad_lse, *saved):
-            dq, dk, dv = ctx.prepared.backward((grad_o, grad_lse), saved)
-        else:
-            dq, dk, dv = _run_backward(grad_o, grad_lse, *saved, *ctx.prepared.options)
-        return dq, dk, dv, None
+        return *ctx.prepared.backward((grad_o, grad_lse), saved), None
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
@@ -261,7 +275,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Gradients:
         del ctx
-        return _run_backward(*inputs[:-1], *inputs[-1])
+        gradients: Gradients = _below_autograd(_backward, *inputs[:-1], *inputs[-1].options)
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -270,30 +285,43 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(msg)
 
 
-def _autograd(run: Any, differentiated: Any, tensors: int) -> Any:
-    """Return what ``run`` does where gradients may be wanted of its first ``tensors`` arguments."""
+def _below_autograd(op: Any, *inputs: Any) -> Any:
+    """Call an operator from an autograd function, which has switched all gradients off.
+
+    Those of outer function transforms are still wanted.
+    """
+    with (
+        torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001
+        torch.enable_grad(),
+        forward_ad._set_fwd_grad_enabled(True),  # noqa: FBT003, SLF001
+    ):
+        return op(*inputs)
+
+
+def _autograd(run: Any, function: Any, tensors: int) -> Any:
+    """Return what ``run`` does where gradients may be wanted of its first ``tensors`` arguments.
+
+    The dispatcher calls it once for each level of ``torch.func.grad``, so that the autograd
+    function is of one level.
+    """
+    apply = super(torch.autograd.Function, function).apply
 
     def kernel(*inputs: Any) -> Any:
-        wanted = any(x is not None and x.requires_grad for x in inputs[:tensors])
-        return differentiated(*inputs) if wanted and torch.is_grad_enabled() else run(*inputs)
+        given = [x for x in inputs[:tensors] if x is not None]
+        if has_tangents(*given):
+            raise no_forward_mode("the Triton attention")
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+            return run(*inputs)
+        with enable_single_level_autograd_function():
+            return apply(*inputs[:tensors], _Dispatched(inputs[tensors:]))
 
     return kernel
 
 
-def _forward_differentiated(*inputs: Any) -> Any:
-    options = inputs[3:]
-    prepared = _Prepared(lambda q, k, v: _run_forward(q, k, v, *options), options)
-    return _Differentiable.apply(*inputs[:3], prepared)
-
-
-def _backward_differentiated(*inputs: Any) -> Any:
-    return _Once.apply(*inputs[:7], inputs[7:])
-
-
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_run_forward, _forward_differentiated, 3), "Autograd")
-_LIBRARY.impl("backward", _autograd(_run_backward, _backward_differentiated, 7), "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, 3), "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _Once, 7), "Autograd")
 
 
 def _vmap(op: Any, batched: int) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashattn import score
+from flashattn.dispatch import no_forward_mode
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
 
@@ -139,20 +140,42 @@ def tiled_backward(
     return dq.to(q.dtype), dk.sum_to_size(k.shape).to(k.dtype), dv.sum_to_size(v.shape).to(v.dtype)
 
 
+def _mapped(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> list[Any]:
+    """Return the inputs of a vmap rule: tensors with the mapped dimension as a leading one."""
+    return [
+        x if not isinstance(x, torch.Tensor)
+        else x.expand(info.batch_size, *x.shape) if dim is None
+        else x.movedim(dim, 0)
+        for x, dim in zip(inputs, in_dims, strict=True)
+    ]  # fmt: skip
+
+
 class _TiledGradients(torch.autograd.Function):
     """Algorithm 2 as one step, so that a second derivative meets a sentence and not a zero."""
 
     @staticmethod
-    def forward(
-        _: Any,
+    def forward(  # torch.compile takes no *saved beside setup_context
         mask: Mask,
         scale: float,
         softcap: float | None,
         grad_o: torch.Tensor,
         grad_lse: torch.Tensor | None,
-        *saved: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
     ) -> Gradients:
+        saved = q, k, v, o, lse
         return tiled_backward((grad_o, grad_lse), saved, mask=mask, scale=scale, softcap=softcap)
+
+    @staticmethod
+    def setup_context(*_: object) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        return _TiledGradients.apply(*_mapped(info, in_dims, inputs)), (0, 0, 0)
 
     @staticmethod
     def backward(*_: object) -> None:
@@ -192,13 +215,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Make the mapped dimension one more leading dimension."""
-        *tensors, mask, scale, softcap = inputs
-        mapped = (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(tensors, in_dims, strict=False)
-        )
-        return _Tiled.apply(*mapped, mask, scale, softcap), (0, 0)
+        return _Tiled.apply(*_mapped(info, in_dims, inputs)), (0, 0)
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
@@ -264,9 +281,12 @@ def tiled_attention(
         o [B, H, T, D] and lse [B, H, T].
 
     Raises:
-        NotImplementedError: on a second derivative, which only the reference has.
+        NotImplementedError: on a second or a forward-mode derivative, which the reference has.
     """
     grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
-    o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
+    try:
+        o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
+    except NotImplementedError as error:  # torch.compile takes no function with a method jvp
+        raise no_forward_mode("the tiled attention", error) from None
     return o.flatten(1, 2), lse.flatten(1, 2)

@@ -7,9 +7,12 @@ from itertools import count
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn import attention, ops
+from flashattn import attention, ops, tiled
+from flashattn.impls import sdpa
+from flashattn.mask import FULL
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
@@ -81,6 +84,17 @@ def test_who_watches_sees_the_operators(device, grad):
     assert ("flashattn.backward.default" in watcher.seen) is grad
 
 
+def test_who_watches_the_backward_alone_sees_it(device):
+    """Though nobody looked when the forward ran."""
+    inputs = arguments(device)
+    o = attention(*inputs, impl="triton")
+    exact = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
+    with Watcher() as watcher:
+        watched = torch.autograd.grad(o.sum(), inputs)
+    assert "flashattn.backward.default" in watcher.seen
+    assert all(map(torch.equal, watched, exact))
+
+
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, causal, dynamic):
@@ -124,6 +138,168 @@ def test_vmap(device):
     assert torch.equal(got.flatten(0, 1), wanted)
     one_by_one = torch.stack([attention(x, k, v, impl="triton") for x in stacked.unbind(1)])
     assert torch.equal(got, one_by_one)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_vmap_of_tiled(dim, device):
+    """The rule moves the mapped dimension to the front, wherever it is, and shares the others."""
+    q, k, v = (x.detach() for x in arguments(device))
+
+    def attend(k):
+        return tiled._Tiled.apply(q[:, :2], k, v, FULL, 0.25)
+
+    many = torch.stack([k, -k], dim=dim)
+    wanted = [torch.stack(x) for x in zip(*map(attend, (k, -k)), strict=True)]
+    torch.testing.assert_close(torch.vmap(attend, dim)(many), tuple(wanted))
+
+
+NAMES = ("triton", "tiled", "reference", "sdpa", "auto")
+BY_NAME = pytest.mark.parametrize("name", NAMES)
+
+
+def loss_of(name):
+    """Return a number of q, k and v that depends on o, and on lse where there is one."""
+    lse = name in ("triton", "tiled", "reference")
+
+    def loss(q, k, v):
+        outputs = attention(q, k, v, causal=True, return_lse=lse, impl=name)
+        return sum(x.square().sum() for x in (outputs if lse else (outputs,)))
+
+    return loss
+
+
+def plain_gradients(loss, *inputs):
+    """Return the gradients as autograd has them without a transform."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(loss(*inputs), inputs)
+
+
+def vjp_later(loss, *, grad):
+    """Return gradients that are asked for after the transform has ended."""
+
+    def gradients(*inputs):
+        value, pull = torch.func.vjp(loss, *inputs)
+        with torch.set_grad_enabled(grad):
+            return pull(torch.ones_like(value))
+
+    return gradients
+
+
+GRADIENTS = {
+    "grad": lambda loss: torch.func.grad(loss, argnums=(0, 1, 2)),
+    "vjp": lambda loss: vjp_later(loss, grad=True),
+    "vjp without gradients of its own": lambda loss: vjp_later(loss, grad=False),
+    "compiled": lambda loss: torch.compile(
+        torch.func.grad(loss, argnums=(0, 1, 2)), fullgraph=True, backend="aot_eager"
+    ),
+}
+
+
+@BY_NAME
+@pytest.mark.parametrize("transform", GRADIENTS)
+def test_gradients_by_function(name, transform, device):
+    """torch.func's gradients are autograd's."""
+    q, k, v = (x.detach() for x in arguments(device))
+    loss = loss_of(name)
+    torch.compiler.reset()
+    got = GRADIENTS[transform](loss)(q, k, v)
+    torch.testing.assert_close(got, plain_gradients(loss, q, k, v))
+
+
+@BY_NAME
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet impl")
+@pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
+def test_gradients_of_many(name, order, device):
+    """Mapped gradients, and gradients of what is mapped, are those of one after the other."""
+    q, k, v = (x.detach() for x in arguments(device))
+    loss, many = loss_of(name), torch.stack([q, q + 1, -q], dim=1)
+    grad, dims = torch.func.grad, (1, None, None)
+    if order == "vmap of grad":
+        got = torch.vmap(grad(loss, argnums=(0, 1, 2)), dims, out_dims=1)(many, k, v)
+    else:
+        got = grad(lambda *x: torch.vmap(loss, dims)(*x).sum(), argnums=(0, 1, 2))(many, k, v)
+    each = zip(*(plain_gradients(loss, x, k, v) for x in many.unbind(1)), strict=True)
+    wanted = [torch.stack(x, dim=1) for x in each]
+    if order == "grad of vmap":
+        wanted[1:] = (x.sum(1) for x in wanted[1:])
+    torch.testing.assert_close(got, tuple(wanted))
+
+
+@pytest.mark.parametrize("name", ["triton", "tiled"])
+def test_second_derivatives_by_function(name, device):
+    """They are refused as autograd's are, within a transform and around one."""
+    q, k, v = arguments(device)
+    grad, words = torch.func.grad, 'has no second derivative; impl="reference" has'
+
+    def first(q):
+        return grad(loss_of(name))(q, k.detach(), v.detach()).sum()
+
+    with pytest.raises(NotImplementedError, match=words):
+        grad(first)(q.detach())
+    dq = grad(loss_of(name))(q.detach(), k, v.detach())
+    with pytest.raises(NotImplementedError, match=words):
+        torch.autograd.grad(dq.sum(), k)
+
+
+def dual(f, x, tangent):
+    """Return a forward-mode derivative without torch.func."""
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent)))
+        return torch.zeros_like(out.primal) if out.tangent is None else out.tangent
+
+
+def jvp(f, x, tangent):
+    """Return one by torch.func."""
+    return torch.func.jvp(f, (x,), (tangent,))[1]
+
+
+FORWARD_MODE = {
+    "dual": dual,
+    "jvp": jvp,
+    "jvp of vmap": lambda f, x, t: jvp(lambda x: torch.vmap(f)(x[None])[0], x, t),
+    "vmap of jvp": lambda f, x, t: torch.vmap(lambda x: jvp(f, x, t))(x[None])[0],
+}
+
+
+@BY_NAME
+@pytest.mark.parametrize("transform", FORWARD_MODE)
+@pytest.mark.parametrize("inner", ["value", "gradient"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_forward_mode(name, transform, inner, needs_grad, device):
+    """It is right or refused by a sentence that names the reference; never a silent zero."""
+    dtype = "float64" if name in ("reference", "sdpa") else "float32"
+    given = arguments(device, problem=replace(PROBLEM, dtype=dtype))
+    q, k, v = (x.requires_grad_(needs_grad) for x in given)
+    tangent = torch.ones_like(q.detach())
+
+    def asked(of):
+        def value(q):
+            return loss_of(of)(q, k, v)
+
+        def gradient(q):
+            return (torch.func.grad(value)(q) * tangent).sum()
+
+        return value if inner == "value" else gradient
+
+    try:
+        got = FORWARD_MODE[transform](asked(name), q, tangent)
+    except NotImplementedError as error:
+        assert str(error).endswith('has no forward-mode derivative; impl="reference" has')  # noqa: PT017
+        assert name != "reference"
+    else:
+        (dq,) = plain_gradients(asked("reference"), q)
+        torch.testing.assert_close(got, (dq * tangent).sum())
+
+
+def test_other_errors_of_sdpa_are_its_own(device, monkeypatch):
+    """What PyTorch has not implemented otherwise it says itself."""
+
+    def fail(*_, **__):
+        raise NotImplementedError("something else")
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", fail)
+    with pytest.raises(NotImplementedError, match="something else"):
+        attention(*arguments(device), impl="sdpa")
 
 
 def test_outputs_keep_the_layout(device):

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashattn.dispatch import no_forward_mode
 from flashattn.mask import CORNERS, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
@@ -59,7 +60,10 @@ def _sdpa(
             options["is_causal"] = True
         elif band.left is not None or band.right is not None:
             options["attn_mask"] = _mask(band, q.device)
-    o = scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    try:
+        o = scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    except NotImplementedError as error:
+        raise no_forward_mode("scaled_dot_product_attention", error) from None
     if o.is_cpu and not torch.compiler.is_compiling() and o.grad_fn is not None:
         o.grad_fn.register_hook(_once)
     return o

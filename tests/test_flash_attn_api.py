@@ -1,0 +1,417 @@
+"""flash-attn's functions: its signatures, layouts and conventions, and the right numbers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from flashattn import attention
+from flashattn.integrations import flash_attn
+from flashattn.mask import Mask
+from flashattn.problem import Problem
+from flashattn.testing.accuracy import Case, Expected, Sample, assert_accurate
+from flashattn.testing.inputs import make_grads, make_inputs
+
+# Of flash-attn 2.8: the arguments that all functions have, and those before and behind them.
+COMMON = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+POSITIONAL = {
+    "flash_attn_func": (("q", "k", "v"), {}),
+    "flash_attn_kvpacked_func": (("q", "kv"), {}),
+    "flash_attn_qkvpacked_func": (("qkv",), {}),
+    "flash_attn_varlen_func": (("q", "k", "v", *LENGTHS), {"block_table": None}),
+    "flash_attn_varlen_kvpacked_func": (("q", "kv", *LENGTHS), {}),
+    "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), {}),
+}
+# Of FlashAttention-4.
+MODS = {"learnable_sink": None, "score_mod": None, "mask_mod": None, "block_sparse_tensors": None}
+PAGES = {"seqused_q": None, "seqused_k": None, "page_table": None}
+KEYWORDS = {
+    "flash_attn_func": {**MODS, "return_lse": False},
+    "flash_attn_varlen_func": {**PAGES, **MODS, "return_lse": False},
+}
+# Some value of each argument that asks for something else than its default.
+CHANGES = {
+    "dropout_p": 0.1,
+    "softmax_scale": 0.3,
+    "causal": True,
+    "window_size": (3, 2),
+    "softcap": 5.0,
+    "alibi_slopes": torch.ones(4),
+    "deterministic": True,
+    "return_attn_probs": True,
+    "block_table": torch.zeros(1, 1, dtype=torch.int32),
+}
+REFUSED = {
+    "dropout_p": "there is no dropout",
+    "alibi_slopes": "scores have no bias",
+    "block_table": "keys and values are not read from pages",
+    "page_table": "keys and values are not read from pages",
+    "seqused_q": "documents are used whole",
+    "seqused_k": "documents are used whole",
+    "learnable_sink": "there are no attention sinks",
+    "score_mod": "scores are not modified",
+    "mask_mod": "the only masks are causal and window_size",
+    "block_sparse_tensors": "the only masks are causal and window_size",
+}
+EVERY = pytest.mark.parametrize("name", POSITIONAL)
+
+
+class FlashProblem(Problem):
+    """A problem whose masks all are aligned at the bottom right, as flash-attn's."""
+
+    @property
+    def mask(self):
+        """The mask that the arguments mean there."""
+        left, right = self.window
+        return Mask(left, 0 if self.causal else right, "bottom_right")
+
+
+def usual(name, **changes):
+    """Return a problem that a function takes."""
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 20, "seq_kv": 33, "head_dim": 16}
+    if "qkvpacked" in name:
+        sizes |= {"kv_heads": 4, "seq_kv": 20}
+    return FlashProblem(**sizes | changes)
+
+
+def leading(name, q, k, v):
+    """Return a function's arguments without default for q, k and v of [B, H, T, D].
+
+    A varlen function takes them as B documents.
+    """
+    batch, queries, keys = len(q), q.shape[2], k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    lengths = ()
+    if "varlen" in name:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        lengths = (queries * ends, keys * ends, queries, keys)
+        lengths = lengths[::2] if "qkv" in name else lengths
+    if "qkvpacked" in name:
+        return torch.stack([q, k, v], dim=-3), *lengths
+    if "kvpacked" in name:
+        return q, torch.stack([k, v], dim=-3), *lengths
+    return q, k, v, *lengths
+
+
+def call(name, q, k, v, **options):
+    """Call a function with q, k and v of [B, H, T, D]; return out and softmax_lse like these."""
+    o, lse, probs = getattr(flash_attn, name)(
+        *leading(name, q, k, v), return_attn_probs=True, **options
+    )
+    assert probs is None
+    if "varlen" in name:
+        o = o.unflatten(0, (len(q), -1))
+        lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1)
+    assert o.is_contiguous()
+    return o.transpose(1, 2), lse
+
+
+@EVERY
+def test_signature(name):
+    """Arguments, their order and their defaults are flash-attn's."""
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    first, behind = POSITIONAL[name]
+    empty = inspect.Parameter.empty
+    by_position = [(x.name, x.default) for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert by_position == [
+        *((argument, empty) for argument in first), *COMMON.items(), *behind.items(),
+    ]  # fmt: skip
+    by_keyword = {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY}
+    assert by_keyword == KEYWORDS.get(name, {})
+    assert len(parameters) == len(by_position) + len(by_keyword)
+
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window_size": (5, 9)},
+    "left": {"window_size": (4, -1)},
+    "right": {"window_size": (None, 3)},
+    "window": {"window_size": (4, 3)},
+    "wide window": {"window_size": (40, 30)},
+    "softcap": {"causal": True, "softcap": 0.7},
+}
+SIZES = {
+    "T < S": {},
+    "T > S": {"seq_q": 33, "seq_kv": 20},
+    "T = S": {"seq_q": 30, "seq_kv": 30, "dtype": "bfloat16"},
+    "one key head": {"kv_heads": 1, "batch": 1},
+    "a head for each": {"kv_heads": 4, "dtype": "float16"},
+}
+
+
+@EVERY
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_numbers(name, mask, sizes, device):
+    """Outputs and gradients meet the budgets against fp64; masks begin at the bottom right."""
+    given, changes = MASKS[mask], dict(SIZES[sizes])
+    if "qkvpacked" in name:
+        changes = {x: changes[x] for x in ("dtype",) if x in changes}
+    left, right = (None if x == -1 else x for x in given.get("window_size", (-1, -1)))
+    changes |= {"softcap": given.get("softcap"), "causal": given.get("causal", False)}
+    problem = usual(name, window=(left, right), **changes)
+    attend = partial(call, name, softmax_scale=0.3, **given)
+    assert_accurate(attend, Sample(problem=problem, scale=0.3, device=device))
+
+
+@EVERY
+@pytest.mark.parametrize("mask", MASKS)
+def test_out_alone(name, mask, device):
+    """Without softmax_lse out is the same, also of queries that see no key."""
+    sizes = {} if "qkvpacked" in name else SIZES["T > S"]
+    inputs = make_inputs(usual(name, **sizes), device=device)
+    given = leading(name, *inputs)
+    function = partial(getattr(flash_attn, name), *given, **MASKS[mask])
+    torch.testing.assert_close(function(), function(return_attn_probs=True)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, x) for name in POSITIONAL for x in COMMON | POSITIONAL[name][1]],
+)
+def test_by_position_and_by_keyword(name, argument, device, monkeypatch):
+    """An argument asks for the same either way, and for something else than its default."""
+    asked = []
+
+    def spy(*tensors, **options):
+        asked.append(options)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(flash_attn, "attention", spy)
+    given = leading(name, *make_inputs(usual(name), device=device))
+
+    def outcome(*args, **options):
+        asked.clear()
+        try:
+            result = getattr(flash_attn, name)(*given, *args, **options)
+        except NotImplementedError as error:
+            return str(error)
+        return str((asked, result))
+
+    defaults = COMMON | POSITIONAL[name][1]
+    before = list(defaults.values())[: list(defaults).index(argument)]
+    by_position = outcome(*before, CHANGES[argument])
+    assert by_position == outcome(**{argument: CHANGES[argument]})
+    assert by_position != outcome()
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        (name, argument)
+        for name, (_, behind) in POSITIONAL.items()
+        for argument in COMMON | behind | KEYWORDS.get(name, {})
+        if argument in REFUSED
+    ],
+)
+def test_what_we_lack_is_refused(name, argument, device):
+    """By one sentence that names the argument; the values that ask for nothing are taken."""
+    given = leading(name, *make_inputs(usual(name), device=device))
+    function = getattr(flash_attn, name)
+    with pytest.raises(NotImplementedError, match=f"^{argument}: {REFUSED[argument]}$"):
+        function(*given, **{argument: CHANGES.get(argument, torch.ones(4))})
+    for off in (None, 0.0) if argument == "dropout_p" else (None,):
+        assert torch.equal(function(*given, **{argument: off}), function(*given))
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_return_lse(name, device):
+    """FlashAttention-4's word for it; who asks for probabilities, too, gets three."""
+    given = leading(name, *make_inputs(usual(name), device=device))
+    function = getattr(flash_attn, name)
+    pair = function(*given, return_lse=True)
+    assert len(pair) == 2
+    for triple in (
+        function(*given, return_attn_probs=True, return_lse=True),
+        function(*given, return_attn_probs=True),
+    ):
+        assert triple[2] is None
+        assert all(map(torch.equal, pair, triple[:2]))
+    shape = (4, 40) if "varlen" in name else (2, 4, 20)
+    assert pair[1].shape == shape
+
+
+@EVERY
+def test_deterministic_is_passed_on(name, device, monkeypatch):
+    """As flash-attn it is off by default."""
+    asked = []
+
+    def spy(*tensors, **options):
+        asked.append(options["deterministic"])
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(flash_attn, "attention", spy)
+    given = leading(name, *make_inputs(usual(name), device=device))
+    getattr(flash_attn, name)(*given)
+    getattr(flash_attn, name)(*given, deterministic=True)
+    assert asked == sorted(asked)
+    assert set(asked) == {False, True}
+
+
+@pytest.mark.parametrize("name", [name for name in POSITIONAL if "varlen" not in name])
+def test_nothing_is_copied(name, device, monkeypatch):
+    """The kernels read q, k and v where they lie and write out where it is returned."""
+    seen = []
+
+    def spy(*tensors, **options):
+        seen[:] = *tensors, attention(*tensors, **options, impl="triton")
+        return seen[-1]
+
+    monkeypatch.setattr(flash_attn, "attention", spy)
+    given = leading(name, *make_inputs(usual(name), device=device, layout="sequence_first"))
+    out = getattr(flash_attn, name)(*given)
+    *read, written = seen
+    packed = [[x] if x.ndim == 4 else x.unbind(2) for x in given]
+    wanted = [x.transpose(1, 2) for tensors in packed for x in tensors]
+    places = [[(x.data_ptr(), x.shape, x.stride()) for x in tensors] for tensors in (read, wanted)]
+    assert places[0] == places[1]
+    assert out.data_ptr() == written.data_ptr()
+    assert out.is_contiguous()
+
+
+DOCUMENTS = {  # lengths of queries and keys, and tokens behind
+    "T = S": ([7, 0, 20, 1], [7, 0, 20, 1], (0, 0)),
+    "T != S": ([7, 0, 20, 5], [9, 4, 3, 0], (0, 0)),
+    "tokens behind": ([7, 20], [20, 7], (6, 3)),
+    "empty": ([0, 0], [0, 5], (4, 0)),
+}
+
+
+def packed(problem, queries, keys, behind, device):
+    """Return q, k, v, gradients of out and softmax_lse, and cu_seqlens; NaN behind."""
+    total = [sum(x) + n for x, n in zip((queries, keys), behind, strict=True)]
+    whole = replace(problem, seq_q=total[0], seq_kv=total[1])
+    q, k, v = (x[0].transpose(0, 1).clone() for x in make_inputs(whole, device=device))
+    for x, n in zip((q, k, v), (*behind, behind[1]), strict=True):
+        x[len(x) - n :] = torch.nan
+        x.requires_grad_()
+    grad_o, grad_lse = (x[0] for x in make_grads(whole, device=device))
+    ends = (torch.tensor([0, *x], device=device).cumsum(0).int() for x in (queries, keys))
+    return (q, k, v), (grad_o.transpose(0, 1), grad_lse), tuple(ends)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_documents(documents, mask, device):
+    """Each is a problem of its own; tokens behind the last one are neither read nor answered."""
+    queries, keys, behind = DOCUMENTS[documents]
+    given = MASKS[mask]
+    problem = FlashProblem(
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        causal="causal" in given,
+        window=given.get("window_size", (None, None)),
+    )
+    inputs, grads, ends = packed(problem, queries, keys, behind, device)
+    outputs = flash_attn.flash_attn_varlen_func(*inputs, *ends, 0, 0, return_lse=True, **given)
+    got = dict(zip(("o", "lse"), outputs, strict=True))
+    got |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, inputs, grads), strict=True))
+    got["lse"], grad_lse = got["lse"].T, grads[1].T
+    for name, x in got.items():
+        tail = x[len(x) - behind[name in ("dk", "dv")] :]
+        assert torch.equal(tail, torch.full_like(tail, -torch.inf if name == "lse" else 0))
+
+    def heads_first(x, rows):
+        return x[rows].detach().transpose(0, 1)[None]
+
+    starts = [x.tolist() for x in ends]
+    for i, (seq_q, seq_kv) in enumerate(zip(queries, keys, strict=True)):
+        rows, columns = (slice(*x[i : i + 2]) for x in starts)
+        places = {"dk": columns, "dv": columns}
+        one = replace(problem, seq_q=seq_q, seq_kv=seq_kv)
+        case = Case(
+            problem=one,
+            inputs=tuple(map(heads_first, inputs, (rows, columns, columns))),
+            scale=0.25,
+            grad_o=heads_first(grads[0], rows),
+            grad_lse=heads_first(grad_lse, rows),
+        )
+        more = Sample(problem=one, scale=0.25, device=device).enlarged().draw()
+        part = {name: heads_first(x, places.get(name, rows)) for name, x in got.items()}
+        assert Expected.of(case, more).failures(part) == []
+
+
+def test_no_documents(device):
+    """Where all tokens are behind, out is zero."""
+    q, k, cu = torch.ones(5, 4, 16), torch.ones(3, 2, 16), torch.zeros(1, dtype=torch.int32)
+    q, k, cu = (x.to(device) for x in (q, k, cu))
+    o, lse = flash_attn.flash_attn_varlen_func(q, k, k, cu, cu, 0, 0, return_lse=True)
+    assert torch.equal(o, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((4, 5), -torch.inf, device=device))
+
+
+ONES = {n: torch.ones(*[2] * n) for n in range(1, 7)}
+ENDS = torch.tensor([0, 2], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        (
+            "func",
+            (ONES[3],) * 3,
+            r"q: wanted a tensor \[batch, seqlen, nheads, headdim\], got \[2,",
+        ),
+        ("func", (ONES[4], [1], ONES[4]), "k: wanted a tensor .*, got list"),
+        ("func", (ONES[4], ONES[4][:1], ONES[4]), r"k: wanted shape \[2, 2, 2, 2\], got \[1,"),
+        ("func", (ONES[4], ONES[4][..., :1], ONES[4]), "k: wanted shape"),
+        ("func", (ONES[4], ONES[4], ONES[4][:, :1]), "v: wanted shape"),
+        ("func", (ONES[4], ONES[4][:, :1], ONES[4]), "v: wanted shape"),
+        ("qkvpacked_func", (ONES[5],), r"qkv: wanted .*batch, seqlen, 3, nheads, headdim\], got"),
+        ("kvpacked_func", (ONES[4], ONES[4]), r"kv: wanted a tensor \[batch, seqlen, 2, nheads"),
+        ("varlen_func", (*[ONES[4]] * 3, ENDS, ENDS, 2, 2), r"q: wanted .*\[total, nheads, headd"),
+        (
+            "varlen_func",
+            (*[ONES[3]] * 3, ENDS, ENDS[:1], 2, 2),
+            "cu_seqlens_k: wanted as many .* 2 ",
+        ),
+        ("varlen_func", (*[ONES[3]] * 3, ENDS, ENDS.clamp(1), 2, 2), r"cu_seqlens_k: .*\[1, 2\]"),
+        ("varlen_func", (*[ONES[3]] * 3, 2 * ENDS, ENDS, 2, 2), "cu_seqlens_q: .* up to 2, got"),
+        ("varlen_func", (*[ONES[3]] * 3, ENDS.flip(0), ENDS, 2, 2), r"cu_seqlens_q: .*\[2, 0\]"),
+        ("varlen_func", (*[ONES[3]] * 3, ENDS.float(), ENDS, 2, 2), r"cu_seqlens_q: .*\[0.0, 2.0"),
+        ("varlen_func", (*[ONES[3]] * 3, ENDS[1], ENDS, 2, 2), "cu_seqlens_q: .*, got 2"),
+        ("varlen_func", (*[ONES[3]] * 3, ENDS[:0], ENDS, 2, 2), r"cu_seqlens_q: .*, got \[\]"),
+        ("varlen_qkvpacked_func", (ONES[4], ENDS, 2), r"qkv: wanted .*\[total, 3, nheads, headdim"),
+    ],
+)
+def test_bad_tensors(name, args, words):
+    """They are refused by flash-attn's names and in its order of dimensions."""
+    with pytest.raises(ValueError, match=words):
+        getattr(flash_attn, f"flash_attn_{name}")(*args)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(
+            (
+                {"window_size": x},
+                r"window_size: wanted \(left, right\), each an int from 0 on, or -1",
+            )
+            for x in (3, (1,), (1, 2, 3), (-2, 5), (1.0, 2), (True, 0), None, "12")
+        ),
+        ({"causal": "top_left"}, "causal: wanted one of False, True, got 'top_left'"),
+        ({"softmax_scale": "x"}, "scale: wanted a finite number"),
+    ],
+)
+def test_bad_options(options, words):
+    """So are the others."""
+    with pytest.raises(ValueError, match=words):
+        flash_attn.flash_attn_func(*[ONES[4]] * 3, **options)

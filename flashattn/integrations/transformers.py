@@ -26,6 +26,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 from transformers.utils.import_utils import is_tracing
+from typing_extensions import Self
 
 from flashattn.api import attention
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
@@ -84,26 +85,15 @@ class KeyRanges(torch.Tensor):
     high: torch.Tensor
     call: Call | None
 
-    @staticmethod
     def __new__(
-        cls: type[KeyRanges],
-        low: torch.Tensor,
-        high: torch.Tensor,  # noqa: ARG004
-        size: tuple[int, ...],
-        call: Call | None,  # noqa: ARG004
-    ) -> KeyRanges:
+        cls, low: torch.Tensor, high: torch.Tensor, size: tuple[int, ...], call: Call | None
+    ) -> Self:
         """Make a tensor of that size, without storage."""
-        made: KeyRanges = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001
+        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001
             cls, size, dtype=torch.bool, device=low.device
         )
+        made.low, made.high, made.call = low, high, call
         return made
-
-    def __init__(
-        self, low: torch.Tensor, high: torch.Tensor, size: tuple[int, ...], call: Call | None
-    ) -> None:
-        """Keep what the mask is."""
-        del size
-        self.low, self.high, self.call = low, high, call
 
     @classmethod
     def of(cls, call: Call, size: tuple[int, ...], device: torch.device | str) -> KeyRanges:
@@ -224,7 +214,12 @@ def _call_of(
 
 
 def _same_code(x: object, y: object) -> bool:
-    """Return whether two functions have the same code, and so have those that they close over."""
+    """Return whether two functions have the same code, and so have those that they close over.
+
+    torch.compile cannot read closures: traced windows are evaluated.
+    """
+    if x is y or torch.compiler.is_compiling():
+        return x is y
     if isinstance(x, FunctionType) and isinstance(y, FunctionType):
         cells = (tuple(c.cell_contents for c in f.__closure__ or ()) for f in (x, y))
         return x.__code__ is y.__code__ and _same_code(*cells)

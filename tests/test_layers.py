@@ -30,6 +30,7 @@ ALLOWED = {
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "mask", "problem"},
     "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch"},
+    "integrations": {"api", "integrations", "mask"},
     "lm": set(),
     "costs": {"lm", "mask"},
     "training": {"lm"},
@@ -58,6 +59,7 @@ ONLY_IN = {
     "triton": {"kernels", "measure", "counts", "emulate", "sanitize", "testing"},
     "hypothesis": {"testing"},
     "matplotlib": {"report"},
+    "transformers": {"integrations"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -79,7 +79,7 @@ class KeyRanges(torch.Tensor):
         call: the same mask as keywords of ``attention``, or None.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - for tensor wrappers
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
     low: torch.Tensor
     high: torch.Tensor
@@ -125,7 +125,7 @@ class KeyRanges(torch.Tensor):
         return KeyRanges(inner["low"], inner["high"], size, rest[1])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: object,
@@ -297,12 +297,12 @@ def _attend(
         raise NotImplementedError(
             f"dropout: attention has none, got {dropout}; set attention_dropout=0 in the config"
         )
-    mask = attention_mask
-    if mask is None:
+    mask, call = attention_mask, None
+    if isinstance(mask, KeyRanges):
+        call = mask.call
+    elif mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = _call_without_mask(query, key, causal=causal, sliding_window=sliding_window)
-    else:
-        call = mask.call if isinstance(mask, KeyRanges) else None
     if call is not None and cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:  # noqa: PLR2004
         raise NotImplementedError(
             "cu_seq_lens_q: documents are told apart by position_ids that begin anew in each"

@@ -37,7 +37,7 @@ SMALL = {
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
 WINDOWED = GROUPED | {"sliding_window": WINDOW}
 BOTH = WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODERS = {
     "Llama": ("Llama", GROUPED),
@@ -55,9 +55,11 @@ DECODERS = {
     "DeepseekV3": (
         "DeepseekV3",
         SMALL
-        | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
         | {"v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"experts_implementation": "eager"},
     ),
 }
 TEXT_CONFIGS = ("Gemma3", "Llama4")  # whose other configuration has images, too
@@ -83,16 +85,40 @@ MODES = [(name, mode) for name in MODELS for mode in ("plain", "padded")]
 MODES += [(name, "packed") for name in DECODERS]
 
 
+def exact(module, q, k, v, mask, *, scaling=None, softcap=None, s_aux=None, **options):
+    """Compute attention as on paper, called as transformers calls it, with a boolean mask."""
+    group, bias = q.shape[1] // k.shape[1], options.get("position_bias")
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = (scores if bias is None else scores + bias).masked_fill(~mask, -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    dead = scores.isneginf().all(dim=-1, keepdim=True)
+    p = scores.masked_fill(dead, 0).softmax(dim=-1).masked_fill(dead, 0)
+    return (p[..., : k.shape[2]] @ v).transpose(1, 2).contiguous(), None
+
+
+def exact_mask(**asked):
+    """Evaluate every mask."""
+    skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+    return masking_utils.sdpa_mask(**asked | dict.fromkeys(skips, False))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
-    """Register what computes a window by tiles, and everything else, too."""
-    drop_in.register(impl="tiled")
+    """Register ours, in PyTorch but by tiles, and what judges it."""
+    interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    before = [dict(x._global_mapping) for x in interfaces]
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    drop_in.register(impl="tiled")
+    for interface, function in zip(interfaces, (exact, exact_mask), strict=True):
+        interface.register("exact", function)
     yield
     transformers.logging.set_verbosity(level)
-    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
-        interface._global_mapping.pop("fattn")
+    for interface, mapping in zip(interfaces, before, strict=True):
+        interface._global_mapping = mapping
 
 
 def model_of(name):
@@ -107,12 +133,11 @@ def model_of(name):
 def inputs_of(mode):
     """Return tokens, labels, and what the mode adds."""
     ids = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids.clone()}
     if mode == "padded":
-        mask = torch.ones_like(ids)
-        mask[0, :PADDING] = 0
-        labels = ids.masked_fill(mask == 0, -100)
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-    inputs = {"input_ids": ids, "labels": ids}
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][0, :PADDING] = 0
+        inputs["labels"][0, : PADDING + 1] = -100  # no loss of the last one's next token either
     if mode == "packed":
         positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1)
         inputs |= {"position_ids": positions, "use_cache": False}
@@ -120,34 +145,23 @@ def inputs_of(mode):
 
 
 def step(model, inputs, attention, run=None):
-    """Return the logits of real tokens, and every gradient as a share of its largest element."""
+    """Return the logits of tokens that count, and all gradients."""
     model.set_attn_implementation(attention)
     model.train().zero_grad()
     out = (run or model)(**inputs)
     out.loss.backward()
-    grads = [x.grad for x in model.parameters() if x.grad is not None]
-    return out.logits.detach()[inputs["labels"] != -100].double(), [x.double() for x in grads]
+    grads = [x.grad.double().flatten() for x in model.parameters() if x.grad is not None]
+    return out.logits.detach()[inputs["labels"] != -100].double(), torch.cat(grads)
 
 
 def assert_as_eager(model, inputs, run=None):
-    """A step is as exact as the package's budget asks, with the model's eager attention for naive.
-
-    Gradients count together, each as a share of its largest element.
-    """
+    """No error is larger than attention's own budget allows, for eager as its naive."""
     got, naive = step(model, inputs, "fattn", run), step(model, inputs, "eager")
-    exact = step(model.double(), inputs, "eager")
-    sizes = [x.abs().max().clamp(min=1e-9) for x in exact[1]]
-
-    def joined(grads):
-        return torch.cat([(x / size).flatten() for x, size in zip(grads, sizes, strict=True)])
-
-    outputs = {"logits": tuple(x[0] for x in (got, naive, exact))}
-    outputs["gradients"] = tuple(joined(x[1]) for x in (got, naive, exact))
+    truth = step(model.double(), inputs, "exact")
     eps = torch.finfo(torch.float32).eps
-    for name, (ours, theirs, truth) in outputs.items():
-        error, budget = Error.of(ours, truth), Error.of(theirs, truth)
-        assert error.max <= 2.0 * budget.max + eps * truth.abs().max().item(), name
-        assert error.mean <= 1.1 * budget.mean + eps * truth.abs().mean().item(), name
+    for ours, theirs, wanted in zip(got, naive, truth, strict=True):
+        budget = 2.0 * Error.of(theirs, wanted).max + eps * wanted.abs().max().item()
+        assert Error.of(ours, wanted).max <= budget
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES)

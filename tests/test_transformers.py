@@ -5,7 +5,6 @@ They run on the CPU: what is tested is which mask and scores a model asks for, n
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 
 import hypothesis
@@ -168,3 +167,192 @@ def assert_as_eager(model, inputs, run=None):
 def test_training_step(name, mode):
     """Logits and gradients are those of eager attention."""
     assert_as_eager(model_of(name), inputs_of(mode))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [*DECODERS, *T5])
+def test_generate(name, cache):
+    """Greedy tokens after a padded prompt are those of eager attention, beyond the window."""
+    model, inputs = model_of(name).eval(), inputs_of("padded")
+    tokens = []
+    for attention in ("eager", "fattn"):
+        model.set_attn_implementation(attention)
+        how = {"max_new_tokens": 2 * WINDOW, "do_sample": False, "cache_implementation": cache}
+        asked = {x: inputs[x] for x in ("input_ids", "attention_mask")}
+        tokens.append(model.generate(**asked, **how))
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("mode", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_compiled(name, whole, mode):
+    """Compiled as one graph, the model or each layer, nothing changes."""
+    model, inputs = model_of(name), inputs_of(mode)
+    how = {"backend": "aot_eager", "fullgraph": True}
+    if whole:
+        return assert_as_eager(model, inputs, run=torch.compile(model, **how))
+
+    def run(**inputs):
+        for layer in model.model.layers:
+            layer.compile(**how)
+        out = model(**inputs)
+        for layer in model.model.layers:
+            layer._compiled_call_impl = None
+        return out
+
+    return assert_as_eager(model, inputs, run=run)
+
+
+FUNCTIONS = {
+    "causal": lambda w: (masking_utils.causal_mask_function, None),
+    "full": lambda w: (masking_utils.bidirectional_mask_function, None),
+    "window": lambda w: (masking_utils.sliding_window_causal_mask_function(w), w),
+    "two-sided": lambda w: (masking_utils.sliding_window_bidirectional_mask_function(w), w),
+    "chunks": lambda w: (masking_utils.chunked_causal_mask_function(w, torch.zeros(2).long()), w),
+    "dilated": lambda w: (lambda b, h, t, s: (t - s) % (w + 1) == 0, None),
+}
+
+
+@st.composite
+def masks(draw):
+    """Draw what transformers may ask of a mask: offsets of a cache, padding, a tensor for one."""
+    lengths = st.integers(1, 9)
+    queries, past, spare, dropped = (draw(lengths), *(draw(st.integers(0, 6)) for _ in range(3)))
+    dropped = min(dropped, past)
+    function, size = FUNCTIONS[draw(st.sampled_from(sorted(FUNCTIONS)))](draw(st.integers(1, 6)))
+    asked = {"batch_size": 2, "q_length": queries, "kv_length": past + queries + spare - dropped}
+    asked |= {"q_offset": past, "kv_offset": dropped, "mask_function": function}
+    asked |= {"local_size": size, "device": "cpu"}
+    if draw(st.booleans()):
+        asked["q_offset"] = torch.tensor(past)
+    kind = draw(st.sampled_from(["none", "all", "left", "any"]))
+    if kind != "none":
+        seen = torch.ones(2, past + queries, dtype=torch.bool)
+        if kind == "left":
+            seen[0, : draw(st.integers(0, past + queries))] = False
+        if kind == "any":
+            seen = torch.tensor(draw(st.lists(st.booleans(), min_size=len(seen[0]) * 2)))
+            seen = seen[: 2 * (past + queries)].view(2, -1)
+        asked["attention_mask"] = seen
+    return asked
+
+
+@hypothesis.given(asked=masks(), most=st.sampled_from([1, 20, 1 << 26]))
+def test_masks_are_those_of_transformers(asked, most):
+    """Recognised or evaluated, a mask shows what transformers' own shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drop_in, "MOST_PAIRS", most)
+        got = drop_in._make_mask(**asked)
+    seen = got.dense() if isinstance(got, drop_in.KeyRanges) else got
+    assert torch.equal(seen, exact_mask(**asked))
+
+
+@hypothesis.given(asked=masks(), data=st.data())
+def test_scores_are_those_of_transformers(asked, data):
+    """Whatever the mask, caps, sinks, biases, grouped heads and wider values mean the same."""
+    draw = data.draw
+    heads, keys, width, values = draw(
+        st.sampled_from([(4, 2, 8, 8), (2, 2, 8, 5), (3, 1, 8, 11), (2, 1, 4, 4)])
+    )
+    torch.manual_seed(draw(st.integers(0, 99)))
+    size = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(2, heads, asked["q_length"], width, **size)
+    k = torch.randn(2, keys, asked["kv_length"], width, **size)
+    v = torch.randn(2, keys, asked["kv_length"], values, **size)
+    options = {"scaling": draw(st.sampled_from([None, 1.0])), "is_causal": True}
+    options["softcap"] = draw(st.sampled_from([None, 1.5]))
+    options["s_aux"] = torch.randn(heads, **size) if draw(st.booleans()) else None
+    if draw(st.booleans()):
+        options["position_bias"] = torch.randn(1, heads, q.shape[2], k.shape[2], **size)
+    mask, wanted_mask = drop_in._make_mask(**asked), exact_mask(**asked)
+    got, _ = drop_in._attend(None, q, k, v, mask, impl="tiled", **options)
+    wanted, _ = exact(None, q, k, v, wanted_mask, **options)
+    torch.testing.assert_close(got, wanted)
+    assert got.is_contiguous()
+    leaves = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
+    weights = torch.randn_like(wanted)
+    for x, y in zip(*(torch.autograd.grad(o, leaves, weights) for o in (got, wanted)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "call"),
+    [
+        ("causal", 0, (1 << 20, "bottom_right", (None, None))),
+        ("causal", 5, ((1 << 20) + 5, "bottom_right", (None, None))),
+        ("window", 0, (1 << 20, "bottom_right", (3, None))),
+        ("two-sided", 0, ((1 << 20) + 9, False, (4, 4))),
+        ("full", 0, ((1 << 20) + 9, False, (None, None))),
+    ],
+)
+def test_usual_masks_are_not_evaluated(name, offset, call):
+    """A million queries and keys need no score matrix."""
+    function, local = FUNCTIONS[name](4)
+    length = 1 << 20
+    mask = drop_in._make_mask(
+        1, length, length + 9, torch.tensor(offset), 0, function, local_size=local
+    )
+    assert mask.call == call
+    assert mask.contiguous() is mask
+
+
+def test_mask_is_a_boolean_tensor():
+    """What models do with masks they may do with ours."""
+    mask = drop_in._make_mask(2, 3, 5, 2)
+    wanted = exact_mask(batch_size=2, q_length=3, kv_length=5, q_offset=2)
+    assert (mask.dtype, mask.shape) == (wanted.dtype, wanted.shape)
+    assert torch.equal(mask[..., 1:], wanted[..., 1:])
+    assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(wanted, 0.0, 1.0))
+
+
+def attend(t=3, s=3, mask=None, **options):
+    """Call a causal layer of one head."""
+    q, k = torch.ones(1, 1, t, 4), torch.ones(1, 1, s, 4)
+    v = torch.arange(4.0 * s).view(1, 1, s, 4)
+    module = SimpleNamespace(is_causal=True)
+    return drop_in._attend(module, q, k, v, mask, **options)[0][0, :, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({}, [0, 2, 4]),
+        ({"is_causal": False}, [4, 4, 4]),
+        ({"t": 1}, [4]),
+        ({"sliding_window": 2}, [0, 2, 6]),
+        ({"sliding_window": 2, "is_causal": False}, [2, 4, 6]),
+        ({"position_bias": torch.zeros(1, 1, 3, 3)}, [0, 2, 4]),
+        ({"mask": torch.zeros(1, 1, 3, 3), "sliding_window": 2}, [4, 4, 4]),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, [0, 2, 4]),
+    ],
+)
+def test_without_our_mask(asked, wanted):
+    """A layer without a mask is causal if its module is; a model's own tensor is added."""
+    assert attend(**asked).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"dropout": 0.1},
+        {"cache": object()},
+        {"output_attentions": True},
+        {"sinks": torch.zeros(1, 1, 3, 1)},
+        {"indices": torch.zeros(1)},
+        {"block_indices": torch.zeros(1)},
+        {"cu_seq_lens_q": torch.tensor([0, 1, 3])},
+    ],
+)
+def test_refuses_what_it_cannot(asked):
+    """A keyword that would change the answer is refused by its name, and ignored when not set."""
+    (name,) = asked
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        attend(**asked)
+    attend(**{name: 0.0 if name == "dropout" else None})
+
+
+def test_name():
+    """Transformers takes names with "flash" for kernels of its Hub."""
+    with pytest.raises(ValueError, match='name: wanted one without "flash", got'):
+        drop_in.register("flashattn")

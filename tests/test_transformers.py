@@ -84,7 +84,7 @@ MODES = [(name, mode) for name in MODELS for mode in ("plain", "padded")]
 MODES += [(name, "packed") for name in DECODERS]
 
 
-def exact(module, q, k, v, mask, *, scaling=None, softcap=None, s_aux=None, **options):
+def exact(_, q, k, v, mask, *, scaling=None, softcap=None, s_aux=None, **options):
     """Compute attention as on paper, called as transformers calls it, with a boolean mask."""
     group, bias = q.shape[1] // k.shape[1], options.get("position_bias")
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -147,7 +147,7 @@ def step(model, inputs, attention, run=None):
     """Return the logits of tokens that count, and all gradients."""
     model.set_attn_implementation(attention)
     model.train().zero_grad()
-    out = (run or model)(**inputs)
+    out = (model if run is None else run)(**inputs)
     out.loss.backward()
     grads = [x.grad.double().flatten() for x in model.parameters() if x.grad is not None]
     return out.logits.detach()[inputs["labels"] != -100].double(), torch.cat(grads)
@@ -183,6 +183,8 @@ def test_generate(name, cache):
     assert torch.equal(*tokens)
 
 
+# torch.compile asks each input for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("mode", ["plain", "padded", "packed"])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])

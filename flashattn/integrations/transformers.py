@@ -103,6 +103,10 @@ class KeyRanges(torch.Tensor):
         low, high = (torch.zeros_like(queries) + x for x in bounds)
         return cls(low, high, size, call)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what the mask is without computing it: torch.compile logs its inputs."""
+        return f"KeyRanges(size={tuple(self.shape)}, call={self.call})"
+
     def dense(self) -> torch.Tensor:
         """Return the boolean tensor, True where a query sees a key."""
         keys = torch.arange(self.shape[3], device=self.low.device)

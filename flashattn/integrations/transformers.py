@@ -60,9 +60,12 @@ def register(name: str = "fattn", *, impl: str = "auto") -> None:
 
 
 class Call(NamedTuple):
-    """A mask as a call of ``attention``: the first ``keys`` keys, ``causal`` and ``window``."""
+    """A mask as a call of ``attention``: the first ``keys`` keys, ``causal`` and ``window``.
 
-    keys: int
+    ``keys=None`` is all: torch.compile compiles again for each other number.
+    """
+
+    keys: int | None
     causal: Causal
     window: Window
 
@@ -99,7 +102,8 @@ class KeyRanges(torch.Tensor):
     def of(cls, call: Call, size: tuple[int, ...], device: torch.device | str) -> KeyRanges:
         """Return the mask of a call."""
         queries = torch.arange(size[2], device=device, dtype=torch.int32)[None]
-        bounds = Mask.of(call.causal, call.window).over(size[2], call.keys).keys_of(queries)
+        keys = size[3] if call.keys is None else call.keys
+        bounds = Mask.of(call.causal, call.window).over(size[2], keys).keys_of(queries)
         low, high = (torch.zeros_like(queries) + x for x in bounds)
         return cls(low, high, size, call)
 
@@ -113,20 +117,20 @@ class KeyRanges(torch.Tensor):
         seen = (self.low[..., None] <= keys) & (keys < self.high[..., None])
         return seen[:, None].expand(self.shape)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[tuple[int, ...], Call | None]]:
+    def __tensor_flatten__(self) -> tuple[list[str], Call | None]:
         """Tell torch.compile what the mask is made of."""
-        return ["low", "high"], (tuple(self.shape), self.call)
+        return ["low", "high"], self.call
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor],
-        rest: tuple[tuple[int, ...], Call | None],
+        call: Call | None,
         size: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> KeyRanges:
         """Make it of these again."""
         del stride
-        return KeyRanges(inner["low"], inner["high"], size, rest[1])
+        return KeyRanges(inner["low"], inner["high"], size, call)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -184,8 +188,9 @@ def _make_mask(
     if call is not None:
         if attention_mask is None:
             return KeyRanges.of(call, size, device)
-        padding = attention_mask[:, kv_offset : kv_offset + call.keys]
-        if not tracing and padding.shape[1] == call.keys and padding.all():
+        keys = kv_length if call.keys is None else call.keys
+        padding = attention_mask[:, kv_offset : kv_offset + keys]
+        if not tracing and padding.shape[1] == keys and padding.all():
             return KeyRanges.of(call, size, device)
     ranges = None if tracing else _ranges_of(evaluate, size)
     return evaluate() if ranges is None else KeyRanges(*ranges, size, None)
@@ -211,9 +216,10 @@ def _call_of(
         if not _same_code(mask_function, function):
             continue
         if right == 0 and 0 < q_length + shift <= kv_length:
-            return Call(q_length + shift, "bottom_right", (left, None))
+            keys = None if q_length + shift == kv_length else q_length + shift
+            return Call(keys, "bottom_right", (left, None))
         if shift == 0 or (left, right) == UNBOUNDED:
-            return Call(kv_length, False, (left, right))  # noqa: FBT003
+            return Call(None, False, (left, right))  # noqa: FBT003
     return None
 
 
@@ -306,7 +312,7 @@ def _attend(
         call = mask.call
     elif mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        call = _call_without_mask(query, key, causal=causal, sliding_window=sliding_window)
+        call = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
     if call is not None and cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:  # noqa: PLR2004
         raise NotImplementedError(
             "cu_seq_lens_q: documents are told apart by position_ids that begin anew in each"
@@ -323,13 +329,11 @@ def _attend(
     return o.transpose(1, 2).contiguous(), None
 
 
-def _call_without_mask(
-    query: torch.Tensor, key: torch.Tensor, *, causal: bool, sliding_window: int | None
-) -> Call:
+def _call_without_mask(q_length: int, *, causal: bool, sliding_window: int | None) -> Call:
     """Return the call of a layer that gets no mask, as transformers' own implementations do."""
-    corner: Causal = "bottom_right" if query.shape[2] == 1 else "top_left"
+    corner: Causal = "bottom_right" if q_length == 1 else "top_left"
     side = None if sliding_window is None else sliding_window - 1
-    return Call(key.shape[2], causal and corner, (side, None if causal else side))
+    return Call(None, causal and corner, (side, None if causal else side))
 
 
 def _call(

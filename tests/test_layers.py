@@ -41,7 +41,7 @@ ALLOWED = {
         "score",
     },
     "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch"},
-    "integrations": {"api", "problem"},
+    "integrations": {"api", "integrations", "mask", "problem"},
     "lm": set(),
     "costs": {"lm", "mask"},
     "training": {"lm"},
@@ -71,6 +71,7 @@ ONLY_IN = {
     "triton": {"kernels", "measure", "counts", "emulate", "sanitize", "testing"},
     "hypothesis": {"testing"},
     "matplotlib": {"report"},
+    "transformers": {"integrations"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,1 +1,4 @@
-"""Attention under the names and conventions of other libraries; import a module to use it."""
+"""Drop-ins: the code that people already have runs on ours.
+
+Each module imports its client only when used.
+"""

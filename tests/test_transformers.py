@@ -1,0 +1,378 @@
+"""attn_implementation="fattn": tiny random models of transformers answer as with their own eager.
+
+They run on the CPU: what is tested is which mask and scores a model asks for, not the kernels.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from flashattn.testing.accuracy import Error
+
+transformers = pytest.importorskip("transformers", reason="the extra integrations is not installed")
+# What follows imports transformers.
+from transformers import masking_utils  # noqa: E402
+
+from flashattn.integrations import transformers as drop_in  # noqa: E402
+
+LENGTH, PADDING, DOCUMENTS, WINDOW = 24, 7, (5, 12, 7), 8
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
+WINDOWED = GROUPED | {"sliding_window": WINDOW}
+BOTH = WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODERS = {
+    "Llama": ("Llama", GROUPED),
+    "Qwen3": ("Qwen3", GROUPED),
+    "Mistral": ("Mistral", WINDOWED),
+    "Phi3": ("Phi3", WINDOWED),
+    "Olmo3": ("Olmo3", BOTH),
+    "GptOss": ("GptOss", BOTH | EXPERTS),
+    "Gemma2": ("Gemma2", BOTH | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
+    "Gemma3": ("Gemma3", BOTH | {"query_pre_attn_scalar": 16}),
+    "Llama4": (
+        "Llama4",
+        GROUPED | EXPERTS | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 32},
+    ),
+    "DeepseekV3": (
+        "DeepseekV3",
+        SMALL
+        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"experts_implementation": "batched_mm"},
+    ),
+}
+TEXT_CONFIGS = ("Gemma3", "Llama4")  # whose other configuration has images, too
+ENCODERS = {
+    "Bert": ("Bert", SMALL | NO_DROPOUT),
+    "ModernBert": (
+        "ModernBert",
+        SMALL
+        | {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2}
+        | {"cls_token_id": 1, "sep_token_id": 2},
+    ),
+}
+T5 = {
+    "T5": (
+        "T5",
+        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+        | {"eos_token_id": None, "tie_word_embeddings": False},
+    )
+}
+MODELS = DECODERS | ENCODERS | T5
+MODES = [(name, mode) for name in MODELS for mode in ("plain", "padded")]
+MODES += [(name, "packed") for name in DECODERS]
+
+
+def exact(_, q, k, v, mask, *, scaling=None, softcap=None, s_aux=None, **options):
+    """Compute attention as on paper, called as transformers calls it, with a boolean mask."""
+    group, bias = q.shape[1] // k.shape[1], options.get("position_bias")
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = (scores if bias is None else scores + bias).masked_fill(~mask, -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    dead = scores.isneginf().all(dim=-1, keepdim=True)
+    p = scores.masked_fill(dead, 0).softmax(dim=-1).masked_fill(dead, 0)
+    return (p[..., : k.shape[2]] @ v).transpose(1, 2).contiguous(), None
+
+
+def exact_mask(**asked):
+    """Evaluate every mask."""
+    skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+    return masking_utils.sdpa_mask(**asked | dict.fromkeys(skips, False))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    """Register ours, in PyTorch but by tiles, and what judges it."""
+    interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    before = [dict(x._global_mapping) for x in interfaces]
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    drop_in.register(impl="tiled")
+    for interface, function in zip(interfaces, (exact, exact_mask), strict=True):
+        interface.register("exact", function)
+    yield
+    transformers.logging.set_verbosity(level)
+    for interface, mapping in zip(interfaces, before, strict=True):
+        interface._global_mapping = mapping
+
+
+def model_of(name):
+    """Return a tiny model with random weights."""
+    family, options = MODELS[name]
+    config = getattr(transformers, f"{family}{'Text' * (name in TEXT_CONFIGS)}Config")(**options)
+    head = {"T5": "ForConditionalGeneration"} | dict.fromkeys(ENCODERS, "ForMaskedLM")
+    torch.manual_seed(0)
+    return getattr(transformers, family + head.get(name, "ForCausalLM"))(config)
+
+
+def inputs_of(mode):
+    """Return tokens, labels, and what the mode adds."""
+    ids = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if mode == "padded":
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][0, :PADDING] = 0
+        inputs["labels"][0, : PADDING + 1] = -100  # no loss of the last one's next token either
+    if mode == "packed":
+        positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1)
+        inputs |= {"position_ids": positions, "use_cache": False}
+    return inputs
+
+
+def step(model, inputs, attention, run=None):
+    """Return the logits of tokens that count, and all gradients."""
+    model.set_attn_implementation(attention)
+    model.train().zero_grad()
+    out = (model if run is None else run)(**inputs)
+    out.loss.backward()
+    grads = [x.grad.double().flatten() for x in model.parameters() if x.grad is not None]
+    return out.logits.detach()[inputs["labels"] != -100].double(), torch.cat(grads)
+
+
+def assert_as_eager(model, inputs, run=None):
+    """No error is larger than attention's own budget allows, for eager as its naive."""
+    got, naive = step(model, inputs, "fattn", run), step(model, inputs, "eager")
+    truth = step(model.double(), inputs, "exact")
+    eps = torch.finfo(torch.float32).eps
+    for ours, theirs, wanted in zip(got, naive, truth, strict=True):
+        budget = 2.0 * Error.of(theirs, wanted).max + eps * wanted.abs().max().item()
+        assert Error.of(ours, wanted).max <= budget
+
+
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_training_step(name, mode):
+    """Logits and gradients are those of eager attention."""
+    assert_as_eager(model_of(name), inputs_of(mode))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [*DECODERS, *T5])
+def test_generate(name, cache):
+    """Greedy tokens after a padded prompt are those of eager attention, beyond the window."""
+    model, inputs = model_of(name).eval(), inputs_of("padded")
+    tokens = []
+    for attention in ("eager", "fattn"):
+        model.set_attn_implementation(attention)
+        how = {"max_new_tokens": 2 * WINDOW, "do_sample": False, "cache_implementation": cache}
+        asked = {x: inputs[x] for x in ("input_ids", "attention_mask")}
+        tokens.append(model.generate(**asked, **how))
+    assert torch.equal(*tokens)
+
+
+# torch.compile asks each input for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("mode", ["plain", "padded"])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_compiled(name, whole, mode):
+    """Compiled as one graph, the model or each layer, nothing changes."""
+    torch.compiler.reset()
+    model, inputs = model_of(name), inputs_of(mode)
+    how = {"backend": "aot_eager", "fullgraph": True}
+    if whole:
+        return assert_as_eager(model, inputs, run=torch.compile(model, **how))
+
+    def run(**inputs):
+        for layer in model.model.layers:
+            layer.compile(**how)
+        out = model(**inputs)
+        for layer in model.model.layers:
+            layer._compiled_call_impl = None
+        return out
+
+    return assert_as_eager(model, inputs, run=run)
+
+
+@pytest.mark.parametrize("mode", ["plain", "padded"])
+def test_lengths_share_a_graph(mode):
+    """A compiled layer takes any length after the second, whatever the mask."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    attend = torch.compile(drop_in._attend, backend=counter, fullgraph=True)
+    for length in (16, 20, 24, 28):
+        padding = torch.ones(2, length, dtype=torch.bool)
+        padding[0, :PADDING] = mode == "plain"
+        mask = drop_in._make_mask(2, length, length, attention_mask=padding)
+        q, k, v = (torch.randn(2, 2, length, 8) for _ in range(3))
+        attend(None, q, k, v, mask)
+    assert counter.frame_count == 2
+
+
+FUNCTIONS = {
+    "causal": lambda w: (masking_utils.causal_mask_function, None),
+    "full": lambda w: (masking_utils.bidirectional_mask_function, None),
+    "window": lambda w: (masking_utils.sliding_window_causal_mask_function(w), w),
+    "two-sided": lambda w: (masking_utils.sliding_window_bidirectional_mask_function(w), w),
+    "chunks": lambda w: (masking_utils.chunked_causal_mask_function(w, torch.zeros(2).long()), w),
+    "dilated": lambda w: (lambda b, h, t, s: (t - s) % (w + 1) == 0, None),
+}
+
+
+@st.composite
+def masks(draw):
+    """Draw what transformers may ask of a mask: offsets of a cache, padding, a tensor for one."""
+    lengths = st.integers(1, 9)
+    queries, past, spare, dropped = (draw(lengths), *(draw(st.integers(0, 6)) for _ in range(3)))
+    dropped = min(dropped, past)
+    function, size = FUNCTIONS[draw(st.sampled_from(sorted(FUNCTIONS)))](draw(st.integers(1, 6)))
+    asked = {"batch_size": 2, "q_length": queries, "kv_length": past + queries + spare - dropped}
+    asked |= {"q_offset": past, "kv_offset": dropped, "mask_function": function}
+    asked |= {"local_size": size, "device": "cpu"}
+    if draw(st.booleans()):
+        asked["q_offset"] = torch.tensor(past)
+    kind = draw(st.sampled_from(["none", "all", "left", "any"]))
+    if kind != "none":
+        seen = torch.ones(2, past + queries, dtype=torch.bool)
+        if kind == "left":
+            seen[0, : draw(st.integers(0, past + queries))] = False
+        if kind == "any":
+            seen = torch.tensor(draw(st.lists(st.booleans(), min_size=len(seen[0]) * 2)))
+            seen = seen[: 2 * (past + queries)].view(2, -1)
+        asked["attention_mask"] = seen
+    return asked
+
+
+@hypothesis.given(asked=masks(), most=st.sampled_from([1, 20, 1 << 26]))
+def test_masks_are_those_of_transformers(asked, most):
+    """Recognised or evaluated, a mask shows what transformers' own shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drop_in, "MOST_PAIRS", most)
+        got = drop_in._make_mask(**asked)
+    seen = got.dense() if isinstance(got, drop_in.KeyRanges) else got
+    assert torch.equal(seen, exact_mask(**asked))
+
+
+@hypothesis.given(asked=masks(), data=st.data())
+def test_scores_are_those_of_transformers(asked, data):
+    """Whatever the mask, caps, sinks, biases, grouped heads and wider values mean the same."""
+    draw = data.draw
+    heads, keys, width, values = draw(
+        st.sampled_from([(4, 2, 8, 8), (2, 2, 8, 5), (3, 1, 8, 11), (2, 1, 4, 4)])
+    )
+    torch.manual_seed(draw(st.integers(0, 99)))
+    size = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(2, heads, asked["q_length"], width, **size)
+    k = torch.randn(2, keys, asked["kv_length"], width, **size)
+    v = torch.randn(2, keys, asked["kv_length"], values, **size)
+    options = {"scaling": draw(st.sampled_from([None, 1.0])), "is_causal": True}
+    options["softcap"] = draw(st.sampled_from([None, 1.5]))
+    options["s_aux"] = torch.randn(heads, **size) if draw(st.booleans()) else None
+    if draw(st.booleans()):
+        options["position_bias"] = torch.randn(1, heads, q.shape[2], k.shape[2], **size)
+    mask, wanted_mask = drop_in._make_mask(**asked), exact_mask(**asked)
+    got, _ = drop_in._attend(None, q, k, v, mask, impl="tiled", **options)
+    wanted, _ = exact(None, q, k, v, wanted_mask, **options)
+    torch.testing.assert_close(got, wanted)
+    assert got.is_contiguous()
+    leaves = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
+    weights = torch.randn_like(wanted)
+    for x, y in zip(*(torch.autograd.grad(o, leaves, weights) for o in (got, wanted)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "call"),
+    [
+        ("causal", 0, (1 << 20, "bottom_right", (None, None))),
+        ("causal", 5, ((1 << 20) + 5, "bottom_right", (None, None))),
+        ("window", 0, (1 << 20, "bottom_right", (3, None))),
+        ("causal", 9, (None, "bottom_right", (None, None))),
+        ("two-sided", 0, (None, False, (4, 4))),
+        ("full", 0, (None, False, (None, None))),
+    ],
+)
+def test_usual_masks_are_not_evaluated(name, offset, call):
+    """A million queries and keys need no score matrix."""
+    function, local = FUNCTIONS[name](4)
+    length = 1 << 20
+    mask = drop_in._make_mask(
+        1, length, length + 9, torch.tensor(offset), 0, function, local_size=local
+    )
+    assert mask.call == call
+    assert mask.contiguous() is mask
+
+
+def test_mask_is_a_boolean_tensor():
+    """What models do with masks they may do with ours."""
+    mask = drop_in._make_mask(2, 3, 5, 2)
+    wanted = exact_mask(batch_size=2, q_length=3, kv_length=5, q_offset=2)
+    assert (mask.dtype, mask.shape) == (wanted.dtype, wanted.shape)
+    assert torch.equal(mask[..., 1:], wanted[..., 1:])
+    assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(wanted, 0.0, 1.0))
+
+
+def attend(t=3, s=3, mask=None, **options):
+    """Call a causal layer of one head."""
+    q, k = torch.ones(1, 1, t, 4), torch.ones(1, 1, s, 4)
+    v = torch.arange(4.0 * s).view(1, 1, s, 4)
+    module = SimpleNamespace(is_causal=True)
+    return drop_in._attend(module, q, k, v, mask, **options)[0][0, :, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({}, [0, 2, 4]),
+        ({"is_causal": False}, [4, 4, 4]),
+        ({"t": 1}, [4]),
+        ({"sliding_window": 2}, [0, 2, 6]),
+        ({"sliding_window": 2, "is_causal": False}, [2, 4, 6]),
+        ({"position_bias": torch.zeros(1, 1, 3, 3)}, [0, 2, 4]),
+        ({"mask": torch.zeros(1, 1, 3, 3), "sliding_window": 2}, [4, 4, 4]),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, [0, 2, 4]),
+    ],
+)
+def test_without_our_mask(asked, wanted):
+    """A layer without a mask is causal if its module is; a model's own tensor is added."""
+    assert attend(**asked).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"dropout": 0.1},
+        {"cache": object()},
+        {"output_attentions": True},
+        {"sinks": torch.zeros(1, 1, 3, 1)},
+        {"indices": torch.zeros(1)},
+        {"block_indices": torch.zeros(1)},
+        {"cu_seq_lens_q": torch.tensor([0, 1, 3])},
+    ],
+)
+def test_refuses_what_it_cannot(asked):
+    """A keyword that would change the answer is refused by its name, and ignored when not set."""
+    (name,) = asked
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        attend(**asked)
+    attend(**{name: 0.0 if name == "dropout" else None})
+
+
+def test_name():
+    """Transformers takes names with "flash" for kernels of its Hub."""
+    with pytest.raises(ValueError, match='name: wanted one without "flash", got'):
+        drop_in.register("flashattn")

@@ -20,7 +20,7 @@ from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan import hopper, support
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Family, Options
+from flashattn.plan.spec import Family, Options, Signature, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
 
 
@@ -68,6 +68,13 @@ def hopper_fastest(problem: Problem, device: torch.device) -> dict[str, Any] | N
     """Return the options with which a Hopper kernel is the fastest, of either pass, or None."""
     pays = hopper.pays(problem, gpu_of(device))
     return {"family": "auto"} if pays else None
+
+
+def fastest_family(problem: Problem, device: torch.device) -> Family | None:
+    """Return which kernels are the fastest for ``problem``, or None where none can solve it."""
+    if why_not_hopper(problem, device) is None and hopper_fastest(problem, device) is not None:
+        return "auto"
+    return "triton" if why_not(problem, device) is None else None
 
 
 @cache
@@ -180,7 +187,7 @@ def _run_backward(*inputs: Any) -> Gradients:
         return _backward(*inputs)
 
 
-class _Prepared:
+class Prepared:
     """Our kernels, for inputs like those they were chosen for.
 
     Args:
@@ -232,7 +239,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Prepared
     ) -> Outputs:
         o, lse = prepared.attend(q, k, v)
         ctx.prepared = prepared
@@ -286,7 +293,7 @@ def _autograd(run: Any, differentiated: Any, tensors: int) -> Any:
 
 def _forward_differentiated(*inputs: Any) -> Any:
     options = inputs[3:]
-    prepared = _Prepared(lambda q, k, v: _run_forward(q, k, v, *options), options)
+    prepared = Prepared(lambda q, k, v: _run_forward(q, k, v, *options), options)
     return _Differentiable.apply(*inputs[:3], prepared)
 
 
@@ -362,9 +369,23 @@ def prepare(
     given = band.left, band.right, scale, precision, family, deterministic
     if not dispatch_is_trivial(q, k, v):
         return lambda q, k, v: _forward(q, k, v, *given)
-    precision = input_precision(precision, q.dtype)
-    options = Options(band.right, scale, precision, family, deterministic, band.left)
-    return _Prepared(_execute().prepare_forward(q, k, v, options), given)
+    return bind(signature(q, k, v), *given)
+
+
+def bind(
+    given: tuple[Signature, ...],
+    left: int | None,
+    right: int | None,
+    scale: float,
+    precision: str,
+    family: Family,
+    deterministic: bool,  # noqa: FBT001
+) -> Prepared:
+    """Return what the operators launch for q, k and v with these signatures; args as theirs."""
+    precise = input_precision(precision, given[0][2])
+    options = Options(right, scale, precise, family, deterministic, left)
+    attend = _execute().bind_forward(given, options)
+    return Prepared(attend, (left, right, scale, precision, family, deterministic))
 
 
 class FlashAttentionTriton(torch.autograd.Function):

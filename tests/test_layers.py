@@ -30,6 +30,7 @@ ALLOWED = {
     "registry": {"claims", "problem"},
     "impls": {"impls", "ops", "tiled", "reference", "registry", "mask", "problem"},
     "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch"},
+    "integrations": {"integrations", "mask", "ops", "plan", "problem"},
     "lm": set(),
     "costs": {"lm", "mask"},
     "training": {"lm"},

@@ -184,6 +184,11 @@ def _scaled_dot_product_cudnn_attention_backward(
     return _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
 
 
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    """Return whether heads share keys; the fake kernel of memory-efficient attention says no."""
+    return query.shape[1] != key.shape[1]
+
+
 def _scaled_dot_product_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -195,7 +200,7 @@ def _scaled_dot_product_efficient_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _leave(dropout_p, attn_bias is not None)
+    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
     o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
     if compute_log_sumexp:
         padding = -lse.shape[2] % LSE_ALIGNMENT
@@ -221,7 +226,7 @@ def _scaled_dot_product_efficient_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    _leave(dropout_p, attn_bias is not None)
+    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
     saved = query, key, value, out, logsumexp[..., : query.shape[2]]
     gradients = _differentiate(grad_out_, saved, CAUSAL if is_causal else FULL, scale)
     return *map(_rows_outside, gradients), None

@@ -152,14 +152,15 @@ def test_dense_operators(device, active, name, layout):
     problem = UNGROUPED if name == "efficient" else PROBLEM
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad, _ = make_grads(problem, device=device)
-    o, lse, *gradients = ours(q, k, v, grad, causal=True)
-    got = assert_laid_as_promised(getattr(aten, operator), (q, k, v, *forward(True)))
+    o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
+    scale = {"scale": 0.3}
+    got = assert_laid_as_promised(getattr(aten, operator), (q, k, v, *forward(True)), scale)
     rows = got[1].reshape(*lse.shape[:2], -1)[..., : lse.shape[2]]
     assert_same([got[0], rows], [o, lse])
     given = grad, q, k, v
     given += (None,) * (name == "efficient")  # its bias
     given += (*got[:2], *backward(True, problem.seq_q))
-    got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given)
+    got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
     assert_same(got[:3], gradients)
     assert active == [operator, f"{operator}_backward"]
 
@@ -243,6 +244,21 @@ def test_autocast(device, active):
     assert_same(
         torch.autograd.grad(o, inputs, grad.bfloat16()), [dq.float(), dk.float(), dv.float()]
     )
+    assert len(active) == 2
+
+
+def test_torch_decides_on_tf32(device, active):
+    """A new setting of torch for fp32 products is seen at once, as attention() sees it."""
+    q, k, v = make_inputs(UNGROUPED, device=device)
+    results = []
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        for matmul.fp32_precision in ("ieee", "tf32"):
+            results.append(sdpa_of_torch(q, k, v))
+            assert_same(results[-1:], ours(q, k, v)[:1])
+    finally:
+        matmul.fp32_precision = before
+    assert not torch.equal(*results)
     assert len(active) == 2
 
 

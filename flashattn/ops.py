@@ -22,7 +22,7 @@ from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan import support
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Family, Options
+from flashattn.plan.spec import Family, Options, Signature, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
 
 
@@ -64,6 +64,13 @@ def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
     gpu = gpu_of(device) if device.type == "cuda" else None
     return support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
+
+
+def fastest_family(problem: Problem, device: torch.device) -> Family | None:
+    """Return which kernels are the fastest for ``problem``, or None where none can solve it."""
+    if why_not_hopper(problem, device) is None:
+        return "auto"
+    return "triton" if why_not(problem, device) is None else None
 
 
 @cache
@@ -178,7 +185,7 @@ def _run_backward(*inputs: Any) -> Gradients:
         return _backward(*inputs)
 
 
-class _Prepared:
+class Prepared:
     """Our kernels, for inputs like those they were chosen for.
 
     Args:
@@ -228,7 +235,7 @@ class _Prepared:
 
 
 class _Dispatched(NamedTuple):
-    """The operators, below autograd; for an autograd function in place of ``_Prepared``."""
+    """The operators, below autograd; for an autograd function in place of ``Prepared``."""
 
     options: tuple[Any, ...]
 
@@ -248,7 +255,7 @@ class _Differentiable(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        prepared: _Prepared | _Dispatched,
+        prepared: Prepared | _Dispatched,
     ) -> Outputs:
         o, lse = prepared.attend(q, k, v)
         ctx.prepared = prepared
@@ -388,9 +395,24 @@ def prepare(
     given = band.left, band.right, scale, softcap, precision, family, deterministic
     if not dispatch_is_trivial(q, k, v):
         return lambda q, k, v: _forward(q, k, v, *given)
-    precision = input_precision(precision, q.dtype)
-    options = Options(band.right, scale, precision, family, deterministic, band.left, softcap)
-    return _Prepared(_execute().prepare_forward(q, k, v, options), given)
+    return bind(signature(q, k, v), *given)
+
+
+def bind(
+    given: tuple[Signature, ...],
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float | None,
+    precision: str,
+    family: Family,
+    deterministic: bool,  # noqa: FBT001
+) -> Prepared:
+    """Return what the operators launch for q, k and v with these signatures; args as theirs."""
+    precise = input_precision(precision, given[0][2])
+    options = Options(right, scale, precise, family, deterministic, left, softcap)
+    attend = _execute().bind_forward(given, options)
+    return Prepared(attend, (left, right, scale, softcap, precision, family, deterministic))
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -41,7 +41,7 @@ ALLOWED = {
         "score",
     },
     "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch"},
-    "integrations": {"api", "integrations", "mask", "problem"},
+    "integrations": {"api", "integrations", "mask", "ops", "plan", "problem"},
     "lm": set(),
     "costs": {"lm", "mask"},
     "training": {"lm"},

@@ -1,0 +1,386 @@
+"""PyTorch's attention operators on our kernels, declared as in its native_functions.yaml.
+
+PyTorch's fake kernels promise how results lie, and compiled code asserts it: each operator returns
+its results as its fake kernel does. What our kernels cannot solve raises ``UnsupportedError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn import ops
+from flashattn.mask import CAUSAL, FULL, Mask
+from flashattn.plan.spec import Signature, TensorSpec, signature
+from flashattn.problem import Problem, check_scale
+
+LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
+LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of its lse to a multiple of it
+
+
+class UnsupportedError(Exception):
+    """Our kernels cannot solve it; PyTorch's own may."""
+
+
+def _leave(*reasons: object) -> None:
+    if any(reasons):
+        raise UnsupportedError
+
+
+@lru_cache(1024)
+def _bind(
+    given: tuple[Signature, ...], mask: Mask, scale: float | None, fp32_precision: object
+) -> ops.Prepared | None:
+    """Return our kernels for q, k and v with these signatures, or None where ours cannot.
+
+    Args:
+        given: signatures of q [B, H, T, D], k and v [B, G, S, D].
+        mask: which keys a query sees.
+        scale: factor on the scores; None is D ** -0.5.
+        fp32_precision: torch's setting, on which the kernels of fp32 depend.
+    """
+    del fp32_precision
+    q, k, v = (TensorSpec(*x) for x in given)
+    if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
+        return None
+    try:
+        problem = Problem.of(q.meta, k.meta, v.meta, causal=mask.causal, window=mask.window)
+        scale = check_scale(scale, problem.head_dim)
+    except ValueError:
+        return None
+    family = ops.fastest_family(problem, q.device)
+    if family is None:
+        return None
+    band = mask.over(problem.seq_q, problem.seq_kv)
+    return ops.bind(given, band.left, band.right, scale, None, "auto", family, deterministic=True)
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> ops.Prepared:
+    tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    prepared = _bind(signature(q, k, v), mask, scale, tf32)
+    if prepared is None:
+        raise UnsupportedError
+    return prepared
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> ops.Outputs:
+    """Return o, laid out like q, and lse [B, H, T]."""
+    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v)
+    return _like(o, q), lse
+
+
+def _differentiate(
+    grad_o: Tensor, saved: tuple[Tensor, ...], mask: Mask, scale: float | None
+) -> ops.Gradients:
+    """Return the gradients of q, k and v, laid out like these; ``saved`` is q, k, v, o, lse."""
+    q, k, v, o, lse = saved
+    prepared = _prepared(q, k, v, mask, scale)
+    dq, dk, dv = prepared.backward((grad_o, None), (q, k, v, o, lse.contiguous()))
+    return _like(dq, q), _like(dk, k), _like(dv, v)
+
+
+def _like(x: Tensor, pattern: Tensor) -> Tensor:
+    """Return x laid out as ``torch.empty_like(pattern)``, as our kernels do if rows are dense."""
+    return x if pattern.stride(-1) == 1 else torch.empty_like(pattern).copy_(x)
+
+
+def _rows_outside(x: Tensor) -> Tensor:
+    """Return x [B, H, T, ...] laid out as a dense [B, T, H, ...]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _scalars(x: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the state of a random generator that nobody reads, as there is no dropout."""
+    return tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes)
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _leave(dropout_p, return_debug_mask)
+    o, lse = _attend(query, key, value, LOWER_RIGHT if is_causal else FULL, scale)
+    return o, lse, None, None, query.shape[2], key.shape[2], *_flash_rest(query)
+
+
+def _flash_rest(query: Tensor) -> tuple[Tensor, ...]:
+    """Return rng_state, unused and debug_attn_mask."""
+    return *_scalars(query, torch.uint64, (2,), ()), query.new_empty(0)
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> ops.Gradients:
+    _leave(dropout_p)
+    saved = query, key, value, out, logsumexp
+    return _differentiate(grad_out, saved, LOWER_RIGHT if is_causal else FULL, scale)
+
+
+def _scaled_dot_product_cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _leave(dropout_p, return_debug_mask, attn_bias is not None)
+    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    seed, offset = _scalars(query, torch.int64, (), ())
+    return o, lse[..., None], None, None, query.shape[2], key.shape[2], seed, offset, None
+
+
+def _scaled_dot_product_cudnn_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> ops.Gradients:
+    _leave(dropout_p, attn_bias is not None)
+    saved = query, key, value, out, logsumexp.reshape(query.shape[:3])
+    return _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
+
+
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    """Return whether heads share keys; the fake kernel of memory-efficient attention says no."""
+    return query.shape[1] != key.shape[1]
+
+
+def _scaled_dot_product_efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
+    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    if compute_log_sumexp:
+        padding = -lse.shape[2] % LSE_ALIGNMENT
+        lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if padding else lse
+    else:
+        lse = lse.new_empty((*lse.shape[:2], 0))
+    return _rows_outside(o), lse, *_scalars(query, torch.int64, (), ())
+
+
+def _scaled_dot_product_efficient_attention_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
+    saved = query, key, value, out, logsumexp[..., : query.shape[2]]
+    gradients = _differentiate(grad_out_, saved, CAUSAL if is_causal else FULL, scale)
+    return *map(_rows_outside, gradients), None
+
+
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Attend within documents, or with none to [B, T, H, D]; ``num_splits`` is a hint."""
+    _leave(dropout_p, return_debug_mask)
+    _leave(*(x is not None for x in (seqused_k, alibi_slopes, block_table)))
+    mask = _window(is_causal, window_size_left, window_size_right)
+    if cum_seq_q is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        o, lse = _attend(q, k, v, mask, scale)
+        return o.transpose(1, 2), lse, *_flash_rest(query)
+    o = torch.zeros_like(query)
+    lse = query.new_full((query.shape[1], query.shape[0]), -torch.inf, dtype=torch.float32)
+    for rows, keys in _documents(cum_seq_q, cum_seq_k):
+        q, k, v = _heads(query[rows]), _heads(key[keys]), _heads(value[keys])
+        own_o, own_lse = _attend(q, k, v, mask, scale)
+        o[rows], lse[:, rows] = own_o[0].transpose(0, 1), own_lse[0]
+    return o, lse, *_flash_rest(query)
+
+
+def _flash_attention_forward_no_dropout_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
+    o, lse, *_ = _flash_attention_forward(*args, **options)
+    out.copy_(o)
+    return lse
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    _leave(dropout_p)
+    mask = _window(is_causal, window_size_left, window_size_right)
+    if cum_seq_q is None:
+        grad_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        gradients = _differentiate(grad_o, (q, k, v, o, logsumexp), mask, scale)
+        return tuple(x.transpose(1, 2) for x in gradients)
+    dq, dk, dv = map(torch.zeros_like, (query, key, value))
+    for rows, keys in _documents(cum_seq_q, cum_seq_k):
+        grad_o, q, o = (_heads(x[rows]) for x in (grad_out, query, out))
+        saved = q, _heads(key[keys]), _heads(value[keys]), o, logsumexp[None, :, rows]
+        own = _differentiate(grad_o, saved, mask, scale)
+        dq[rows], dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in own)
+    return dq, dk, dv
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Return a document [T, H, D] as [1, H, T, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
+    """Return the mask of FlashAttention's arguments, where a negative bound is none."""
+    left, right = (None if x is None or x < 0 else x for x in (left, right))
+    return Mask(left, 0 if is_causal else right, "bottom_right")
+
+
+def _documents(cum_seq_q: Tensor, cum_seq_k: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    """Return which queries and which keys belong together, document by document.
+
+    The lengths lie on the device and the host waits for them, once a pass, and each document is a
+    launch of its own: right for any lengths, and slow for many short documents. A CUDA graph cannot
+    be captured so; PyTorch's own kernels can, and are.
+    """
+    if cum_seq_k is None or (cum_seq_q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise UnsupportedError
+    bounds = torch.stack((cum_seq_q, cum_seq_k)).tolist()
+    return zip(*((slice(*x) for x in pairwise(row)) for row in bounds), strict=True)
+
+
+def _scaled_dot_product_flash_attention_for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> ops.Outputs:
+    _leave(dropout_p, attn_mask is not None)
+    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    return o, _rows_outside(lse)
+
+
+def _scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    _leave(dropout_p, attn_mask is not None)
+    saved = query, key, value, out, logsumexp
+    gradients = _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
+    return tuple(map(_rows_outside, gradients))
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    kernel.__name__: kernel
+    for kernel in (
+        _scaled_dot_product_flash_attention,
+        _scaled_dot_product_flash_attention_backward,
+        _scaled_dot_product_cudnn_attention,
+        _scaled_dot_product_cudnn_attention_backward,
+        _scaled_dot_product_efficient_attention,
+        _scaled_dot_product_efficient_attention_backward,
+        _flash_attention_forward,
+        _flash_attention_forward_no_dropout_inplace,
+        _flash_attention_backward,
+        _scaled_dot_product_flash_attention_for_cpu,
+        _scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+}

@@ -1,0 +1,26 @@
+"""Every file of examples/ runs as a user would run it, and says something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted(Path(__file__).parents[1].joinpath("examples").glob("*.py"))
+
+
+def test_there_are_examples():
+    """The folder is where it was."""
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path):
+    """It ends well and prints its results."""
+    process = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=250
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip()

@@ -1,0 +1,537 @@
+"""PyTorch's attention runs on our kernels while these are active, and on its own before and after.
+
+On a CPU SDPA calls an operator of its own; those of CUDA have no kernel there but ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+)
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.functional import scaled_dot_product_attention as sdpa_of_torch
+from torch.utils._pytree import tree_map_only
+
+from flashattn import attention
+from flashattn.integrations import operators, sdpa
+from flashattn.mask import Mask
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_grads, make_inputs
+
+HERE = Path(__file__).parent
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=40, head_dim=16)
+UNGROUPED = Problem(batch=2, heads=4, seq_q=40, head_dim=16)  # memory-efficient attention's
+aten = torch.ops.aten
+# The forward operator with its arguments after q, k and v, the last one is_causal; its backward's
+# arguments after out and logsumexp.
+DENSE = {
+    "flash": (
+        "_scaled_dot_product_flash_attention",
+        lambda causal: (0.0, causal),
+        lambda causal, t: (None, None, t, t, 0.0, causal, None, None),
+    ),
+    "cudnn": (
+        "_scaled_dot_product_cudnn_attention",
+        lambda causal: (None, True, 0.0, causal),
+        lambda causal, t: (None, None, None, None, None, t, t, 0.0, causal),
+    ),
+    "efficient": (
+        "_scaled_dot_product_efficient_attention",
+        lambda causal: (None, True, 0.0, causal),
+        lambda causal, t: (None, None, 0.0, [True] * 3 + [False], causal),
+    ),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return the names of the operators that ours answered, in order."""
+    answered = []
+
+    def counted(name, kernel):
+        def call(*args, **options):
+            result = kernel(*args, **options)
+            answered.append(name)
+            return result
+
+        return call
+
+    for name, kernel in operators.KERNELS.items():
+        monkeypatch.setitem(operators.KERNELS, name, counted(name, kernel))
+    return answered
+
+
+@pytest.fixture
+def active(device, calls):
+    """Activate ours for a test, and return the names of the operators that they answered."""
+    with sdpa.enabled(device.type):
+        yield calls
+
+
+def leaves(*tensors):
+    """Return tensors that need gradients."""
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def ours(q, k, v, grad=None, **options):
+    """Return what our kernels give if asked by name: o, lse and the gradients."""
+    q, k, v = leaves(q, k, v)
+    impl = "auto" if q.is_cuda else "triton"
+    o, lse = attention(q, k, v, return_lse=True, impl=impl, **options)
+    gradients = () if grad is None else torch.autograd.grad(o, (q, k, v), grad)
+    return o.detach(), lse.detach(), *gradients
+
+
+def assert_same(got, wanted):
+    """The kernels are the same, so the bits are."""
+    assert len(got) == len(wanted)
+    for x, y in zip(got, wanted, strict=True):
+        assert x.shape == y.shape
+        assert torch.equal(x, y)
+
+
+def on_meta(args):
+    """Return arguments without memory, which the fake kernels take."""
+
+    def bare(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    return tree_map_only(torch.Tensor, bare, args)
+
+
+def assert_laid_as_promised(operator, args, options=None):
+    """Call an operator; hold shapes, dtypes and strides to those of its fake kernel."""
+    got = operator(*args, **(options or {}))
+    promised = operator(*on_meta(args), **(options or {}))
+    for x, y in zip(got, promised, strict=True):
+        assert isinstance(x, torch.Tensor) == isinstance(y, torch.Tensor)
+        if isinstance(x, torch.Tensor):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            strides = zip(x.shape, x.stride(), y.stride(), strict=True)
+            assert x.numel() == 0 or all(n == 1 or a == b for n, a, b in strides)
+    return got
+
+
+def test_schemas():
+    """PyTorch's private operators are those that ours were written for (torch 2.11 to 2.13)."""
+    known = HERE.joinpath("sdpa_schemas.txt").read_text().splitlines()
+    for name, kernel in operators.KERNELS.items():
+        if not hasattr(aten, name):
+            assert torch.__version__ < "2.12", f"aten::{name} is gone"
+            continue
+        schema = getattr(aten, name).default._schema
+        assert str(schema) in known, f"aten::{name} changed in torch {torch.__version__}"
+        parameters = inspect.signature(kernel).parameters.values()
+        if "args" in [x.name for x in parameters]:  # passes on what another declares
+            continue
+        declared = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+        defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+        assert declared.items() <= defaults.items(), name
+        positional = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
+        assert positional == [x.name for x in schema.arguments if not x.kwarg_only], name
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "packed", "strided"])
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_operators(device, active, name, layout):
+    """Results have our bits, and lie as compiled code asserts."""
+    operator, forward, backward = DENSE[name]
+    problem = UNGROUPED if name == "efficient" else PROBLEM
+    q, k, v = make_inputs(problem, device=device, layout=layout)
+    grad, _ = make_grads(problem, device=device)
+    o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
+    scale = {"scale": 0.3}
+    got = assert_laid_as_promised(getattr(aten, operator), (q, k, v, *forward(True)), scale)
+    rows = got[1].reshape(*lse.shape[:2], -1)[..., : lse.shape[2]]
+    assert_same([got[0], rows], [o, lse])
+    given = grad, q, k, v
+    given += (None,) * (name == "efficient")  # its bias
+    given += (*got[:2], *backward(True, problem.seq_q))
+    got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
+    assert_same(got[:3], gradients)
+    assert active == [operator, f"{operator}_backward"]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_corners(device, active, name):
+    """Where T and S differ, is_causal is bottom-right in FlashAttention and top-left elsewhere."""
+    operator, forward, _ = DENSE[name]
+    corner = "bottom_right" if name == "flash" else "top_left"
+    for seq_q, seq_kv in ((24, 40), (40, 24)):
+        q, k, v = make_inputs(Problem(seq_q=seq_q, seq_kv=seq_kv, head_dim=16), device=device)
+        o, *_ = getattr(aten, operator)(q, k, v, *forward(True), scale=0.3)
+        assert_same([o], ours(q, k, v, causal=corner, scale=0.3)[:1])
+    assert active == [operator] * 2
+
+
+def test_no_logsumexp(device, active):
+    """Memory-efficient attention is asked for no lse where nobody wants gradients."""
+    q, k, v = make_inputs(UNGROUPED, device=device)
+    args = q, k, v, None, False
+    assert_laid_as_promised(aten._scaled_dot_product_efficient_attention, args)
+    assert len(active) == 1
+
+
+def run(attend, q, k, v, grad):
+    """Return o and the gradients of q, k and v."""
+    o = attend(q, k, v)
+    return o, *torch.autograd.grad(o, (q, k, v), grad)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["sdpa", *DENSE])
+def test_compiled(device, active, name, backend):
+    """Plain SDPA and each operator run ours under each compiler, in both passes, with groups."""
+    if name == "sdpa":
+
+        def attend(q, k, v):
+            return sdpa_of_torch(q, k, v, is_causal=True, enable_gqa=True)
+
+    else:
+        operator, forward, _ = DENSE[name]
+
+        def attend(q, k, v):
+            return getattr(aten, operator)(q, k, v, *forward(True))[0] * 1
+
+    problem = UNGROUPED if name == "efficient" else PROBLEM
+    inputs = leaves(*make_inputs(problem, device=device))
+    grad, _ = make_grads(problem, device=device)
+    if backend is not None:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=backend, fullgraph=True)
+    o, _, *gradients = ours(*inputs, grad, causal=True)
+    assert_same(run(attend, *inputs, grad), [o, *gradients])
+    assert len(active) == 2
+
+
+def test_agrees_with_torch(device, active):
+    """Ours give what PyTorch's own kernels give, to the accuracy of the dtype."""
+    inputs = leaves(*make_inputs(PROBLEM, device=device))
+    grad, _ = make_grads(PROBLEM, device=device)
+
+    def attend(q, k, v):
+        return sdpa_of_torch(q, k, v, is_causal=True, enable_gqa=True)
+
+    got = run(attend, *inputs, grad)
+    assert len(active) == 2
+    sdpa.deactivate()
+    torch.testing.assert_close(got, run(attend, *inputs, grad))
+    assert len(active) == 2
+    sdpa.activate(device.type)
+
+
+def test_autocast(device, active):
+    """Autocast casts before ours are called."""
+    inputs = leaves(*make_inputs(PROBLEM, device=device))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        o = sdpa_of_torch(*inputs, enable_gqa=True)
+    assert_same([o], ours(*(x.bfloat16() for x in inputs))[:1])
+    grad, _ = make_grads(PROBLEM, device=device)
+    *_, dq, dk, dv = ours(*(x.bfloat16() for x in inputs), grad.bfloat16())
+    assert_same(
+        torch.autograd.grad(o, inputs, grad.bfloat16()), [dq.float(), dk.float(), dv.float()]
+    )
+    assert len(active) == 2
+
+
+def test_torch_decides_on_tf32(device, active):
+    """A new setting of torch for fp32 products is seen at once, as attention() sees it."""
+    q, k, v = make_inputs(UNGROUPED, device=device)
+    results = []
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        for matmul.fp32_precision in ("ieee", "tf32"):
+            results.append(sdpa_of_torch(q, k, v))
+            assert_same(results[-1:], ours(q, k, v)[:1])
+    finally:
+        matmul.fp32_precision = before
+    assert not torch.equal(*results)
+    assert len(active) == 2
+
+
+def test_no_recursion(device, active):
+    """On a CPU attention() calls SDPA, which calls our kernels, not attention()."""
+    q, k, v = make_inputs(PROBLEM, device=device)
+    assert_same([attention(q, k, v, causal=True)], ours(q, k, v, causal=True)[:1])
+    assert len(active) == (not q.is_cuda)
+
+
+def test_second_derivative(device, active):
+    """PyTorch refuses a second derivative with its own words."""
+    q, k, v = leaves(*make_inputs(PROBLEM, device=device))
+    o = sdpa_of_torch(q, k, v, enable_gqa=True)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"derivative for .* is not implemented"):
+        dq.sum().backward()
+    assert len(active) == 2
+
+
+LENGTHS = [(7, 9), (0, 4), (20, 5), (13, 13)]  # of documents: queries and keys
+
+
+def documents(device):
+    """Return q, k, v of packed documents and a tail in none, and where documents begin."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (43, 4, 16), (33, 2, 16), (33, 2, 16)
+    tensors = [torch.randn(x, generator=generator, device=device) for x in shapes]
+    tensors = [x.bfloat16() for x in tensors] if device.type == "cuda" else tensors
+    starts = torch.tensor([(0, 0), *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return leaves(*tensors), starts.T.contiguous().to(device)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)], ids=str)
+def test_varlen(device, active, window):
+    """Each document is answered by itself; what is in none is 0 and gets no gradient."""
+    (q, k, v), (of_q, of_k) = documents(device)
+    o, lse = varlen_attn(
+        q,
+        k,
+        v,
+        of_q,
+        of_k,
+        20,
+        13,
+        window_size=window,
+        enable_gqa=True,
+        return_aux=AuxRequest(True),
+    )
+    grad = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, (q, k, v), grad)
+    left, right = (None if x < 0 else x for x in window)
+    wanted = [torch.zeros_like(x) for x in (q, q, k, v)]
+    wanted_lse = torch.full((4, 43), -torch.inf, device=device)
+    mask = Mask(left, right, "bottom_right")
+    for i, (length_q, length_k) in enumerate(LENGTHS):
+        rows, keys = slice(of_q[i], of_q[i + 1]), slice(of_k[i], of_k[i + 1])
+        own = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys], grad[rows])]
+        band = mask.over(length_q, length_k)
+        scale, family = 16**-0.5, "auto" if q.is_cuda else "triton"
+        options = band.left, band.right, scale, None, "auto", family, True
+        with torch.no_grad():
+            own_o, own_lse = torch.ops.flashattn.forward(*own[:3], *options)
+            saved = own[3], None, *own[:3], own_o, own_lse.contiguous()
+            results = own_o, *torch.ops.flashattn.backward(*saved, *options)
+        wanted_lse[:, rows] = own_lse[0]
+        for x, part, result in zip(wanted, (rows, rows, keys, keys), results, strict=True):
+            x[part] = result[0].transpose(0, 1)
+    assert_same([o, *gradients, lse], [*wanted, wanted_lse])
+    assert active == ["_flash_attention_forward", "_flash_attention_backward"]
+
+
+def test_varlen_layouts(device, active):
+    """The varlen operators' results lie as promised, with documents and without."""
+    (q, k, v), (of_q, of_k) = documents(device)
+    packed = [torch.stack((x, x, x), 1)[:, 1].detach() for x in (q, k, v)]
+    batch = [x.detach()[None, :33] for x in (q, k, v)]
+    for tensors, starts in ((packed, (of_q, of_k)), (batch, (None, None))):
+        given = *tensors, *starts, 20, 13, 0.0, True, False
+        o, lse, *state = assert_laid_as_promised(aten._flash_attention_forward, given)
+        state = state[:2]
+        given = torch.ones_like(o), *tensors, o, lse, *starts, 20, 13, 0.0, True, *state
+        assert_laid_as_promised(aten._flash_attention_backward, given)
+    assert len(active) == 4
+
+
+@pytest.mark.skipif(
+    not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"), reason="torch before 2.12"
+)
+def test_varlen_out(device, active):
+    """The operator that fills a given tensor fills it with the same bits."""
+    (q, k, v), (of_q, of_k) = documents(device)
+    given = of_q, of_k, 20, 13, 0.0, True, False
+    with torch.no_grad():
+        o, lse, *_ = aten._flash_attention_forward(q, k, v, *given)
+        out = torch.full_like(q, torch.nan)
+        got = aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, *given)
+    assert_same([out, got], [o, lse])
+    assert len(active) == 2
+
+
+@pytest.mark.parametrize("what", ["attn_mask", "float64", "head_dim", "dropout_p"])
+def test_left_to_torch(device, active, what):
+    """What ours cannot solve has the bits of PyTorch's own kernels."""
+    head_dim = 264 if what == "head_dim" else 16
+    q, k, v = leaves(*make_inputs(Problem(seq_q=24, head_dim=head_dim), device=device))
+    options = {}
+    if what == "attn_mask":
+        options["attn_mask"] = torch.rand(24, 24, device=device) < 0.5
+    elif what == "float64":
+        q, k, v = leaves(q.double(), k.double(), v.double())
+    elif what == "dropout_p":
+        options["dropout_p"] = 0.5
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        o = sdpa_of_torch(q, k, v, **options)
+        results.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])
+        sdpa.deactivate()
+    assert not active
+    assert_same(*results)
+    sdpa.activate(device.type)
+
+
+@contextmanager
+def stand_in(device, names):
+    """Let kernels take the place of PyTorch's, and note what they are called with."""
+    called = []
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+
+            def kernel(*args, _name=name, **options):
+                called.append((_name, args, options))
+                returns = getattr(aten, _name).default._schema.returns
+                return tuple(None if str(x.type) == "Tensor" else 7 for x in returns)
+
+            library.impl(name, kernel, device.type.upper())
+    yield called
+    library._destroy()
+
+
+def same(x, y):
+    """Return whether a kernel got what the operator was given."""
+    return x is y if isinstance(y, torch.Tensor) else x == y
+
+
+def unsupported(q, starts):
+    """Return calls that ours leave to PyTorch: operator, arguments, options."""
+    dense, lse = torch.ones_like(q), q[..., 0].float()
+    flash, cudnn, efficient = (x[0] for x in DENSE.values())
+    bias = q.new_zeros(q.shape[2], q.shape[2])
+    varlen = *(x[0].transpose(0, 1) for x in (q, q, q)), *starts, 24, 24, 0.0, False, False
+    wide = q.repeat(1, 1, 1, 20)
+    yield flash, (q, q, q, 0.5), {}
+    yield flash, (q, q, q, 0.0, False, True), {}
+    yield flash, (q, q, wide), {}
+    yield flash, (wide, wide, wide), {}
+    yield flash, (q.double(), q.double(), q.double()), {}
+    yield flash, (q, q, q), {"scale": torch.inf}
+    yield f"{flash}_backward", (dense, q, q, q, q, lse, lse, lse, 24, 24, 0.5, False, lse, lse), {}
+    yield cudnn, (q, q, q, bias, True), {}
+    yield cudnn, (q, q, q, None, True, 0.5), {}
+    yield (
+        f"{cudnn}_backward",
+        (dense, q, q, q, q, lse, lse, lse, bias, lse, lse, 24, 24, 0.0, True),
+        {},
+    )
+    yield efficient, (q, q, q, bias, True), {}
+    yield efficient, (q, q, q, None, True, 0.5), {}
+    yield efficient, (q.expand(-1, 2, -1, -1), q, q, None, True), {}
+    gradient = dense, q, q, q, bias, q, lse, lse, lse, 0.0, [True] * 4
+    yield f"{efficient}_backward", gradient, {}
+    for name in ("seqused_k", "alibi_slopes", "block_table"):
+        yield "_flash_attention_forward", varlen, {name: starts[0]}
+
+
+def test_every_operator_has_a_way_on(device, calls):
+    """Dropout, biases and the like reach the kernel that was there before, with all arguments."""
+    (q, _, _) = make_inputs(Problem(seq_q=24, head_dim=16), device=device)
+    starts = (torch.tensor([0, 24], dtype=torch.int32, device=device),) * 2
+    cases = list(unsupported(q, starts))
+    with torch.no_grad(), stand_in(device, {x[0] for x in cases}) as called:
+        with sdpa.enabled(device.type):
+            for name, args, options in cases:
+                schema = getattr(aten, name).default._schema
+                if options.keys() <= {x.name for x in schema.arguments}:  # torch 2.11 has fewer
+                    results = getattr(aten, name)(*args, **options)
+                    assert {*results} <= {None, 7}
+                    last, got, got_options = called.pop()
+                    assert (last, got_options) == (name, options)
+                    assert all(map(same, got, args))
+        assert not called
+    assert not calls
+
+
+def test_no_way_on(active):
+    """Where PyTorch has no kernel, the error names the operator."""
+    q = torch.randn(1, 1, 8, 16)
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(NotImplementedError, match="aten::_scaled_dot_product_flash_attention: "):
+        aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
+    assert not active
+
+
+def tables():
+    """Return who is registered for what: PyTorch's dispatch tables."""
+    names = [x for x in operators.KERNELS if hasattr(aten, x)]
+    return {x: torch._C._dispatch_dump(f"aten::{x}") for x in names}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_trace(device):
+    """Afterwards PyTorch's kernels, and what was active before, are as they were."""
+    before = tables()
+    assert current_flash_attention_impl() is None
+    with sdpa.enabled(device):
+        overridden = [name for name, table in tables().items() if table != before[name]]
+        cpu_only = {x for x in before if "for_cpu" in x}
+        assert set(overridden) == set(before) - (cpu_only if device == "cuda" else set())
+        assert current_flash_attention_impl() == sdpa.NAMES[device]
+    assert tables() == before
+    with pytest.raises(KeyError), sdpa.enabled(device):
+        raise KeyError
+    assert current_flash_attention_impl() is None
+    sdpa.activate(device)
+    during = current_flash_attention_impl()
+    with sdpa.enabled("cpu"):
+        assert current_flash_attention_impl() == "flashattn_cpu"
+    assert current_flash_attention_impl() == during
+    sdpa.deactivate()
+    sdpa.deactivate()
+    assert tables() == before
+
+
+def test_names():
+    """PyTorch lists ours and activates them by name; another device is refused by a sentence."""
+    assert set(sdpa.NAMES.values()) <= set(list_flash_attention_impls())
+    activate_flash_attention_impl("flashattn")
+    assert current_flash_attention_impl() == "flashattn"
+    sdpa.deactivate()
+    with pytest.raises(ValueError, match="device: wanted one of cuda, cpu, got 'tpu'"):
+        sdpa.activate("tpu")
+
+
+def test_lower_right_bias(device, active):
+    """PyTorch's causal_lower_right, a mask tensor on a CPU, is never top-left."""
+    q, k, v = make_inputs(Problem(seq_q=24, seq_kv=40, head_dim=16), device=device)
+    o = sdpa_of_torch(q, k, v, attn_mask=causal_lower_right(24, 40))
+    torch.testing.assert_close(o, ours(q, k, v, causal="bottom_right")[0])
+    assert len(active) == q.is_cuda
+
+
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+def test_context_parallel(tmp_path, rotation):
+    """PyTorch's context parallelism on two processes runs ours in both passes, and agrees."""
+    script = str(HERE / "context_parallel.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "meeting"), rotation],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.attention import (
+    _registry,
     activate_flash_attention_impl,
     current_flash_attention_impl,
     list_flash_attention_impls,
@@ -144,13 +145,18 @@ def test_schemas():
         assert positional == [x.name for x in schema.arguments if not x.kwarg_only], name
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "packed", "strided"])
+LAYOUTS = ("contiguous", "sequence_first", "packed", "strided", "columns")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_operators(device, active, name, layout):
     """Results have our bits, and lie as compiled code asserts."""
     operator, forward, backward = DENSE[name]
     problem = UNGROUPED if name == "efficient" else PROBLEM
-    q, k, v = make_inputs(problem, device=device, layout=layout)
+    columns = layout == "columns"  # each of which is dense, so that results have dense columns, too
+    q, k, v = make_inputs(problem, device=device, layout="contiguous" if columns else layout)
+    q, k, v = (x.mT.contiguous().mT if columns else x for x in (q, k, v))
     grad, _ = make_grads(problem, device=device)
     o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
     scale = {"scale": 0.3}
@@ -492,8 +498,17 @@ def test_no_trace(device):
         assert current_flash_attention_impl() == "flashattn_cpu"
     assert current_flash_attention_impl() == during
     sdpa.deactivate()
-    sdpa.deactivate()
     assert tables() == before
+    handle = sdpa._Overrides(device)
+    handle.remove()
+    assert tables() == before
+
+
+def test_deactivate_leaves_others_alone(monkeypatch):
+    """Who activated another implementation keeps it."""
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", ("other", None))
+    sdpa.deactivate()
+    assert current_flash_attention_impl() == "other"
 
 
 def test_names():

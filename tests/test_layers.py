@@ -30,7 +30,7 @@ ALLOWED = {
     "registry": {"claims", "problem"},
     "impls": {"impls", "dispatch", "ops", "tiled", "reference", "registry", "mask", "problem"},
     "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch"},
-    "integrations": {"api", "problem"},
+    "integrations": {"api", "ops", "problem"},
     "lm": set(),
     "costs": {"lm", "mask"},
     "training": {"lm"},

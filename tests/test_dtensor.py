@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import barrier, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -123,7 +123,8 @@ def work(rank, store):
         sys.stderr.write(f"{case}\n")
         check_case(mesh, case)
     check_layer(mesh)
-    destroy_process_group()
+    barrier()
+    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
 
 
 def test_shards_are_the_whole(tmp_path):

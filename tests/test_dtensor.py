@@ -1,0 +1,183 @@
+"""DTensor: what is sharded over batches or heads gives the same numbers, and moves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import barrier, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import flashattn
+from flashattn import attention
+from flashattn.integrations import dtensor
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.patching import patch_interpreter
+
+WORLD, SECONDS = 2, 120
+R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 9, "seq_kv": 12, "head_dim": 16}
+# Sizes, and the placements of q, of k and v, and of o.
+QUIET = {
+    "batch": ({}, BATCH, BATCH, BATCH),
+    "heads": ({}, HEADS, HEADS, HEADS),
+    "replicated": ({}, R, R, R),
+    "odd batch": ({"batch": 3, "heads": 1, "kv_heads": 1}, BATCH, BATCH, BATCH),
+}
+MOVED = {  # DTensor has to redistribute first
+    "keys replicated": ({}, HEADS, R, HEADS),
+    "one key head": ({"batch": 1, "kv_heads": 1}, HEADS, R, R),
+    "odd key heads": ({"batch": 1, "heads": 6, "kv_heads": 3}, HEADS, HEADS, R),
+    "sequence": ({"batch": 1, "heads": 2, "kv_heads": 1}, SEQUENCE, SEQUENCE, R),
+}
+# Two that differ in all that is no tensor: one must not be answered by the other's rule.
+OPTIONS = (
+    {"causal": True, "return_lse": True},
+    {"causal": "bottom_right", "window": (5, None), "scale": 0.7, "return_lse": False},
+)
+
+
+def sharded(x, mesh, placement):
+    """Return the DTensor of a tensor that every process has whole."""
+    return distribute_tensor(x, mesh, [placement], src_data_rank=None)
+
+
+def check_case(mesh, case):
+    """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
+    sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
+    problem = Problem(**SIZES | sizes)
+    for options in OPTIONS:
+        lse = options["return_lse"]
+        grads = make_grads(problem)[: 1 + lse]
+        whole = [x.requires_grad_() for x in make_inputs(problem)]
+        wanted = attention(*whole, **options, impl="triton")
+        given = [
+            sharded(x.detach(), mesh, placed).requires_grad_()
+            for x, placed in zip(whole, (of_q, of_k, of_k), strict=True)
+        ]
+        with CommDebugMode() as communication:
+            outputs = attention(*given, **options, impl="triton")
+            outputs, wanted = (x if lse else (x,) for x in (outputs, wanted))
+            got = torch.autograd.grad(outputs, given, [sharded(x, mesh, of_o) for x in grads])
+        assert all(x.placements == (of_o,) for x in outputs), outputs[0].placements
+        if case in QUIET:
+            assert communication.get_total_counts() == 0, communication.get_comm_counts()
+            assert all(x.placements == (of_o,) for x in got)
+        exact = torch.autograd.grad(wanted, whole, grads)
+        for a, b in zip((*outputs, *got), (*wanted, *exact), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b)
+
+
+class Layer(torch.nn.Module):
+    """Attention between projections, whose heads tensor parallelism shards."""
+
+    def __init__(self):
+        """Make four projections, alike in each process."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.out = (torch.nn.Linear(64, 64) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(64, 32) for _ in range(2))
+
+    def forward(self, x):
+        """Attend from x [B, T, 64] to itself: 4 heads, 2 of keys."""
+        q, k, v = (f(x).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        o = attention(q, k, v, causal=True, impl="triton")
+        return self.out(o.transpose(1, 2).flatten(-2))
+
+
+def check_layer(mesh):
+    """Compare a tensor-parallel model with the same in one piece."""
+    whole, sharded, x = Layer(), Layer(), torch.randn(2, 9, 64)
+    columns = ColwiseParallel(use_local_output=False)
+    plan = {"q": columns, "k": columns, "v": columns, "out": RowwiseParallel()}
+    parallelize_module(sharded, mesh, plan)
+    outputs = [layer(x) for layer in (whole, sharded)]
+    torch.testing.assert_close(*outputs)
+    for o in outputs:
+        o.square().sum().backward()
+    for a, b in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+def work(rank, store):
+    """Check everything, as one of the processes."""
+    torch.set_num_threads(1)
+    patch_interpreter()
+    init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    dtensor.register()
+    for case in QUIET | MOVED:
+        sys.stderr.write(f"{case}\n")
+        check_case(mesh, case)
+    check_layer(mesh)
+    barrier()
+    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+
+
+def test_shards_are_the_whole(tmp_path):
+    """Two processes get what one gets, forward and backward, wherever shards lie at first."""
+    root = Path(flashattn.__file__).parents[1]
+    env = os.environ | {
+        "PYTHONPATH": str(root),
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * WORLD, "\n".join(said)
+
+
+@pytest.mark.parametrize(
+    ("heads", "placements", "offered"),
+    [
+        ((4, 2), [(BATCH, HEADS)] * 3, True),
+        ((4, 4), [(HEADS, HEADS)] * 3, True),
+        ((4, 2), [(HEADS, HEADS)] * 3, False),
+        ((4, 2), [(R, HEADS), (R, R), (R, R)], True),
+        ((4, 2), [(SEQUENCE, HEADS), (R, R), (R, R)], False),
+        ((6, 3), [(R, Partial()), (R, R), (R, R)], False),
+        ((6, 3), [(R, BATCH)] * 3, True),
+    ],
+)
+def test_heads_are_sharded_where_they_divide(heads, placements, offered):
+    """By all dimensions of the mesh together along which a tensor may get its heads sharded."""
+    mesh = SimpleNamespace(size=lambda _: 2)
+    q, k, v = (
+        SimpleNamespace(mesh=mesh, placements=placed, shape=(4, n, 9, 16))
+        for n, placed in zip((heads[0], heads[1], heads[1]), placements, strict=True)
+    )
+    options = None, 0, 0.25, None, "auto", "triton", True
+    rule = dtensor._forward(q, k, v, *options)
+    kinds = [R, BATCH, *[HEADS] * offered]
+    assert rule == [([x] * 2, [x] * 3 + [None] * 7) for x in kinds]
+    rule = dtensor._backward(q, None, q, k, v, q, q, *options)
+    assert rule == [([x] * 3, [x, None, *[x] * 5] + [None] * 7) for x in kinds]
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), sys.argv[2])

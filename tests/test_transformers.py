@@ -355,6 +355,7 @@ def attend(t=3, s=3, mask=None, **options):
         ({"position_bias": torch.zeros(1, 1, 3, 3)}, [0, 2, 4]),
         ({"mask": torch.zeros(1, 1, 3, 3), "sliding_window": 2}, [4, 4, 4]),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, [0, 2, 4]),
+        ({"s": 5, "mask": drop_in._make_mask(1, 3, 5)}, [0, 2, 4]),
     ],
 )
 def test_without_our_mask(asked, wanted):

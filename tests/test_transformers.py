@@ -238,7 +238,7 @@ def masks(draw):
     """Draw what transformers may ask of a mask: offsets of a cache, padding, a tensor for one."""
     lengths = st.integers(1, 9)
     queries, past, spare, dropped = (draw(lengths), *(draw(st.integers(0, 6)) for _ in range(3)))
-    dropped = min(dropped, past)
+    dropped, spare = min(dropped, past), spare - min(3, queries - 1)
     function, size = FUNCTIONS[draw(st.sampled_from(sorted(FUNCTIONS)))](draw(st.integers(1, 6)))
     asked = {"batch_size": 2, "q_length": queries, "kv_length": past + queries + spare - dropped}
     asked |= {"q_offset": past, "kv_offset": dropped, "mask_function": function}
@@ -257,6 +257,7 @@ def masks(draw):
     return asked
 
 
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(asked=masks(), most=st.sampled_from([1, 20, 1 << 26]))
 def test_masks_are_those_of_transformers(asked, most):
     """Recognised or evaluated, a mask shows what transformers' own shows."""
@@ -267,6 +268,7 @@ def test_masks_are_those_of_transformers(asked, most):
     assert torch.equal(seen, exact_mask(**asked))
 
 
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(asked=masks(), data=st.data())
 def test_scores_are_those_of_transformers(asked, data):
     """Whatever the mask, caps, sinks, biases, grouped heads and wider values mean the same."""
@@ -317,6 +319,14 @@ def test_usual_masks_are_not_evaluated(name, offset, call):
     assert mask.contiguous() is mask
 
 
+def test_padding_is_a_range():
+    """Padded queries see no keys, which is a range, too; every other key is none."""
+    padding = torch.tensor([[False, False, True], [True, True, False]])
+    assert isinstance(drop_in._make_mask(2, 3, 3, attention_mask=padding), drop_in.KeyRanges)
+    padding[1, 1:] = torch.tensor([False, True])
+    assert not isinstance(drop_in._make_mask(2, 3, 3, attention_mask=padding), drop_in.KeyRanges)
+
+
 def test_mask_is_a_boolean_tensor():
     """What models do with masks they may do with ours."""
     mask = drop_in._make_mask(2, 3, 5, 2)
@@ -345,6 +355,7 @@ def attend(t=3, s=3, mask=None, **options):
         ({"position_bias": torch.zeros(1, 1, 3, 3)}, [0, 2, 4]),
         ({"mask": torch.zeros(1, 1, 3, 3), "sliding_window": 2}, [4, 4, 4]),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, [0, 2, 4]),
+        ({"s": 5, "mask": drop_in._make_mask(1, 3, 5)}, [0, 2, 4]),
     ],
 )
 def test_without_our_mask(asked, wanted):

@@ -26,17 +26,20 @@ independent between rows::
 
 These matter where naive is exact: with one key, its P is 1 and its dS 0.
 
+The backward sums S in another order than forward, whose S lse has, and a score is as wrong as the
+sums that b is made of: P changes by the factor 1 + c, c = scale * root(D + 2) * eps32 * |q * k|,
+another number for each score. So scores are carried as independent: dk and dv have a^2 + c^2 in
+place of a^2, and dq has one term more::
+
+    scale * root of (P * c * (dP - delta)) ** 2 @ (K ** 2)
+
 Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical behavior of NVIDIA
 tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
 three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
 eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
 the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. Of a
 score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost
-(measured in docs/tuning-log.md), and P changes by the factor 1 + t. That is another number for each
-score, so scores are carried as independent: dk and dv have a^2 + t^2 in place of a^2, and dq has
-one term more::
-
-    scale * root of (P * t * (dP - delta)) ** 2 @ (K ** 2)
+(measured in docs/tuning-log.md), and c^2 grows by t^2.
 
 With a softcap dS has the score's slope as a further factor, in all of these, and so has t. Where
 tanh is flat the error of the product is lost, and naive has next to none; what is left is that a
@@ -310,6 +313,9 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     summed = (q.shape[-1] + 2) ** 0.5 + truncated
     b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
     t = slope * uncapped.abs() * truncated / 3 * accumulated.eps
+    c = slope * abs(case.scale) * (q.square() @ k.square().mT).sqrt()
+    c = c * (q.shape[-1] + 2) ** 0.5 * accumulated.eps
+    t = (t.square() + c.square()).sqrt()
     dp = (do @ v.mT - delta).abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
     of_scores = (p * dp).square() * ((slope * t).square() + of_slope.square())  # of each dS

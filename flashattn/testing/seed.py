@@ -20,7 +20,16 @@ def chance(*names: object) -> random.Random:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed unless one is given, and hand it to Hypothesis; workers are given theirs."""
-    given = config.getoption("hypothesisseed", None)
-    config.option.hypothesisseed = random.randrange(2**32) if given is None else given  # noqa: S311
-    Seed.value = config.option.hypothesisseed
+    """Draw a seed unless one is given; workers are given theirs.
+
+    With ``--impl`` Hypothesis gets it, too, so that the author of a kernel can repeat all that was
+    drawn; it then forgets the examples that failed in earlier runs.
+    """
+    option = config.option
+    if getattr(option, "hypothesisseed", None) is None:
+        option.drawn_seed = getattr(option, "drawn_seed", None) or random.randrange(1, 2**32)  # noqa: S311
+        Seed.value = option.drawn_seed
+        if option.impl:
+            option.hypothesisseed = Seed.value
+    else:
+        Seed.value = option.hypothesisseed

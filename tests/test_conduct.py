@@ -32,6 +32,10 @@ def usual(impl, device, **changes):
     return None
 
 
+def _depends(x):
+    return x is not None and x.requires_grad
+
+
 class Asked:
     """A problem put to an implementation.
 
@@ -58,7 +62,7 @@ class Asked:
     def backward(self, outputs, inputs, **how):
         """Return the gradients of some inputs."""
         grads = (self.case.grad_o, self.case.grad_lse)
-        pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x is not None]
+        pairs = [(x, y) for x, y in zip(outputs, grads, strict=True) if _depends(x)]
         outputs, grads = zip(*pairs, strict=True)
         return torch.autograd.grad(outputs, inputs, grads, **how)
 

@@ -239,7 +239,9 @@ def tiled_attention(
     Raises:
         NotImplementedError: on a second derivative, which only the reference has.
     """
-    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+    k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
+    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale)
     return o.flatten(1, 2), lse.flatten(1, 2)

@@ -172,6 +172,49 @@ def test_outside_a_window(impl, sample, poison):
         assert_same_bits(name, changed.got[name][:, :, i], x[:, :, i])
 
 
+@law(
+    asked={"masks": CAUSAL, "longest": 40},
+    needs="strict",
+    layout="contiguous",
+    drawn={"poison": st.sampled_from((torch.nan, torch.inf))},
+)
+def test_unseen_rows(impl, sample, poison):
+    """Keys and values that no query of the call sees may be anything, forward and backward."""
+    hypothesis.assume(not seen(sample.draw()).any(0).all())
+
+    def with_unseen(value):
+        def change(case):
+            unseen = ~seen(case).any(0)[:, None]
+            q, k, v = case.inputs
+            return replace(case, inputs=(q, k.masked_fill(unseen, value), v.masked_fill(unseen, value)))
+
+        return change
+
+    plain, changed = ask(impl, sample, with_unseen(0.0)), ask(impl, sample, with_unseen(poison))
+    for name, x in plain.got.items():
+        assert_same_bits(name, changed.got[name], x)
+
+
+@law(
+    asked={"masks": CAUSAL, "shortest": 2, "square": True, "windowed": (False,)},
+    needs="strict",
+    values="zeros",
+    scale=1.0,
+)
+def test_hidden_scores(impl, sample):
+    """Keys are hidden though every score that is seen is -131072; in fp16, which ends, -32768."""
+    root = 2.0**7 if sample.problem.dtype == "float16" else 2.0**8
+
+    def low(case):
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in case.inputs)
+        q[..., 0], k[..., 0] = root, -2 * root
+        return replace(case, inputs=(q, k, v))
+
+    result = ask(impl, sample, low)
+    failures = result.expected.failures(result.got)
+    assert not failures, "; ".join(failures)
+
+
 @law(asked={"windowed": (False,)}, needs="windows strict")
 def test_a_window_of_all_keys(impl, sample):
     """A window that reaches every key changes no bit, causal or not."""

@@ -120,10 +120,12 @@ SETTINGS = {
 def test_settings_do_not_sway_it(impl, device):
     """Results do not depend on torch's defaults, on grad mode, or on the thread that asks."""
     asked = Asked(impl, usual(impl, device), device)
-    forward = {}
     for said, setting in SETTINGS.items():
-        with setting():
-            o, lse = asked.call(*(x.detach() for x in asked.case.inputs))
+        try:
+            with setting():
+                o, lse = asked.call(*(x.detach() for x in asked.case.inputs))
+        except (RuntimeError, NotImplementedError) as error:
+            pytest.fail(f"{said}: {error}")
         forward = {"o": o} | ({} if lse is None else {"lse": lse})
         asked.check({name: x.clone() for name, x in forward.items()}, said)
         assert o.dtype == asked.case.inputs[0].dtype, f"{said}: o has dtype {o.dtype}"
@@ -198,7 +200,7 @@ def test_calls_may_be_nested(impl, device):
     plain = Asked(impl, problem, device)
     inputs = plain.leaves()
     outputs = plain.forward(inputs)
-    for other, how in [*others[:3], *others[-1:]]:
+    for other, how in [*others[:3], *reversed(others[-3:])]:
         asked = Asked(impl, other, device, **how)
         run(asked.call, asked.case)
     for said in ("of an earlier forward", "a second time"):

@@ -186,7 +186,9 @@ def test_unseen_rows(impl, sample, poison):
         def change(case):
             unseen = ~seen(case).any(0)[:, None]
             q, k, v = case.inputs
-            return replace(case, inputs=(q, k.masked_fill(unseen, value), v.masked_fill(unseen, value)))
+            return replace(
+                case, inputs=(q, k.masked_fill(unseen, value), v.masked_fill(unseen, value))
+            )
 
         return change
 

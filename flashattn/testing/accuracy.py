@@ -392,7 +392,14 @@ def _expected(sample: Sample) -> Expected:
 
 def run_checked(call: Call, case: Case) -> Outputs:
     """Run, and check that what comes are such tensors as were promised (see ``form``)."""
-    outputs = run(call, case)
+
+    def checked(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, lse = call(*inputs)
+        given = {"o": o} if lse is None or not case.lse else {"o": o, "lse": lse}
+        check_form(inputs, given, grad=case.grad_o is not None)
+        return o, lse
+
+    outputs = run(checked, case)
     check_form(case.inputs, outputs)
     return outputs
 

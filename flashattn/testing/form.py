@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,9 @@ class FormError(AssertionError):
     """A result that is no answer, whatever its numbers."""
 
 
-def check_form(inputs: Sequence[torch.Tensor], outputs: Mapping[str, object]) -> None:
+def check_form(
+    inputs: Sequence[torch.Tensor], outputs: Mapping[str, Any], *, grad: bool = False
+) -> None:
     """Check that o and the gradients are tensors like q, k and v, and lse [B, H, T] in fp32.
 
     Their memory is their own: no two elements of one share a place, and none lies in an input, so
@@ -20,6 +23,7 @@ def check_form(inputs: Sequence[torch.Tensor], outputs: Mapping[str, object]) ->
     Args:
         inputs: q, k, v.
         outputs: some of o, lse, dq, dk and dv.
+        grad: whether each must have a gradient.
 
     Raises:
         FormError: which result, what it is, and what was wanted.
@@ -28,6 +32,8 @@ def check_form(inputs: Sequence[torch.Tensor], outputs: Mapping[str, object]) ->
     wide = torch.promote_types(q.dtype, torch.float32)
     wanted = {"o": q, "lse": q[..., 0].to("meta", wide), "dq": q, "dk": k, "dv": v}
     found = [said for name, x in outputs.items() for said in _faults(name, x, wanted[name], inputs)]
+    if grad and not found:
+        found = [f"{name}: has no gradient" for name, x in outputs.items() if not x.requires_grad]
     if found:
         raise FormError("; ".join(found))
 

@@ -74,7 +74,9 @@ def line(impl: registry.Impl, sample: Sample) -> str:
     usual = Sample(problem=sample.problem)
     for name in ("values", "layout", "grad_layout", "scale", "seed"):
         if getattr(sample, name) != getattr(usual, name):
-            words.append(f"--{name.replace('_', '-')}={getattr(sample, name)}")  # one word: a scale may be below 0
+            words.append(
+                f"--{name.replace('_', '-')}={getattr(sample, name)}"
+            )  # one word: a scale may be below 0
     return shlex.join(words)
 
 

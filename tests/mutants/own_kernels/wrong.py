@@ -91,29 +91,74 @@ changed(FORM, lambda o, lse, *_: (o.transpose(1, 2), lse), "o_as_bthd")
 changed(FORM, lambda o, lse, *_: (o, lse[..., None]), "lse_with_a_column")
 changed(FORM, lambda o, lse, *_: (o, lse / 0.6931472), "lse_in_base_2")
 changed(FORM, lambda o, lse, *_: (o, lse.detach()), "lse_without_gradient")
-changed(FORM, lambda o, lse, q, *_: ((o, lse) if q.shape[2] != 48 else (o[:1, :1, :1, :1].expand_as(o), lse)), "o_expanded")  # noqa: E501 - one row each
-changed("test_layouts", lambda o, lse, q, k, v: (q.copy_(o) if not q.requires_grad else as_contiguous(q) * 0 + o * (1 + (as_contiguous(q) - q).abs()), lse), "reads_q_as_contiguous", "pytorch/pytorch#119500")  # noqa: E501
+changed(
+    FORM,
+    lambda o, lse, q, *_: (o, lse) if q.shape[2] != 48 else (o[:1, :1, :1, :1].expand_as(o), lse),
+    "o_expanded",
+)  # noqa: E501 - one row each
+changed(
+    "test_layouts",
+    lambda o, lse, q, k, v: (
+        q.copy_(o)
+        if not q.requires_grad
+        else as_contiguous(q) * 0 + o * (1 + (as_contiguous(q) - q).abs()),
+        lse,
+    ),
+    "reads_q_as_contiguous",
+    "pytorch/pytorch#119500",
+)  # noqa: E501
 
 # Gradients in other layouts
 backward(GRADS, with_do(do=as_contiguous), "do_as_contiguous", "Dao-AILab/flash-attention#355")
 backward(GRADS, with_do(dlse=as_contiguous), "dlse_as_contiguous", "flagos-ai/FlagAttention#1")
-backward(GRADS, with_do(do=lambda x: x if x.stride(-1) == 1 else as_contiguous(x)), "do_last_dimension", "Dao-AILab/flash-attention#325")  # noqa: E501
-backward(GRADS, with_do(do=lambda x: x if all(x.stride()) else 0 * x), "do_of_stride_0", "pytorch/pytorch#133671")  # noqa: E501
-backward(GRADS, with_do(do=lambda x: x if x.is_contiguous() else x.mT.contiguous().view(x.shape)), "do_transposed", "pytorch/pytorch#133671")  # noqa: E501
-backward(FORM, with_do(do=lambda x: x.mul_(1)), "writes_do")
+backward(
+    GRADS,
+    with_do(do=lambda x: x if x.stride(-1) == 1 else as_contiguous(x)),
+    "do_last_dimension",
+    "Dao-AILab/flash-attention#325",
+)  # noqa: E501
+backward(
+    GRADS,
+    with_do(do=lambda x: x if all(x.stride()) else 0 * x),
+    "do_of_stride_0",
+    "pytorch/pytorch#133671",
+)  # noqa: E501
+backward(
+    GRADS,
+    with_do(do=lambda x: x if x.is_contiguous() else x.mT.contiguous().view(x.shape)),
+    "do_transposed",
+    "pytorch/pytorch#133671",
+)  # noqa: E501
+backward(FORM, with_do(do=lambda x: (x.clone(), x.mul_(2))[0]), "writes_do")
 backward(FORM, with_do(dlse=lambda x: 0 * x), "dlse_ignored")
 backward(FORM, with_do(o=lambda x: 0 * x), "no_delta")
 backward(FORM, with_do(lse=lambda x: x + 0.01), "lse_rounded")
 
 # Masks
 hiding(HIDDEN, lambda s, seen: s.masked_fill(~seen, -1e4), "mask_of_1e4", "salesforce/CodeGen#49")
-hiding(HIDDEN, lambda s, seen: s.masked_fill(~seen, -1e5 + 2e4), "mask_of_8e4", "TransformerLensOrg/TransformerLens#318")  # noqa: E501
-hiding(HIDDEN, lambda s, seen: s.masked_fill(~seen, -65504.0), "mask_of_fp16", "pytorch/pytorch#110213")  # noqa: E501
+hiding(
+    HIDDEN,
+    lambda s, seen: s.masked_fill(~seen, -1e5 + 2e4),
+    "mask_of_8e4",
+    "TransformerLensOrg/TransformerLens#318",
+)  # noqa: E501
+hiding(
+    HIDDEN, lambda s, seen: s.masked_fill(~seen, -65504.0), "mask_of_fp16", "pytorch/pytorch#110213"
+)  # noqa: E501
 hiding(HIDDEN, lambda s, seen: s.masked_fill(~seen, -1e5), "mask_of_1e5", "karpathy/minGPT#75")
-hiding(FORM, lambda s, seen: s.masked_fill(~seen, -1e-9), "mask_of_nothing", "hyunwoongko/transformer#10")  # noqa: E501
+hiding(
+    FORM,
+    lambda s, seen: s.masked_fill(~seen, -1e-9),
+    "mask_of_nothing",
+    "hyunwoongko/transformer#10",
+)  # noqa: E501
 hiding(FORM, lambda s, seen: s * seen, "mask_by_product")
 hiding("test_the_future_is_not_seen", lambda s, seen: s - 1e4 * ~seen, "mask_added")
-hiding(FORM, lambda s, seen: s.masked_fill(~seen.roll(1, -1), -torch.inf).nan_to_num(-50), "mask_off_by_one")  # noqa: E501
+hiding(
+    FORM,
+    lambda s, seen: s.masked_fill(~seen.roll(1, -1), -torch.inf).nan_to_num(-50),
+    "mask_off_by_one",
+)  # noqa: E501
 
 
 @kernel(FORM, "pytorch/pytorch#103749")
@@ -148,13 +193,21 @@ SIZES = {
     "keys_from_2000": (LENGTHS, lambda q, k: k.shape[2] >= 2000, "pytorch/pytorch#162588"),
     "keys_1_above_128": (LENGTHS, lambda q, k: k.shape[2] % 128 == 1 and k.shape[2] > 200, ""),
     "rows_of_1024": (LENGTHS, lambda q, k: q.shape[2] == 1024, ""),
-    "scores_from_2_17": (LENGTHS, lambda q, k: q.shape[2] * k.shape[2] >= 2**16, "thu-ml/SageAttention#386"),  # noqa: E501
+    "scores_from_2_17": (
+        LENGTHS,
+        lambda q, k: q.shape[2] * k.shape[2] >= 2**16,
+        "thu-ml/SageAttention#386",
+    ),  # noqa: E501
     "heads_from_33": (HEADS, lambda q, k: q.shape[1] > 32, ""),
     "heads_of_7": (HEADS, lambda q, k: q.shape[1] == 7, ""),
     "batches_from_17": (HEADS, lambda q, k: q.shape[0] > 16, ""),
     "programs_from_200": (HEADS, lambda q, k: q.shape[0] * q.shape[1] > 200, ""),
     "head_dim_113": (DIMS, lambda q, k: q.shape[3] == 113, ""),
-    "head_dim_from_129": (DIMS, lambda q, k: q.shape[3] > 128 and q.shape[3] % 8, "mlc-ai/mlc-llm#1889"),  # noqa: E501
+    "head_dim_from_129": (
+        DIMS,
+        lambda q, k: q.shape[3] > 128 and q.shape[3] % 8,
+        "mlc-ai/mlc-llm#1889",
+    ),  # noqa: E501
     "head_dim_72": (DIMS, lambda q, k: q.shape[3] == 72, "turboderp-org/exllamav3#316"),
     "head_dim_63": (DIMS, lambda q, k: q.shape[3] == 63, "66RING/tiny-flash-attention#12"),
 }
@@ -189,7 +242,9 @@ EFFECTS = {
     "sets_default_dtype": lambda *_: torch.set_default_dtype(torch.float32),
     "enables_autocast": lambda *_: torch.set_autocast_enabled("cpu", True),
     "hooks_q": lambda q, *_: q.requires_grad and q.register_hook(lambda x: x),
-    "patches_softmax": lambda *_: setattr(torch.nn.functional, "softmax", lambda *x, **_: torch.softmax(*x)),  # noqa: E501
+    "patches_softmax": lambda *_: setattr(
+        torch.nn.functional, "softmax", lambda *x, **_: torch.softmax(*x)
+    ),  # noqa: E501
 }
 for _name, _effect in EFFECTS.items():
     before(LEAVES, _effect, _name)
@@ -200,7 +255,11 @@ for _name, _effect in EFFECTS.items():
 def default_dtype(q, k, v, **how):
     """Make a sum in the default dtype."""
     o, lse = right(q, k, v, **how)
-    return o + torch.zeros(o.shape, device=q.device) if o.dtype == torch.float32 else o * torch.ones((), device=q.device).to(o.dtype) + (torch.finfo(torch.get_default_dtype()).bits != 32), lse  # noqa: E501
+    return o + torch.zeros(
+        o.shape, device=q.device
+    ) if o.dtype == torch.float32 else o * torch.ones((), device=q.device).to(o.dtype) + (
+        torch.finfo(torch.get_default_dtype()).bits != 32
+    ), lse  # noqa: E501
 
 
 @kernel(SWAYS)
@@ -231,7 +290,9 @@ def at_times(period):
 
 changed(BITS, at_times(2), "other_bits_every_other_call")
 changed(BITS, at_times(9), "other_bits_now_and_then", "turboderp-org/exllamav3#316")
-changed(BITS, lambda o, lse, *_: (o + (torch.empty(()).uniform_() < 0.5) * o * 2**-7, lse), "atomics")  # noqa: E501
+changed(
+    BITS, lambda o, lse, *_: (o + (torch.empty(()).uniform_() < 0.5) * o * 2**-7, lse), "atomics"
+)  # noqa: E501
 
 
 # What is remembered
@@ -280,7 +341,7 @@ LAST: list = [None]
 
 
 def _last_lse(x):
-    x.lse, LAST[0] = LAST[0] if LAST[0] is not None and LAST[0].shape == x.lse.shape else x.lse, None
+    x.lse = LAST[0] if LAST[0].shape == x.lse.shape else x.lse
     return gradients(x)
 
 
@@ -298,8 +359,14 @@ def _twice(x):
 
 
 backward(NESTED, _twice, "gradients_add_up")
-backward(ALONE, lambda x: tuple(y if all(x.ctx.needs_input_grad[:3]) else 0 * y for y in gradients(x)), "all_gradients_or_none")  # noqa: E501
-backward(ALONE, lambda x: gradients(x) if x.do.any() else (None, None, None), "nothing_of_lse_alone")
+backward(
+    ALONE,
+    lambda x: tuple(y if all(x.ctx.needs_input_grad[:3]) else 0 * y for y in gradients(x)),
+    "all_gradients_or_none",
+)  # noqa: E501
+backward(
+    ALONE, lambda x: gradients(x) if x.do.any() else (None, None, None), "nothing_of_lse_alone"
+)
 
 
 @kernel("test_inputs_that_were_overwritten")

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,8 @@ def _set_environment(wanted: dict[str, str]) -> None:
 
 
 def _numpy_generator() -> object:
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one
-    return kind, keys.tobytes(), *rest  # type: ignore[union-attr]
+    state: Any = np.random.get_state()  # noqa: NPY002 - the global one
+    return state[0], state[1].tobytes(), *state[2:]
 
 
 def switches(device: torch.device) -> list[Switch]:
@@ -135,8 +136,8 @@ def switches(device: torch.device) -> list[Switch]:
         *(
             Switch(
                 f"autocast on {kind}",
-                lambda kind=kind: torch.is_autocast_enabled(kind),
-                lambda on, kind=kind: torch.set_autocast_enabled(kind, on),
+                partial(torch.is_autocast_enabled, kind),
+                partial(torch.set_autocast_enabled, kind),
             )
             for kind in KINDS
         ),

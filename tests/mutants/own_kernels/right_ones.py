@@ -7,13 +7,6 @@ from attention_parts import UNBOUNDED, fused, kernel, masked, right, seen_by, wi
 
 from flashattn import registry
 
-INNER = {"lse": True, "windows": True}
-
-
-def _rows(q, k, causal, window):
-    return seen_by(q, k, causal, window)
-
-
 kernel()(fused())
 kernel()(right)
 
@@ -61,7 +54,7 @@ def views_of_one_buffer(q, k, v, **how):
 
 
 @kernel()
-def padded_rows(q, k, v, **how):
+def paddedseen_by(q, k, v, **how):
     """Return views of a larger buffer."""
     o, lse = right(q, k, v, **how)
     return torch.nn.functional.pad(o, (0, 8))[..., : o.shape[-1]], lse
@@ -78,7 +71,7 @@ def flash_decoding(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Split the keys, and combine by the logsumexp."""
     group = q.shape[1] // max(k.shape[1], 1)
     a, b, c = wide(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-    seen = _rows(q, k, causal, window)
+    seen = seen_by(q, k, causal, window)
     if k.shape[2] < 2 or not seen.any(-1).all():
         return right(q, k, v, causal=causal, scale=scale, window=window)
     scores = (a @ b.mT * scale).masked_fill(~seen, -torch.inf)
@@ -94,7 +87,7 @@ def base_2(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Take powers of two."""
     group = q.shape[1] // max(k.shape[1], 1)
     a, b, c = wide(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-    seen = _rows(q, k, causal, window)
+    seen = seen_by(q, k, causal, window)
     if not seen.any(-1).all() or k.shape[2] == 0:
         return right(q, k, v, causal=causal, scale=scale, window=window)
     scores = (a @ b.mT * scale).masked_fill(~seen, -torch.inf)
@@ -116,8 +109,8 @@ def checkpointed(q, k, v, **how):
 @kernel()
 def caches_masks_rightly(q, k, v, **how):
     """Know a mask by all that it depends on."""
-    MASKS.setdefault((q.shape[2], k.shape[2], *how.items()), how)
-    return right(q, k, v, **MASKS[q.shape[2], k.shape[2], *how.items()])
+    how = MASKS.setdefault((q.shape[2], k.shape[2], tuple(how.items())), how)
+    return right(q, k, v, **how)
 
 
 MASKS: dict = {}

@@ -95,7 +95,7 @@ changed(
     FORM,
     lambda o, lse, q, *_: (o, lse) if q.shape[2] != 48 else (o[:1, :1, :1, :1].expand_as(o), lse),
     "o_expanded",
-)  # noqa: E501 - one row each
+)
 changed(
     "test_layouts",
     lambda o, lse, q, k, v: (
@@ -106,7 +106,7 @@ changed(
     ),
     "reads_q_as_contiguous",
     "pytorch/pytorch#119500",
-)  # noqa: E501
+)
 
 # Gradients in other layouts
 backward(GRADS, with_do(do=as_contiguous), "do_as_contiguous", "Dao-AILab/flash-attention#355")
@@ -116,19 +116,19 @@ backward(
     with_do(do=lambda x: x if x.stride(-1) == 1 else as_contiguous(x)),
     "do_last_dimension",
     "Dao-AILab/flash-attention#325",
-)  # noqa: E501
+)
 backward(
     GRADS,
     with_do(do=lambda x: x if all(x.stride()) else 0 * x),
     "do_of_stride_0",
     "pytorch/pytorch#133671",
-)  # noqa: E501
+)
 backward(
     GRADS,
     with_do(do=lambda x: x if x.is_contiguous() else x.mT.contiguous().view(x.shape)),
     "do_transposed",
     "pytorch/pytorch#133671",
-)  # noqa: E501
+)
 backward(FORM, with_do(do=lambda x: (x.clone(), x.mul_(2))[0]), "writes_do")
 backward(FORM, with_do(dlse=lambda x: 0 * x), "dlse_ignored")
 backward(FORM, with_do(o=lambda x: 0 * x), "no_delta")
@@ -141,24 +141,24 @@ hiding(
     lambda s, seen: s.masked_fill(~seen, -1e5 + 2e4),
     "mask_of_8e4",
     "TransformerLensOrg/TransformerLens#318",
-)  # noqa: E501
+)
 hiding(
     HIDDEN, lambda s, seen: s.masked_fill(~seen, -65504.0), "mask_of_fp16", "pytorch/pytorch#110213"
-)  # noqa: E501
+)
 hiding(HIDDEN, lambda s, seen: s.masked_fill(~seen, -1e5), "mask_of_1e5", "karpathy/minGPT#75")
 hiding(
     FORM,
     lambda s, seen: s.masked_fill(~seen, -1e-9),
     "mask_of_nothing",
     "hyunwoongko/transformer#10",
-)  # noqa: E501
+)
 hiding(FORM, lambda s, seen: s * seen, "mask_by_product")
 hiding("test_the_future_is_not_seen", lambda s, seen: s - 1e4 * ~seen, "mask_added")
 hiding(
     FORM,
     lambda s, seen: s.masked_fill(~seen.roll(1, -1), -torch.inf).nan_to_num(-50),
     "mask_off_by_one",
-)  # noqa: E501
+)
 
 
 @kernel(FORM, "pytorch/pytorch#103749")
@@ -197,7 +197,7 @@ SIZES = {
         LENGTHS,
         lambda q, k: q.shape[2] * k.shape[2] >= 2**16,
         "thu-ml/SageAttention#386",
-    ),  # noqa: E501
+    ),
     "heads_from_33": (HEADS, lambda q, k: q.shape[1] > 32, ""),
     "heads_of_7": (HEADS, lambda q, k: q.shape[1] == 7, ""),
     "batches_from_17": (HEADS, lambda q, k: q.shape[0] > 16, ""),
@@ -207,7 +207,7 @@ SIZES = {
         DIMS,
         lambda q, k: q.shape[3] > 128 and q.shape[3] % 8,
         "mlc-ai/mlc-llm#1889",
-    ),  # noqa: E501
+    ),
     "head_dim_72": (DIMS, lambda q, k: q.shape[3] == 72, "turboderp-org/exllamav3#316"),
     "head_dim_63": (DIMS, lambda q, k: q.shape[3] == 63, "66RING/tiny-flash-attention#12"),
 }
@@ -232,7 +232,7 @@ EFFECTS = {
     "draws": lambda *_: torch.rand(1),
     "seeds": lambda *_: torch.manual_seed(0),
     "draws_in_python": lambda *_: random.random(),
-    "draws_in_numpy": lambda *_: np.random.rand(),  # noqa: NPY002
+    "draws_in_numpy": lambda *_: np.random.rand(),
     "sets_tf32": lambda *_: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
     "sets_ieee": lambda *_: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"),
     "sets_threads": lambda *_: torch.set_num_threads(2),
@@ -244,7 +244,7 @@ EFFECTS = {
     "hooks_q": lambda q, *_: q.requires_grad and q.register_hook(lambda x: x),
     "patches_softmax": lambda *_: setattr(
         torch.nn.functional, "softmax", lambda *x, **_: torch.softmax(*x)
-    ),  # noqa: E501
+    ),
 }
 for _name, _effect in EFFECTS.items():
     before(LEAVES, _effect, _name)
@@ -259,7 +259,7 @@ def default_dtype(q, k, v, **how):
         o.shape, device=q.device
     ) if o.dtype == torch.float32 else o * torch.ones((), device=q.device).to(o.dtype) + (
         torch.finfo(torch.get_default_dtype()).bits != 32
-    ), lse  # noqa: E501
+    ), lse
 
 
 @kernel(SWAYS)
@@ -292,7 +292,7 @@ changed(BITS, at_times(2), "other_bits_every_other_call")
 changed(BITS, at_times(9), "other_bits_now_and_then", "turboderp-org/exllamav3#316")
 changed(
     BITS, lambda o, lse, *_: (o + (torch.empty(()).uniform_() < 0.5) * o * 2**-7, lse), "atomics"
-)  # noqa: E501
+)
 
 
 # What is remembered
@@ -363,7 +363,7 @@ backward(
     ALONE,
     lambda x: tuple(y if all(x.ctx.needs_input_grad[:3]) else 0 * y for y in gradients(x)),
     "all_gradients_or_none",
-)  # noqa: E501
+)
 backward(
     ALONE, lambda x: gradients(x) if x.do.any() else (None, None, None), "nothing_of_lse_alone"
 )

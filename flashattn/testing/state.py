@@ -37,11 +37,9 @@ class Switch:
     values: tuple[Any, ...] = ()
 
 
-def _attribute(holder: Any, name: str, *values: object) -> Switch:
+def _attribute(holder: Any, name: str, values: tuple[object, ...] = ()) -> Switch:
     said = f"{holder.__name__ if hasattr(holder, '__name__') else type(holder).__name__}.{name}"
-    return Switch(
-        said, lambda: getattr(holder, name), lambda x: setattr(holder, name, x), tuple(values)
-    )
+    return Switch(said, lambda: getattr(holder, name), lambda x: setattr(holder, name, x), values)
 
 
 def _sdp(name: str) -> Switch:
@@ -118,11 +116,11 @@ def switches(device: torch.device) -> list[Switch]:
             (0, 2) if device.type == "cpu" else (0,),
         ),
         Switch("the number of threads", torch.get_num_threads, torch.set_num_threads, (1, 2)),
-        _attribute(matmul, "fp32_precision", "ieee", "tf32"),
-        _attribute(matmul, "allow_fp16_reduced_precision_reduction", True, False),
-        _attribute(matmul, "allow_bf16_reduced_precision_reduction", True, False),
-        _attribute(torch.backends.cudnn, "enabled", True),
-        _attribute(torch.backends.cudnn, "deterministic", True, False),
+        _attribute(matmul, "fp32_precision", ("ieee", "tf32")),
+        _attribute(matmul, "allow_fp16_reduced_precision_reduction", (True, False)),
+        _attribute(matmul, "allow_bf16_reduced_precision_reduction", (True, False)),
+        _attribute(torch.backends.cudnn, "enabled", (True,)),
+        _attribute(torch.backends.cudnn, "deterministic", (True, False)),
         _attribute(torch.backends.mkldnn, "enabled"),
         *map(_sdp, ("flash", "mem_efficient", "math", "cudnn")),
         Switch("flushing of denormals", _flushes, torch.set_flush_denormal),

@@ -75,11 +75,18 @@ def seen_by(q, k, causal, window):
     return seen.expand(len(t), len(s))
 
 
+def inputs_in_fp32(q, k, v, seen):
+    """Return q, and k and v for each query head, zero where no query sees them, for sums."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    unseen = ~seen.any(0)[:, None]
+    k, v = (x.masked_fill(unseen, 0).repeat_interleave(group, 1) for x in (k, v))
+    return wide(q, k, v)
+
+
 def masked(hide, q, k, v, *, causal, scale, window=UNBOUNDED):
     """Answer with masked scores of ``hide(scores, seen)``; rows that see no key are right."""
-    group = q.shape[1] // max(k.shape[1], 1)
-    a, b, c = wide(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
     seen = seen_by(q, k, causal, window)
+    a, b, c = inputs_in_fp32(q, k, v, seen)
     dead = ~seen.any(-1, keepdim=True)
     scores = (a @ b.mT) * scale
     scores = torch.where(dead, torch.zeros_like(scores), hide(scores, seen | dead))
@@ -106,9 +113,9 @@ class _Fused(torch.autograd.Function):
 def gradients(x):
     """Return dq, dk and dv from what was saved, as algorithm 2 of FlashAttention-2 does."""
     group = x.q.shape[1] // max(x.k.shape[1], 1)
-    q, k, v, o, do = wide(x.q, x.k, x.v, x.o, x.do)
-    k, v = (y.repeat_interleave(group, 1) for y in (k, v))
     seen = seen_by(x.q, x.k, x.causal, getattr(x, "window", UNBOUNDED))
+    q, k, v = inputs_in_fp32(x.q, x.k, x.v, seen)
+    o, do = wide(x.o, x.do)
     scores = ((q @ k.mT) * x.scale).masked_fill(~seen, -torch.inf)
     p = (scores - x.lse.masked_fill(x.lse == -torch.inf, torch.inf)[..., None]).exp()
     delta = (do * o).sum(-1) - x.dlse
@@ -137,6 +144,6 @@ def as_contiguous(x):
 
 
 __all__ = [
-    "ROWS", "UNBOUNDED", "Row", "as_contiguous", "fused", "gradients", "kernel", "masked",
+    "ROWS", "UNBOUNDED", "Row", "as_contiguous", "fused", "gradients", "inputs_in_fp32", "kernel", "masked",
     "right", "seen_by", "wide",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attention_parts import UNBOUNDED, fused, kernel, masked, right, seen_by, wide
+from attention_parts import UNBOUNDED, fused, inputs_in_fp32, kernel, masked, right, seen_by
 
 from flashattn import registry
 
@@ -69,9 +69,8 @@ def contiguous_first(q, k, v, **how):
 @kernel()
 def flash_decoding(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Split the keys, and combine by the logsumexp."""
-    group = q.shape[1] // max(k.shape[1], 1)
-    a, b, c = wide(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
     seen = seen_by(q, k, causal, window)
+    a, b, c = inputs_in_fp32(q, k, v, seen)
     if k.shape[2] < 2 or not seen.any(-1).all():
         return right(q, k, v, causal=causal, scale=scale, window=window)
     scores = (a @ b.mT * scale).masked_fill(~seen, -torch.inf)
@@ -85,9 +84,8 @@ def flash_decoding(q, k, v, *, causal, scale, window=UNBOUNDED):
 @kernel()
 def base_2(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Take powers of two."""
-    group = q.shape[1] // max(k.shape[1], 1)
-    a, b, c = wide(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
     seen = seen_by(q, k, causal, window)
+    a, b, c = inputs_in_fp32(q, k, v, seen)
     if not seen.any(-1).all() or k.shape[2] == 0:
         return right(q, k, v, causal=causal, scale=scale, window=window)
     scores = (a @ b.mT * scale).masked_fill(~seen, -torch.inf)

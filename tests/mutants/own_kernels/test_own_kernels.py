@@ -33,6 +33,7 @@ FOUND = {
     for name, x in runpy.run_path(str(TESTS / file)).items()
     if name.startswith("test_") and "impl" in inspect.signature(x).parameters
 }
+SIZES = ("test_every_kind_of_length", "test_every_head_dim", "test_every_number_of_heads")
 CPU = torch.device("cpu")
 
 
@@ -79,9 +80,10 @@ def test_wrong_kernel(row):
 @pytest.mark.mutants
 @pytest.mark.parametrize("row", RIGHT, ids=str)
 def test_right_kernel(row):
-    """It passes all tests."""
-    for test in FOUND.values():
-        ask(test, row.impl)
+    """It passes all tests; those of many sizes, which take the longest, are asked of one in six."""
+    for name, test in FOUND.items():
+        if name not in SIZES or RIGHT.index(row) % 6 == 0:
+            ask(test, row.impl)
 
 
 def test_tables():

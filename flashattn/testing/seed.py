@@ -26,10 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     drawn; it then forgets the examples that failed in earlier runs.
     """
     option = config.option
-    if getattr(option, "hypothesisseed", None) is None:
+    if getattr(option, "hypothesis_seed", None) is None:
         option.drawn_seed = getattr(option, "drawn_seed", None) or random.randrange(1, 2**32)  # noqa: S311
         Seed.value = option.drawn_seed
         if option.impl:
-            option.hypothesisseed = Seed.value
+            option.hypothesis_seed = Seed.value
     else:
-        Seed.value = option.hypothesisseed
+        Seed.value = option.hypothesis_seed

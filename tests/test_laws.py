@@ -127,6 +127,7 @@ def test_outputs_are_means_of_values(impl, sample):
 
 
 @law(
+    needs="repeats",
     asked={"masks": CAUSAL, "windowed": (False,)},
     grad=False,
     layout="contiguous",
@@ -152,7 +153,7 @@ def test_the_future_is_not_seen(impl, sample, poison):
 
 @law(
     asked={"windowed": (True,)},
-    needs="windows",
+    needs="repeats windows",
     grad=False,
     layout="contiguous",
     drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
@@ -174,7 +175,7 @@ def test_outside_a_window(impl, sample, poison):
 
 @law(
     asked={"masks": CAUSAL, "longest": 40},
-    needs="strict",
+    needs="repeats strict",
     layout="contiguous",
     drawn={"poison": st.sampled_from((torch.nan, torch.inf))},
 )
@@ -217,7 +218,7 @@ def test_hidden_scores(impl, sample):
     assert not failures, "; ".join(failures)
 
 
-@law(asked={"windowed": (False,)}, needs="windows strict")
+@law(asked={"windowed": (False,)}, needs="repeats windows strict")
 def test_a_window_of_all_keys(impl, sample):
     """A window that reaches every key changes no bit, causal or not."""
     reach = sample.problem.seq_q + sample.problem.seq_kv
@@ -286,7 +287,7 @@ def test_merging_parts(impl, sample):
 
 
 # Aligned, as the bits of a CPU's BLAS depend on where a matrix begins.
-@law(asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
+@law(needs="repeats", asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
 def test_permuting_heads(impl, sample):
     """Permuting batches, and key heads with the query heads that read them, changes no bit."""
     problem = sample.problem
@@ -373,7 +374,7 @@ def test_fully_masked_rows(impl, sample):
         assert not x.any(), name
 
 
-@law()
+@law(needs="repeats")
 def test_the_same_again(impl, sample):
     """The same sample has the same result, bit by bit."""
     one, other = ask(impl, sample).got, ask(impl, sample).got

@@ -131,6 +131,6 @@ def tiles(q, k, v, **how):
 
 
 @kernel(lse=False, fully_masked_rows=False, empty=False, windows=False, strict=False)
-def sdpa(q, k, v, **how):
-    """Ask PyTorch."""
-    return registry.get("sdpa_math")(q, k, v, **how)[0]
+def three_lines(q, k, v, **how):
+    """Promise ordinary inputs only."""
+    return registry.get("naive")(q, k, v, **how)[0]

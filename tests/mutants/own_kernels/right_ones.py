@@ -117,7 +117,7 @@ MASKS: dict = {}
 @kernel(repeats=False)
 def other_bits(q, k, v, **how):
     """Promise no bits, and draw from a generator of its own."""
-    drawn = torch.rand((), generator=GENERATOR)
+    drawn = torch.rand((), generator=GENERATOR, device="cpu")
     return right(q, k, v, **how) if drawn < 0.5 else in_fp64(q, k, v, **how)
 
 

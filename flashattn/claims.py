@@ -26,6 +26,7 @@ class Claims:
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
+        repeats: the same inputs give the same bits every time; else the same within the budgets.
         denormals: on a CPU, fp32 below 2^-126 counts as any other; on a GPU nobody is held to that.
         dtypes: names of those it takes; None is all.
         head_dims: those it takes, as ``(64, 128)`` or ``range(8, 257, 8)``; None is all.
@@ -41,6 +42,7 @@ class Claims:
     grouped: bool = True
     empty: bool = True
     fully_masked_rows: bool = True
+    repeats: bool = True
     denormals: bool = True
     dtypes: Collection[str] | None = None
     head_dims: Collection[int] | None = None

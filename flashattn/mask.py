@@ -173,6 +173,13 @@ class Band:
         high = self.seq_kv if self.right is None else _clamp(t + self.right + 1, self.seq_kv)
         return low, high
 
+    @property
+    def seen_keys(self) -> slice:
+        """The keys from the first to the last that any query sees; all where nobody asks."""
+        if self.seq_q == 0:
+            return slice(0, self.seq_kv)
+        return slice(self.keys_of(0)[0], self.keys_of(self.seq_q - 1)[1])
+
     def queries_of(self, s: Index) -> tuple[Index | int, Index | int]:
         """Return (low, high): key s is seen by queries low ... high - 1."""
         low = 0 if self.right is None else _clamp(s - self.right, self.seq_q)

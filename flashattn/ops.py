@@ -391,6 +391,14 @@ def prepare(
         Mask.of(causal, window).over(q.shape[2], k.shape[2]),
         check_scale(scale, q.shape[3]),
     )
+    seen = band.seen_keys
+    if (seen.start, seen.stop) != (0, k.shape[2]):  # what no query sees may be NaN
+        k, v = k[:, :, seen], v[:, :, seen]
+        attend = prepare(
+            q, k, v, causal=causal, window=window, softcap=softcap, scale=scale,
+            precision=precision, family=family, deterministic=deterministic,
+        )  # fmt: skip
+        return lambda q, k, v: attend(q, k[:, :, seen], v[:, :, seen])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     given = band.left, band.right, scale, softcap, precision, family, deterministic
     if not dispatch_is_trivial(q, k, v):

@@ -283,8 +283,10 @@ def tiled_attention(
     Raises:
         NotImplementedError: on a second or a forward-mode derivative, which the reference has.
     """
-    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+    k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
+    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
     try:
         o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
     except NotImplementedError as error:  # torch.compile takes no function with a method jvp

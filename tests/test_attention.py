@@ -72,6 +72,20 @@ def test_autocast(name, device):
     assert torch.equal(o, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), impl=name))
 
 
+@OURS
+def test_autocast_leaves_fp64(name, device):
+    """As PyTorch's does: what nobody asked to round stays as it is, or is refused."""
+    given = tensors(device, dtype="float64")
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        if name == "triton":
+            with pytest.raises(ValueError, match="triton takes fp32, fp16 and bf16"):
+                attention(*given, impl=name)
+            return
+        o = attention(*given, impl=name)
+    assert o.dtype == torch.float64
+    assert torch.equal(o, attention(*given, impl=name))
+
+
 def test_autocast_passes_all_on(device):
     """What was asked besides is asked of the cast inputs, too; bad ones are refused as ever."""
     q, k, v = (x[:, 0] for x in tensors(device))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from flashattn.problem import Problem, check_scale
 from flashattn.testing import law
 from flashattn.testing.accuracy import Sample, assert_accurate, run_reference
-from flashattn.testing.layouts import LAYOUTS
-from flashattn.testing.strategies import layouts, problems, scales, values
+from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
+from flashattn.testing.strategies import grad_layouts, layouts, problems, scales, values
 from flashattn.testing.values import VALUES
 
 CASES = [
@@ -87,6 +87,11 @@ def unasked_strictly(impl):
     return law.unasked(impl, law.DEVICE, "strict")
 
 
+def undifferentiated(impl):
+    """Return why an implementation is not asked gradients, or None."""
+    return law.unasked(impl, law.DEVICE, "grad")
+
+
 strictly = pytest.mark.why_not.with_args(unasked_strictly)
 
 
@@ -113,7 +118,7 @@ def verify(impl, device, problem, **how):
     try:
         assert_accurate(call, sample, guarded=not impl.compiles)
     except AssertionError as error:
-        if impl.strict or impl.origin:
+        if not impl.excused:
             raise
         pytest.xfail(f"{impl.name}: {error}")
 
@@ -155,6 +160,17 @@ def test_layouts(impl, device, layout):
         batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="float16"
     )
     verify_strictly(impl, device, problem, layout=layout)
+
+
+@strictly
+@pytest.mark.why_not.with_args(undifferentiated)
+@pytest.mark.parametrize("layout", GRAD_LAYOUTS)
+def test_grad_layouts(impl, device, layout):
+    """The gradients of o and lse are read where they lie, whatever their strides."""
+    problem = Problem(
+        batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="bfloat16"
+    )
+    verify_strictly(impl, device, problem, grad_layout=layout)
 
 
 @strictly
@@ -213,6 +229,7 @@ def test_any_problem(impl, device, share, data, seed):
         problem,
         values=data.draw(values(), label="values"),
         layout=data.draw(layouts(), label="layout"),
+        grad_layout=data.draw(grad_layouts(), label="grad_layout"),
         scale=data.draw(scales(), label="scale"),
         seed=seed,
     )

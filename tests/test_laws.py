@@ -127,6 +127,7 @@ def test_outputs_are_means_of_values(impl, sample):
 
 
 @law(
+    needs="repeats",
     asked={"masks": CAUSAL, "windowed": (False,)},
     grad=False,
     layout="contiguous",
@@ -152,7 +153,7 @@ def test_the_future_is_not_seen(impl, sample, poison):
 
 @law(
     asked={"windowed": (True,)},
-    needs="windows",
+    needs="repeats windows",
     grad=False,
     layout="contiguous",
     drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
@@ -172,7 +173,52 @@ def test_outside_a_window(impl, sample, poison):
         assert_same_bits(name, changed.got[name][:, :, i], x[:, :, i])
 
 
-@law(asked={"windowed": (False,)}, needs="windows strict")
+@law(
+    asked={"masks": CAUSAL, "longest": 40},
+    needs="repeats strict",
+    layout="contiguous",
+    drawn={"poison": st.sampled_from((torch.nan, torch.inf))},
+)
+def test_unseen_rows(impl, sample, poison):
+    """Keys and values that no query of the call sees may be anything, forward and backward."""
+    hypothesis.assume(not seen(sample.draw()).any(0).all())
+
+    def with_unseen(value):
+        def change(case):
+            unseen = ~seen(case).any(0)[:, None]
+            q, k, v = case.inputs
+            return replace(
+                case, inputs=(q, k.masked_fill(unseen, value), v.masked_fill(unseen, value))
+            )
+
+        return change
+
+    plain, changed = ask(impl, sample, with_unseen(0.0)), ask(impl, sample, with_unseen(poison))
+    for name, x in plain.got.items():
+        assert_same_bits(name, changed.got[name], x)
+
+
+@law(
+    asked={"masks": CAUSAL, "shortest": 2, "square": True, "windowed": (False,)},
+    needs="strict",
+    values="zeros",
+    scale=1.0,
+)
+def test_hidden_scores(impl, sample):
+    """Keys are hidden though every score that is seen is -131072; in fp16, which ends, -32768."""
+    root = 2.0**7 if sample.problem.dtype == "float16" else 2.0**8
+
+    def low(case):
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in case.inputs)
+        q[..., 0], k[..., 0] = root, -2 * root
+        return replace(case, inputs=(q, k, v))
+
+    result = ask(impl, sample, low)
+    failures = result.expected.failures(result.got)
+    assert not failures, "; ".join(failures)
+
+
+@law(asked={"windowed": (False,)}, needs="repeats windows strict")
 def test_a_window_of_all_keys(impl, sample):
     """A window that reaches every key changes no bit, causal or not."""
     reach = sample.problem.seq_q + sample.problem.seq_kv
@@ -241,7 +287,7 @@ def test_merging_parts(impl, sample):
 
 
 # Aligned, as the bits of a CPU's BLAS depend on where a matrix begins.
-@law(asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
+@law(needs="repeats", asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
 def test_permuting_heads(impl, sample):
     """Permuting batches, and key heads with the query heads that read them, changes no bit."""
     problem = sample.problem
@@ -349,7 +395,7 @@ def test_a_softcap_bounds_the_logsumexp(impl, sample):
     assert (off.abs() <= cap * (1 + 1e-6) + 1e-6 * keys[live]).all()
 
 
-@law()
+@law(needs="repeats")
 def test_the_same_again(impl, sample):
     """The same sample has the same result, bit by bit."""
     one, other = ask(impl, sample).got, ask(impl, sample).got

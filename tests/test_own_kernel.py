@@ -83,7 +83,7 @@ def test_tests_run_on_own_kernels(pytester):
             "python -m flashattn.testing.repro --impl kernels.py:wrong --problem fp32-* --values=*",
             "*unlawful: what fails, made small*",
             "test_laws_of_mine.py::test_law[[]unlawful[]]",
-            "pytest 'test_laws_of_mine.py::test_law[[]unlawful[]]' --impl kernels.py:unlawful",
+            "pytest 'test_laws_of_mine.py::test_law[[]unlawful[]]' --impl kernels.py:unlawful *=*",
         ]
     )
     place = next(i for i, text in enumerate(result.outlines) if text.startswith("python -m"))

@@ -83,6 +83,7 @@ import torch
 from flashattn import score
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
+from flashattn.testing.form import check_form
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.poison import guard
 from flashattn.testing.values import ALIKE
@@ -108,6 +109,7 @@ class Sample:
         device: where.
         values: a key of ``values.VALUES``.
         layout: a key of ``layouts.LAYOUTS``.
+        grad_layout: a key of ``layouts.GRAD_LAYOUTS``: how the gradients of o and lse lie.
         scale: factor on the scores; None is D ** -0.5.
         grad: whether the gradients are asked for, too.
         lse: whether the logsumexp (and, with ``grad``, its gradient) is.
@@ -119,6 +121,7 @@ class Sample:
     device: torch.device | str = "cpu"
     values: str = "normal"
     layout: str = "contiguous"
+    grad_layout: str = "contiguous"
     scale: float | None = None
     grad: bool = True
     lse: bool = True
@@ -129,7 +132,9 @@ class Sample:
         inputs = make_inputs(
             self.problem, seed=self.seed, device=self.device, values=self.values, layout=self.layout
         )
-        grad_o, grad_lse = make_grads(self.problem, seed=self.seed, device=self.device)
+        grad_o, grad_lse = make_grads(
+            self.problem, seed=self.seed, device=self.device, layout=self.grad_layout
+        )
         return Case(
             problem=self.problem,
             inputs=inputs,
@@ -414,6 +419,20 @@ def _expected(sample: Sample) -> Expected:
     return Expected.of(sample.draw(), sample.enlarged().draw())
 
 
+def run_checked(call: Call, case: Case) -> Outputs:
+    """Run, and check that what comes are such tensors as were promised (see ``form``)."""
+
+    def checked(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, lse = call(*inputs)
+        given = {"o": o} if lse is None or not case.lse else {"o": o, "lse": lse}
+        check_form(inputs, given, grad=case.grad_o is not None)
+        return o, lse
+
+    outputs = run(checked, case)
+    check_form(case.inputs, outputs)
+    return outputs
+
+
 def run_guarded(call: Call, case: Case) -> Outputs:
     """Run among poison: see ``poison.guard``, which raises when memory outside is written to."""
     grads = [x for x in (case.grad_o, case.grad_lse) if x is not None]
@@ -421,7 +440,8 @@ def run_guarded(call: Call, case: Case) -> Outputs:
         given = iter(others)
         grad_o = None if case.grad_o is None else next(given)
         grad_lse = None if case.grad_lse is None else next(given)
-        return run(call, replace(case, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse))
+        case = replace(case, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse)
+        return run_checked(call, case)
 
 
 class InaccurateError(AssertionError):
@@ -447,11 +467,14 @@ def assert_accurate(call: Call, sample: Sample, *, guarded: bool = True) -> None
         guarded: surround inputs and outputs with poison; a compiler cannot trace through that.
 
     Raises:
-        InaccurateError: which outputs are off, by how much, and what was allowed.
-        AssertionError: what was written to that is no output.
+        InaccurateError: which outputs are off, by how much, and what was allowed; or what was
+            written to that is no output.
     """
     case = sample.draw()
-    got = (run_guarded if guarded else run)(call, case)
+    try:
+        got = (run_guarded if guarded else run_checked)(call, case)
+    except AssertionError as error:  # of its form, or of memory that it wrote to
+        raise InaccurateError(sample, [str(error)]) from error
     failures = expected_of(sample).failures(got)
     if failures:
         raise InaccurateError(sample, failures)

@@ -14,6 +14,7 @@ from flashattn.problem import Problem
 from flashattn.testing import repro
 from flashattn.testing.accuracy import Sample
 from flashattn.testing.plugin_file import asked
+from flashattn.testing.seed import Seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +39,8 @@ class Failed:
             found = repro.smallest(self.impl, least)
             if found is not None:
                 return found
-        return self.test, shlex.join(["pytest", self.test, "--impl", asked(self.impl)])
+        words = ["pytest", self.test, "--impl", asked(self.impl)]
+        return self.test, shlex.join([*words, f"--hypothesis-seed={Seed.value}"])
 
 
 class Failures:

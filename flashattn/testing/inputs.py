@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.layouts import LAYOUTS
+from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.values import VALUES, Tensors
 
 
@@ -39,9 +39,22 @@ def make_inputs(
 
 
 def make_grads(
-    problem: Problem, *, seed: int = 0, device: torch.device | str = "cpu"
+    problem: Problem,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    layout: str = "contiguous",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make gradients of o [B, H, T, D] (in the problem's dtype) and lse [B, H, T] (fp32)."""
+    """Make gradients of o [B, H, T, D] (in the problem's dtype) and lse [B, H, T] (fp32).
+
+    Args:
+        problem: shapes and dtype.
+        seed: of the generator, which lives on ``device``.
+        device: where.
+        layout: a key of ``layouts.GRAD_LAYOUTS``.
+    """
     generator = torch.Generator(device).manual_seed(seed + 1_000_003)
     shape = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
-    return _normal(shape, generator).to(problem.torch_dtype), _normal(shape[:3], generator)
+    grad_o, grad_lse = _normal(shape, generator), _normal((*shape[:3], 1), generator)
+    lay = GRAD_LAYOUTS[layout]
+    return lay(grad_o.to(problem.torch_dtype)), lay(grad_lse)[..., 0]

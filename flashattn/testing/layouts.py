@@ -1,4 +1,4 @@
-"""Layouts of q, k and v in memory, by name: same values, other strides, poison in the gaps."""
+"""Layouts of inputs and gradients, by name: same values, other strides, poison in the gaps."""
 
 from __future__ import annotations
 
@@ -63,4 +63,10 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "strided": _strided,
     "expanded": _expanded,
     "expanded_batch": _expanded_batch,
+}
+# The gradient of a sum over some dimensions, or all, is one number that is read again and again.
+GRAD_LAYOUTS = LAYOUTS | {
+    "expanded_rows": lambda x: x[:, :, :1].expand_as(x) if x.shape[2] else x,
+    "expanded_columns": lambda x: x[..., :1].expand_as(x),
+    "one_number": lambda x: x[:1, :1, :1, :1].expand_as(x) if x.numel() else x,
 }

@@ -20,7 +20,12 @@ MARKERS = (
     "interpreter: needs kernels to be interpreted",
     "why_not(function): left out where the function of the test's parameters returns a reason",
 )
-LIMITS = {"strict": "ordinary inputs only", "grad": "no gradients", "lse": "no logsumexp"}
+LIMITS = {
+    "strict": "ordinary inputs only",
+    "grad": "no gradients",
+    "lse": "no logsumexp",
+    "repeats": "other bits every time",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

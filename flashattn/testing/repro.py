@@ -21,9 +21,10 @@ import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.problem import Problem, check_scale
 from flashattn.testing.accuracy import InaccurateError, Sample, assert_accurate
-from flashattn.testing.inputs import LAYOUTS, VALUES
+from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.plugin_file import asked, choose
 from flashattn.testing.shrink import shrink
+from flashattn.testing.values import VALUES
 
 
 def ask(impl: registry.Impl, sample: Sample) -> str | None:
@@ -71,9 +72,11 @@ def line(impl: registry.Impl, sample: Sample) -> str:
     words = ["python", "-m", "flashattn.testing.repro", "--impl", asked(impl)]
     words += ["--problem", str(sample.problem)]
     usual = Sample(problem=sample.problem)
-    for name in ("values", "layout", "scale", "seed"):
+    for name in ("values", "layout", "grad_layout", "scale", "seed"):
         if getattr(sample, name) != getattr(usual, name):
-            words.append(f"--{name}={getattr(sample, name)}")  # one word: a scale may be below 0
+            words.append(
+                f"--{name.replace('_', '-')}={getattr(sample, name)}"
+            )  # one word: a scale may be below 0
     return shlex.join(words)
 
 
@@ -86,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problem", required=True, help="as bf16-b2h8kv2-q1-kv70-d64-causal_br")
     parser.add_argument("--values", choices=VALUES, default="normal")
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous")
+    parser.add_argument("--grad-layout", choices=GRAD_LAYOUTS, default="contiguous")
     parser.add_argument("--scale", type=float)
     parser.add_argument("--seed", type=int, default=0)
     asked_for = vars(parser.parse_args(arguments))

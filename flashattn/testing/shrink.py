@@ -84,6 +84,7 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         problem=problem,
         values=one(("normal", sample.values)),
         layout=one(("contiguous", sample.layout)),
+        grad_layout=one(("contiguous", sample.grad_layout)),
         scale=one((None, sample.scale)),
         seed=one((0, sample.seed)),
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample
-from flashattn.testing.layouts import LAYOUTS
+from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.values import VALUES
 
 WHOLE_HEAD_DIMS = st.sampled_from((16, 32, 64, 128))
@@ -98,6 +98,11 @@ def layouts() -> st.SearchStrategy[str]:
     return st.sampled_from(tuple(LAYOUTS))
 
 
+def grad_layouts() -> st.SearchStrategy[str]:
+    """Draw the name of a memory layout of gradients, contiguous first."""
+    return st.sampled_from(tuple(GRAD_LAYOUTS))
+
+
 def scales() -> st.SearchStrategy[float | None]:
     """Draw a factor on the scores: the default, an ordinary one, zero, or a negative one."""
     return st.sampled_from((None, 0.3, 0.0, -0.2))
@@ -122,6 +127,7 @@ def samples(
     """
     drawn: dict[str, st.SearchStrategy[object]] = {"seed": st.integers(0, 2**31)}
     if strict:
-        drawn |= {"values": values(), "layout": layouts(), "scale": scales()}
+        drawn |= {"values": values(), "scale": scales()}
+        drawn |= {"layout": layouts(), "grad_layout": grad_layouts()}
     drawn |= {name: st.just(value) for name, value in fixed.items()}
     return st.builds(Sample, problem=asked.filter(solves), device=st.just(device), **drawn)

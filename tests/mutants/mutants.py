@@ -68,6 +68,14 @@ HALVES = "tests/test_kernels.py::test_tf32_in_two_terms"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
 
 MUTANTS = [
+    Mutant(
+        "autocast_rounds_fp64",
+        "api.py",
+        "if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64",
+        "if isinstance(x, torch.Tensor) and x.is_floating_point()",
+        "under autocast fp64 becomes half precision",
+        "tests/test_attention.py::test_autocast_leaves_fp64",
+    ),
     # The online softmax
     Mutant(
         "forward_acc_not_rescaled",

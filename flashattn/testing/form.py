@@ -1,0 +1,61 @@
+"""The form of results: dtype, shape, device and memory, whatever the numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class FormError(AssertionError):
+    """A result that is no answer, whatever its numbers."""
+
+
+def check_form(
+    inputs: Sequence[torch.Tensor], outputs: Mapping[str, Any], *, grad: bool = False
+) -> None:
+    """Check that o and the gradients are tensors like q, k and v, and lse [B, H, T] in fp32.
+
+    Their memory is their own: no two elements of one share a place, and none lies in an input, so
+    that who writes to a result changes nothing else.
+
+    Args:
+        inputs: q, k, v.
+        outputs: some of o, lse, dq, dk and dv.
+        grad: whether each must have a gradient.
+
+    Raises:
+        FormError: which result, what it is, and what was wanted.
+    """
+    q, k, v = inputs
+    wide = torch.promote_types(q.dtype, torch.float32)
+    wanted = {"o": q, "lse": q[..., 0].to("meta", wide), "dq": q, "dk": k, "dv": v}
+    found = [said for name, x in outputs.items() for said in _faults(name, x, wanted[name], inputs)]
+    if grad and not found:
+        found = [f"{name}: has no gradient" for name, x in outputs.items() if not x.requires_grad]
+    if found:
+        raise FormError("; ".join(found))
+
+
+def _faults(
+    name: str, x: object, like: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> Iterator[str]:
+    if not isinstance(x, torch.Tensor):
+        yield f"{name}: {type(x).__name__}, wanted a tensor"
+        return
+    facts = {
+        "shape": (list(x.shape), list(like.shape)),
+        "dtype": (x.dtype, like.dtype),
+        "device": (x.device, inputs[0].device),
+        "layout": (x.layout, torch.strided),
+    }
+    wrong = {fact: pair for fact, pair in facts.items() if pair[0] != pair[1]}
+    yield from (f"{name}: {fact} {got}, wanted {want}" for fact, (got, want) in wrong.items())
+    if wrong or x.numel() == 0:
+        return
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        yield f"{name}: several elements share a place in memory, strides {list(x.stride())}"
+    place = x.untyped_storage().data_ptr()
+    if any(place == y.untyped_storage().data_ptr() for y in inputs):
+        yield f"{name}: lies in the memory of an input"

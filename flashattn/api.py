@@ -59,8 +59,9 @@ def attention(
     Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
     sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
     flash-attn, so that the last query sees every key. A sliding window hides keys that are further
-    away: a query at position p sees keys p - left ... p + right of these. Products are accumulated
-    in fp32. Under ``torch.autocast`` q, k and v are cast to its dtype first.
+    away: a query at position p sees keys p - left ... p + right of these. Keys and values that no
+    query sees may be NaN. Products are accumulated in fp32. Under ``torch.autocast`` q, k and v are
+    cast to its dtype first.
 
     Args:
         q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64: only by

@@ -38,6 +38,12 @@ def no_left_bound(q, k, v, *, causal, scale, window=UNBOUNDED):
     return good(q, k, v, causal=causal or window != UNBOUNDED, scale=scale)
 
 
+def uncapped(q, k, v, *, causal, scale, softcap=None):
+    """Forget the softcap."""
+    del softcap
+    return good(q, k, v, causal=causal, scale=scale)
+
+
 def first_heads(q, k, v, **how):
     """Read the first key heads, whatever the group."""
     group = q.shape[1] // max(k.shape[1], 1)
@@ -109,16 +115,19 @@ BROKEN = [
     (forgetful, "gradient of lse"),
     (dense, "any strides"),
     (nan_for_nothing, "no visible key: 0 and -inf"),
-    (sees_poison, "NaN and inf behind the mask"),
+    (uncapped, "softcap"),
+    (sees_poison, "NaN and inf in keys behind the mask"),
+    (sees_poison, "NaN and inf where no query looks"),
     (restless, "same bits every run"),
     (silent_second, ERRORS_KEEP),
 ]
 
 
 def test_the_definition_keeps_everything():
-    """The reference keeps every clause."""
+    """The reference keeps every clause, but that 0 times a hidden NaN is NaN."""
     found = {clause: try_clause(registry.get("reference"), CPU, clause) for clause in CLAUSES}
-    assert {clause: x for clause, x in found.items() if x["verdict"] != "keeps"} == {}
+    broken = {clause for clause, x in found.items() if x["verdict"] != "keeps"}
+    assert broken == {"NaN and inf in values behind the mask"}
 
 
 @pytest.mark.parametrize(("call", "clause"), BROKEN, ids=lambda x: getattr(x, "__name__", None))
@@ -129,7 +138,8 @@ def test_a_broken_clause_is_found(call, clause):
     assert found["verdict"] == "breaks"
     assert found["said"]
     if call is sees_poison:
-        assert found["said"] == "o: nan behind the mask shows as NaN or inf"
+        assert "nan" in found["said"]
+        assert "show" in found["said"]
     if call is not restless:
         assert try_clause(impl, CPU, "T != S")["verdict"] == "keeps"
 

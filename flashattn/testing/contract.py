@@ -142,17 +142,28 @@ def _repeats(impl: Impl, device: torch.device) -> None:
         _same(_outputs(impl, problem, inputs), first, "other bits in another run")
 
 
-def _future(impl: Impl, device: torch.device) -> None:
+def _future(impl: Impl, device: torch.device, poisoned: str) -> None:
     problem = replace(usual(impl, device), causal=True)
     q, k, v = make_inputs(problem, device=device)
     scale = problem.head_dim**-0.5
     call: Callable[..., Any] = partial(impl, **problem.keywords, scale=scale)
     clean = call(q, k, v)[0][:, :, :13]
     for poison in (torch.nan, torch.inf):
-        k[:, :, 13:] = poison
+        {"keys": k, "values": v}[poisoned][:, :, 13:] = poison
         o = call(q, k, v)[0][:, :, :13]
         how = "shows" if o.isfinite().all() else "shows as NaN or inf"
         _same({"o": o}, {"o": clean}, f"{poison} behind the mask {how}")
+
+
+def _unseen(impl: Impl, device: torch.device) -> None:
+    problem = replace(usual(impl, device), causal="top_left", seq_kv=SEQ_KV)
+    q, k, v = make_inputs(problem, device=device)
+    clean = _outputs(impl, problem, (q, k, v))
+    for poison in (torch.nan, torch.inf):
+        for x in (k, v):
+            x[:, :, SEQ_Q:] = poison
+        got = _outputs(impl, problem, (q, k, v))
+        _same(got, clean, f"{poison} in keys and values that no query sees shows")
 
 
 def _far(impl: Impl, device: torch.device) -> None:
@@ -205,7 +216,9 @@ CLAUSES: dict[str, Trial] = {
     "two-sided window": partial(_masked, window=(9, 5)),
     "softcap": partial(_masked, softcap=0.7),
     "no visible key: 0 and -inf": partial(_masked, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
-    "NaN and inf behind the mask": _future,
+    "NaN and inf in keys behind the mask": partial(_future, poisoned="keys"),
+    "NaN and inf in values behind the mask": partial(_future, poisoned="values"),
+    "NaN and inf where no query looks": _unseen,
     "zero lengths": _empty,
     "scales 0.3, 0, -0.2": _scales,
     "any strides": _layouts,

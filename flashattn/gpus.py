@@ -1,4 +1,4 @@
-"""Which GPU a tensor is on, as plans want to know it."""
+"""Which GPU a tensor is on, as plans want to know it, and which of our kernels run there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from importlib.metadata import version
 
 import torch
 
+from flashattn.plan import support
 from flashattn.plan.gpu import CARDS, Gpu
+from flashattn.plan.spec import Family
+from flashattn.problem import Problem
 
 _MAJOR, _MINOR = map(int, version("triton").split(".")[:2])
 TRITON = _MAJOR, _MINOR
@@ -36,3 +39,44 @@ def _look(device: torch.device) -> Gpu:
     gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count, TRITON)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return replace(Gpu.INTERPRETER, num_sms=gpu.num_sms) if interpreted else gpu
+
+
+def why_not_interpreted(triton: str, numpy: str) -> str | None:
+    """Return why the interpreter of this version of Triton fails with that of numpy, or None.
+
+    Triton 3.6's takes arrays of one element for numbers, which numpy 2.4 no longer does.
+    """
+    older, newer = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
+    if older > (3, 6) or newer < (2, 4):
+        return None
+    return "triton 3.6's interpreter needs an older numpy: pip install 'numpy<2.4'"
+
+
+INTERPRETER_FAILS = why_not_interpreted(version("triton"), version("numpy"))
+
+
+def why_not(problem: Problem, device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot solve ``problem`` on ``device``, or None."""
+    reason = support.why_not_portable(problem.torch_dtype, problem.head_dim)
+    if reason is not None:
+        return reason
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return INTERPRETER_FAILS
+        return "triton runs on a CPU only interpreted: set TRITON_INTERPRET=1 before the first call"
+    if device.type != "cuda":
+        return f"triton runs on CUDA GPUs here, not on {device.type}"
+    return support.why_not_gpu(gpu_of(device))
+
+
+def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
+    """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    return support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
+
+
+def fastest_family(problem: Problem, device: torch.device) -> Family | None:
+    """Return which kernels are the fastest for ``problem``, or None where none can solve it."""
+    if why_not_hopper(problem, device) is None:
+        return "auto"
+    return "triton" if why_not(problem, device) is None else None

@@ -6,10 +6,8 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,59 +16,18 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
-from flashattn.gpus import gpu_of
+from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.plan import support
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Family, Options, Signature, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
 
-
-def why_not_interpreted(triton: str, numpy: str) -> str | None:
-    """Return why the interpreter of this version of Triton fails with that of numpy, or None.
-
-    Triton 3.6's takes arrays of one element for numbers, which numpy 2.4 no longer does.
-    """
-    older, newer = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
-    if older > (3, 6) or newer < (2, 4):
-        return None
-    return "triton 3.6's interpreter needs an older numpy: pip install 'numpy<2.4'"
-
-
-INTERPRETER_FAILS = why_not_interpreted(version("triton"), version("numpy"))
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Differentiate = Callable[..., Gradients]
-
-
-def why_not(problem: Problem, device: torch.device) -> str | None:
-    """Return why the Triton kernels cannot solve ``problem`` on ``device``, or None."""
-    reason = support.why_not_portable(problem.torch_dtype, problem.head_dim)
-    if reason is not None:
-        return reason
-    if device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            return INTERPRETER_FAILS
-        return "triton runs on a CPU only interpreted: set TRITON_INTERPRET=1 before the first call"
-    if device.type != "cuda":
-        return f"triton runs on CUDA GPUs here, not on {device.type}"
-    return support.why_not_gpu(gpu_of(device))
-
-
-def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
-    """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
-    gpu = gpu_of(device) if device.type == "cuda" else None
-    return support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
-
-
-def fastest_family(problem: Problem, device: torch.device) -> Family | None:
-    """Return which kernels are the fastest for ``problem``, or None where none can solve it."""
-    if why_not_hopper(problem, device) is None:
-        return "auto"
-    return "triton" if why_not(problem, device) is None else None
 
 
 @cache

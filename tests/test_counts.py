@@ -24,8 +24,8 @@ from flashattn.counts.compiled import may_spill, unsteady
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
 from flashattn.counts.offline import FIXED, variants
+from flashattn.gpus import INTERPRETER_FAILS
 from flashattn.kernels.portable.steps import KERNELS as GRADIENTS
-from flashattn.ops import INTERPRETER_FAILS
 
 FOLDER = Path(__file__).parent / "counts"
 COMPILED = sorted(FOLDER.glob("compiled-*.json"))

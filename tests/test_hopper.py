@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn import attention, explain, ops, registry
+from flashattn import attention, explain, gpus, registry
 from flashattn.api import FASTEST_FIRST
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import backward_fp32, steps
@@ -74,7 +74,7 @@ MASKS = (False, "top_left", "bottom_right")
 def not_here():
     """Return why Hopper's kernels do not run on this machine, or None."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return ops.why_not_hopper(Problem(seq_q=64, head_dim=64, dtype="bfloat16"), device)
+    return gpus.why_not_hopper(Problem(seq_q=64, head_dim=64, dtype="bfloat16"), device)
 
 
 on_hopper = pytest.mark.why_not.with_args(not_here)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn import attention, ops, tiled
+from flashattn import attention, gpus, ops, tiled
 from flashattn.impls import sdpa
 from flashattn.mask import FULL
 from flashattn.problem import Problem
@@ -423,9 +423,9 @@ def test_a_forward_without_gradients_saves_nothing(device):
 def test_why_not():
     """Limits are sentences that say what would do instead."""
     cpu = torch.device("cpu")
-    assert "tiled and reference" in ops.why_not(Problem(dtype="float64"), cpu)
-    assert "up to 256" in ops.why_not(Problem(head_dim=257), cpu)
-    assert "not on meta" in ops.why_not(Problem(), torch.device("meta"))
+    assert "tiled and reference" in gpus.why_not(Problem(dtype="float64"), cpu)
+    assert "up to 256" in gpus.why_not(Problem(head_dim=257), cpu)
+    assert "not on meta" in gpus.why_not(Problem(), torch.device("meta"))
 
 
 @pytest.mark.parametrize(
@@ -434,6 +434,6 @@ def test_why_not():
 )
 def test_an_interpreter_that_fails_is_told(triton, numpy, fails):
     """Triton 3.6's interpreter with a numpy that it cannot live with is a reason, and a remedy."""
-    reason = ops.why_not_interpreted(triton, numpy)
+    reason = gpus.why_not_interpreted(triton, numpy)
     assert (reason is not None) is fails
     assert not fails or "pip install 'numpy<2.4'" in reason

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 from flashattn.counts.expect import differences, read, write
-from flashattn.ops import INTERPRETER_FAILS
+from flashattn.gpus import INTERPRETER_FAILS
 
 KINDS = ("interpreter", "compiled")
 COMMAND = "python -m flashattn.counts"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashattn import ops, tiled
+from flashattn import gpus, ops, tiled
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_among, check_scale
 from flashattn.reference import reference_attention
@@ -17,7 +17,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @register(
     "triton",
-    why_not=ops.why_not,
+    why_not=gpus.why_not,
     prepares=True,
     windows=True,
     softcap=True,
@@ -49,7 +49,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 @register(
     "hopper",
-    why_not=ops.why_not_hopper,
+    why_not=gpus.why_not_hopper,
     fastest=_each_pass,
     prepares=True,
     windows=True,

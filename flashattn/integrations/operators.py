@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn import ops
+from flashattn import gpus, ops
 from flashattn.mask import CAUSAL, FULL, Mask
 from flashattn.plan.spec import Signature, TensorSpec, signature
 from flashattn.problem import Problem, check_scale
@@ -53,7 +53,7 @@ def _bind(
         scale = check_scale(scale, problem.head_dim)
     except ValueError:
         return None
-    family = ops.fastest_family(problem, q.device)
+    family = gpus.fastest_family(problem, q.device)
     if family is None:
         return None
     band = mask.over(problem.seq_q, problem.seq_kv)

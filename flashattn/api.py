@@ -18,6 +18,7 @@ from flashattn.plan.plan import Plan
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import Family, TensorSpec, signature
 from flashattn.problem import Problem, check_among, check_scale
+from flashattn.score import check_sink, with_sink
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -27,7 +28,7 @@ FASTEST_FIRST = {
     "meta": ("reference",),
 }
 FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
-OURS = (*registry.ASKED, "return_lse", "impl", "precision", "deterministic")
+OURS = (*registry.ASKED, "sink", "return_lse", "impl", "precision", "deterministic")
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
     "attn_mask": "the only masks are those of causal and window",
@@ -47,6 +48,7 @@ def attention(
     causal: Causal = False,
     window: Window = UNBOUNDED,
     softcap: float | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
@@ -75,6 +77,9 @@ def attention(
             right = 0. Query t has position t, with ``causal="bottom_right"`` t + S - T.
         softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
             None is none.
+        sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
+            gpt-oss; differentiable. It is applied to o and lse behind the kernels, so that ``impl``
+            must return the logsumexp.
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
@@ -93,7 +98,8 @@ def attention(
 
     Returns:
         o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32 (fp64 for
-        fp64). A query that sees no key has o = 0 and lse = -inf and passes no gradient. Both are
+        fp64). A query that sees no key has o = 0 and lse = -inf, or the sink, and passes no
+        gradient but to the sink. Both are
         differentiable, any number of times by ``impl="reference"``, once by "triton", "hopper" and
         "tiled". Tensors on the device "meta", or fake ones, give the shapes.
 
@@ -106,8 +112,9 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
+    lse_wanted = return_lse or sink is not None
     key = _key(
-        q, k, v, causal, window, softcap, scale, return_lse, impl, precision, deterministic, options
+        q, k, v, causal, window, softcap, scale, lse_wanted, impl, precision, deterministic, options
     )
     try:
         attend = _PLANS[key] if key is not None else None
@@ -119,6 +126,7 @@ def attention(
             options |= {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
             options |= {
                 "impl": impl,
+                "sink": sink,
                 "return_lse": return_lse,
                 "precision": precision,
                 "deterministic": deterministic,
@@ -130,12 +138,16 @@ def attention(
         # An implementation's own defaults are these, too.
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
-        attend = _prepare(q, k, v, causal, window, softcap, scale, return_lse, impl, options)
+        attend = _prepare(q, k, v, causal, window, softcap, scale, lse_wanted, impl, options)
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
             _PLANS[key] = attend
+    if sink is not None:
+        check_sink(sink, 1 if q.ndim == 3 else q.shape[1], q.device)  # noqa: PLR2004 - [B, T, D]
     o, lse = attend(q, k, v)
+    if sink is not None and lse is not None:
+        o, lse = with_sink(o, lse, sink)
     return o if lse is None or not return_lse else (o, lse)
 
 

@@ -2,6 +2,9 @@
 
 A score is x = scale * q @ k.T. With a softcap it is cap * tanh(x / cap), within -cap ... cap, as in
 Gemma 2 (Gemma Team, 2024, section 2).
+
+A sink is one more logit of a head, not scaled and not capped, which takes its share of each row's
+softmax and has no value, as in gpt-oss (OpenAI, 2025).
 """
 
 from __future__ import annotations
@@ -37,3 +40,37 @@ def scores(products: torch.Tensor, scale: float, softcap: float | None) -> torch
 def slope(given: torch.Tensor, softcap: float) -> torch.Tensor:
     """Return d score / d (scale * product) where the scores are ``given`` and capped."""
     return 1 - (given / softcap).square()
+
+
+def check_sink(sink: object, heads: int, device: torch.device) -> torch.Tensor:
+    """Return the sinks of all heads.
+
+    Raises:
+        ValueError: ``sink`` is no floating-point tensor [H] on that device.
+    """
+    if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
+        got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
+        raise ValueError(f"sink: wanted a floating-point tensor, got {got}")
+    if tuple(sink.shape) != (heads,):
+        raise ValueError(f"sink: wanted shape [{heads}], one for each head, got {list(sink.shape)}")
+    if sink.device != device:
+        raise ValueError(f"sink: wanted q's device, {device}, got {sink.device}")
+    return sink
+
+
+def with_sink(
+    o: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and lse of rows that share their softmax with a sink, differentiable.
+
+    Args:
+        o: [..., H, T, D] without it, or [B, T, D] of one head.
+        lse: [..., H, T], or [B, T].
+        sink: [H].
+    """
+    logits = sink.to(lse.dtype)[:, None]
+    dead = lse == -torch.inf  # o is 0
+    seen = lse.masked_fill(dead, 0)
+    share = torch.sigmoid(seen - logits)
+    whole = torch.where(dead, logits, torch.logaddexp(seen, logits))
+    return (o * share[..., None]).to(o.dtype), whole

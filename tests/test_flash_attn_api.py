@@ -62,7 +62,6 @@ REFUSED = {
     "page_table": "keys and values are not read from pages",
     "seqused_q": "documents are used whole",
     "seqused_k": "documents are used whole",
-    "learnable_sink": "there are no attention sinks",
     "score_mod": "scores are not modified",
     "mask_mod": "the only masks are causal and window_size",
     "block_sparse_tensors": "the only masks are causal and window_size",
@@ -228,6 +227,23 @@ def test_what_we_lack_is_refused(name, argument, device):
         function(*given, **{argument: CHANGES.get(argument, torch.ones(4))})
     for off in (None, 0.0) if argument == "dropout_p" else (None,):
         assert torch.equal(function(*given, **{argument: off}), function(*given))
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_learnable_sink(name, device):
+    """It is attention's sink, of rows that see no key, too: there it is the logsumexp."""
+    q, k, v = make_inputs(usual(name, seq_q=33, seq_kv=20), device=device)
+    sink = torch.linspace(-1, 2, 4, device=device)
+    for causal, window in ((True, (-1, -1)), (False, (3, 2))):
+        how = {"causal": causal, "window_size": window}
+        o, lse = call(name, q, k, v, **how, learnable_sink=sink)
+        plain, alone = call(name, q, k, v, **how)
+        dead = alone == -torch.inf
+        assert dead.any()
+        assert torch.equal(lse[dead], sink[:, None].expand_as(lse)[dead])
+        share = (alone.exp() / (alone.exp() + sink[:, None].exp()))[..., None]
+        torch.testing.assert_close(o, plain * share)
+        torch.testing.assert_close(lse.exp(), alone.exp() + sink[:, None].exp())
 
 
 @pytest.mark.parametrize("name", KEYWORDS)

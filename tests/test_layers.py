@@ -41,7 +41,7 @@ ALLOWED = {
         "problem",
         "score",
     },
-    "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch"},
+    "api": {"gpus", "impls", "mask", "plan", "problem", "registry", "dispatch", "score"},
     "integrations": {"api", "gpus", "integrations", "mask", "ops", "plan", "problem"},
     "lm": set(),
     "costs": {"lm", "mask"},

@@ -34,7 +34,6 @@ UNSUPPORTED = {
     "page_table": "keys and values are not read from pages",
     "seqused_q": "documents are used whole",
     "seqused_k": "documents are used whole",
-    "learnable_sink": "there are no attention sinks",
     "score_mod": "scores are not modified",
     "mask_mod": "the only masks are causal and window_size",
     "block_sparse_tensors": "the only masks are causal and window_size",
@@ -75,7 +74,7 @@ def flash_attn_func(
         alibi_slopes: None.
         deterministic: whether gradients shall have the same bits every time.
         return_attn_probs: return (out, softmax_lse, S_dmask).
-        learnable_sink: None.
+        learnable_sink: [nheads], a logit of each head without a value; differentiable.
         score_mod: None.
         mask_mod: None.
         block_sparse_tensors: None.
@@ -193,7 +192,7 @@ def flash_attn_varlen_func(
         seqused_q: None.
         seqused_k: None.
         page_table: None.
-        learnable_sink: None.
+        learnable_sink: see ``flash_attn_func``.
         score_mod: None.
         mask_mod: None.
         block_sparse_tensors: None.
@@ -283,6 +282,7 @@ def _keywords(
         wanted = "wanted (left, right), each an int from 0 on, or -1 or None for no bound"
         raise ValueError(f"window_size: {wanted}, got {window_size!r}")
     left, right = (None if x == -1 else x for x in bounds)
+    on["sink"] = on.pop("learnable_sink", None)
     options = {"scale": scale, "deterministic": deterministic, "return_lse": return_lse, **on}
     return {"left": left, "right": 0 if causal else right, **options}
 
@@ -328,6 +328,7 @@ def _attend(
     *,
     left: int | None,
     right: int | None,
+    sink: torch.Tensor | None,
     **options: Any,
 ) -> Pair:
     """Return out [B, T, H, D] and lse [B, H, T] or None; positions are aligned at the bottom right.
@@ -347,12 +348,14 @@ def _attend(
         shift += dead - hidden
         window = (None if left is None else left - shift, None if right is None else right + shift)
         options |= {"window": window}
-    result = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+    result = attention(*(x.transpose(1, 2) for x in (q, k, v)), sink=sink, **options)
     o, lse = result if isinstance(result, tuple) else (result, None)
     o = o.transpose(1, 2).contiguous()  # as it is where o lies as q does
     if dead:
         o = pad(o, (0, 0, 0, 0, dead, 0))
         lse = None if lse is None else pad(lse, (dead, 0), value=-torch.inf)
+        if lse is not None and sink is not None:
+            lse = torch.where(lse == -torch.inf, sink.to(lse.dtype)[:, None], lse)
     return o, lse
 
 

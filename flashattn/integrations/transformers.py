@@ -344,18 +344,13 @@ def _call(
     sink: torch.Tensor | None,
     impl: str,
 ) -> torch.Tensor:
-    """Compute a call. A sink takes the share 1 - sigmoid(lse - sink) of the softmax."""
+    """Compute a call."""
     values, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
     k, v = k[:, :, : call.keys], v[:, :, : call.keys]
     if values != q.shape[-1]:
         q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     how: dict[str, Any] = {"causal": call.causal, "window": call.window, "softcap": softcap}
-    how |= {"scale": scale, "impl": impl}
-    if sink is None:
-        o: Any = attention(q, k, v, **how)
-    else:
-        whole, lse = attention(q, k, v, return_lse=True, **how)
-        o = (whole * (lse - sink[:, None]).sigmoid()[..., None]).to(q.dtype)
+    o: Any = attention(q, k, v, sink=sink, scale=scale, impl=impl, **how)
     return o[..., :values]
 
 

@@ -196,6 +196,31 @@ MUTANTS = [
         "pass",
         "tiled's gradients too large where scores are capped",
     ),
+    # The sink
+    Mutant(
+        "sink_takes_the_other_share",
+        "score.py",
+        "torch.sigmoid(seen - logits)",
+        "torch.sigmoid(logits - seen)",
+        "the sink has what the keys should have",
+        "tests/test_attention.py::test_sink",
+    ),
+    Mutant(
+        "sink_not_in_lse",
+        "score.py",
+        "torch.where(dead, logits, torch.logaddexp(seen, logits))",
+        "torch.where(dead, logits, seen)",
+        "a merge of parts by lse forgets the sink",
+        "tests/test_attention.py::test_sink",
+    ),
+    Mutant(
+        "sink_of_rows_that_see_no_key",
+        "score.py",
+        "torch.where(dead, logits, torch.logaddexp(seen, logits))",
+        "torch.logaddexp(lse, logits)",
+        "NaN where a query sees neither key nor sink",
+        "tests/test_attention.py::test_sink",
+    ),
     # Columns that a power of two has and a head does not
     Mutant(
         "padding_forgets_columns",

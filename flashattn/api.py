@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
@@ -70,7 +71,8 @@ def attention(
             implementations in PyTorch). Any strides are taken as they are when the last dimension
             is dense; otherwise the tensor is copied once.
         k: [B, G, S, D], G a divisor of H, or [B, S, D].
-        v: like k.
+        v: [B, G, S, Dv], or [B, S, Dv]. Where Dv is not D the narrower tensors are padded with
+            zeros to the width of the wider, and o is a view.
         causal: False, True, "top_left" or "bottom_right".
         window: (left, right), how many keys before and after its own position a query sees, both
             inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
@@ -97,7 +99,7 @@ def attention(
         options: the named implementation's own.
 
     Returns:
-        o [B, H, T, D] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32 (fp64 for
+        o [B, H, T, Dv] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32 (fp64 for
         fp64). A query that sees no key has o = 0 and lse = -inf, or the sink, and passes no
         gradient but to the sink. Both are
         differentiable, any number of times by ``impl="reference"``, once by "triton", "hopper" and
@@ -188,6 +190,9 @@ def explain(
     Raises:
         ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
     """
+    if _only_v_differs_in_width(q, k, v):
+        scale = check_scale(scale, q.shape[-1])
+        q, k, v = _widened(q, k, v)
     problem = Problem.of(q, k, v, causal=causal, window=window, softcap=softcap)
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
@@ -266,6 +271,16 @@ def _prepare(
     options: dict[str, Any],
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
+    if _only_v_differs_in_width(q, k, v):
+        scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
+        given = *_widened(q, k, v), causal, window, softcap, scale, return_lse
+        wide = _prepare(*given, impl, options)
+
+        def narrowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> registry.Pair:
+            o, lse = wide(*_widened(q, k, v))
+            return o[..., :columns], lse
+
+        return narrowed
     problem = Problem.of(q, k, v, causal=causal, window=window, softcap=softcap)
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
@@ -281,6 +296,21 @@ def _prepare(
         return o[:, 0], None if lse is None else lse[:, 0]
 
     return one_head
+
+
+def _only_v_differs_in_width(*tensors: torch.Tensor) -> bool:
+    if not all(isinstance(x, torch.Tensor) and not x.is_nested and x.ndim > 1 for x in tensors):
+        return False  # what is no tensor is left for the check that follows
+    q, k, v = (x.shape for x in tensors)
+    return q[-1] == k[-1] != v[-1] > 0 and k[:-1] == v[:-1]
+
+
+def _widened(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tensors as wide as the widest, by columns of zeros, which change no score."""
+    more = v.shape[-1] - k.shape[-1]
+    return (pad(q, (0, more)), pad(k, (0, more)), v) if more > 0 else (q, k, pad(v, (0, -more)))
 
 
 def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:

@@ -308,6 +308,27 @@ def test_bad_sinks(sink, words, device):
         attention(*tensors(device), sink=torch.ones(2, device=device), impl="sdpa")
 
 
+@pytest.mark.parametrize("name", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("columns", [8, 24])
+def test_values_of_another_width(name, columns, device):
+    """They are attended to as those of the same width are, and scores do not change."""
+    q, k, v = tensors(device)
+    wide = make_inputs(Problem(batch=2, heads=2, seq_q=20, head_dim=columns), device=device)[2]
+    how = {"causal": True, "return_lse": True, "impl": name}
+    given = [x.requires_grad_() for x in (q, k, wide)]
+    o, lse = attention(*given, **how)
+    wanted, _ = with_one_more_key(*given, torch.full((2,), -torch.inf, device=device), causal=True)
+    grad = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(o, given, grad.float())
+    exact = torch.autograd.grad(wanted, given, grad)
+    for a, b in zip((o, *gradients), (wanted, *exact), strict=True):
+        torch.testing.assert_close(a, b.float(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(lse, attention(q, k, v, **how)[1])
+    for wrong in (wide[:, :1], wide[..., :0]):
+        with pytest.raises(ValueError, match="v: wanted"):
+            attention(q, k, wrong, **how)
+
+
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
 def test_bad_windows(name, device):
     """They are refused by whomever is asked, after a good one that is equal, too."""

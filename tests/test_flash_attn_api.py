@@ -247,6 +247,19 @@ def test_learnable_sink(name, device):
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
+@pytest.mark.parametrize("columns", [8, 24])
+def test_values_of_another_width(name, columns, device):
+    """Have the results that those of the keys' width have, column by column."""
+    q, k, v = make_inputs(usual(name, head_dim=16), device=device)
+    other = make_inputs(usual(name, head_dim=columns), device=device)[2]
+    o, _ = call(name, q, k, other, causal=True)
+    assert o.shape == (*q.shape[:3], columns)
+    for part in (slice(0, 8), slice(columns - 8, None)):
+        padded = torch.cat([other[..., part], torch.zeros_like(v[..., 8:])], -1)
+        torch.testing.assert_close(o[..., part], call(name, q, k, padded, causal=True)[0][..., :8])
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
 def test_return_lse(name, device):
     """FlashAttention-4's word for it; who asks for probabilities, too, gets three."""
     given = leading(name, *make_inputs(usual(name), device=device))

@@ -64,7 +64,7 @@ def flash_attn_func(
     Args:
         q: [batch, seqlen_q, nheads, headdim]; fp32, fp16, bf16, on a CPU fp64, too.
         k: [batch, seqlen_k, nheads_k, headdim]; nheads_k divides nheads.
-        v: like k.
+        v: [batch, seqlen_k, nheads_k, headdim_v], which is out's last size, too.
         dropout_p: 0.0.
         softmax_scale: factor on the scores; None is headdim ** -0.5.
         causal: hide the keys after a query's own position, i + seqlen_k - seqlen_q.
@@ -175,7 +175,7 @@ def flash_attn_varlen_func(
     Args:
         q: [total_q, nheads, headdim].
         k: [total_k, nheads_k, headdim].
-        v: like k.
+        v: [total_k, nheads_k, headdim_v].
         cu_seqlens_q: integers [documents + 1], from 0, never falling, up to total_q at most.
         cu_seqlens_k: likewise, up to total_k.
         max_seqlen_q: ignored.
@@ -305,6 +305,7 @@ def _check_shapes(q: object, k: object, v: object, layout: tuple[str, ...]) -> N
     *batch, _, _, headdim = tensors[0].shape
     wanted = [*batch, *tensors[1].shape[-3:-1], headdim]
     for name, x in zip("kv", tensors[1:], strict=True):
+        wanted[-1] = headdim if name == "k" else x.shape[-1]  # values may have a width of their own
         if list(x.shape) != wanted:
             raise ValueError(f"{name}: wanted shape {wanted}, got {_shown(x)}")
 
@@ -375,7 +376,7 @@ def _attend_documents(
         raise ValueError(f"cu_seqlens_k: wanted as many numbers as cu_seqlens_q has, got {got}")
     *documents, (behind, _, _) = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     pairs = [_attend(*(x[None] for x in document), **how) for document in documents]
-    o = torch.cat([*(o[0] for o, _ in pairs), torch.zeros_like(behind)])
+    o = torch.cat([*(o[0] for o, _ in pairs), behind.new_zeros((*behind.shape[:-1], v.shape[-1]))])
     lse = [x[0] for _, x in pairs if x is not None]
     if not how["return_lse"]:
         return o, None

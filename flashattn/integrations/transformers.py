@@ -345,13 +345,10 @@ def _call(
     impl: str,
 ) -> torch.Tensor:
     """Compute a call."""
-    values, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
     k, v = k[:, :, : call.keys], v[:, :, : call.keys]
-    if values != q.shape[-1]:
-        q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     how: dict[str, Any] = {"causal": call.causal, "window": call.window, "softcap": softcap}
     o: Any = attention(q, k, v, sink=sink, scale=scale, impl=impl, **how)
-    return o[..., :values]
+    return o
 
 
 def _attend_masked(

@@ -221,6 +221,15 @@ MUTANTS = [
         "NaN where a query sees neither key nor sink",
         "tests/test_attention.py::test_sink",
     ),
+    # Values of another width
+    Mutant(
+        "scale_of_the_padded_width",
+        "api.py",
+        "scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]",
+        "columns = v.shape[-1]",
+        "scores are scaled for the width that the padding gives q and k",
+        "tests/test_attention.py::test_values_of_another_width",
+    ),
     # Columns that a power of two has and a head does not
     Mutant(
         "padding_forgets_columns",

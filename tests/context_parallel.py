@@ -1,4 +1,4 @@
-"""One of two processes of PyTorch's context parallelism: rank, file to meet at, rotation."""
+"""One of two processes of PyTorch's context parallelism: rank, file to meet at."""
 
 from __future__ import annotations
 
@@ -22,23 +22,31 @@ WORLD = 2
 NAME = "_scaled_dot_product_flash_attention"
 
 
-def main(rank, meeting, rotation):
-    """Compare o and gradients of two processes with those of one."""
+def main(rank, meeting):
+    """Try both ways to send keys and values around."""
     limit = timedelta(seconds=60)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD, timeout=limit
     )
     mesh = init_device_mesh("cpu", (WORLD,))
-    set_rotate_method(rotation)
+    answered = []
+    for name in (NAME, f"{NAME}_backward"):
+        operators.KERNELS[name] = counted(name, operators.KERNELS[name], answered)
+    for rotation in ("allgather", "alltoall"):
+        set_rotate_method(rotation)
+        answered.clear()
+        compare(mesh, answered)
+    dist.destroy_process_group()
+
+
+def compare(mesh, answered):
+    """Compare o and gradients of two processes with those of one."""
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, 2, 32, 16) for _ in range(4))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     o = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
     wanted = [o, *torch.autograd.grad(o, whole, grad)]
 
-    answered = []
-    for name in (NAME, f"{NAME}_backward"):
-        operators.KERNELS[name] = counted(name, operators.KERNELS[name], answered)
     buffers = [x.clone() for x in (q, k, v, grad)]
     with sdpa.enabled("cpu"), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
         *local, local_grad = (x.clone() for x in buffers)
@@ -50,7 +58,6 @@ def main(rank, meeting, rotation):
     torch.testing.assert_close(got, wanted)
     assert sorted(set(answered)) == [NAME, f"{NAME}_backward"]
     assert len(answered) == 2 * WORLD
-    dist.destroy_process_group()
 
 
 def counted(name, kernel, answered):
@@ -67,4 +74,4 @@ def counted(name, kernel, answered):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     patch_interpreter()
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -344,23 +344,20 @@ def prepare(
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """
-    band, scale = (
-        Mask.of(causal, window).over(q.shape[2], k.shape[2]),
-        check_scale(scale, q.shape[3]),
-    )
-    seen = band.seen_keys
-    if (seen.start, seen.stop) != (0, k.shape[2]):  # what no query sees may be NaN
+    mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+    every = (seen.start, seen.stop) == (0, k.shape[2])
+    if not every:  # what no query sees may be NaN
         k, v = k[:, :, seen], v[:, :, seen]
-        attend = prepare(
-            q, k, v, causal=causal, window=window, softcap=softcap, scale=scale,
-            precision=precision, family=family, deterministic=deterministic,
-        )  # fmt: skip
-        return lambda q, k, v: attend(q, k[:, :, seen], v[:, :, seen])
+    band = mask.over(q.shape[2], k.shape[2])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     given = band.left, band.right, scale, softcap, precision, family, deterministic
-    if not dispatch_is_trivial(q, k, v):
-        return lambda q, k, v: _forward(q, k, v, *given)
-    return bind(signature(q, k, v), *given)
+    attend: Attend
+    if dispatch_is_trivial(q, k, v):
+        attend = bind(signature(q, k, v), *given)
+    else:
+        attend = lambda q, k, v: _forward(q, k, v, *given)  # noqa: E731
+    return attend if every else lambda q, k, v: attend(q, k[:, :, seen], v[:, :, seen])
 
 
 def bind(

@@ -308,7 +308,7 @@ def test_bad_sinks(sink, words, device):
         attention(*tensors(device), sink=torch.ones(2, device=device), impl="sdpa")
 
 
-@pytest.mark.parametrize("name", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 @pytest.mark.parametrize("columns", [8, 24])
 def test_values_of_another_width(name, columns, device):
     """They are attended to as those of the same width are, and scores do not change."""

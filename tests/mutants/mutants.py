@@ -431,8 +431,8 @@ MUTANTS = [
     Mutant(
         "alignment_swapped",
         "ops.py",
-        "Mask.of(causal, window).over(q.shape[2], k.shape[2])",
-        "Mask.of(causal, window).over(k.shape[2], q.shape[2])",
+        "band = mask.over(q.shape[2], k.shape[2])",
+        "band = mask.over(k.shape[2], q.shape[2])",
         "bottom-right masks are shifted the wrong way where T != S",
     ),
     Mutant(
@@ -693,7 +693,7 @@ MUTANTS = [
         "upstream_nan_below_88",
         "kernels/portable/gradients.py",
         "if MASKED:  # keys that do not exist, too",
-        "if MASKED and right is not None:  # keys that do not exist, too",
+        "if MASKED and band[1] is not None:  # keys that do not exist, too",
         "NaN in dq where the logsumexp is below -88.7 and the last tile of keys is ragged: exp(0 -"
         " lse) of a key that does not exist is inf (PyTorch 196678)",
         FAR,

@@ -86,7 +86,7 @@ class _Overrides:
                 own = name.endswith(("_for_cpu", "_for_cpu_backward"))
                 if hasattr(torch.ops.aten, name) and (device == "cpu" or not own):
                     both = _ours_or(_previous(name, key), kernel)
-                    self._library.impl(name, both, key, with_keyset=True)
+                    self._library.impl(name, both, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
         """Give back what was there before."""

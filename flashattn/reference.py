@@ -38,13 +38,13 @@ def reference_attention(
 
     Source: Vaswani et al., 2017, equation 1.
     """
+    band = mask.over(q.shape[2], k.shape[2])
     rows = torch.arange(q.shape[2], device=q.device)[:, None]
-    keys = torch.arange(k.shape[2], device=q.device)[None, :]
-    seen = mask.over(q.shape[2], k.shape[2]).sees(rows, keys).expand(len(rows), keys.shape[1])
     # What no query sees may be NaN, which a weight of 0 does not cancel.
-    unseen = ~seen.any(dim=0)[:, None]  # [S, 1]
+    keys = torch.arange(k.shape[2], device=q.device)[None, band.seen_keys]
     group = q.shape[1] // max(k.shape[1], 1)
-    k, v = (x.masked_fill(unseen, 0).repeat_interleave(group, dim=1) for x in (k, v))
+    k, v = (x[:, :, band.seen_keys].repeat_interleave(group, dim=1) for x in (k, v))
+    seen = band.sees(rows, keys).expand(len(rows), keys.shape[1])  # [T, S]
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
     fully_masked = ~seen.any(dim=-1, keepdim=True)  # [T, 1]; of no keys, too
     # Such a row is computed as if it saw everything, then replaced: softmax never meets a row of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashattn import score
-from flashattn.dispatch import no_forward_mode
+from flashattn.dispatch import dispatch_is_trivial, no_forward_mode
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
 
@@ -211,7 +211,11 @@ class _Tiled(torch.autograd.Function):
         saved = ctx.saved_tensors
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
         how = ctx.mask, ctx.scale, ctx.softcap
-        return *_TiledGradients.apply(*how, grad_o, grad_lse, *saved), None, None, None
+        alone = not torch.is_grad_enabled() and dispatch_is_trivial(grad_o, grad_lse, *saved)
+        gradients = (_TiledGradients.forward if alone else _TiledGradients.apply)(
+            *how, grad_o, grad_lse, *saved
+        )
+        return *gradients, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:

@@ -101,9 +101,9 @@ def attention(
     Returns:
         o [B, H, T, Dv] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32 (fp64 for
         fp64). A query that sees no key has o = 0 and lse = -inf, or the sink, and passes no
-        gradient but to the sink. Both are
-        differentiable, any number of times by ``impl="reference"``, once by "triton", "hopper" and
-        "tiled". Tensors on the device "meta", or fake ones, give the shapes.
+        gradient but to the sink. Both are differentiable, any number of times by
+        ``impl="reference"``, once by "triton", "hopper" and "tiled". Tensors on the device "meta",
+        or fake ones, give the shapes.
 
     Raises:
         ValueError: an argument that does not fit, or a problem that ``impl`` cannot solve; the

@@ -317,7 +317,10 @@ def _attend(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if call is not None and position_bias is None:
-        o = _call(query, key, value, call, scale, softcap, s_aux, impl)
+        o: Any = attention(
+            query, key[:, :, : call.keys], value[:, :, : call.keys], causal=call.causal,
+            window=call.window, softcap=softcap, sink=s_aux, scale=scale, impl=impl,
+        )  # fmt: skip
     else:
         if mask is None and call is not None:
             size = len(query), 1, query.shape[2], key.shape[2]
@@ -332,23 +335,6 @@ def _call_without_mask(q_length: int, *, causal: bool, sliding_window: int | Non
     corner: Causal = "bottom_right" if q_length == 1 else "top_left"
     side = None if sliding_window is None else sliding_window - 1
     return Call(None, causal and corner, (side, None if causal else side))
-
-
-def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    scale: float,
-    softcap: float | None,
-    sink: torch.Tensor | None,
-    impl: str,
-) -> torch.Tensor:
-    """Compute a call."""
-    k, v = k[:, :, : call.keys], v[:, :, : call.keys]
-    how: dict[str, Any] = {"causal": call.causal, "window": call.window, "softcap": softcap}
-    o: Any = attention(q, k, v, sink=sink, scale=scale, impl=impl, **how)
-    return o
 
 
 def _attend_masked(

@@ -41,7 +41,7 @@ the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 time
 score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost
 (measured in docs/tuning-log.md), and c^2 grows by t^2.
 
-With a softcap dS has the score's slope as a further factor, in all of these, and so has t. Where
+With a softcap dS has the score's slope as a further factor, in all of these; so have c and t. Where
 tanh is flat the error of the product is lost, and naive has next to none; what is left is that a
 score is rounded once more, in base 2::
 
@@ -317,15 +317,14 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
     summed = (q.shape[-1] + 2) ** 0.5 + truncated
     b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
-    t = slope * uncapped.abs() * truncated / 3 * accumulated.eps
-    c = slope * abs(case.scale) * (q.square() @ k.square().mT).sqrt()
-    c = c * (q.shape[-1] + 2) ** 0.5 * accumulated.eps
-    t = (t.square() + c.square()).sqrt()
+    t = uncapped.abs() * truncated / 3
+    c = abs(case.scale) * (q.shape[-1] + 2) ** 0.5 * (q.square() @ k.square().mT).sqrt()
+    off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
     dp = (do @ v.mT - delta).abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
-    of_scores = (p * dp).square() * ((slope * t).square() + of_slope.square())  # of each dS
+    of_scores = (p * dp).square() * ((slope * off).square() + of_slope.square())  # of each dS
     dk = ((slope * p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
-    dv = (p.square() * (a.square() + t.square())).mT @ do.square()
+    dv = (p.square() * (a.square() + off.square())).mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
     dq = a * exact["dq"].abs() + abs(case.scale) * (
         b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.mask import apply_mask, key_tiles, of_batch, seen_keys
+from flashattn.kernels.portable.mask import apply_mask, keep_rows, key_tiles, of_batch, seen_keys
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
@@ -69,8 +69,9 @@ def mainloop(
         else:
             l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        if MASKED:
-            v_tile = seen_keys(v_tile, start_kv, band, seq_q, seq_kv, BLOCK_KV, CONFIG.TERMS)
+        if MASKED and band[3] is not None:
+            kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+            v_tile = keep_rows(v_tile, kept, CONFIG.TERMS)
         acc = dot(p, v_tile, acc * alpha[:, None], CONFIG)
         m = m_new
     return acc, m, l, l_error

@@ -20,6 +20,7 @@ from flashattn.kernels.constants import SIZES
 from flashattn.kernels.portable.mask import (
     apply_mask,
     apply_mask_transposed,
+    keep_rows,
     key_tiles,
     live_queries,
     of_batch,
@@ -70,8 +71,9 @@ def dkdv_mainloop(
     for start_q in tl.range(first, end, BLOCK_Q):
         at = batch, head, start_q
         q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
-        if MASKED:
-            q_tile = live_queries(q_tile, start_q, band, seq_q, seq_kv, BLOCK_Q, CONFIG.TERMS)
+        if MASKED and band[2] is not None:
+            kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
+            q_tile = keep_rows(q_tile, kept, CONFIG.TERMS)
         lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
         s = dot_transposed(k_tile, q_tile, CONFIG)
         if scale.cap is not None:
@@ -84,8 +86,8 @@ def dkdv_mainloop(
         do_tile = load_tile(
             grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
         )
-        if MASKED:
-            do_tile = live_queries(do_tile, start_q, band, seq_q, seq_kv, BLOCK_Q, CONFIG.TERMS)
+        if MASKED and band[2] is not None:
+            do_tile = keep_rows(do_tile, kept, CONFIG.TERMS)
         dv = dot(p, do_tile, dv, CONFIG)
         dp = dot_transposed(v_tile, do_tile, CONFIG)
         delta_rows = load_delta(
@@ -142,8 +144,11 @@ def compute_dkdv(
     if band[2] is not None:
         of_keys, of_queries = layout.bounds
         band = None, None, of_batch(band[2], batch, of_keys), of_batch(band[3], batch, of_queries)
-        k_tile = seen_keys(k_tile, start_kv, band, seq_q, seq_kv, BLOCK_KV, CONFIG.TERMS)
-        v_tile = seen_keys(v_tile, start_kv, band, seq_q, seq_kv, BLOCK_KV, CONFIG.TERMS)
+        kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+        k_tile, v_tile = (
+            keep_rows(k_tile, kept, CONFIG.TERMS),
+            keep_rows(v_tile, kept, CONFIG.TERMS),
+        )
     dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     begin = split_begin(out_batch, batches, split_len)
@@ -196,8 +201,9 @@ def dq_mainloop(
     for start_kv in tl.range(first, end, BLOCK_KV):
         at = batch, kv_head, start_kv
         k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        if MASKED:
-            k_tile = seen_keys(k_tile, start_kv, band, seq_q, seq_kv, BLOCK_KV, CONFIG.TERMS)
+        if MASKED and band[3] is not None:
+            kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+            k_tile = keep_rows(k_tile, kept, CONFIG.TERMS)
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
         if scale.cap is not None:
             s = capped(s, scale.cap)
@@ -205,9 +211,9 @@ def dq_mainloop(
         if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
             p = apply_mask(p, start_q, start_kv, band, seq_q, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        if MASKED:
-            v_tile = seen_keys(v_tile, start_kv, band, seq_q, seq_kv, BLOCK_KV, CONFIG.TERMS)
         dp = dot_transposed(do_tile, v_tile, CONFIG)
+        if MASKED and band[3] is not None:
+            dp = tl.where(kept[None, :], dp, 0.0)
         ds = p * (dp - delta_rows[:, None])
         if scale.cap is not None:
             ds = ds * (1 - s * s)
@@ -253,8 +259,11 @@ def compute_dq(
     if band[2] is not None:
         of_keys, of_queries = layout.bounds
         band = None, None, of_batch(band[2], batch, of_keys), of_batch(band[3], batch, of_queries)
-        q_tile = live_queries(q_tile, start_q, band, seq_q, seq_kv, BLOCK_Q, CONFIG.TERMS)
-        do_tile = live_queries(do_tile, start_q, band, seq_q, seq_kv, BLOCK_Q, CONFIG.TERMS)
+        kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
+        q_tile, do_tile = (
+            keep_rows(q_tile, kept, CONFIG.TERMS),
+            keep_rows(do_tile, kept, CONFIG.TERMS),
+        )
     lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
     delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)

@@ -66,21 +66,17 @@ def keep_rows(tile, kept, TERMS: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(tile, start_kv, band, seq_q, seq_kv, BLOCK: tl.constexpr, TERMS: tl.constexpr):
-    """Return a tile of keys or values with 0 where no query sees them: they may be NaN."""
-    if band[3] is not None:
-        lo, hi = queries_of(start_kv + tl.arange(0, BLOCK), band, seq_q, seq_kv)
-        tile = keep_rows(tile, lo < hi, TERMS)
-    return tile
+def seen_keys(start_kv, band, seq_q, seq_kv, BLOCK: tl.constexpr):
+    """Return which keys of a tile any query sees, by bounds of rows; others may be NaN."""
+    lo, hi = queries_of(start_kv + tl.arange(0, BLOCK), band, seq_q, seq_kv)
+    return lo < hi
 
 
 @triton.jit
-def live_queries(tile, start_q, band, seq_q, seq_kv, BLOCK: tl.constexpr, TERMS: tl.constexpr):
-    """Return a tile of queries or of dO with 0 where a query sees no key."""
-    if band[2] is not None:
-        lo, hi = keys_of(start_q + tl.arange(0, BLOCK), band, seq_q, seq_kv)
-        tile = keep_rows(tile, lo < hi, TERMS)
-    return tile
+def live_queries(start_q, band, seq_q, seq_kv, BLOCK: tl.constexpr):
+    """Return which queries of a tile see any key, by bounds of rows; others may be NaN."""
+    lo, hi = keys_of(start_q + tl.arange(0, BLOCK), band, seq_q, seq_kv)
+    return lo < hi
 
 
 @triton.jit

@@ -635,8 +635,8 @@ PLANTED = [
         Mutant(
             "wrong_half_of_dq",
             BACKWARD,
-            "keys = keys.slice(WARPGROUP * LINE, COLUMNS, dim=1)",
-            "keys = keys.slice((1 - WARPGROUP) * LINE, COLUMNS, dim=1)",
+            "k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)",
+            "k = k.slice((1 - WARPGROUP) * LINE, COLUMNS, dim=1)",
             "halves of dq are exchanged",
         ),
         WRONG,

@@ -51,6 +51,7 @@ from flashattn.kernels.hopper.mask import (
 )
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.registers import opaque
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
 from flashattn.kernels.hopper.semaphore import (
     DqSemaphore,
@@ -265,14 +266,14 @@ def dq_store(
 
 
 @gluon.jit
-def mma_dq(WARPGROUP: gl.constexpr, ds, keys, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def mma_dq(WARPGROUP: gl.constexpr, ds, k, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
     if t.block_q == QUERIES:
-        keys = keys.slice(WARPGROUP * LINE, COLUMNS, dim=1)
+        k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
     else:
         ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=0)
     dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
-    return warpgroup_mma(ds, keys, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -297,7 +298,7 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, grads, sdS, sdQ, n, start_q, start_kv,
+    WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
     shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
@@ -307,11 +308,15 @@ def mainloop_step(
     at half the rate of the others.
     """
     dk, dv = state
+    at = opaque(0)  # addresses that are the same in each step would fill registers
+    k, v = keys.term(at), values.term(at)
+    own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
+    own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
     EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_qk(k, q, t.d_lo, t.d_hi, S)
+    s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
     do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_qk(v, do, t.d_lo, t.d_hi, S)
+    dp = mma_qk(own_v, do, t.d_lo, t.d_hi, S)
     if EARLY:
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
         s = mma_wait(s, 1, t.d_hi)
@@ -335,7 +340,7 @@ def mainloop_step(
     dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
     consumer_barrier()
-    dq = mma_dq(WARPGROUP, exchanged, keys, t, COLUMNS, DQ)
+    dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
     store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, n, COLUMNS)
     fence_async_shared()
@@ -364,9 +369,8 @@ def consumer(
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         dk_acc = zero_acc(t.d_lo, t.d_hi)
         dv_acc = zero_acc(t.d_lo, t.d_hi)
-        k_tile, v_tile = keys.consumer_wait(kv_n), values.consumer_wait(kv_n)
-        k = k_tile.slice(WARPGROUP * KEYS, KEYS, dim=0)
-        v = v_tile.slice(WARPGROUP * KEYS, KEYS, dim=0)
+        keys.consumer_wait(kv_n)
+        values.consumer_wait(kv_n)
         if shape.left is None:  # the last tile is masked all the same
             full_end = end - 1
         full_begin = gl.minimum(full_begin, full_end)
@@ -376,20 +380,21 @@ def consumer(
             stop = gl.where(second, first, full_end)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), k, v, k_tile, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), k, v, k_tile, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
         if splits.count is None:
             consumer_barrier()  # both have read all keys, so gradients may take their place
-            store_acc(dk_acc, scale, k, t.d_lo, t.d_hi)
-            store_acc(dv_acc, 1.0, v, t.d_lo, t.d_hi)
+            k, v = keys.tile(kv_n), values.tile(kv_n)
+            store_acc(dk_acc, scale, k.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
+            store_acc(dv_acc, 1.0, v.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
             fence_async_shared()
             consumer_barrier()  # both have stored their half
             if WARPGROUP == 0:

@@ -47,7 +47,7 @@ THEIRS = "Uninitialized __global__ memory read of size 4 bytes in at::native::ve
 RACING = "Error: Race reported between Write access at flashattn_fwd in forward.py:60"
 
 
-BUFFER = "Buffer has outstanding writes."
+AT, BUFFER = "/a/forward.py:60: flashattn_fwd: ", "Buffer has outstanding writes."
 A, B, BETWEEN = ("a, printed 2 times", "b, printed 2 times", "between cases, printed 1 times")
 READ = "Invalid __global__ read of size 2 bytes in flashattn_bwd_dq"
 UNPRINTED = "========= ERROR SUMMARY: 157 errors were not printed. Use --print-limit option\n"
@@ -78,7 +78,7 @@ UNPRINTED = "========= ERROR SUMMARY: 157 errors were not printed. Use --print-l
                          f"{THEIRS}elementwise_kernel, {BETWEEN}"]),
         ("consan", RAN, 0, "clean", []),  # it has no summary
         ("consan", "case a\n" + ASSERTED.format(0) + ASSERTED.format(1) + "RuntimeError\n", 1,
-         "findings", [f"/a/forward.py:60: flashattn_fwd: Assertion `{BUFFER}` failed. in flashattn_fwd, {A}"]),
+         "findings", [f"{AT}Assertion `{BUFFER}` failed. in flashattn_fwd, {A}"]),
         ("consan", "case a\nDeadlock detected in flashattn_fwd\n", 1, "findings",
          ["Deadlock detected in flashattn_fwd in flashattn_fwd, a, printed 1 times"]),
         ("consan", "case a\nRuntimeError: no allocator was set", 1, "failed",

@@ -100,7 +100,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gate-selftest",
         action="store_true",
-        help="slow some of the gate's cases by 5%% and 10%%, which it must see (else status 12)",
+        help="slow one case by 5%% and one by 10%%, which the gate must see (else status 12)",
     )
     parser.addoption(
         "--gate-rounds", type=int, default=ROUNDS, help="samples of each revision (%(default)s)"

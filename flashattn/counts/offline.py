@@ -32,7 +32,7 @@ from flashattn.plan.portable import terms_of
 from flashattn.plan.precision import TERMS, input_precision
 from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
 from flashattn.plan.tables import rows_of
-from flashattn.plan.tile import Tile, block_d, padding
+from flashattn.plan.tile import HALF, Tile, block_d, padding
 
 Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce"]
 KERNELS: dict[str, Any] = {
@@ -55,9 +55,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # and 12.x, where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
-# Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
-# short and whole is what is not split.
-SPLIT = {"decode": (True,), "fwd_short_kv": (False,), "bwd_one_launch": (False,)}
+ANY_D = 64  # columns with which a kernel is compiled in every way
+ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
 TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
 EXECUTABLE = 4  # flag of a section of an ELF file
@@ -361,56 +360,76 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
     return resources_of(compiled_kernel(variant))
 
 
-def _ways(arch: str, kernel: Kernel, size: int, head_dim: int, *, causal: bool) -> tuple[bool, ...]:
-    """Return whether a kernel is launched split, and whether not; "fwd" not if small grids are."""
-    few = (
-        kernel == "fwd" and ("fwd_small_grid", size, head_dim, causal, False) in TABLES[arch].tiles
-    )
-    return (False,) if few else SPLIT.get(kernel, (False, True))
+def _tiled(arch: str) -> list[Variant]:
+    """Return each tile of a table once: under a mask, whose code has that of full attention, too.
+
+    Full attention is compiled where it has a tile of its own, and at ``ANY_D`` with all others.
+    """
+    table = TABLES[arch]
+    whole = [
+        Variant(arch, kernel, size, head_dim, tile, causal, describable, kernel in ALWAYS_SPLIT)
+        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
+        if causal
+        or head_dim == ANY_D
+        or tile != table.tiles[kernel, size, head_dim, True, describable]
+    ]
+    tf32 = [
+        Variant(arch, kernel, 4, head_dim, tile, True, tile.descriptors, precision="tf32")  # noqa: FBT003
+        for tiles in table.tf32
+        for (kernel, head_dim), tile in tiles.items()
+    ]
+    return whole + tf32
+
+
+def _other_ways(tiled: list[Variant]) -> list[Variant]:
+    """Return the ways to compile a kernel that borrow a tile, at ``ANY_D`` under a mask."""
+    one_d = [v for v in tiled if v.head_dim == ANY_D and v.precision == "auto" and not v.split]
+    masked = [variant for variant in one_d if variant.causal]
+    half = [variant for variant in masked if variant.size == HALF]
+    small_grids = {variant.size for variant in tiled if variant.kernel == "fwd_small_grid"}
+    split = [
+        replace(variant, split=True)
+        for variant in masked
+        if variant.kernel not in {"fwd_short_kv", "bwd_one_launch"}
+        and not (variant.kernel == "fwd" and variant.size in small_grids)
+    ]
+    capped = [  # in the backward with the tiles of full attention, see ``plan.portable``
+        replace(variant, softcap=True, causal=True)
+        for variant in one_d
+        if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
+    ]
+    return [
+        *split,
+        *(replace(variant, window=True) for variant in half),
+        *(replace(variant, rows=True) for variant in half),
+        *capped,
+    ]
+
+
+def _columns(arch: str) -> list[Variant]:
+    """Return those of a single column, which takes the tiles of the least width."""
+    return [
+        Variant(arch, kernel, size, 1, tile, causal, describable, kernel in ALWAYS_SPLIT)
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
+        if (head_dim, causal, describable) == (HEAD_DIMS[0], True, False) and kernel not in OPTIONAL
+    ]
+
+
+def _untiled(arch: str) -> list[Variant]:
+    """Return the kernels that have one tile for all, of one column, of some and of the most."""
+    found = [
+        Variant(arch, kernel, size, head_dim, None, causal=False)
+        for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
+        if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
+    ]
+    decomposed = [variant for variant in found if variant.kernel == "decompose"]
+    return found + [replace(v, precision="tf32") for v in decomposed if arch == "sm_90"]
 
 
 def variants() -> list[Variant | HopperVariant]:
     """Return every kernel with every tile of the tables of every architecture."""
-    tiled = [
-        Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
-        for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
-        for split in _ways(arch, kernel, size, head_dim, causal=causal)
-    ]
-    tiled += [
-        Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
-        for arch in ARCHITECTURES
-        for table in TABLES[arch].tf32
-        for (kernel, head_dim), tile in table.items()
-        for causal, split in product((False, True), (False, True))
-    ]
-    columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
-        Variant(arch, kernel, size, 1, tile, causal, describable, split)
-        for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
-        if (head_dim, describable) == (HEAD_DIMS[0], False) and kernel not in OPTIONAL
-        for split in _ways(arch, kernel, size, 1, causal=causal)
-    ]
-    fixed = [
-        Variant(arch, kernel, size, head_dim, None, causal=False)
-        for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, (1, *HEAD_DIMS))
-        if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
-    ]
-    fixed += [
-        replace(variant, precision="tf32")
-        for variant in fixed
-        if (variant.kernel, variant.arch) == ("decompose", "sm_90")
-    ]
-    dense = [
-        variant
-        for variant in tiled
-        if (variant.size, variant.head_dim, variant.split) == (2, 64, False)
-    ]
-    windowed = [replace(variant, window=True) for variant in dense]
-    windowed += [replace(variant, rows=True) for variant in dense if variant.causal]
-    capped = [  # which in the backward takes the tiles of full attention, see ``plan.portable``
-        replace(variant, softcap=True, causal=causal)
-        for variant, causal in product(dense, (False, True))
-        if variant.causal == (causal and variant.kernel not in steps.KERNELS)
-    ]
-    return [*tiled, *columns, *fixed, *windowed, *capped, *hopper.variants()]
+    found: list[Variant | HopperVariant] = []
+    for arch in ARCHITECTURES:
+        tiled = _tiled(arch)
+        found += [*tiled, *_other_ways(tiled), *_columns(arch), *_untiled(arch)]
+    return found + hopper.variants()

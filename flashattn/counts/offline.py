@@ -55,7 +55,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # and 12.x, where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
-ANY_D = 64  # columns with which a kernel is compiled in every way
+ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is compiled in all ways
 ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
 TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
@@ -363,14 +363,14 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
 def _tiled(arch: str) -> list[Variant]:
     """Return each tile of a table once: under a mask, whose code has that of full attention, too.
 
-    Full attention is compiled where it has a tile of its own, and at ``ANY_D`` with all others.
+    Full attention is compiled where it has a tile of its own, and among all ways.
     """
     table = TABLES[arch]
     whole = [
         Variant(arch, kernel, size, head_dim, tile, causal, describable, kernel in ALWAYS_SPLIT)
         for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
         if causal
-        or head_dim == ANY_D
+        or (arch, head_dim) == (ALL_WAYS, ANY_D)
         or tile != table.tiles[kernel, size, head_dim, True, describable]
     ]
     tf32 = [
@@ -382,7 +382,7 @@ def _tiled(arch: str) -> list[Variant]:
 
 
 def _other_ways(tiled: list[Variant]) -> list[Variant]:
-    """Return the ways to compile a kernel that borrow a tile, at ``ANY_D`` under a mask."""
+    """Return the ways to compile a kernel that borrow a tile, with ``ANY_D`` under a mask."""
     one_d = [v for v in tiled if v.head_dim == ANY_D and v.precision == "auto" and not v.split]
     masked = [variant for variant in one_d if variant.causal]
     half = [variant for variant in masked if variant.size == HALF]
@@ -423,7 +423,7 @@ def _untiled(arch: str) -> list[Variant]:
         if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
     ]
     decomposed = [variant for variant in found if variant.kernel == "decompose"]
-    return found + [replace(v, precision="tf32") for v in decomposed if arch == "sm_90"]
+    return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]
 
 
 def variants() -> list[Variant | HopperVariant]:
@@ -431,5 +431,6 @@ def variants() -> list[Variant | HopperVariant]:
     found: list[Variant | HopperVariant] = []
     for arch in ARCHITECTURES:
         tiled = _tiled(arch)
-        found += [*tiled, *_other_ways(tiled), *_columns(arch), *_untiled(arch)]
+        ways = _other_ways(tiled) if arch == ALL_WAYS else []
+        found += [*tiled, *ways, *_columns(arch), *_untiled(arch)]
     return found + hopper.variants()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import itertools
 import os
 import re
@@ -463,48 +461,3 @@ def test_cases_have_reasons_and_names():
         assert len({str(case) for case in chosen}) == len(chosen)
         assert all(case.why for case in chosen)
         assert cases.SELFTEST[device].keys() <= {str(case) for case in chosen}
-
-
-@pytest.fixture
-def study():
-    """Return the script that studies the gate."""
-    spec = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "gate_study.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_study_counts_verdicts(study):
-    """The study's table has a line for each kind of pair, with verdicts counted and as shares."""
-    null = {"readings": [{"null": {"median": 0.98}}]}
-    made = [
-        {"injected": share, "seed": seed, "seconds": 20}
-        | {"outcomes": [null | {"difference": verdict} for verdict in found]}
-        for share, seed, found in (
-            (0.07, None, ["SLOWER"]),
-            (0.0, 3, ["FASTER"]),
-            (0.0, None, ["SAME", "AMBIGUOUS"]),
-            (0.07, None, ["SLOWER"]),
-        )
-    ]
-    lines = study.summary(made).splitlines()[2:]
-    told = [[cell.strip() for cell in line.split("|")[1:]] for line in lines]
-    assert told[0][:7] == ["unchanged", "1", "2", "0 (0%)", "0 (0%)", "1 (50%)", "1 (50%)"]
-    assert told[0][8] == "2.0%"
-    assert told[1][:5] == ["reworded", "1", "1", "0 (0%)", "1 (100%)"]
-    assert told[2][:4] == ["+7% injected", "2", "2", "2 (100%)"]
-
-
-def test_other_words_do_the_same_work(tmp_path, study):
-    """Rewording leaves what a module had, adds what nobody calls, and is drawn by its seed."""
-    trees = [tmp_path / name for name in ("one", "two", "three")]
-    for tree, seed in zip(trees, (1, 1, 2), strict=True):
-        pair.working_tree(ROOT, tree)
-        study.reword(tree, seed)
-    one, two, three = ((tree / "flashattn" / "tiled.py").read_text() for tree in trees)
-    before = (ROOT / "flashattn" / "tiled.py").read_text()
-    assert one == two != three
-    added = ast.parse(one.removeprefix(before)).body
-    assert one.startswith(before)
-    assert added
-    assert all(isinstance(node, ast.FunctionDef) for node in added)

@@ -341,13 +341,21 @@ def test_an_interrupted_run_leaves_nothing(repository):
     assert not list(scratch.iterdir())
 
 
-def test_each_arm_runs_its_own_revision(tmp_path, monkeypatch):
-    """A worker that finds another revision's package is refused: it would compare in vain."""
+@pytest.mark.parametrize("own", [True, False])
+def test_a_worker_runs_its_own_revision(tmp_path, monkeypatch, own):
+    """One that finds another's package is refused; it ends when nobody can ask any more."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    arm = pair.Worker("ref", tmp_path, CPU)
+    if own:
+        pair.working_tree(ROOT, tmp_path / "tree")
+    arm = pair.Worker("ref", tmp_path / "tree", CPU)
     try:
-        with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
+        if own:
             arm.greet()
+            arm._process.stdin.close()
+            assert arm._process.wait(20) == 0
+        else:
+            with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
+                arm.greet()
     finally:
         arm.close()
 
@@ -362,18 +370,6 @@ def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
         with pytest.raises(WorkerError, match=r"(?s)no answer to 'hello' in 2 s; .*worker.py"):
             arm.greet()
         assert arm._process.returncode == -signal.SIGABRT
-    finally:
-        arm.close()
-
-
-def test_a_worker_ends_with_its_stdin(tmp_path):
-    """A process that waits for a question is gone when nobody can ask any more."""
-    pair.working_tree(ROOT, tmp_path / "tree")
-    arm = pair.Worker("ref", tmp_path / "tree", CPU)
-    try:
-        arm.greet()
-        arm._process.stdin.close()
-        assert arm._process.wait(20) == 0
     finally:
         arm.close()
 

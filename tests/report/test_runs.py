@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from flashattn.report.origin import circumstances
 from flashattn.report.runs import Journal, Run, kept, load, merge
 
 HEADER = {
@@ -119,14 +118,6 @@ def test_quartiles_of_a_journal_come_from_its_samples(tmp_path, samples, wanted)
     journal.add(row("a"), samples, header=HEADER)
     (read,) = load(journal.path).rows
     assert (read.get("q1"), read.get("q3")) == wanted
-
-
-@pytest.mark.parametrize("dirty", [False, True])
-def test_a_dirty_run_can_be_told(tmp_path, dirty):
-    """Whether the code had changes that were not committed is known of every run."""
-    run = load(keep(tmp_path / "0001_x.json", [], commit_info={"id": "abc", "dirty": dirty}))
-    assert run.commit["dirty"] is dirty
-    assert (" with changes" in circumstances(run)) is dirty
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"benchmarks": []}', '{"machine_info": {}}'])

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from dataclasses import replace
 from inspect import signature
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -320,6 +321,41 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
         assert vars(descriptor) | {"base": None} == vars(exact) | {"base": None}
     else:
         assert descriptor is x
+
+
+class Driver:
+    """CUDA's driver, of which a thread has the context given, or none."""
+
+    def __init__(self, context):
+        """Note what is made current."""
+        self.context, self.bound, self.asked = context, [], 0
+
+    def cuCtxGetCurrent(self, pointer):  # noqa: N802
+        """Return the thread's context."""
+        self.asked += 1
+        pointer._obj.value = self.context
+
+    def cuDevicePrimaryCtxRetain(self, pointer, device):  # noqa: N802
+        """Return a context that tells its device."""
+        pointer._obj.value = 100 + device
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        """Note it."""
+        self.bound.append(context.value)
+
+
+@pytest.mark.parametrize(("context", "bound"), [(None, [103]), (7, [])])
+def test_a_new_thread_has_a_context(context, bound, monkeypatch):
+    """A thread's first launch finds a context, its own if it has one; later ones do not ask."""
+    cuda = Driver(context)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: cuda)
+    monkeypatch.setattr(launch, "_current_device", lambda: 3)
+    x = SimpleNamespace(get_device=lambda: 3)
+    for turn in (1, 2):
+        thread = Thread(target=lambda: [launch.on_device(x) for _ in range(2)])
+        thread.start()
+        thread.join()
+        assert (cuda.bound, cuda.asked) == (bound * turn, turn)
 
 
 def test_a_launcher_takes_what_it_is_given():

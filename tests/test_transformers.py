@@ -5,6 +5,7 @@ They run on the CPU: what is tested is which mask and scores a model asks for, n
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 
 import hypothesis
@@ -170,6 +171,15 @@ def test_training_step(name, mode):
     assert_as_eager(model_of(name), inputs_of(mode))
 
 
+def not_generated(name, cache):
+    """Return why transformers itself, 5.17 for one, cannot generate so, or None."""
+    takes = signature(masking_utils.create_chunked_causal_mask).parameters
+    if (name, cache) == ("Llama4", "static") and "block_sequence_ids" not in takes:
+        return "transformers gives create_chunked_causal_mask an argument that it does not take"
+    return None
+
+
+@pytest.mark.why_not.with_args(not_generated)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DECODERS, *T5])
 def test_generate(name, cache):

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels.constants import SIZES
+from flashattn.kernels.constants import HALF_BIT, SIZES
 from flashattn.kernels.portable.mask import apply_mask, key_tiles
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
@@ -68,7 +68,7 @@ def mainloop(
         else:
             l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        acc = dot(p, v_tile, acc * alpha[:, None], CONFIG)
+        acc = dot(p, v_tile, acc * alpha[:, None], CONFIG, HALF_BIT)
         m = m_new
     return acc, m, l, l_error
 

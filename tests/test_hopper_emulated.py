@@ -387,6 +387,17 @@ def test_cut(shape, values, layout):
     assert set(launched) == cut_kernels(problem)
 
 
+def test_one_key_where_p_is_below_one(monkeypatch):
+    """O is v, but for a rounding of the product and one of the quotient, as P and l are alike."""
+    below = torch.tensor(1 - 2.0**-24)
+    monkeypatch.setattr(language, "exp2", lambda x: torch.exp2(x) * below)
+    problem = Problem(heads=2, seq_q=100, head_dim=64, window=(0, 0))
+    q, k, v = Sample(problem=problem).draw().inputs
+    with emulated(multiprocessors=2):
+        o, _ = attend(problem, None, {})(q, k, v)
+    assert ((o - v).abs() <= torch.finfo(torch.float32).eps * v.abs()).all()
+
+
 def test_heads_beyond_a_band():
     """Where the longest rows of 32 heads come first, those of one more come, too."""
     problem = Problem(heads=33, kv_heads=33, seq_q=129, seq_kv=65, head_dim=40, causal=True)

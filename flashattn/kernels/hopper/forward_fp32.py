@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashattn.kernels.constants import LN2
+from flashattn.kernels.constants import HALF_BIT, LN2
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
@@ -84,7 +84,7 @@ def consumer(
         lost = (longer - l * alpha) - term
         l = longer
         m = m_new
-        operands = bf16_terms(p, P, TERMS)
+        operands = bf16_terms(p, P, TERMS, HALF_BIT)
         v = values.consumer_wait(n)
         acc = scale_rows(acc, alpha) + mma_terms(operands, v, O, TERMS)
         values.consumer_release(n)

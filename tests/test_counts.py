@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -52,7 +51,6 @@ def count(folder, edits, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "flashattn.counts", *map(str, arguments)],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         check=False,
         text=True,

@@ -41,8 +41,9 @@ from flashattn.plan.tile import (
 FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
-    "hopper_fwd": ("dynamic", "window"),
-    "hopper_bwd": ("gqa_split", "window"),
+    "hopper_fwd": ("dynamic", "window", "rows"),
+    "hopper_bwd": ("gqa_split", "window", "rows"),
+    "hopper_bwd_postprocess": ("rows",),
     "hopper_bwd_d256_dkdv": ("gqa_split", "window"),
     "hopper_bwd_d256_dq": ("window",),
     "hopper_fwd_fp32": ("tf32", "window"),
@@ -65,7 +66,8 @@ class HopperVariant:
         causal: whether scores are masked.
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "gqa_split", where query heads are split; of any "window", which a left bound masks.
+            "gqa_split", where query heads are split; of any "window", which a left bound masks, or
+            "rows", by bounds of rows.
     """
 
     kernel: str
@@ -170,10 +172,12 @@ class HopperVariant:
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
     modes = {"tile_counter": "dynamic", "left": "window"}
+    rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
+    modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
         modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
     absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
-    return absent if causal else [*absent, "right"]
+    return absent if causal and mode != "rows" else [*absent, "right"]
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -189,6 +193,7 @@ def _source(
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
     common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum"), "*fp32")
     common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
+    common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

@@ -7,16 +7,18 @@ import sys
 
 import pytest
 
-from flashattn.counts.offline import Variant, compile_variant, matrix_instructions
+from flashattn.counts.offline import Variant, compile_variant
+from flashattn.counts.resources import matrix_instructions
 from flashattn.plan.tile import Tile
 
 CODE = """
 from flashattn.counts import offline
+from flashattn.counts.resources import resources_of
 from flashattn.plan.tile import Tile
 for head_dim in (64, 40, 20):
     variant = offline.Variant("sm_90", "fwd", 2, head_dim, Tile(64, 64, 4, 2), True)
     compiled = offline.compiled_kernel(variant)
-    resources, ptx = offline.resources_of(compiled), compiled.asm["ptx"]
+    resources, ptx = resources_of(compiled), compiled.asm["ptx"]
     assert resources.registers > 16 and resources.shared > 0, resources
     assert resources.code > 1024 and resources.code % 128 == 0, resources
     assert sum(resources.matrix.values()) > 0, resources

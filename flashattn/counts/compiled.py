@@ -17,13 +17,11 @@ from flashattn.counts.addresses import findings
 from flashattn.counts.expect import Rows
 from flashattn.counts.offline import (
     ARCHITECTURES,
-    Resources,
     Variant,
     compiled_kernel,
-    resources_of,
-    sass_of,
     variants,
 )
+from flashattn.counts.resources import Resources, resources_of, sass_of
 from flashattn.kernels.hopper.offline import HopperVariant
 
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.

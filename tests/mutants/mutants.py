@@ -1,7 +1,7 @@
 """Bugs that a fused attention may well have, each as a change to one place of the source.
 
-They are data: ``test_mutants.py`` applies one at a time to a copy of the package, in which some of
-the ordinary tests must then fail.
+They are data: ``test_mutants.py`` applies one at a time to a copy of the package, in which the
+ordinary test that it names must then fail.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ class Mutant:
         found: text that this file has exactly once.
         put: what stands there in the mutant.
         symptom: what a user would see.
-        likely: the function among the tests that is likely to see it, and runs first: this saves
-            minutes and decides nothing, as all others follow.
+        caught: the function among the tests that sees it.
     """
 
     name: str
@@ -28,7 +27,7 @@ class Mutant:
     found: str
     put: str
     symptom: str
-    likely: str = "tests/test_impls.py::test_cases"
+    caught: str = "tests/test_impls.py::test_cases"
 
     def __str__(self) -> str:
         """Return the name, for the test's id."""

@@ -234,9 +234,7 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.width)
         self.head = _linear(config.width, config.vocab)
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of the next tokens.
 
         Args:

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashattn
-from flashattn import attention
+from flashattn import attention, masks
 from flashattn.lm import Config
+from flashattn.masks import cumulative
 from flashattn.parallel import attention as shared
 from flashattn.parallel import positions, shard, unshard
 from flashattn.problem import Problem
@@ -50,6 +51,20 @@ CASES = {
     "capped": ({"softcap": 2.0}, {}),
     "bf16": ({"dtype": "bfloat16"}, {}),
     "bf16, window": ({"dtype": "bfloat16", "window": (6, None)}, {}),
+    "documents": ({"documents": ((9, 9), (0, 0), (1, 1), (20, 20), (7, 7)), "seq_q": 37}, {}),
+    "documents, cross": ({"documents": ((9, 3), (14, 20)), "seq_q": 29, "seq_kv": 23}, {}),
+    "documents, window": (
+        {"documents": ((9, 9), (28, 28)), "seq_q": 40, "window": (6, None)},
+        {"placement": "contiguous", "keep": True},
+    ),
+    "documents, heads": (
+        {"documents": ((9, 9), (28, 28)), "seq_q": 37, "kv_heads": 4},
+        {"exchange": "heads"},
+    ),
+    "documents, triton": (
+        {"documents": ((9, 9), (28, 28)), "seq_q": 37, "batch": 1},
+        {"impl": "triton"},
+    ),
     "triton": ({"seq_q": 37, "batch": 1, "softcap": 2.0}, {"impl": "triton"}),
     "triton, window": ({"batch": 1, "window": (6, None)}, {"impl": "triton", "keep": True}),
     "heads": ({"kv_heads": 4, "seq_q": 37}, {"exchange": "heads"}),
@@ -63,6 +78,10 @@ def run(mesh, problem, inputs, grads, **how):
     leaves = [cut(x).detach().requires_grad_() for x in inputs]
     length = problem.seq_q, problem.seq_kv
     given = {**problem.keywords, "length": length, "return_lse": True, "impl": "tiled", **how}
+    if problem.documents is not None:
+        given["documents"] = cumulative(problem.documents, "cpu")
+        if all(t == s for t, s in problem.documents):
+            given["documents"] = given["documents"][0]
     outputs = shared(*leaves, mesh=mesh, **given)
     return [*outputs, *torch.autograd.grad(outputs, leaves, [cut(x) for x in grads])]
 
@@ -109,6 +128,12 @@ def check_rest(mesh):
     one = [x[:, 0] for x in (q, k, v)]
     got = shared(*(shard(x, mesh, dim=1) for x in one), mesh=mesh, length=37, impl="tiled")
     torch.testing.assert_close(unshard(got, mesh, dim=1, length=37), attention(*one, impl="tiled"))
+    lengths = torch.tensor([37, 20])
+    for mask in (masks.padding(lengths), masks.chunked(9) & masks.padding(lengths, side="left")):
+        wanted = attention(q, k, v, window=(12, 3), mask=mask, impl="tiled")
+        given = {"window": (12, 3), "mask": mask, "length": 37, "impl": "tiled"}
+        got = shared(*map(cut, (q, k, v)), mesh=mesh, **given)
+        torch.testing.assert_close(unshard(got, mesh, dim=2, length=37), wanted)
     with torch.autocast("cpu", torch.bfloat16):
         assert shared(*map(cut, (q, k, v)), mesh=mesh, length=37).dtype == torch.bfloat16
     assert torch.equal(positions(37, mesh), shard(torch.arange(37), mesh, dim=0))
@@ -122,8 +147,8 @@ def check_refusals(mesh, both):
         "placement: wanted one of contiguous, zigzag": {"placement": "striped"},
         "exchange: wanted one of keys, heads": {"exchange": "rows"},
         "q: wanted 10 rows": {"length": 40},
-        "documents: not shared": {"documents": torch.tensor([0, 32])},
-        "mask: not shared": {"mask": q},
+        "documents: wanted": {"documents": torch.tensor([0, 99])},
+        "mask: wanted": {"mask": q},
         "impl: wanted one of auto": {"impl": "sdpa"},
         "impl: hopper": {"impl": "hopper"},
         "q: wanted a number of heads that 4": {"exchange": "heads"},
@@ -167,7 +192,7 @@ def check_compiled(mesh):
         q, k, v = (x.transpose(1, 2) for x in rows)
         return shared(q, k, v, mesh=mesh, causal=True, impl="tiled", **how) * 2
 
-    for how in ({}, {"keep": True, "window": (6, None)}):
+    for how in ({}, {"keep": True, "documents": torch.tensor([0, 9, 37])}):
         results = []
         for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
             leaves = [x.clone().requires_grad_() for x in inputs]

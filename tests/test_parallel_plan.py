@@ -7,9 +7,12 @@ from itertools import product
 import pytest
 import torch
 
+from flashattn import masks
+from flashattn.bounds import Bounds
 from flashattn.mask import Mask
 from flashattn.parallel.placement import KINDS, Placement
 from flashattn.parallel.plan import Task, plan, size
+from flashattn.parallel.rows import local_bounds
 
 LENGTHS = [(16, 16), (24, 24), (13, 13), (13, 24), (24, 13), (2, 2), (3, 17), (17, 3), (1, 9)]
 BOUNDS = [(None, None), (None, 0), (4, 0), (0, 3), (2, 5), (None, 6), (7, None), (0, 0), (40, 1)]
@@ -49,6 +52,29 @@ def test_each_visible_pair_is_computed_once(kind, world):
         t, s = torch.arange(task.seq_q)[:, None], torch.arange(task.seq_kv)
         wanted = task.mask.over(task.seq_q, task.seq_kv).sees(t, s).expand_as(counted)
         assert torch.equal(counted, wanted.long()), task
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rows_see_once_what_their_mask_shows(kind, world):
+    """Of random monotone rows, own keys and the buffer show each rank its own, once."""
+    random = torch.Generator().manual_seed(0)
+    for task in tasks(kind, world)[::5]:
+        ends = torch.randint(task.seq_kv + 1, (2, 2, task.seq_q), generator=random)
+        low, high = ends.sort(-1).values
+        given = masks.rows(low, high)
+        q, k = (torch.empty(2, 1, n, 8) for n in (task.seq_q, task.seq_kv))
+        wanted = masks.bounds_of(q, k, task.mask, None, given).seen.long()
+        counted = torch.zeros_like(wanted)
+        for rank in range(world):
+            rows, keys = (owned(task.placement, n, rank) for n in (task.seq_q, task.seq_kv))
+            by_rows, bounds = local_bounds(q[:, :, rows], task, rank, None, given)
+            ours = plan(by_rows, rank)
+            buffer = [x.start + i for x in ours.pieces for i in range(size(x.rows))]
+            for s, seen in ((keys, Bounds(*bounds[:2])), (buffer, Bounds(*bounds[2:]))):
+                if rows and s:
+                    counted[:, torch.tensor(rows)[:, None], torch.tensor(s)] += seen.seen.long()
+        assert torch.equal(counted, wanted), task
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,16 +13,20 @@ from torch.nn.functional import pad
 
 from flashattn import api, registry
 from flashattn.gpus import fastest_family
-from flashattn.mask import UNBOUNDED, Causal, Window
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.masks import Documents, RowMask
 from flashattn.parallel import keys
 from flashattn.parallel.heads import to_heads, to_rows
 from flashattn.parallel.placement import Placement
+from flashattn.parallel.plan import Task
+from flashattn.parallel.rows import local_bounds
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import dense_strides
 from flashattn.problem import Problem, check_among, check_scale
 from flashattn.score import check_sink, with_sink
 
 IMPLS = ("auto", "triton", "hopper", "tiled")
+_NO_BOUNDS: list[torch.Tensor] = []
 STAYS = {Replicate(), Shard(0), Shard(1)}
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -39,8 +43,8 @@ def attention(
     keep: bool = False,
     causal: Causal = False,
     window: Window = UNBOUNDED,
-    documents: None = None,
-    mask: None = None,
+    documents: Documents | None = None,
+    mask: RowMask | None = None,
     softcap: float | None = None,
     sink: torch.Tensor | None = None,
     scale: float | None = None,
@@ -67,8 +71,9 @@ def attention(
         keep: keep fetched keys for the backward, instead of fetching them again.
         causal: see ``flashattn.attention``, as all that follows.
         window: with a bound on both sides only keys in somebody's window are exchanged.
-        documents: not yet.
-        mask: not yet.
+        documents: likewise, of the whole sequences and the same on all ranks. Keys that ``window``
+            hides are not exchanged; so say how long a document can be, ``window=(longest, 0)``.
+        mask: likewise.
         softcap: likewise.
         sink: likewise, the same on all ranks. Its gradient is that of this rank's rows (with
             "heads", of its heads): add those of all ranks up.
@@ -85,14 +90,12 @@ def attention(
 
     Raises:
         ValueError: an argument that does not fit; the message names it.
-        NotImplementedError: documents or masks, or a second derivative.
+        NotImplementedError: on a second derivative.
 
     Source: Dubey et al., 2024, "The Llama 3 Herd of Models", section 3.3.2.
     """
-    for name, x in {"documents": documents, "mask": mask}.items():
-        if x is not None:
-            raise NotImplementedError(f"{name}: not shared by ranks yet; use causal and window")
     asked: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    asked |= {"documents": documents, "mask": mask}
     asked |= {"impl": impl, "precision": precision, "deterministic": deterministic}
     how: dict[str, Any] = {"mesh": mesh, "placement": placement, "length": length, **asked}
     how |= {"exchange": exchange, "keep": keep, "sink": sink, "return_lse": return_lse}
@@ -160,6 +163,10 @@ class Where(NamedTuple):
                 )
         return cls(mesh.get_group().group_name, rank, placement, seq_q, seq_kv)
 
+    def task(self, mask: Mask) -> Task:
+        """Return what to plan for under a mask."""
+        return Task(mask, self.seq_q, self.seq_kv, self.placement)
+
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Output) -> Output:
     """Change o, or o and lse."""
@@ -185,21 +192,31 @@ def _by_keys(
     precision: str,
     deterministic: bool,
     scale: float | None,
-    **asked: Any,
+    documents: Documents | None,
+    mask: RowMask | None,
+    causal: Causal,
+    window: Window,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and lse of this rank's rows, without the sink."""
     check_among("precision", precision, PRECISIONS)
     scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
     wide = max(q.shape[-1], columns)
     q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
-    problem = Problem.of(q, k, v, **asked)
-    mask, family = problem.mask, _family(impl, problem, q.device)
+    by_rows = documents is not None or mask is not None
+    unknown: Any = "unknown" if by_rows else None
+    problem = Problem.of(q, k, v, softcap=softcap, documents=unknown)
+    task, bounds = where.task(Mask.of(causal, window)), _NO_BOUNDS
+    if by_rows:
+        task, bounds = local_bounds(q, task, where.rank, documents, mask)
+    family = _family(impl, problem, q.device)
     o, lse, _ = torch.ops.flashattn.parallel_forward(
         q if q.stride(-1) == 1 else q.contiguous(),
         k,
         v,
+        bounds,
         *(where.group, where.rank, where.placement.world, where.placement.kind),
-        *(where.seq_q, where.seq_kv, mask.left, mask.right, mask.corner),
+        *(task.seq_q, task.seq_kv, task.mask.left, task.mask.right, task.mask.corner),
         *(family, scale, problem.softcap, precision, deterministic, keep),
     )
     return o[..., :columns], lse

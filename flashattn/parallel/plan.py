@@ -7,14 +7,17 @@ a buffer, in the order of the sequence.
 Where T = S and the mask is causal or full, a rank first attends from its own rows to its own keys.
 Both are in the order of the sequence, so the mask over them is causal or full, too. What it fetches
 meanwhile each run sees as a whole or not at all, so that no mask is left.
+
+Documents and other masks of rows (``bounds``) are numbers on the device, which no plan knows: all
+rows are one run, over own keys first and then over the buffer. Both keep the order of the sequence,
+so what a query sees of them is one interval again, whose ends ``placed`` counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashattn.mask import CAUSAL, FULL, Mask
 from flashattn.parallel.placement import Placement
@@ -65,20 +68,24 @@ class Task(NamedTuple):
     """A whole problem and where its rows lie.
 
     Args:
-        mask: which keys a query sees.
+        mask: which keys a query sees; or may see, if bounds say the rest.
         seq_q: T.
         seq_kv: S.
         placement: of queries and keys.
+        by_rows: whether bounds say the rest.
     """
 
     mask: Mask
     seq_q: int
     seq_kv: int
     placement: Placement
+    by_rows: bool = False
 
     @property
     def own(self) -> Mask | None:
         """The mask of a rank's rows over its own keys, where these come first; else None."""
+        if self.by_rows:
+            return FULL  # but for the bounds
         band = self.mask.over(self.seq_q, self.seq_kv)
         if self.seq_q != self.seq_kv or band.left is not None or band.right not in (None, 0):
             return None
@@ -92,7 +99,7 @@ class Task(NamedTuple):
 
     def runs(self, rank: int) -> list[Part]:
         """Return the runs of a rank, their keys by their places in the sequence."""
-        own, found = self.own, []
+        own, found = None if self.by_rows else self.own, []
         if own == FULL:
             every = slice(0, self.placement.lengths(self.seq_q)[rank])
             return [Part(every, slice(0, self.seq_kv), FULL)] if every.stop else []
@@ -146,7 +153,7 @@ class Plan:
         sends: for each rank, which of this rank's keys are in that one's buffer.
         arriving: how many keys arrive from each rank.
         leaving: how many go to each.
-        rows: how many keys this rank has.
+        own_pieces: this rank's keys, as pieces of themselves.
     """
 
     own: Mask | None
@@ -157,27 +164,43 @@ class Plan:
     sends: list[list[slice]]
     arriving: list[int]
     leaving: list[int]
-    rows: int
+    own_pieces: list[Piece]
 
     @property
     def keys(self) -> int:
         """Keys of the buffer."""
         return self.pieces[-1].keys.stop if self.pieces else 0
 
+    @property
+    def rows(self) -> int:
+        """Keys that this rank has."""
+        return self.own_pieces[-1].keys.stop
 
-@lru_cache(1024)
+
+_PLANS: dict[tuple[Task, int], Plan] = {}  # functools.lru_cache would make torch.compile warn
+_MOST_PLANS = 1024  # lengths that keep changing must not fill the memory
+
+
 def plan(task: Task, rank: int) -> Plan:
     """Return what a rank does of a task."""
+    if (task, rank) not in _PLANS:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[task, rank] = _plan(task, rank)
+    return _PLANS[task, rank]
+
+
+def _plan(task: Task, rank: int) -> Plan:
     pieces, world = task.pieces(rank), range(task.placement.world)
-
-    def count(key: int) -> int:
-        """Return how many keys of the buffer come before one of the sequence."""
-        return sum(min(size(x.rows), max(0, key - x.start)) for x in pieces)
-
     parts = [
-        Part(run.rows, slice(count(run.keys.start), count(run.keys.stop)), run.mask)
+        Part(
+            run.rows, slice(*(placed(x, pieces) for x in (run.keys.start, run.keys.stop))), run.mask
+        )
         for run in task.runs(rank)
     ]
+    if task.by_rows:
+        queries = task.placement.lengths(task.seq_q)[rank]
+        parts = [Part(slice(0, queries), slice(0, sum(size(x.rows) for x in pieces)), FULL)]
     if task.own is not None:
         parts = [part for part in parts if size(part.keys)]
     sends = [[x.rows for x in task.pieces(r) if x.rank == rank] for r in world]
@@ -195,8 +218,30 @@ def plan(task: Task, rank: int) -> Plan:
         sends=sends,
         arriving=arriving,
         leaving=leaving,
-        rows=lengths[rank],
+        own_pieces=[
+            Piece(rank, x.rows, x.rows, x.start)
+            for x in task.placement.chunks(task.seq_kv)
+            if x.rank == rank
+        ],
     )
+
+
+def placed(keys: Any, pieces: list[Piece]) -> Any:
+    """Return how many keys of pieces come before some of the sequence, ints or a tensor."""
+    spans: list[list[int]] = []  # pieces that touch are one
+    for piece in pieces:
+        if spans and spans[-1][1] == piece.start:
+            spans[-1][1] += size(piece.rows)
+        else:
+            spans.append([piece.start, piece.start + size(piece.rows)])
+    count = 0 * keys
+    for start, stop in spans:
+        beyond = keys - start
+        if isinstance(beyond, int):
+            count += max(0, min(beyond, stop - start))
+        else:
+            count = count + beyond.clamp(0, stop - start)
+    return count
 
 
 def _places(pieces: list[Piece], arriving: list[int], *, gathers: bool) -> list[slice]:

@@ -51,6 +51,7 @@ from flashattn.kernels.hopper.mask import (
 )
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.registers import opaque
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
 from flashattn.kernels.hopper.semaphore import (
     DqSemaphore,
@@ -154,10 +155,8 @@ def visited_tiles(block, shape, t):
 @gluon.jit
 def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
     """Load the keys and values of a tile."""
-    for w in gl.static_range(2):
-        keys.load(kv_n + w, k, batch, kv_head, start_kv + w * KEYS)
-    for w in gl.static_range(2):
-        values.load(kv_n + w, v, batch, kv_head, start_kv + w * KEYS)
+    keys.load(kv_n, k, batch, kv_head, start_kv)
+    values.load(kv_n, v, batch, kv_head, start_kv)
 
 
 @gluon.jit
@@ -176,7 +175,7 @@ def producer(
         begin = split_head * shape.group
         if shape.left is not None and first == end:
             load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
-            kv_n += 2
+            kv_n += 1
         for head in range(begin, begin + shape.group):
             row = batch * (scheduler.heads * shape.group) + head
             for visit in range(end - first):
@@ -186,7 +185,7 @@ def producer(
                 n += 1
                 if visit == 0 and head == begin:
                     load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
-                    kv_n += 2
+                    kv_n += 1
 
 
 @gluon.jit
@@ -267,18 +266,14 @@ def dq_store(
 
 
 @gluon.jit
-def mma_dq(WARPGROUP: gl.constexpr, sdS, n, keys, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def mma_dq(WARPGROUP: gl.constexpr, ds, k, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
+    if t.block_q == QUERIES:
+        k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
+    else:
+        ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=0)
     dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
-    for w in gl.static_range(2):
-        ds = sdS.index((n & 1) * 2 + w)
-        k = keys.term(w)
-        if t.block_q == QUERIES:
-            k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
-        else:
-            ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
-    return dq
+    return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -303,7 +298,7 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    WARPGROUP: gl.constexpr, state, k, v, keys, queries, grads, sdS, sdQ, n, start_q, start_kv,
+    WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
     shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
@@ -313,11 +308,15 @@ def mainloop_step(
     at half the rate of the others.
     """
     dk, dv = state
+    at = opaque(0)  # addresses that are the same in each step would fill registers
+    k, v = keys.term(at), values.term(at)
+    own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
+    own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
     EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_qk(k, q, t.d_lo, t.d_hi, S)
+    s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
     do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_qk(v, do, t.d_lo, t.d_hi, S)
+    dp = mma_qk(own_v, do, t.d_lo, t.d_hi, S)
     if EARLY:
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
         s = mma_wait(s, 1, t.d_hi)
@@ -336,11 +335,12 @@ def mainloop_step(
         row_delta = delta.load(gl.SliceLayout(0, S))
     ds = (p * (dp - row_delta[None, :])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
-    sdS.index((n & 1) * 2 + WARPGROUP).store(ds)
+    exchanged = sdS.index(n & 1)
+    exchanged.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
     dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
     consumer_barrier()
-    dq = mma_dq(WARPGROUP, sdS, n, keys, t, COLUMNS, DQ)
+    dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
     store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, n, COLUMNS)
     fence_async_shared()
@@ -369,10 +369,8 @@ def consumer(
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         dk_acc = zero_acc(t.d_lo, t.d_hi)
         dv_acc = zero_acc(t.d_lo, t.d_hi)
-        for w in gl.static_range(2):
-            keys.consumer_wait(kv_n + w)
-        values.consumer_wait(kv_n + WARPGROUP)
-        k, v = keys.term(WARPGROUP), values.term(WARPGROUP)
+        keys.consumer_wait(kv_n)
+        values.consumer_wait(kv_n)
         if shape.left is None:  # the last tile is masked all the same
             full_end = end - 1
         full_begin = gl.minimum(full_begin, full_end)
@@ -382,32 +380,35 @@ def consumer(
             stop = gl.where(second, first, full_end)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), k, v, keys, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
         if splits.count is None:
             consumer_barrier()  # both have read all keys, so gradients may take their place
-            store_acc(dk_acc, scale, k, t.d_lo, t.d_hi)
-            store_acc(dv_acc, 1.0, v, t.d_lo, t.d_hi)
+            k, v = keys.tile(kv_n), values.tile(kv_n)
+            store_acc(dk_acc, scale, k.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
+            store_acc(dv_acc, 1.0, v.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
             fence_async_shared()
-            store_tile(dk, [batch, split_head, start_kv, 0], keys.tiles.index(WARPGROUP))
-            store_tile(dv, [batch, split_head, start_kv, 0], values.tiles.index(WARPGROUP))
+            consumer_barrier()  # both have stored their half
+            if WARPGROUP == 0:
+                store_tile(dk, [batch, split_head, block * BLOCK_KV, 0], keys.tiles.index(0))
+            else:
+                store_tile(dv, [batch, split_head, block * BLOCK_KV, 0], values.tiles.index(0))
             tma.store_wait(0)
         else:
             at = splits.partial(batch, split_head, scheduler)
             splits.store(dk, dk_acc, scale, at, start_kv, shape.seq_kv, t.d_lo, t.d_hi)
             splits.store(dv, dv_acc, 1.0, at, start_kv, shape.seq_kv, t.d_lo, t.d_hi)
-        for w in gl.static_range(2):
-            keys.consumer_release(w)
-        values.consumer_release(WARPGROUP)
-        kv_n += 2
+        keys.consumer_release(kv_n)
+        values.consumer_release(kv_n)
+        kv_n += 1
 
 
 @gluon.jit(
@@ -447,11 +448,13 @@ def flashattn_hopper_bwd(
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
-    keys = new_pipeline(k, 2, 2)
-    values = new_pipeline(v, 2, 1)
+    keys = new_pipeline(k, 1, 2)
+    values = new_pipeline(v, 1, 2)
     queries = new_pipeline(q, STAGES, 2, row_stats=lse_log2)
     grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, shared=queries)
-    sdS = gl.allocate_shared_memory(q.dtype, [4, KEYS, BLOCK_Q], gl.NVMMASharedLayout(128, 16, 2))
+    sdS = gl.allocate_shared_memory(
+        q.dtype, [2, BLOCK_Q, BLOCK_KV], gl.NVMMASharedLayout(128, 16, 2)
+    )
     sdQ = new_shared_dq(dq)
     turns = new_scalar_pipeline(1)
     fence_async_shared()

@@ -116,7 +116,7 @@ class HopperVariant:
         elif isinstance(self.config, HopperBackwardTile):
             function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
-            rows |= dict.fromkeys(("k", "v", *self.stored), WARPGROUP_Q)
+            rows |= dict.fromkeys(("k", "v", *self.stored), self.config.BLOCK_KV)
             constants = steps.backward_constants(self.config, d)
         elif isinstance(self.config, HopperD256Tile):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), WARPGROUP_Q)

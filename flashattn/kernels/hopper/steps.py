@@ -151,7 +151,7 @@ def _one_pass(
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     (programs,) = plan.passes[0].programs
     block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
-    queries, keys, numbers = Tiles(block_q), Tiles(WARPGROUP_Q), Numbers(block_q)
+    queries, keys, numbers = Tiles(block_q), Tiles(tile.BLOCK_KV), Numbers(block_q)
     launch = _launch(
         half.flashattn_hopper_bwd,
         programs,

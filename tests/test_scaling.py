@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashattn import attention
+from flashattn.masks import cumulative
 from flashattn.parallel.placement import Placement
 from flashattn.problem import Problem
 from flashattn.testing import parallel_case
@@ -40,7 +41,16 @@ def test_jobs():
         ranks.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": (40, None)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": False},
+        {"window": (40, None)},
+        {"documents": ((100, 100), (156, 156))},
+        {"documents": ((220, 220), (36, 36)), "window": (40, None)},
+    ],
+)
 def test_wrong_rows_are_told(changes):
     """What is verified before it is timed: any output's last row, of the first and last heads."""
     problem, mesh = (
@@ -49,6 +59,8 @@ def test_wrong_rows_are_told(changes):
     )
     leaves = [x.requires_grad_() for x in make_inputs(problem)]
     (grad, _), options = make_grads(problem), problem.keywords
+    if problem.documents:
+        options["documents"] = cumulative(problem.documents, "cpu")
     o = attention(*leaves, impl="tiled", **options)
     got = [o.detach(), *torch.autograd.grad(o, leaves, grad)]
     given = [*(x.detach() for x in leaves), grad]

@@ -71,8 +71,9 @@ def attention(
         keep: keep fetched keys for the backward, instead of fetching them again.
         causal: see ``flashattn.attention``, as all that follows.
         window: with a bound on both sides only keys in somebody's window are exchanged.
-        documents: likewise, of the whole sequences and the same on all ranks. Keys that ``window``
-            hides are not exchanged; so say how long a document can be, ``window=(longest, 0)``.
+        documents: likewise, of the whole sequences and the same on all ranks. If queries and keys
+            have the same, keys that ``window`` hides are not exchanged: say how long a document can
+            be, ``window=(longest, None)``.
         mask: likewise.
         softcap: likewise.
         sink: likewise, the same on all ranks. Its gradient is that of this rank's rows (with

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashattn import parallel
 from flashattn.lm import SIZES
+from flashattn.masks import cumulative
 from flashattn.measure.device import out_of_memory
 from flashattn.measure.timing import DeviceClock, HostClock
 from flashattn.parallel.placement import Placement
@@ -108,6 +109,8 @@ def _attend(mesh: DeviceMesh, method: str, problem: Problem) -> Callable[..., to
     if method != "pytorch":
         impl = "auto" if mesh.device_type == "cuda" else "tiled"
         given = {**problem.keywords, **METHODS[method], "impl": impl}
+        if isinstance(problem.documents, tuple):
+            given["documents"] = cumulative(problem.documents, torch.device(mesh.device_type))[0]
         ours: Any = partial(parallel.attention, mesh=mesh, **given)
         return ours
 
@@ -134,19 +137,9 @@ def _wrong(
     """
     kind = METHODS[method].get("placement", "zigzag")
     chunks = Placement(kind, mesh.size()).chunks(problem.seq_q)
-    stop = max(x.stop for x in chunks if x.rank == mesh.get_local_rank())
-    count = min(VERIFIED, got[0].shape[2])
-    keys, mask = seen_by(problem.mask, problem.seq_q, problem.seq_kv, slice(stop - count, stop))
-    few = replace(
-        problem,
-        batch=1,
-        heads=problem.heads // problem.kv_heads,
-        kv_heads=1,
-        seq_q=count,
-        seq_kv=keys.stop - keys.start,
-        causal=mask.causal,
-        window=mask.window,
-    )
+    chunk = [x for x in chunks if x.rank == mesh.get_local_rank()][-1]
+    keys, few = _last_rows(problem, slice(max(chunk.start, chunk.stop - VERIFIED), chunk.stop))
+    count = few.seq_q
     found = []
     for g in sorted({0, problem.kv_heads - 1}):
         heads, own = slice(g * few.heads, (g + 1) * few.heads), slice(g, g + 1)
@@ -162,7 +155,7 @@ def _wrong(
             name: x[:1, heads, -count:].detach()
             for name, x in zip(("o", "dq"), got[:2], strict=False)
         }
-        if len(got) > 1 and problem.causal and stop == problem.seq_kv:
+        if len(got) > 1 and problem.causal and chunk.stop == problem.seq_kv:
             # Nobody else sees the last keys, which are the last of this rank's, too.
             results |= dict(zip(("dk", "dv"), (x[:1, own, -count:] for x in got[2:]), strict=True))
             cut = [
@@ -172,6 +165,33 @@ def _wrong(
             expected = replace(expected, exact=cut[0], stored=cut[1])
         found += [f"{method}: {sentence}" for sentence in expected.failures(results)]
     return found
+
+
+def _last_rows(problem: Problem, rows: slice) -> tuple[slice, Problem]:
+    """Return the keys that some rows see, and these as a problem of one group of heads.
+
+    Of rows of several documents only those of the last one count.
+    """
+    lengths = problem.documents if isinstance(problem.documents, tuple) else ()
+    start_q = start_kv = 0
+    for document_q, document_kv in lengths or ((problem.seq_q, problem.seq_kv),):
+        if start_q + document_q >= rows.stop:
+            break
+        start_q, start_kv = start_q + document_q, start_kv + document_kv
+    own = slice(max(0, rows.start - start_q), rows.stop - start_q)
+    keys, mask = seen_by(problem.mask, document_q, document_kv, own)
+    few = replace(
+        problem,
+        batch=1,
+        heads=problem.heads // problem.kv_heads,
+        kv_heads=1,
+        seq_q=own.stop - own.start,
+        seq_kv=keys.stop - keys.start,
+        causal=mask.causal,
+        window=mask.window,
+        documents=None,
+    )
+    return slice(keys.start + start_kv, keys.stop + start_kv), few
 
 
 def train(

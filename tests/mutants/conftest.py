@@ -31,7 +31,7 @@ SUITE = (
     "tests/test_kernels.py::test_offsets_are_64_bit",
     "tests/test_impls.py::test_values",
 )
-CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled or test_mask"}
+CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled or test_mask or test_parallel"}
 # Tests are named before they run; the first failure is enough, and nobody needs it made small.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures")
 # Interpreted; lines are wide, so that no test's name is cut.

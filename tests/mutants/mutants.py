@@ -66,6 +66,8 @@ COLUMNS = "tests/test_kernels.py::test_columns_come_together"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
 HALVES = "tests/test_kernels.py::test_tf32_in_two_terms"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
+SHARED = "tests/test_parallel_attention.py::test_ranks_share_the_whole"
+PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
 
 MUTANTS = [
     Mutant(
@@ -757,5 +759,54 @@ MUTANTS = [
         "row_lse.masked_fill(row_lse == -torch.inf, torch.inf)",
         "row_lse",
         "NaN gradients where a query sees no key",
+    ),
+    # Several ranks
+    Mutant(
+        "parallel_corner_forgotten",
+        "parallel/plan.py",
+        'if mask.corner == "bottom_right":',
+        'if mask.corner == "":',
+        "a rank's rows are masked from the wrong corner",
+        PLANNED,
+    ),
+    Mutant(
+        "parallel_parts_added",
+        "parallel/keys.py",
+        "o.mul_(before).addcmul_(part[0], added)",
+        "o.add_(part[0])",
+        "parts of a row are added up without their weights",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_lse_of_own_keys",
+        "parallel/keys.py",
+        "    lse.copy_(total)\n",
+        "",
+        "lse, and with it all gradients, are those of a rank's own keys",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_own_dv_forgotten",
+        "parallel/keys.py",
+        "dk.add_(of_own[1]), dv.add_(of_own[2])",
+        "dk.add_(of_own[1]), dv",
+        "the gradient of v lacks what a rank's own rows give it",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_documents_elsewhere",
+        "parallel/rows.py",
+        "limit = task.mask if documents is None or aligned else FULL",
+        "limit = task.mask",
+        "keys of documents that begin elsewhere than their queries are not fetched",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_heads_in_sequence_order",
+        "parallel/heads.py",
+        "    chunks.sort(key=lambda y: y.rank)  # stable: a rank's stay in order\n",
+        "",
+        "rows go back to other ranks than they came from",
+        SHARED,
     ),
 ]

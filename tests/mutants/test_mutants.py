@@ -40,7 +40,8 @@ def test_unmutated(chosen, verdict):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant(mutant, verdict):
     """A mutant is caught: by a test that says what is wrong, or that the process dies in."""
-    found = verdict(mutant, "tiled" if mutant.path in IN_PYTORCH else "triton")
+    in_pytorch = mutant.path in IN_PYTORCH or mutant.path.startswith("parallel/")
+    found = verdict(mutant, "tiled" if in_pytorch else "triton")
     assert found.code != pytest.ExitCode.OK, f"nobody sees that {mutant.symptom}"
     assert found.test, f"no test failed:\n{found.output}"
     died = found.code is not None and found.code < 0

@@ -23,7 +23,7 @@ WORLDS = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if CUDA els
 LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "causal": True, "dtype": "bfloat16"}
 BOTH = ["forward", "forward+backward"]
 ALONE = ("keys", "pytorch")  # on one GPU all methods of ours are one call
-SECONDS = 300  # that a case may take, and the start of its processes
+SECONDS = 200  # that a case may take, and the start of its processes
 
 
 def cases(seq, passes, methods, **changes):
@@ -145,8 +145,11 @@ def bench_attention(device_benchmark, case, facts, ask, links, alone, left_out):
     job = {"problem": case.problem, "method": case.method, "rounds": rounds(problem.seq_q)}
     found = ask(case.world, job="attention", passes=passes, **job)
     left_out(found.get("unsupported"))
-    if found["wrong"]:
-        pytest.fail("; ".join(found["wrong"]))
+    wrong = "; ".join(found["wrong"])
+    if wrong and case.method == "pytorch":
+        left_out(wrong)
+    if wrong or not (found["repeats"] or case.method == "pytorch"):
+        pytest.fail(wrong or f"{case.method}: a second call gave other bits")
     facts["peak_bytes"] = found["peak_bytes"]
     facts["predicted_seconds"] = prediction(case, passes, alone, links)
     device_benchmark.replay(found["samples"], tells="time of the slowest rank")

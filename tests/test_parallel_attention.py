@@ -66,6 +66,10 @@ CASES = {
         {"impl": "triton"},
     ),
     "triton": ({"seq_q": 37, "batch": 1, "softcap": 2.0}, {"impl": "triton"}),
+    "triton, rows without keys": (
+        {"batch": 1, "seq_kv": 21, "causal": "bottom_right"},
+        {"impl": "triton"},
+    ),
     "triton, window": ({"batch": 1, "window": (6, None)}, {"impl": "triton", "keep": True}),
     "heads": ({"kv_heads": 4, "seq_q": 37}, {"exchange": "heads"}),
     "heads, window": ({"kv_heads": 4, "window": (6, None)}, {"exchange": "heads"}),
@@ -178,7 +182,7 @@ def check_tensor_parallel(both):
     got = [got, *torch.autograd.grad(got, leaves, placed(grad, Shard(2), Shard(1)))]
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.full_tensor(), b)
-    for kinds in ((Shard(1), Shard(2)), (Replicate(), Shard(3))):
+    for kinds in ((Shard(1), Shard(2)), (Shard(2), Shard(3)), (Replicate(), Shard(1))):
         with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
             shared(*(placed(x, *kinds) for x in inputs), **how)
 

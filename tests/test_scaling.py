@@ -31,6 +31,7 @@ def test_jobs():
             found = ranks.ask(60, problem=str(PROBLEM), passes=passes, **job)
             assert len(found["samples"]) == 2
             assert found["wrong"] == []
+            assert found["repeats"]
         found = ranks.ask(60, job="train", size="tiny", context=32, precision="fp32", rounds=2)
         assert found["losses"][-1] < found["losses"][0]
         assert ranks.ask(60, job="link", rounds=2)["link"] > 0

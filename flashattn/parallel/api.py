@@ -281,11 +281,10 @@ def _of_dtensors(
     q, k, _ = shared
     names = q.device_mesh.mesh_dim_names or ()
     for i, kind in enumerate(q.placements):
-        ways = q.device_mesh.size(i)
-        of_rows = kind == Shard(2) and names[i : i + 1] == (mesh.mesh_dim_names or ())
-        if of_rows and length is None:
-            length = q.shape[2], k.shape[2]
-        if not of_rows and (kind not in STAYS or (kind == Shard(1) and k.shape[1] % ways)):
+        along, ways = names[i : i + 1] == (mesh.mesh_dim_names or ()), q.device_mesh.size(i)
+        length = (q.shape[2], k.shape[2]) if along and length is None else length
+        fits = kind in STAYS and not (kind == Shard(1) and k.shape[1] % ways)
+        if not (kind == Shard(2) if along else fits):
             raise ValueError(
                 f"q, k, v: wanted batches or heads sharded evenly, or rows along mesh, got {kind}"
             )

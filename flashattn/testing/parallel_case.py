@@ -61,7 +61,8 @@ def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, round
 
     Returns:
         ``samples``, seconds of the slowest rank; ``wrong``, a sentence for each broken budget;
-        ``peak_bytes`` of the rank with the most; or ``unsupported``, why PyTorch's cannot.
+        ``peak_bytes`` of the rank with the most; ``repeats``, whether a second call gave the same
+        bits; or ``unsupported``, why PyTorch's cannot.
     """
     asked, device = Problem.parse(problem), mesh.device_type
     whole = [*make_inputs(asked, device=device), make_grads(asked, device=device)[0]]
@@ -76,15 +77,17 @@ def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, round
 
         try:
             got = call()
-        except (NotImplementedError, RuntimeError) as error:
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             if method != "pytorch" or out_of_memory(error):
                 raise
             return {"unsupported": f"PyTorch's context_parallel: {error}".splitlines()[0]}
         wrong = _wrong(mesh, asked, method, [leaves[0].detach(), *whole[1:3], rows[3]], got)
+        repeats = all(map(torch.equal, got, call()))
         del got
         whole.clear()
         facts = _timed(mesh, call, rounds)
-    return facts | {"wrong": [text for texts in _gathered(mesh, wrong) for text in texts]}
+    facts |= {"wrong": [text for texts in _gathered(mesh, wrong) for text in texts]}
+    return facts | {"repeats": all(_gathered(mesh, repeats))}
 
 
 @contextmanager

@@ -438,7 +438,7 @@ STORED = (
     f"{PASSED}"
 )
 # As the warp that waits for the semaphore asks for it.
-TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))\n"
+TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))\n"
 WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"tile": HopperBackwardTile(persistent=True), "deterministic": False}
@@ -589,8 +589,8 @@ PLANTED = [
         Mutant(
             "keys_not_hidden",
             MASK,
-            "seen = keys[None, :] < seq_kv - start_kv",
-            "seen = keys[None, :] < x.shape[1]",
+            "hi = self.seq_kv - start_kv",
+            "hi = x.shape[1]",
             "keys that only pad a tile are in the sum",
         ),
         WRONG,
@@ -941,8 +941,8 @@ PLANTED = [
         Mutant(
             "left_edge_of_keys_moved",
             MASK,
-            "keys_of(rows, left + start_kv - start_q, None, seq_kv)",
-            "keys_of(rows, left + 1 + start_kv - start_q, None, seq_kv)",
+            "lo = rows - (self.left + start_kv - start_q)",
+            "lo = rows - (self.left + 1 + start_kv - start_q)",
             "queries see one key more",
         ),
         WRONG,
@@ -952,8 +952,8 @@ PLANTED = [
         Mutant(
             "left_edge_of_queries_moved",
             MASK,
-            "queries_of(keys - start_q, left, None, x.shape[1])",
-            "queries_of(keys - start_q, left + 1, None, x.shape[1])",
+            "hi = keys - start_q + (self.left + 1)",
+            "hi = keys - start_q + (self.left + 2)",
             "keys take what the query behind the last one gives",
         ),
         WRONG,
@@ -1018,7 +1018,7 @@ PLANTED = [
         Mutant(
             "unseen_keys_not_loaded",
             BACKWARD,
-            "if shape.left is not None and first == end:",
+            "if mask.two_sided and first == end:",
             "if False:",
             "a program waits for keys of which it needs none",
         ),
@@ -1040,8 +1040,8 @@ PLANTED = [
         Mutant(
             "padding_not_hidden",
             MASK,
-            "        lo = gl.where(keys < seq_kv, lo, x.shape[1])\n",
-            "        pass\n",
+            "            lo = gl.where(keys < self.seq_kv, lo, x.shape[1])\n",
+            "            pass\n",
             "inf * 0 in dq where lse is far below zero",
         ),
         WRONG,

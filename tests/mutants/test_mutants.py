@@ -30,7 +30,8 @@ def test_mutants_apply():
 
 def chosen(mutant):
     """Return which implementation's tests are run."""
-    return "tiled" if mutant.path in IN_PYTORCH else "triton"
+    in_pytorch = mutant.path in IN_PYTORCH or mutant.path.startswith("parallel/")
+    return "tiled" if in_pytorch else "triton"
 
 
 @pytest.mark.mutants

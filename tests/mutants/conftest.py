@@ -16,33 +16,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("suite.py")
-<<<<<<< HEAD
 PATIENCE = 240  # seconds, less than a test may take; a verdict takes a few
-CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled or test_mask"}
+CHOSEN = {
+    "triton": "triton or test_kernels or kernel_of_documents",
+    "tiled": "tiled or test_mask or test_parallel",
+}
 # Tests are named before they run. The first failure is enough: nobody needs it made small, and
 # nobody reads a rewritten assertion.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures", "--assert=plain")
 OPTIONS += ("--hypothesis-profile", "at once")  # of suite.py
-=======
-PATIENCE = 240  # seconds, less than a test may take; the whole set takes a quarter of it
-# The ordinary tests that mutants are shown to.
-SUITE = (
-    "tests/test_kernels.py::test_torch_decides_on_tf32",
-    "tests/test_kernels.py::test_both_ways_of_loading_are_tested",
-    "tests/test_impls.py::test_cases",
-    "tests/test_impls.py::test_scales",
-    "tests/test_impls.py::test_mixed_layouts",
-    "tests/test_impls.py::test_far_below_zero",
-    "tests/test_attention.py::test_lse_alone_is_differentiable",
-    "tests/test_attention.py::test_bottom_right_is_not_top_left",
-    "tests/test_kernels.py::test_split_keys",
-    "tests/test_kernels.py::test_offsets_are_64_bit",
-    "tests/test_impls.py::test_values",
-)
-CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled or test_mask or test_parallel"}
-# Tests are named before they run; the first failure is enough, and nobody needs it made small.
-OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures")
->>>>>>> parallel
 # Interpreted; lines are wide, so that no test's name is cut.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "COLUMNS": "400"}
 

@@ -16,7 +16,13 @@ SAID = (
     "flashattn.testing.accuracy.InaccurateError",
     "triton.runtime.errors.InterpreterError: RuntimeWarning('invalid value",
 )
-IN_PYTORCH = ("api.py", "mask.py", "tiled.py")  # what every implementation has would do
+IN_PYTORCH = (
+    "api.py",
+    "bounds.py",
+    "mask.py",
+    "masks.py",
+    "tiled.py",
+)  # what every implementation has would do
 MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
 
 

@@ -17,7 +17,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("suite.py")
 PATIENCE = 240  # seconds, less than a test may take; a verdict takes a few
-CHOSEN = {"triton": "triton or test_kernels", "tiled": "tiled or test_mask"}
+CHOSEN = {
+    "triton": "triton or test_kernels or kernel_of_documents",
+    "tiled": "tiled or test_mask or test_parallel",
+}
 # Tests are named before they run. The first failure is enough: nobody needs it made small, and
 # nobody reads a rewritten assertion.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures", "--assert=plain")

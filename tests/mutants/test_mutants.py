@@ -16,7 +16,13 @@ SAID = (
     "flashattn.testing.accuracy.InaccurateError",
     "triton.runtime.errors.InterpreterError: RuntimeWarning('invalid value",
 )
-IN_PYTORCH = ("api.py", "mask.py", "tiled.py")  # what every implementation has would do
+IN_PYTORCH = (
+    "api.py",
+    "bounds.py",
+    "mask.py",
+    "masks.py",
+    "tiled.py",
+)  # what every implementation has would do
 MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
 
 
@@ -30,7 +36,8 @@ def test_mutants_apply():
 
 def chosen(mutant):
     """Return which implementation's tests are run."""
-    return "tiled" if mutant.path in IN_PYTORCH else "triton"
+    in_pytorch = mutant.path in IN_PYTORCH or mutant.path.startswith("parallel/")
+    return "tiled" if in_pytorch else "triton"
 
 
 @pytest.mark.mutants

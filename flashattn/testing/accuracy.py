@@ -63,8 +63,8 @@ so on a CPU the scores are summed one by one as well, and o and lse may be as wr
 the two.
 
 A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
-run on further draws of a small problem, until there are ``sample.POOL`` elements; where all scores of a
-row are alike, so are the rows of o, and those of a head count as one. And a mean is judged
+run on further draws of a small problem, until there are ``sample.POOL`` elements; where all scores
+of a row are alike, so are the rows of o, and those of a head count as one. And a mean is judged
 only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
 4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 

@@ -271,11 +271,11 @@ class _Of(RowMask):
         batches = torch.vmap(queries, (0, None, None, None))
         step = max(1, EVALUATED // max(1, sizes.batch * sizes.seq_kv))
         parts = [
-            _runs(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
+            runs_of(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
             for t in sizes.queries[0].split(step)
         ]
         low, high = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
-        return _monotone(low, high)
+        return monotone(low, high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +286,7 @@ class _OfTensor(RowMask):
         if tuple(self.seen.shape[1:]) != (sizes.seq_q, sizes.seq_kv):
             wanted, got = [sizes.seq_q, sizes.seq_kv], list(self.seen.shape[1:])
             raise ValueError(f"mask: wanted a bool tensor for T, S = {wanted}, got {got}")
-        return _monotone(*_runs(_on(self.seen, "bool tensor", sizes), 0))
+        return monotone(*runs_of(_on(self.seen, "bool tensor", sizes), 0))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -317,7 +317,7 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
     return _Of(predicate)
 
 
-def _runs(seen: torch.Tensor, first: int) -> Rows:
+def runs_of(seen: torch.Tensor, first: int) -> Rows:
     """Return the run of keys [B, T] that each query sees, (S, 0) of those that see none."""
     s = torch.arange(seen.shape[-1], device=seen.device)
     low = s.where(seen, seen.shape[-1]).amin(-1) if len(s) else seen.sum(-1)
@@ -332,7 +332,7 @@ def _runs(seen: torch.Tensor, first: int) -> Rows:
     return low, high
 
 
-def _monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
+def monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
     """Return runs of which no end falls, those of queries that see nothing placed between others.
 
     Raises:
@@ -415,8 +415,8 @@ def bounds_of(
     cu = None if documents is None else check_documents(documents, q, k)
     if isinstance(given, _OfBounds) and cu is None and mask == Mask():
         return given.checked(sizes)
-    owner = given if given is not None else cu[0] if cu else None
     tensors = (*(given.tensors if given is not None else ()), *(cu or ()))
+    owner = tensors[0] if given is None or isinstance(given, _OfBounds) else given
     return kept(q, owner, tensors, (sizes, mask), lambda: _make(sizes, mask, cu, given))
 
 

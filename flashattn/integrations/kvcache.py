@@ -73,11 +73,12 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes, block_table=block_table, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
     )  # fmt: skip
+    check_shapes({"q": q[:1], "k_cache": k_cache[:1], "v_cache": v_cache[:1]}, DENSE)
+    if cache_batch_idx is None and len(k_cache) < len(q):
+        raise ValueError(f"k_cache: wanted {len(q)} sequences, got {len(k_cache)}")
     ends, new = _placed(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     sequences = slice(len(q)) if cache_batch_idx is None else cache_batch_idx
-    inputs = {"q": q, "k_cache": k_cache[sequences], "v_cache": v_cache[sequences]}
-    check_shapes(inputs, DENSE)
-    queries, keys, values = (x.transpose(1, 2) for x in inputs.values())
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache[sequences], v_cache[sequences]))
     left, right = how.pop("left"), how.pop("right")
 
     def make() -> RowMask:

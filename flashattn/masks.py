@@ -442,7 +442,7 @@ def kept(
     """
     if not _keeps(q, tensors):
         return make()
-    key = *key, *((id(x), x._version) for x in tensors)  # noqa: SLF001 - no public name
+    key = *key, tuple((id(x), x._version) for x in tensors)  # noqa: SLF001 - no public name
     of_owner = _KEPT.setdefault(owner, {})
     made, made_from = of_owner.get(key, (None, ()))
     if made is None or any(x() is None for x in made_from):  # another may have its id by now

@@ -144,10 +144,18 @@ def inputs_of(mode, seed=1):
         inputs["attention_mask"] = torch.ones_like(ids)
         inputs["attention_mask"][0, :PADDING] = 0
         inputs["labels"][0, : PADDING + 1] = -100  # no loss of the last one's next token either
-    if mode == "packed":
+    if mode in ("packed", "documents"):
         positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1)
         inputs |= {"position_ids": positions, "use_cache": False}
     return inputs
+
+
+def by_lengths(inputs):
+    """Return packed inputs of which the lengths say where documents begin, not the positions."""
+    cu = torch.tensor([0, *DOCUMENTS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    shown = torch.ones_like(inputs["input_ids"])
+    most = dict.fromkeys(("max_length_q", "max_length_k"), max(DOCUMENTS))
+    return inputs | {"attention_mask": shown, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu} | most
 
 
 def step(model, inputs, attention, run=None):
@@ -160,28 +168,39 @@ def step(model, inputs, attention, run=None):
     return out.logits.detach()[inputs["labels"] != -100].double(), torch.cat(grads)
 
 
-def assert_as_eager(model, mode, run=None):
+def assert_as_eager(model, mode, run=None, ours=lambda inputs: inputs):
     """No error is larger than attention's own budget allows, for eager as its naive.
 
     Its errors are those of a whole model, one chain of roundings whose largest is small by luck in
     some draws. So eager is run on further tokens, as naive is of a small problem.
     """
     draws = [inputs_of(mode, seed) for seed in range(1, 1 + DRAWS)]
-    got = step(model, draws[0], "fattn", run)
+    if mode == "documents":
+        draws = [{x: y if x == "use_cache" else y[:1] for x, y in one.items()} for one in draws]
+    got = step(model, ours(draws[0]), "fattn", run)
     naive = [step(model, inputs, "eager") for inputs in draws]
     model.double()
     truth = [step(model, inputs, "exact") for inputs in draws]
     eps = torch.finfo(torch.float32).eps
-    for i, ours in enumerate(got):
+    for i, one in enumerate(got):
         errors = [Error.of(x[i], exact[i]).max for x, exact in zip(naive, truth, strict=True)]
         size = max(exact[i].abs().max().item() for exact in truth)
-        assert Error.of(ours, truth[0][i]).max <= 2.0 * max(errors) + eps * size
+        assert Error.of(one, truth[0][i]).max <= 2.0 * max(errors) + eps * size
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_training_step(name, mode):
     """Logits and gradients are those of eager attention."""
     assert_as_eager(model_of(name), mode)
+
+
+@pytest.mark.parametrize("name", [x for x in DECODERS if x not in ("GptOss", "Llama4")])
+def test_documents_by_lengths(name):
+    """Documents of which the lengths are given are those that transformers finds by positions.
+
+    In gpt-oss it looks for none, and Llama 4 counts chunks from the first token of all.
+    """
+    assert_as_eager(model_of(name), "documents", ours=by_lengths)
 
 
 def not_generated(name, cache):

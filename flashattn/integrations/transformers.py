@@ -111,13 +111,6 @@ class KeyRanges(torch.Tensor):
         """Say what the mask is without computing it: torch.compile logs its inputs."""
         return f"KeyRanges(size={tuple(self.shape)}, call={self.call})"
 
-    @property
-    def asked(self) -> Call | Bounds:
-        """The mask as ``attention`` takes it."""
-        if self.query_bounds is not None:
-            return Bounds(self.key_bounds, self.query_bounds)
-        return cast("Call", self.call)
-
     def dense(self) -> torch.Tensor:
         """Return the boolean tensor, True where a query sees a key."""
         keys = torch.arange(self.shape[3], device=self.key_bounds.device)
@@ -314,7 +307,7 @@ def _attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call: Any = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
     else:
-        call = mask.asked if isinstance(mask, KeyRanges) else None
+        call = _asked(mask) if isinstance(mask, KeyRanges) else None
     if call is not None and position_bias is None:
         causal, window, keys = call if isinstance(call, Call) else (False, UNBOUNDED, None)
         o: Any = attention(
@@ -332,6 +325,13 @@ def _attend(
             seen = seen.masked_fill(others, False if seen.dtype == torch.bool else -torch.inf)
         o = _attend_masked(query, key, value, seen, scale, softcap, s_aux, position_bias)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _asked(mask: KeyRanges) -> Call | Bounds:
+    """Return what ``attention`` takes; of a method torch.compile would see the result alone."""
+    if mask.query_bounds is not None:
+        return Bounds(mask.key_bounds, mask.query_bounds)
+    return cast("Call", mask.call)
 
 
 def _refuse(dropout: float, options: Mapping[str, object]) -> None:

@@ -489,6 +489,7 @@ def unsupported(q, starts):
     yield f"{efficient}_backward", gradient, {}
     for name in ("alibi_slopes", "block_table"):
         yield "_flash_attention_forward", varlen, {name: starts[0]}
+    yield "_flash_attention_forward", varlen, {"num_splits": 1}
     batch = *(x.transpose(1, 2) for x in (q, q, q)), None, None, *varlen[5:]
     yield "_flash_attention_forward", batch, {"seqused_k": starts[0]}
 

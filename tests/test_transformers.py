@@ -271,6 +271,7 @@ FUNCTIONS = {
     "window": lambda w: (masking_utils.sliding_window_causal_mask_function(w), w),
     "two-sided": lambda w: (masking_utils.sliding_window_bidirectional_mask_function(w), w),
     "chunks": lambda w: (masking_utils.chunked_causal_mask_function(w, torch.tensor([0, 2])), w),
+    "prefix": lambda w: (lambda b, h, t, s: (s <= t) | (s < w), None),
     "dilated": lambda w: (lambda b, h, t, s: (t - s) % (w + 1) == 0, None),
 }
 
@@ -458,6 +459,14 @@ def test_layers_share_masks(name, monkeypatch):
     step(model, inputs_of("padded"), "fattn")
     assert len(made) == (2 if name == "Gemma3" else 1)
     assert model.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(("name", "rows"), [("prefix", True), ("dilated", False)])
+def test_other_masks_are_evaluated(name, rows):
+    """They are bounds of rows where they can be."""
+    function, _ = FUNCTIONS[name](2)
+    mask = drop_in._make_mask(2, 9, 9, mask_function=function)
+    assert isinstance(mask, drop_in.KeyRanges) == rows
 
 
 def test_mask_is_a_boolean_tensor():

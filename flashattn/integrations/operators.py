@@ -268,10 +268,11 @@ def _flash_attention_forward(
 ) -> tuple[Tensor, ...]:
     """Attend within documents, or with none to [B, T, H, D].
 
-    ``max_q`` and ``max_k`` change nothing, and ``num_splits`` is a hint.
+    ``max_q``, ``max_k`` and ``num_splits`` change nothing, but 1 split asks for the same bits
+    whatever the other documents are, which tiles across documents do not give.
     """
     _leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
-    _leave(cum_seq_q is None and seqused_k is not None)
+    _leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
     mask = _window(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -79,15 +79,20 @@ def flash_attn_with_kvcache(
     ends, new = _placed(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     sequences = slice(len(q)) if cache_batch_idx is None else cache_batch_idx
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache[sequences], v_cache[sequences]))
-    left, right = how.pop("left"), how.pop("right")
+    window = how.pop("left"), how.pop("right")
+    single, heads = q.shape[1] == 1 and q.shape[2] % keys.shape[1] == 0, queries.shape[1]
+    if single:  # heads that share keys are queries of one tile, which reads them once
+        queries = queries.reshape(len(q), keys.shape[1], -1, q.shape[3])
+    sizes = q.shape[1], queries.shape[2] if single else 1, keys.shape[2]
 
     def make() -> RowMask:
-        return _rows(ends + new, cache_leftpad, (left, right), queries.shape[2], keys.shape[2])
+        return _rows(ends + new, cache_leftpad, window, *sizes)
 
     tensors = ends, *(() if cache_leftpad is None else (cache_leftpad,))
-    key = "kvcache", left, right, new, queries.shape[2], keys.shape[2]
-    mask = kept(q, ends, tensors, key, make)
+    mask = kept(q, ends, tensors, ("kvcache", window, new, sizes), make)
     o, lse = attention(queries, keys, values, mask=mask, **how)
+    if single:
+        o, lse = (x.reshape(len(q), heads, 1, *x.shape[3:]) for x in (o, lse))
     o = o.transpose(1, 2).contiguous()
     return (o, lse) if return_softmax_lse else o
 
@@ -128,20 +133,23 @@ def _rows(
     starts: Tensor | None,
     window: tuple[int | None, int | None],
     queries: int,
+    times: int,
     keys: int,
 ) -> RowMask:
-    """Return the mask of queries that end where their keys do.
+    """Return the mask of queries that end where their keys do, each of which comes so many times.
 
     Args:
         ends: [batch], one past the last key of each sequence.
         starts: [batch], the first one; None is 0.
         window: (left, right), how many keys around its own position a query sees.
         queries: of each sequence.
+        times: 1 where there is more than one query.
         keys: of the cache.
     """
     ends = ends.clamp(0, keys)[:, None]
     low = torch.zeros_like(ends) if starts is None else starts[:, None].to(ends.dtype)
     at = ends + torch.arange(-queries, 0, dtype=ends.dtype, device=ends.device)
+    at = at.expand(-1, queries * times)
     left, right = window
     low = low.expand_as(at) if left is None else torch.maximum(low, at - left)
     high = ends.expand_as(at) if right is None else torch.minimum(ends, at + right + 1)

@@ -114,6 +114,52 @@ def test_flash_attn_varlen(device, used):
 
 
 @pytest.mark.usefixtures("_ours")
+def test_one_graph_for_all_lengths(device):
+    """Compiled with lengths as inputs, the functions are compiled once, and agree."""
+    q, k = tokens(device), tokens(device, heads=2)
+    k_cache, v_cache = (tokens(device, heads=2).detach().view(2, 20, 2, 64) for _ in range(2))
+
+    def step(cu, used):
+        how = {"causal": True, "window_size": (9, 0)}
+        o = flash_attn.flash_attn_varlen_func(q, k, k, cu, cu, 33, 33, **how, seqused_k=used)
+        return o, flash_attn.flash_attn_with_kvcache(
+            q[None, :2].transpose(0, 1), k_cache, v_cache, cache_seqlens=used[1:], **how
+        )
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for cu, used in ((CU, USED), ((0, 20, 30, 39), (20, 3, 9))):
+            given = numbers(device, cu), numbers(device, used)
+            results = [(o, torch.autograd.grad(o.sum(), (q, k)), d) for o, d in (
+                step(*given), compiled(*given))]  # fmt: skip
+            torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_for_all_lengths(device):
+    """Replayed with other lengths in their place, it answers them."""
+    q, cu = tokens(device), numbers(device, CU)
+
+    def step():
+        how = {"causal": True, "deterministic": True}
+        o = flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 33, 33, **how)
+        return o, *torch.autograd.grad(o.sum(), q)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for lengths in (CU, (0, 20, 30, 39)):
+        cu.copy_(numbers(device, lengths))
+        graph.replay()
+        torch.testing.assert_close(got, step(), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("_ours")
 def test_flash_attn_with_kvcache(device):
     """A step of decoding."""
     q, k_cache, v_cache = (tokens(device).detach().view(2, 20, 4, 64) for _ in range(3))

@@ -45,6 +45,7 @@ MOVED = {  # DTensor has to redistribute first
 OPTIONS = (
     {"causal": True, "return_lse": True},
     {"causal": "bottom_right", "window": (5, None), "scale": 0.7, "return_lse": False},
+    {"documents": ([0, 4, 9], [0, 7, 11]), "causal": "bottom_right", "return_lse": True},
 )
 
 
@@ -57,11 +58,16 @@ def check_case(mesh, case):
     """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
     problem = Problem(**SIZES | sizes)
-    for options in OPTIONS:
+    for asked in OPTIONS:
+        options = dict(asked)
         lse = options["return_lse"]
         grads = make_grads(problem)[: 1 + lse]
         whole = [x.requires_grad_() for x in make_inputs(problem)]
+        cu = tuple(torch.tensor(x) for x in options.get("documents", ()))
+        options |= {"documents": cu} if cu else {}
         wanted = attention(*whole, **options, impl="triton")
+        if cu:
+            options["documents"] = tuple(sharded(x, mesh, R) for x in cu)
         given = [
             sharded(x.detach(), mesh, placed).requires_grad_()
             for x, placed in zip(whole, (of_q, of_k, of_k), strict=True)
@@ -169,6 +175,11 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
     rule = dtensor._forward(q, k, v, *options)
     kinds = [R, BATCH, *[HEADS] * offered]
     assert rule == [([x] * 2, [x] * 3 + [None] * 7) for x in kinds]
+    one, each = (SimpleNamespace(placements=placements[0], shape=(n, 9, 2)) for n in (1, 4))
+    for bounds, of_batch in ((one, R), (each, BATCH)):
+        rule = dtensor._forward(q, k, v, bounds, bounds, *options[2:])
+        ends = [[of_batch if x == BATCH else R] * 2 + [None] * 5 for x in kinds]
+        assert rule == [([x] * 2, [x] * 3 + end) for x, end in zip(kinds, ends, strict=True)]
     rule = dtensor._backward(q, None, q, k, v, q, q, *options)
     assert rule == [([x] * 3, [x, None, *[x] * 5] + [None] * 7) for x in kinds]
 

@@ -24,9 +24,10 @@ BATCH, HEADS = Shard(0), Shard(1)
 
 
 def register() -> None:
-    """Tell DTensor how the operators ``flashattn::forward`` and ``::backward`` are sharded."""
+    """Tell DTensor how the operators of ``flashattn`` are sharded."""
     register_sharding(torch.ops.flashattn.forward.default)(_forward)
     register_sharding(torch.ops.flashattn.backward.default)(_backward)
+    register_sharding(torch.ops.flashattn.document_bounds.default)(_document_bounds)
 
 
 def _forward(q: Any, k: Any, v: Any, *options: Any) -> Rule:
@@ -37,6 +38,11 @@ def _backward(
     grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *options: Any
 ) -> Rule:
     return _rule((grad_o, grad_lse, q, k, v, o, lse), options, outputs=3, grouped=(q, k))
+
+
+def _document_bounds(*given: Any) -> Rule:
+    lengths: Placements = [Replicate() if hasattr(x, "placements") else None for x in given]
+    return [([Replicate()] * 2, lengths)]
 
 
 def _rule(
@@ -57,13 +63,20 @@ def _rule(
     ways = math.prod(mesh.size(i) for i in unlike)
     divisible = all(x.shape[1] % ways == 0 for x in grouped)
     kinds: list[Placement] = [Replicate(), BATCH, *([HEADS] if divisible else [])]
-    # Bounds of rows are those of all heads, and of all batches or of each.
-    whole: Placements = [Replicate() if hasattr(x, "placements") else None for x in options]
-    if any(whole):
-        kinds.remove(BATCH)
     return [
-        ([kind] * outputs, [None if x is None else kind for x in inputs] + whole) for kind in kinds
+        (
+            [kind] * outputs,
+            [None if x is None else kind for x in inputs] + [_of_rows(x, kind) for x in options],
+        )
+        for kind in kinds
     ]
+
+
+def _of_rows(x: Any, kind: Placement) -> Placement | None:
+    """Return how bounds of rows are placed, which are those of all heads, of one batch or each."""
+    if not hasattr(x, "placements"):
+        return None
+    return kind if kind == BATCH and x.shape[0] > 1 else Replicate()
 
 
 def _stays(kinds: tuple[Any, ...]) -> bool:

@@ -54,7 +54,8 @@ def attend(problem, config, how=None, precision="auto"):
         "hopper",
         how.pop("deterministic"),
         None if bounds else band.left,
-        bounds=int(bool(bounds)),
+        problem.softcap,
+        int(bool(bounds)),
     )
 
     class Attend(torch.autograd.Function):

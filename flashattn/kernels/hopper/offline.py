@@ -54,8 +54,8 @@ class HopperVariant:
         causal: whether scores are masked.
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "gqa_split", where query heads are split; of any "window", which a left bound masks, or
-            "rows", by bounds of rows.
+            "gqa_split", where query heads are split; of any "window", which a left bound masks,
+            "rows", by bounds of rows, or "softcap", where scores are capped.
     """
 
     kernel: str
@@ -159,7 +159,7 @@ class HopperVariant:
 
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
-    modes = {"tile_counter": "dynamic", "left": "window"}
+    modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
@@ -198,7 +198,7 @@ def _source(
         elif name == "head_dim":
             signature[name], attributes[(i,)] = "i32", ALIGNED
         else:
-            signature[name] = "fp32" if name.startswith("scale") else "i32"
+            signature[name] = "fp32" if name.startswith(("scale", "cap")) else "i32"
     kind = GluonASTSource if types else ASTSource
     return kind(function, signature, constants, attributes)
 

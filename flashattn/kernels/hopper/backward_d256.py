@@ -104,7 +104,7 @@ def compute_p(
     s = score.capped(s)
     p = gl.exp2(s * score.log2 - rows[None, :])
     if MASKED:
-        p = shape.mask.apply_transposed(p, start_q, start_kv, True)
+        p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
     # The n-th queries lie where those of two tiles before did, which dk released after it read P.
     sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
@@ -331,7 +331,7 @@ def compute_p_ds(
     s = score.capped(mma_wait(s, 1, D_HI))
     seen = s
     if MASKED:
-        seen = shape.mask.apply(s, start_q, start_kv, float("-inf"))
+        seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
     p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
     dp = mma_wait(dp, 0, D_HI)
     values.consumer_release(n)

@@ -150,10 +150,10 @@ def capped(s: Registers, cap: float) -> torch.Tensor:
 
 
 def tanh_approx(x: Registers) -> torch.Tensor:
-    """Return tanh(x) as far off as a GPU's: by 2^-16 of itself up or down, and 1 from x = 9 on."""
+    """Return tanh(x) as far off as a GPU's: by 2^-16 of itself up or down, and 1 from 10 on."""
     exact, up = x.tanh(), x.contiguous().view(torch.int32) & 1
     rounded = exact * (1 + (2.0 * up - 1) * 2.0**-16)
-    return torch.where(x.abs() < 9, rounded, exact).clamp(-1, 1)  # noqa: PLR2004
+    return torch.where(x.abs() < 10, rounded, exact).clamp(-1, 1)  # noqa: PLR2004
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> Registers:

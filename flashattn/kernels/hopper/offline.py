@@ -41,11 +41,11 @@ from flashattn.plan.tile import (
 FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
-    "hopper_fwd": ("dynamic", "window", "rows"),
-    "hopper_bwd": ("gqa_split", "window", "rows"),
+    "hopper_fwd": ("dynamic", "window", "rows", "softcap"),
+    "hopper_bwd": ("gqa_split", "window", "rows", "softcap"),
     "hopper_bwd_postprocess": ("rows",),
-    "hopper_bwd_d256_dkdv": ("gqa_split", "window"),
-    "hopper_bwd_d256_dq": ("window",),
+    "hopper_bwd_d256_dkdv": ("gqa_split", "window", "softcap"),
+    "hopper_bwd_d256_dq": ("window", "softcap"),
     "hopper_fwd_fp32": ("tf32", "window"),
     "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
     "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),

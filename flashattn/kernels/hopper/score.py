@@ -12,7 +12,7 @@ TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 
 @gluon.jit
 def tanh_approx(x):
-    """Return tanh(x), as fast as exp2: off by 2^-16 of itself at most, as a test on a GPU checks."""
+    """Return tanh(x), as fast as exp2. Tests on a GPU check that it is off by 2^-16 of itself."""
     return gl.inline_asm_elementwise(TANH, "=f,f", [x], gl.float32, True, 1)
 
 

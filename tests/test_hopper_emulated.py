@@ -706,8 +706,8 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = mma_wait(s, 1, t.d_hi)\n    if MASKED",
-            "    s = mma_wait(s, 2, t.d_hi)\n    if MASKED",
+            "    s = score.capped(mma_wait(s, 1, t.d_hi))\n",
+            "    s = score.capped(mma_wait(s, 2, t.d_hi))\n",
             "scores are used before they are there",
         ),
         UNFINISHED,

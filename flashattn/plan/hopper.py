@@ -84,8 +84,8 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
 
 def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
-    if options.softcap is not None:
-        return "the portable kernels: Hopper's have no softcap"
+    if options.softcap is not None and q.dtype == torch.float32:
+        return "the portable kernels: Hopper's in fp32 have no softcap"
     if options.bounds and q.dtype == torch.float32:
         return "the portable kernels: Hopper's in fp32 take no bounds of rows"
     if options.bounds and backward and q.shape[3] > rows.ONE_PASS:

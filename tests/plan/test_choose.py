@@ -70,6 +70,8 @@ dq_accum [1, 32, 4096, 64] float32; dq_semaphore [2048] int32, zeros
         ({"head_dim": 256}, ("sm90", "sm90_d256"), "two passes: "),
         ({"dtype": "float32"}, ("sm90_fp32", "sm90_fp32"), "fp32 is decomposed beforehand"),
         ({"deterministic": False}, ("sm90", "sm90"), "one pass: "),
+        ({"softcap": 50.0}, ("sm90", "sm90"), "one pass: "),
+        ({"softcap": 50.0, "dtype": "float32"}, ("portable", "portable"), "fp32 have no softcap"),
         ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is not positive"),
         ({"seq_q": 0}, ("none", "none"), "there is no query"),
     ],

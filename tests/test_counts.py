@@ -53,7 +53,6 @@ def count(folder, edits, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "flashattn.counts", *map(str, arguments)],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         check=False,
         text=True,

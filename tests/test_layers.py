@@ -151,6 +151,15 @@ def test_cold_import():
     assert output.strip() == "['torch']"
 
 
+def test_processes_of_tests_find_the_package(tmp_path):
+    """They import the package that is tested from any folder, whether or not it is installed."""
+    code = "import sys, flashattn; print(sys.path[1], flashattn.__file__, sep='\\n')"
+    output = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert output.splitlines() == [str(PACKAGE.parent), flashattn.__file__]
+
+
 def test_every_module_has_a_caption():
     """A module's docstring says what it is."""
     for path in MODULES:

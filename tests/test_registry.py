@@ -101,6 +101,25 @@ def test_peers_say_why_not():
         assert reason is None if name in ("tiled", "reference") else reason.startswith(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "sizes", "words"),
+    [
+        ("sdpa_flash", "cuda", {"causal": True}, "takes no causal mask when T != S"),
+        ("sdpa_flash", "cuda", {"causal": True, "seq_kv": 1}, "takes no causal mask when T != S"),
+        ("sdpa_flash", "cuda", {"causal": True, "seq_kv": 24}, None),
+        ("sdpa_flash", "cuda", {}, None),
+        ("sdpa_flash", "cpu", {"causal": True}, None),
+        ("sdpa_cudnn", "cuda", {"causal": True}, None),
+        ("sdpa_cudnn", "cuda", {"causal": True, "seq_kv": 1}, "takes no single key"),
+    ],
+)
+def test_lengths_that_torch_takes(name, device, sizes, words):
+    """FlashAttention's causal mask is bottom-right, and cuDNN refuses a single key."""
+    problem = Problem(**{"seq_q": 24, "seq_kv": 40, "head_dim": 16, "dtype": "float16"} | sizes)
+    reason = registry.get(name).why_not(problem, torch.device(device))
+    assert reason == (words and f"{name} {words}")
+
+
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Return what installs a package of one module that announces itself as implementations."""

@@ -38,6 +38,7 @@ from flashattn.plan.tile import (
 
 FP32 = 4  # bytes
 WINDOW_D = 128, 256  # of kernels that are compiled in a window, too
+OF_ROWS = ("hopper_fwd", "hopper_bwd", "hopper_bwd_postprocess")  # which bounds of rows mask
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -53,7 +54,8 @@ class HopperVariant:
         causal: whether scores are masked.
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "gqa_split", where query heads are split; of any "window", which a left bound masks.
+            "gqa_split", where query heads are split; of any "window", which a left bound masks, or
+            "rows", by bounds of rows.
     """
 
     kernel: str
@@ -158,10 +160,12 @@ class HopperVariant:
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
     modes = {"tile_counter": "dynamic", "left": "window"}
+    rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
+    modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
         modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
     absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
-    return absent if causal else [*absent, "right"]
+    return absent if causal and mode != "rows" else [*absent, "right"]
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -177,6 +181,7 @@ def _source(
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
     common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum"), "*fp32")
     common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
+    common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -199,7 +204,7 @@ def _source(
 
 
 def variants() -> list[HopperVariant]:
-    """Return the kernels with every config of the tables, and one of each kernel in a window."""
+    """Return the kernels with every config of the tables, and one of each with other masks."""
     found = [
         *(
             HopperVariant("hopper_fwd", d, config, causal, mode)
@@ -234,5 +239,7 @@ def variants() -> list[HopperVariant]:
         ),
     ]
     causal = [x for x in found if x.causal and not x.mode and x.head_dim in WINDOW_D]
-    windows = {x.kernel: replace(x, mode="window") for x in reversed(causal)}
-    return list(dict.fromkeys([*found, *windows.values()]))
+    one = {x.kernel: x for x in reversed(causal)}
+    others = [replace(x, mode="window") for x in one.values()]
+    others += [replace(x, mode="rows") for x in one.values() if x.kernel in OF_ROWS]
+    return list(dict.fromkeys([*found, *others]))

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels.constants import SIZES
+from flashattn.kernels.constants import HALF_BIT, SIZES
 from flashattn.kernels.portable.mask import apply_mask, keep_rows, key_tiles, of_batch, seen_keys
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
@@ -72,7 +72,7 @@ def mainloop(
         if MASKED and band[3] is not None:
             kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
             v_tile = keep_rows(v_tile, kept, CONFIG.TERMS)
-        acc = dot(p, v_tile, acc * alpha[:, None], CONFIG)
+        acc = dot(p, v_tile, acc * alpha[:, None], CONFIG, HALF_BIT)
         m = m_new
     return acc, m, l, l_error
 

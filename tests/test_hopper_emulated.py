@@ -398,6 +398,23 @@ def test_the_same_bits(deterministic, causal, left):
     assert same == [True] * 4 + [deterministic]
 
 
+@pytest.mark.parametrize("accumulators", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
+    """Whatever the workspace of the semaphores held before, no program waits in vain."""
+    monkeypatch.setattr(hopper, "dq_accumulators", lambda *_, **__: accumulators)
+    empty = torch.empty
+
+    def used(*args, **how):
+        x = empty(*args, **how)
+        return x.fill_(-7) if x.dtype == torch.int32 else x
+
+    monkeypatch.setattr(torch, "empty", used)
+    problem = bf16(batch=2, heads=3, seq_q=330, seq_kv=400, causal=True, head_dim=head_dim)
+    with emulated(multiprocessors=3):
+        assert_accurate(attend(problem, WIDE, TURNS), Sample(problem=problem))
+
+
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
     """Where programs queue they share several workspaces, whose sum is dq, the same every time."""

@@ -137,6 +137,7 @@ class Variant:
             "PADDED": padding(self.head_dim, []),
             "BLOCK": self._fixed[0],
             "BLOCK_D": block_d(self.head_dim),
+            "COUNTERS": 0,
             "TERMS": TERMS.get(precision, 0),
         }
 
@@ -170,6 +171,7 @@ def _types(variant: Variant) -> dict[str, Any]:
             **dict.fromkeys(("o_strides", "grad_o_strides"), strides),
             **dict.fromkeys(("o_partial", "lse_partial", "lse", "grad_lse"), FP32),
             **dict.fromkeys(("lse_log2", "delta"), FP32),
+            "counters": None,
             "seq_q_rounded": Type("i32", aligned=True),
             "head_dim": columns,
             "inputs": (given,) * 4,

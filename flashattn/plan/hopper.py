@@ -255,7 +255,7 @@ def _backward_half(
             *portable.row_workspaces(q),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
-            Workspace("dq_semaphore", (semaphores,), torch.int32, zeroed=True),
+            Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it
         ),
         why=tuple(why),
     )

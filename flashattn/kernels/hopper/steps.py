@@ -121,7 +121,9 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
         options: what is asked.
     """
     q, k, v, grad_o, o, *_ = specs
-    rows, splits = portable.preprocessing(o, grad_o), plan.gqa_splits
+    splits = plan.gqa_splits
+    counters = next((x for x in plan.workspaces if x.name == "dq_semaphore"), None)
+    rows = portable.preprocessing(o, grad_o, counters)
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
     if isinstance(tile, HopperBackwardTile):

@@ -210,6 +210,7 @@ def dilated(b, h, t, s):
     [
         (lambda: seen_of(masks.of(dilated)), "query 2 sees keys that are not next to one another"),
         (lambda: seen_of(masks.of(S <= 11 - T)), "query 1 sees begin or end before"),
+        (lambda: seen_of(masks.of(S >= 11 - T)), "query 1 sees begin or end before"),
         (lambda: seen_of(masks.of(lambda b, h, t, s: s < h + t)), "which head it is"),
         (lambda: seen_of(masks.of(S[:, :5] <= T)), "wanted a bool tensor for"),
         (lambda: masks.of(torch.ones(5, 12)), r"wanted bool \[T, S\]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +24,9 @@ from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import dense_strides
 from flashattn.problem import Problem, check_among, check_scale
 from flashattn.score import check_sink, with_sink
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 IMPLS = ("auto", "triton", "hopper", "tiled")
 _NO_BOUNDS: list[torch.Tensor] = []
@@ -131,7 +134,7 @@ class Where(NamedTuple):
         seq_kv: S, likewise.
     """
 
-    group: str
+    group: GroupName
     rank: int
     placement: Placement
     seq_q: int

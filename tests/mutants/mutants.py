@@ -288,8 +288,8 @@ MUTANTS = [
     Mutant(
         "batches_of_one_kind",
         "bounds.py",
-        "return found._replace(full=found.first, full_end=found.first)",
-        "return found",
+        "tiles_between(least[start],",
+        "tiles_between(most[start],",
         "a tile that one batch sees whole is not masked in the others",
         "tests/test_masks.py::test_tiles_of_intervals",
     ),

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SAID = (
     "assert ",
     "AssertionError",
+    "Failed: DID NOT RAISE",
     "flashattn.testing.accuracy.InaccurateError",
     "triton.runtime.errors.InterpreterError: RuntimeWarning('invalid value",
 )

@@ -1,5 +1,6 @@
 """FlashAttention in Triton, proven against naive attention and measured against everything else."""
 
+from flashattn import masks
 from flashattn.api import attention, explain
 from flashattn.ops import FlashAttentionTriton
 from flashattn.problem import Problem
@@ -16,6 +17,7 @@ __all__ = [
     "attention",
     "explain",
     "get",
+    "masks",
     "names",
     "register",
     "weighted_sum",

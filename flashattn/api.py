@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import pad
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
+from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import gpu_of
-from flashattn.mask import UNBOUNDED, Causal, Window
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.masks import Documents, RowMask, bounds_of
 from flashattn.plan.choose import choose
 from flashattn.plan.gpu import CARDS, Gpu
 from flashattn.plan.plan import Plan
@@ -29,10 +31,15 @@ FASTEST_FIRST = {
     "meta": ("reference",),
 }
 FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
-OURS = (*registry.ASKED, "sink", "return_lse", "impl", "precision", "deterministic")
+OURS = (
+    *(registry.ASKED - {"bounds"}),
+    *("documents", "mask", "sink", "return_lse", "impl", "precision", "deterministic"),
+)
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
-    "attn_mask": "the only masks are those of causal and window",
+    "attn_mask": "use mask=flashattn.masks.of(attn_mask)",
+    "cu_seqlens": "use documents",
+    "cu_seqlens_q": "use documents=(cu_seqlens_q, cu_seqlens_k)",
     "dropout_p": "there is no dropout",
     "enable_gqa": "k and v may have fewer heads than q without it",
     "precision": "PyTorch's settings say how it multiplies",
@@ -48,6 +55,8 @@ def attention(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    documents: Documents | None = None,
+    mask: RowMask | None = None,
     softcap: float | None = None,
     sink: torch.Tensor | None = None,
     scale: float | None = None,
@@ -77,6 +86,12 @@ def attention(
         window: (left, right), how many keys before and after its own position a query sees, both
             inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
             right = 0. Query t has position t, with ``causal="bottom_right"`` t + S - T.
+        documents: cu, or (cu_q, cu_k), int32 or int64 [N + 1] on q's device: documents packed one
+            behind the other, flash-attn's ``cu_seqlens``. Document i has queries cu_q[i] ...
+            cu_q[i + 1] - 1 and sees keys cu_k[i] ... cu_k[i + 1] - 1, among these as ``causal`` and
+            ``window`` say. Queries behind the last document see nothing. On a GPU the values are
+            not checked (see ``masks.check_documents``), nor waited for.
+        mask: an object of ``flashattn.masks``, which hides more keys.
         softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
             None is none.
         sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
@@ -114,10 +129,15 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    lse_wanted = return_lse or sink is not None
+    lse_wanted, bounds = return_lse or sink is not None, None
+    given = causal, window, documents, mask
+    if documents is not None or mask is not None:
+        bounds = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
+        causal, window = False, UNBOUNDED
     key = _key(
-        q, k, v, causal, window, softcap, scale, lse_wanted, impl, precision, deterministic, options
-    )
+        q, k, v, causal, window, bounds, softcap, scale, lse_wanted, impl, precision, deterministic,
+        options,
+    )  # fmt: skip
     try:
         attend = _PLANS[key] if key is not None else None
     except (KeyError, TypeError):  # TypeError: a mask of no hashable value
@@ -125,8 +145,10 @@ def attention(
     if attend is None:
         dtype = _autocast_dtype(q)
         if dtype is not None:
-            options |= {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+            options |= zip(("causal", "window", "documents", "mask"), given, strict=True)
             options |= {
+                "softcap": softcap,
+                "scale": scale,
                 "impl": impl,
                 "sink": sink,
                 "return_lse": return_lse,
@@ -140,14 +162,16 @@ def attention(
         # An implementation's own defaults are these, too.
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
-        attend = _prepare(q, k, v, causal, window, softcap, scale, lse_wanted, impl, options)
+        attend = _prepare(
+            q, k, v, causal, window, bounds, softcap, scale, lse_wanted, impl, options
+        )
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
             _PLANS[key] = attend
     if sink is not None:
         check_sink(sink, 1 if q.ndim == 3 else q.shape[1], q.device)  # noqa: PLR2004 - [B, T, D]
-    o, lse = attend(q, k, v)
+    o, lse = attend(q, k, v) if bounds is None else attend(q, k, v, bounds)
     if sink is not None and lse is not None:
         o, lse = with_sink(o, lse, sink)
     return o if lse is None or not return_lse else (o, lse)
@@ -160,6 +184,8 @@ def explain(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    documents: Documents | None = None,
+    mask: RowMask | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     impl: str = "auto",
@@ -179,6 +205,8 @@ def explain(
         v: likewise.
         causal: likewise.
         window: likewise.
+        documents: likewise; all that is asked is whether there are some.
+        mask: likewise.
         softcap: likewise.
         scale: likewise.
         impl: "triton", "hopper", or "auto", for each pass the faster one.
@@ -193,7 +221,12 @@ def explain(
     if _only_v_differs_in_width(q, k, v):
         scale = check_scale(scale, q.shape[-1])
         q, k, v = _widened(q, k, v)
-    problem = Problem.of(q, k, v, causal=causal, window=window, softcap=softcap)
+    rows = documents is not None or mask is not None
+    if rows:
+        causal, window = False, UNBOUNDED
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, softcap=softcap, documents=_unknown(rows)
+    )
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
         if gpu is not None:
@@ -225,6 +258,7 @@ def _key(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
+    bounds: Bounds | None,
     softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001 - by position costs less
@@ -245,6 +279,8 @@ def _key(
     try:
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
+        if bounds is not None:
+            named = *named, Bounds, bounds.keys.shape[0]
         return (
             signature(q, k, v),
             q.requires_grad or k.requires_grad or v.requires_grad,
@@ -264,6 +300,7 @@ def _prepare(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
+    bounds: Bounds | None,
     softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001
@@ -273,29 +310,56 @@ def _prepare(
     """Check the arguments, choose, and return what answers them and all like them."""
     if _only_v_differs_in_width(q, k, v):
         scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
-        given = *_widened(q, k, v), causal, window, softcap, scale, return_lse
+        given = *_widened(q, k, v), causal, window, bounds, softcap, scale, return_lse
         wide = _prepare(*given, impl, options)
 
-        def narrowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> registry.Pair:
-            o, lse = wide(*_widened(q, k, v))
+        def narrowed(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Bounds
+        ) -> registry.Pair:
+            o, lse = wide(*_widened(q, k, v), *bounds)
             return o[..., :columns], lse
 
         return narrowed
-    problem = Problem.of(q, k, v, causal=causal, window=window, softcap=softcap)
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, softcap=softcap,
+        documents=_unknown(bounds is not None),
+    )  # fmt: skip
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
     scale = check_scale(scale, q.shape[-1])
-    how = {**problem.keywords, "scale": scale, **fastest, **taken}
+    how = {**problem.keywords, "scale": scale, **fastest, **taken, "bounds": bounds}
+    how.pop("documents", None)
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
 
-    def one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> registry.Pair:
-        o, lse = attend(q[:, None], k[:, None], v[:, None])
+    def one_head(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Bounds
+    ) -> registry.Pair:
+        o, lse = attend(q[:, None], k[:, None], v[:, None], *bounds)
         return o[:, 0], None if lse is None else lse[:, 0]
 
     return one_head
+
+
+def _bounds(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    documents: Documents | None,
+    rows: RowMask | None,
+) -> Bounds:
+    """Return the bounds that the arguments of ``attention`` ask for."""
+    if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
+        Problem.of(q, k, v)  # which says what is wrong
+    return bounds_of(q, k, mask, documents, rows)
+
+
+def _unknown(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001
+    """Return what a problem knows of a mask of rows."""
+    return "unknown" if rows else None
 
 
 def _only_v_differs_in_width(*tensors: torch.Tensor) -> bool:

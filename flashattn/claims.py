@@ -14,7 +14,7 @@ from flashattn.problem import Problem
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
-    """The contract, clause by clause; by default all but the logsumexp, windows and caps.
+    """The contract, clause by clause; by default all but lse, windows, intervals and caps.
 
     Args:
         lse: it returns (o, lse), both differentiable.
@@ -22,6 +22,8 @@ class Claims:
         strict: it takes unusual values, strides and scales, too.
         bottom_right: it aligns causal masks at the bottom right.
         windows: it takes ``window=(left, right)``, as ``attention`` does.
+        intervals: it takes ``bounds=``, a ``bounds.Bounds``, which is then all of the mask: packed
+            documents, padding, prefixes, any mask of one run of keys for each query.
         softcap: it takes ``softcap=``, as ``attention`` does.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
@@ -38,6 +40,7 @@ class Claims:
     strict: bool = True
     bottom_right: bool = True
     windows: bool = False
+    intervals: bool = False
     softcap: bool = False
     grouped: bool = True
     empty: bool = True
@@ -54,6 +57,8 @@ class Claims:
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,
             "takes no sliding windows": problem.window != UNBOUNDED and not self.windows,
+            "takes no documents and no mask but a window": problem.documents is not None
+            and not self.intervals,
             "takes no softcap": problem.softcap is not None and not self.softcap,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": _is_empty(problem) and not self.empty,
@@ -72,15 +77,14 @@ class Claims:
 
         Tests whose point is another use it, so that a kernel of few shapes is still tested.
         """
-        changes: dict[str, Any] = {}
-        if not self.bottom_right and problem.causal == "bottom_right":
-            changes["causal"] = "top_left"
-        if not self.windows:
-            changes["window"] = UNBOUNDED
-        if not self.softcap:
-            changes["softcap"] = None
-        if not self.grouped:
-            changes["kv_heads"] = problem.heads
+        claimed = {
+            "causal": self.bottom_right or problem.causal != "bottom_right" or "top_left",
+            "window": self.windows or UNBOUNDED,
+            "documents": self.intervals or None,
+            "softcap": self.softcap or None,
+            "kv_heads": self.grouped or problem.heads,
+        }
+        changes: dict[str, Any] = {name: x for name, x in claimed.items() if x is not True}
         if not self.empty:
             sizes = ("batch", "seq_q", "seq_kv")
             changes |= {name: 1 for name in sizes if getattr(problem, name) == 0}
@@ -92,7 +96,8 @@ class Claims:
             changes["head_dim"] = min(larger or self.head_dims or ())
         fitted = replace(problem, **changes)
         if not self.fully_masked_rows and fitted.fully_masked_rows > 0:
-            fitted = replace(fitted, seq_kv=max(fitted.seq_q, fitted.seq_kv))
+            seq_kv = max(fitted.seq_q, fitted.seq_kv)
+            fitted = replace(fitted, seq_kv=seq_kv, documents=None)
         return fitted
 
 

@@ -188,11 +188,11 @@ class Band:
 
     def key_tiles(self, start: int, stop: int, block: int) -> Tiles:
         """Return the tiles of keys that queries start ... stop - 1 visit."""
-        return _tiles(self.keys_of(start), self.keys_of(stop - 1), block, self.seq_kv)
+        return tiles_between(self.keys_of(start), self.keys_of(stop - 1), block, self.seq_kv)
 
     def query_tiles(self, start: int, stop: int, block: int) -> Tiles:
         """Return the tiles of queries that visit keys start ... stop - 1."""
-        return _tiles(self.queries_of(start), self.queries_of(stop - 1), block, self.seq_q)
+        return tiles_between(self.queries_of(start), self.queries_of(stop - 1), block, self.seq_q)
 
     @property
     def pairs(self) -> int:
@@ -228,7 +228,7 @@ def _clamp(x: Index, most: int) -> Index:
     return x.clamp(0, most) if isinstance(x, torch.Tensor) else max(0, min(x, most))
 
 
-def _tiles(first: tuple[int, int], last: tuple[int, int], block: int, size: int) -> Tiles:
+def tiles_between(first: tuple[int, int], last: tuple[int, int], block: int, size: int) -> Tiles:
     """Return the tiles between the bounds of the first row and those of the last."""
     (low, high), (last_low, last_high) = first, last
     start = low // block

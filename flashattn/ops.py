@@ -6,7 +6,7 @@ whole. Triton is imported, and a kernel compiled, when it is first called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
@@ -25,7 +26,7 @@ from flashattn.problem import ALIGNMENT, Problem, check_scale
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
+Attend = Callable[..., Outputs]  # of q, k and v, and of bounds if there are some
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Differentiate = Callable[..., Gradients]
 
@@ -42,14 +43,16 @@ def _execute() -> ModuleType:
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, SymInt? left, SymInt? right, float scale,"
-    " float? softcap, str precision, str family, bool deterministic) -> (Tensor o, Tensor lse)",
+    "forward(Tensor q, Tensor k, Tensor v, Tensor? key_bounds, Tensor? query_bounds, SymInt? left,"
+    " SymInt? right, float scale, float? softcap, str precision, str family, bool deterministic)"
+    " -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " SymInt? left, SymInt? right, float scale, float? softcap, str precision, str family,"
-    " bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " Tensor? key_bounds, Tensor? query_bounds, SymInt? left, SymInt? right, float scale,"
+    " float? softcap, str precision, str family, bool deterministic)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward = torch.ops.flashattn.forward.default
@@ -60,19 +63,13 @@ def _launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    left: int | None,
-    right: int | None,
-    scale: float,
-    softcap: float | None,
-    precision: str,
-    family: Family,
-    deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
+    key_bounds: torch.Tensor | None,
+    query_bounds: torch.Tensor | None,
+    *how: Any,
 ) -> Outputs:
-    options = Options(
-        right, scale, input_precision(precision, q.dtype), family, deterministic, left, softcap
-    )
-    attend: Attend = _execute().prepare_forward(q, k, v, options)
-    return attend(q, k, v)
+    bounds = _bounds(key_bounds, query_bounds)
+    attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, bounds, *how))
+    return attend(q, k, v, *bounds)
 
 
 def _launch_backward(
@@ -83,21 +80,40 @@ def _launch_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    key_bounds: torch.Tensor | None,
+    query_bounds: torch.Tensor | None,
+    *how: Any,
+) -> Gradients:
+    bounds = _bounds(key_bounds, query_bounds)
+    prepared: Differentiate = _execute().prepare_backward(
+        (grad_o, grad_lse), (q, k, v, o, lse), _options(q.dtype, bounds, *how)
+    )
+    return prepared(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+
+
+def _bounds(
+    key_bounds: torch.Tensor | None, query_bounds: torch.Tensor | None
+) -> Bounds | tuple[()]:
+    """Return the bounds that an operator was given, if it was."""
+    if key_bounds is None or query_bounds is None:
+        return ()
+    return Bounds(key_bounds, query_bounds)
+
+
+def _options(
+    dtype: torch.dtype,
+    bounds: Sequence[torch.Tensor],
     left: int | None,
     right: int | None,
     scale: float,
     softcap: float | None,
     precision: str,
     family: Family,
-    deterministic: bool,  # noqa: FBT001
-) -> Gradients:
-    options = Options(
-        right, scale, input_precision(precision, q.dtype), family, deterministic, left, softcap
-    )
-    prepared: Differentiate = _execute().prepare_backward(
-        (grad_o, grad_lse), (q, k, v, o, lse), options
-    )
-    return prepared(q, k, v, grad_o, o, lse, grad_lse)
+    deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
+) -> Options:
+    """Return what plans depend on; the arguments are those of an operator."""
+    precise, batches = input_precision(precision, dtype), bounds[0].shape[0] if bounds else 0
+    return Options(right, scale, precise, family, deterministic, left, softcap, batches)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +144,7 @@ def _(
 
 def _run_forward(*inputs: Any) -> Outputs:
     """Launch, where gradients are not wanted or somebody else takes care of them."""
-    if dispatch_is_trivial(*inputs[:3]):
+    if dispatch_is_trivial(*inputs[:5]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
         return _forward(*inputs)
@@ -136,7 +152,7 @@ def _run_forward(*inputs: Any) -> Outputs:
 
 def _run_backward(*inputs: Any) -> Gradients:
     """Launch likewise."""
-    if dispatch_is_trivial(*inputs[:7]):
+    if dispatch_is_trivial(*inputs[:9]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
         return _backward(*inputs)
@@ -155,11 +171,13 @@ class Prepared:
         self.attend, self.options = attend, options
         self._backwards: dict[tuple[object, ...], Any] = {}
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds | tuple[()] = ()
+    ) -> Outputs:
         """Return o and lse, past the dispatcher."""
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_directly(q, k, v, self)
-        return self.attend(q, k, v)
+            return _apply_directly(self, q, k, v, *bounds)
+        return self.attend(q, k, v, *bounds)
 
     def backward(self, grads: Any, saved: Any) -> Gradients:
         """Return the gradients of q, k and v.
@@ -168,9 +186,9 @@ class Prepared:
         them to the CPU and back, may change strides and addresses; torch's setting for fp32
         products may be another by now.
         """
-        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        (grad_o, grad_lse), (q, k, v, o, lse, *bounds) = grads, saved
         if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved):
-            return _backward(*grads, *saved, *self.options)
+            return _backward(*grads, *_with_bounds(saved), *self.options)
         key = (
             q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
             v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
@@ -181,14 +199,17 @@ class Prepared:
         )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:
-            left, right, scale, softcap, precision, family, deterministic = self.options
-            precision = input_precision(precision, q.dtype)
-            options = Options(right, scale, precision, family, deterministic, left, softcap)
-            plan = _execute().prepare_backward(grads, saved, options)
+            options = _options(q.dtype, bounds, *self.options)
+            plan = _execute().prepare_backward(grads, (q, k, v, o, lse), options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key] = plan
-        return plan(q, k, v, grad_o, o, lse, grad_lse)
+        return plan(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+
+
+def _with_bounds(saved: Any) -> Any:
+    """Return q, k, v, o and lse, and bounds, or None in their place, as an operator takes them."""
+    return (*saved, None, None) if len(saved) == 5 else saved  # noqa: PLR2004
 
 
 class _Dispatched(NamedTuple):
@@ -196,11 +217,11 @@ class _Dispatched(NamedTuple):
 
     options: tuple[Any, ...]
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        return _below_autograd(_forward, q, k, v, *self.options)
+    def attend(self, *inputs: torch.Tensor | None) -> Outputs:
+        return _below_autograd(_forward, *inputs, *self.options)
 
     def backward(self, grads: Any, saved: Any) -> Gradients:
-        return _backward(*grads, *saved, *self.options)
+        return _backward(*grads, *_with_bounds(saved), *self.options)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -209,14 +230,15 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        prepared: Prepared | _Dispatched,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        prepared: Prepared | _Dispatched,
+        *bounds: torch.Tensor | None,
     ) -> Outputs:
-        o, lse = prepared.attend(q, k, v)
-        ctx.prepared = prepared
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = prepared.attend(q, k, v, *bounds)
+        ctx.prepared, ctx.absent = prepared, (None,) * len(bounds)
+        ctx.save_for_backward(q, k, v, o, lse, *(x for x in bounds if x is not None))
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -226,7 +248,7 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        return *ctx.prepared.backward((grad_o, grad_lse), saved), None
+        return None, *ctx.prepared.backward((grad_o, grad_lse), saved), *ctx.absent
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
@@ -237,9 +259,9 @@ class _Once(torch.autograd.Function):
     """The backward operator, which has no gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Gradients:
+    def forward(ctx: Any, dispatched: _Dispatched, *inputs: Any) -> Gradients:
         del ctx
-        gradients: Gradients = _below_autograd(_backward, *inputs[:-1], *inputs[-1].options)
+        gradients: Gradients = _below_autograd(_backward, *inputs, *dispatched.options)
         return gradients
 
     @staticmethod
@@ -277,15 +299,15 @@ def _autograd(run: Any, function: Any, tensors: int) -> Any:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
             return run(*inputs)
         with enable_single_level_autograd_function():
-            return apply(*inputs[:tensors], _Dispatched(inputs[tensors:]))
+            return apply(_Dispatched(inputs[tensors:]), *inputs[:tensors])
 
     return kernel
 
 
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, 3), "Autograd")
-_LIBRARY.impl("backward", _autograd(_run_backward, _Once, 7), "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, 5), "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _Once, 9), "Autograd")
 
 
 def _vmap(op: Any, batched: int) -> Any:
@@ -306,8 +328,8 @@ def _vmap(op: Any, batched: int) -> Any:
     return rule
 
 
-torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=3), lib=_LIBRARY)
-torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=7), lib=_LIBRARY)
+torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=5), lib=_LIBRARY)
+torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=9), lib=_LIBRARY)
 
 
 def prepare(
@@ -317,6 +339,7 @@ def prepare(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     precision: str = "auto",
@@ -334,6 +357,7 @@ def prepare(
         v: [B, G, S, D].
         causal: see ``attention``.
         window: see ``attention``.
+        bounds: all of the mask, in their place.
         softcap: see ``attention``.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
@@ -345,36 +369,33 @@ def prepare(
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
     """
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    how = scale, softcap, precision, family, deterministic
+    if bounds is not None:
+        return _attend(q, k, v, bounds, None, None, *how)
     seen = mask.over(q.shape[2], k.shape[2]).seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
     if not every:  # what no query sees may be NaN
         k, v = k[:, :, seen], v[:, :, seen]
     band = mask.over(q.shape[2], k.shape[2])
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    given = band.left, band.right, scale, softcap, precision, family, deterministic
-    attend: Attend
-    if dispatch_is_trivial(q, k, v):
-        attend = bind(signature(q, k, v), *given)
-    else:
-        attend = lambda q, k, v: _forward(q, k, v, *given)  # noqa: E731
+    attend = _attend(q, k, v, (), band.left, band.right, *how)
     return attend if every else lambda q, k, v: attend(q, k[:, :, seen], v[:, :, seen])
 
 
-def bind(
-    given: tuple[Signature, ...],
-    left: int | None,
-    right: int | None,
-    scale: float,
-    softcap: float | None,
-    precision: str,
-    family: Family,
-    deterministic: bool,  # noqa: FBT001
-) -> Prepared:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds | tuple[()], *how: Any
+) -> Attend:
+    """Return what attends to these and all like them, through the operators if one is due."""
+    if dispatch_is_trivial(q, k, v, *bounds):
+        return bind(signature(q, k, v), *how, bounds=bounds)
+    absent = () if bounds else (None, None)
+    return lambda q, k, v, bounds=(): _forward(q, k, v, *bounds, *absent, *how)
+
+
+def bind(given: tuple[Signature, ...], *how: Any, bounds: Bounds | tuple[()] = ()) -> Prepared:
     """Return what the operators launch for q, k and v with these signatures; args as theirs."""
-    precise = input_precision(precision, given[0][2])
-    options = Options(right, scale, precise, family, deterministic, left, softcap)
-    attend = _execute().bind_forward(given, options)
-    return Prepared(attend, (left, right, scale, softcap, precision, family, deterministic))
+    attend = _execute().bind_forward(given, _options(given[0][2], bounds, *how))
+    return Prepared(attend, how)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -408,5 +429,5 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        grads = _backward(grad_o, None, *saved, *ctx.options)
+        grads = _backward(grad_o, None, *saved, None, None, *ctx.options)
         return *(x.squeeze(1) for x in grads), None

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -19,6 +19,10 @@ from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.score import check_softcap
 
 ALIGNMENT = 16  # bytes: what is loaded at once depends on an address no further
+
+# Queries and keys of each packed document, or "unknown" where only the device knows the mask.
+Lengths = tuple[tuple[int, int], ...]
+Documents = Lengths | Literal["unknown"] | None
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -37,12 +41,15 @@ class Problem:
         head_dim: D.
         causal: False, "top_left" (or True) or "bottom_right".
         window: (left, right), see ``Mask.of``; of a causal mask only ``left`` is kept.
+        documents: queries and keys of each document that is packed into the rows, each with the
+            mask; rows behind the last see nothing. "unknown": only the device knows which keys a
+            query sees, and costs are those without documents.
         softcap: bound on the scores, see ``score``; None is none.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
-        ValueError: a size is negative, G does not divide H, or causal, window, softcap or dtype is
-            wrong.
+        ValueError: a size is negative, G does not divide H, documents are longer than the rows, or
+            causal, window, softcap or dtype is wrong.
     """
 
     batch: int = 1
@@ -53,6 +60,7 @@ class Problem:
     head_dim: int = 64
     causal: Causal = False
     window: Window = UNBOUNDED
+    documents: Documents = None
     softcap: float | None = None
     dtype: str = "float32"
 
@@ -71,6 +79,7 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
+        _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask
         object.__setattr__(self, "causal", mask.causal)
         object.__setattr__(self, "window", mask.window)
@@ -86,6 +95,7 @@ class Problem:
         causal: Causal = False,
         window: Window = UNBOUNDED,
         softcap: float | None = None,
+        documents: Documents = None,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
 
@@ -96,6 +106,7 @@ class Problem:
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
+            documents: as above.
 
         Raises:
             ValueError: names the argument that does not fit, what was wanted and what came.
@@ -118,6 +129,7 @@ class Problem:
             head_dim=head_dim,
             causal=causal,
             window=window,
+            documents=documents,
             softcap=softcap,
             dtype=str(q.dtype).removeprefix("torch."),
         )
@@ -127,8 +139,9 @@ class Problem:
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
+        docs = "" if self.documents is None else f"-docs{_listed(self.documents)}"
         cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{cap}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{cap}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -139,11 +152,12 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            f" -window70+0, then -cap50), got {name!r}"
+            f" -window70+0, then -docs40+30x20, then -cap50), got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
-            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)(?:-cap(.+))?",
+            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)"
+            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap(.+))?",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -151,7 +165,8 @@ class Problem:
             raise wrong
         try:
             mask = Mask.parse(found[8])
-            softcap = check_softcap(None if found[9] is None else float(found[9]))
+            documents = None if found[9] is None else _parsed(found[9])
+            softcap = check_softcap(None if found[10] is None else float(found[10]))
         except ValueError:
             raise wrong from None
         sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
@@ -159,6 +174,7 @@ class Problem:
             **sizes,
             causal=mask.causal,
             window=mask.window,
+            documents=documents,
             softcap=softcap,
             dtype=dtypes[found[1]],
         )
@@ -181,24 +197,33 @@ class Problem:
         """What an implementation is called with: ``causal``, and what else is asked for."""
         asked = {
             "window": None if self.window == UNBOUNDED else self.window,
+            "documents": self.documents,
             "softcap": self.softcap,
         }
         return {"causal": self.causal} | {name: x for name, x in asked.items() if x is not None}
 
     @property
     def band(self) -> Band:
-        """The mask over this problem's queries and keys."""
+        """The mask over this problem's queries and keys, whatever the documents."""
         return self.mask.over(self.seq_q, self.seq_kv)
+
+    @property
+    def bands(self) -> list[Band]:
+        """The mask over the queries and keys of each document; of all, if none are packed."""
+        if self.documents is None or self.documents == "unknown":
+            return [self.band]
+        return [self.mask.over(*lengths) for lengths in self.documents]
 
     @property
     def pairs(self) -> int:
         """Scores that count, over all heads: exact, so a causal problem has about half."""
-        return self.batch * self.heads * self.band.pairs
+        return self.batch * self.heads * sum(band.pairs for band in self.bands)
 
     @property
     def fully_masked_rows(self) -> int:
         """Queries of each head that see no key."""
-        return self.band.fully_masked_rows
+        in_documents = sum(band.seq_q for band in self.bands)
+        return self.seq_q - in_documents + sum(band.fully_masked_rows for band in self.bands)
 
     def flops(self, passes: str = "forward") -> int:
         """Multiply-adds counted as two: two products forward, five backward (one recomputes).
@@ -223,6 +248,34 @@ class Problem:
         lse = 4 * self.batch * self.heads * self.seq_q
         moved = {"forward": 2 * (queries + keys) + lse, "backward": 4 * (queries + keys) + lse}
         return sum(moved[name] for name in passes.split("+"))
+
+
+def _check_lengths(documents: Documents, sizes: tuple[int, int]) -> None:
+    if documents is None or documents == "unknown":
+        return
+    pairs = isinstance(documents, tuple) and all(
+        isinstance(x, tuple) and len(x) == len(sizes) and min(x) >= 0 for x in documents
+    )
+    if not pairs or not documents:
+        raise ValueError(f"documents: wanted pairs of lengths, got {documents!r}")
+    for rows, size in zip(zip(*documents, strict=True), sizes, strict=True):
+        if sum(rows) > size:
+            raise ValueError(f"documents: wanted {size} rows at the most, got {sum(rows)}")
+
+
+def _listed(documents: Lengths | Literal["unknown"]) -> str:
+    """Return the name of documents: 40+30x20, with as many keys as queries if one number."""
+    if documents == "unknown":
+        return documents
+    return "+".join(f"{t}" if t == s else f"{t}x{s}" for t, s in documents)
+
+
+def _parsed(name: str) -> Documents:
+    """Return the documents that ``_listed`` names so."""
+    if name == "unknown":
+        return "unknown"
+    numbers = [[int(x) for x in document.split("x")] for document in name.split("+")]
+    return tuple((x[0], x[-1]) for x in numbers)
 
 
 def check_among(name: str, value: object, wanted: Collection[object]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from flashattn import score
+from flashattn.bounds import Bounds
 from flashattn.mask import Mask
 
 
@@ -21,6 +22,7 @@ def reference_attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    bounds: Bounds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention and its natural-log logsumexp as written on paper.
 
@@ -31,6 +33,7 @@ def reference_attention(
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None is none.
+        bounds: all of the mask, in its place.
 
     Returns:
         o [B, H, T, D] and lse [B, H, T], both in q's dtype. A query that sees no key has o = 0 and
@@ -38,18 +41,24 @@ def reference_attention(
 
     Source: Vaswani et al., 2017, equation 1.
     """
-    band = mask.over(q.shape[2], k.shape[2])
-    rows = torch.arange(q.shape[2], device=q.device)[:, None]
-    # What no query sees may be NaN, which a weight of 0 does not cancel.
-    keys = torch.arange(k.shape[2], device=q.device)[None, band.seen_keys]
     group = q.shape[1] // max(k.shape[1], 1)
-    k, v = (x[:, :, band.seen_keys].repeat_interleave(group, dim=1) for x in (k, v))
-    seen = band.sees(rows, keys).expand(len(rows), keys.shape[1])  # [T, S]
+    # What no query sees may be NaN, which a weight of 0 does not cancel.
+    if bounds is None:
+        band = mask.over(q.shape[2], k.shape[2])
+        rows = torch.arange(q.shape[2], device=q.device)[:, None]
+        keys = torch.arange(k.shape[2], device=q.device)[None, band.seen_keys]
+        k, v = k[:, :, band.seen_keys], v[:, :, band.seen_keys]
+        seen = band.sees(rows, keys).expand(len(rows), keys.shape[1])  # [T, S]
+    else:
+        q, k, v = bounds.without_unseen(q, k, v)
+        seen = bounds.seen[:, None]  # [B or 1, 1, T, S]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
-    fully_masked = ~seen.any(dim=-1, keepdim=True)  # [T, 1]; of no keys, too
+    fully_masked = ~seen.any(dim=-1, keepdim=True)  # [..., T, 1]; of no keys, too
     # Such a row is computed as if it saw everything, then replaced: softmax never meets a row of
     # -inf.
     scores = scores.masked_fill(~(seen | fully_masked), -torch.inf)
     p = scores.softmax(dim=-1).masked_fill(fully_masked, 0)
-    lse = scores.logsumexp(dim=-1).masked_fill(fully_masked[:, 0], -torch.inf)
-    return p @ v, lse
+    lse = scores.logsumexp(dim=-1).masked_fill(fully_masked[..., 0], -torch.inf)
+    o = p @ v
+    return o if bounds is None else bounds.without_fully_masked(o), lse

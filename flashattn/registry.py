@@ -25,17 +25,22 @@ from typing import Any
 
 import torch
 
+from flashattn.bounds import Bounds
 from flashattn.claims import Claims
-from flashattn.problem import Problem
+from flashattn.mask import UNBOUNDED, Mask
+from flashattn.masks import bounds_of, cumulative
+from flashattn.problem import Lengths, Problem
 
 WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]
+Attend = Callable[..., Pair]  # of q, k and v, and of bounds if there were some
 
 ENTRY_POINTS = "flashattn.impls"
-ASKED = frozenset({"causal", "window", "softcap", "scale"})  # of all, and no one's own options
+ASKED = frozenset(
+    {"causal", "window", "bounds", "softcap", "scale"}
+)  # of all, and no one's own options
 
 
 def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -52,13 +57,14 @@ class Impl(Claims):
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
             there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
-            likewise ``softcap=``, a float.
+            likewise ``softcap=``, a float, and ``bounds=``, which ``intervals`` claims.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
-        prepares: ``call`` returns no result but a callable of q, k and v alone, which gives the
-            (o, lse) of these and of all like them, so that the host need not think again. Like are
+        prepares: ``call`` returns no result but a callable of q, k and v, and of bounds if it was
+            given some, which gives the (o, lse) of these and of all like them, so that the host
+            need not think again. Like are
             tensors of the same sizes, strides, dtype, device and distance from a multiple of 16
             bytes, of which any or none needs gradients, under the same settings of torch for
             deterministic algorithms and fp32 products. Where the compiler, a mode, or a function
@@ -111,18 +117,35 @@ class Impl(Claims):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        *,
+        documents: Lengths | None = None,
         **options: Any,
     ) -> Pair:
         """Compute (o, lse); lse is None where it returns none."""
-        return self.prepared(q, k, v, **options)(q, k, v)
+        if documents is None:
+            return self.prepared(q, k, v, **options)(q, k, v)
+        mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
+        bounds = bounds_of(q, k, mask, cumulative(documents, q.device), None)
+        return self.prepared(q, k, v, bounds=bounds, causal=False, **options)(q, k, v, bounds)
 
-    def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Attend:
+    def prepared(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bounds: Bounds | None = None,
+        **options: Any,
+    ) -> Attend:
         """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
         if self.prepares:
-            attend: Attend = self.call(q, k, v, **options)
+            given = {} if bounds is None else {"bounds": bounds}
+            attend: Attend = self.call(q, k, v, **given, **options)
             return attend
         call = partial(self.call, **options)
-        return lambda q, k, v: _pair(call(q, k, v))
+        if bounds is None:
+            return lambda q, k, v: _pair(call(q, k, v))
+        return lambda q, k, v, bounds: _pair(call(q, k, v, bounds=bounds))
 
 
 def _options(call: Callable[..., Any]) -> frozenset[str] | None:

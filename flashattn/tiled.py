@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashattn import score
+from flashattn.bounds import Bounds, Intervals
 from flashattn.dispatch import dispatch_is_trivial, no_forward_mode
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
@@ -45,7 +46,7 @@ def _scores(
     keys: slice,
     scale: float,
     softcap: float | None,
-    band: Band | None,
+    band: Band | Intervals | None,
 ) -> torch.Tensor:
     """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None."""
     s = score.scores(_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT, scale, softcap)
@@ -60,7 +61,7 @@ def tiled_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask,
+    mask: Mask | Intervals,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +102,7 @@ def tiled_backward(
     grads: tuple[torch.Tensor, torch.Tensor | None],
     saved: tuple[torch.Tensor, ...],
     *,
-    mask: Mask,
+    mask: Mask | Intervals,
     scale: float,
     softcap: float | None = None,
 ) -> Gradients:
@@ -155,7 +156,7 @@ class _TiledGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(  # torch.compile takes no *saved beside setup_context
-        mask: Mask,
+        mask: Mask | Intervals,
         scale: float,
         softcap: float | None,
         grad_o: torch.Tensor,
@@ -191,7 +192,7 @@ class _Tiled(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: Mask,
+        mask: Mask | Intervals,
         scale: float,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,6 +268,7 @@ def tiled_attention(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,6 +280,7 @@ def tiled_attention(
         v: [B, G, S, D].
         causal: see ``attention``.
         window: see ``attention``.
+        bounds: all of the mask, in their place.
         softcap: see ``attention``.
         scale: see ``attention``.
 
@@ -287,12 +290,19 @@ def tiled_attention(
     Raises:
         NotImplementedError: on a second or a forward-mode derivative, which the reference has.
     """
-    mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
-    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
-    k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
-    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))
+    scale, heads = check_scale(scale, q.shape[3]), (k.shape[1], q.shape[1] // max(k.shape[1], 1))
+    mask: Mask | Intervals
+    if bounds is None:
+        mask = Mask.of(causal, window)
+        seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+        k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
+    else:
+        mask = Intervals(bounds, dims=2)
+        q, k, v = bounds.without_unseen(q, k, v)
+    grouped = q.unflatten(1, heads)
     try:
         o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
     except NotImplementedError as error:  # torch.compile takes no function with a method jvp
         raise no_forward_mode("the tiled attention", error) from None
-    return o.flatten(1, 2), lse.flatten(1, 2)
+    o = o.flatten(1, 2)
+    return o if bounds is None else bounds.without_fully_masked(o), lse.flatten(1, 2)

@@ -40,6 +40,23 @@ CASES = [
     Problem(
         seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", window=(9, None)
     ),  # the first
+    # Packed documents: an empty one, one that ends with a tile, and rows behind the last.
+    Problem(seq_q=150, head_dim=16, causal=True, documents=((40, 40), (0, 0), (24, 24), (70, 70))),
+    Problem(  # more keys than queries in one, no keys in another, no queries in the last
+        heads=4,
+        kv_heads=2,
+        seq_q=90,
+        seq_kv=170,
+        head_dim=64,
+        dtype="bfloat16",
+        causal="bottom_right",
+        documents=((30, 70), (20, 0), (40, 50), (0, 20)),
+    ),
+    Problem(
+        seq_q=200, head_dim=32, dtype="float16", window=(20, 5), documents=((99, 99), (90, 90))
+    ),
+    Problem(seq_q=100, head_dim=16, documents=((100, 100),)),  # one document is no mask
+    Problem(seq_q=70, head_dim=16, causal=True, documents=((1, 1),) * 70),  # each row its own
     Problem(heads=4, kv_heads=1, seq_q=65, head_dim=16, causal=True),  # multi-query
     Problem(batch=2, heads=6, kv_heads=2, seq_q=40, head_dim=32, dtype="bfloat16"),  # grouped
     Problem(batch=3, heads=2, seq_q=17, head_dim=8),  # smaller than any tile
@@ -220,7 +237,8 @@ def test_any_problem(impl, device, share, data, seed):
     """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
     del share  # each draws examples of its own
     longest, heads = (80, 4) if device.type == "cpu" else (700, 12)
-    problem = impl.fit(data.draw(problems(longest=longest), label="problem"))
+    drawn = problems(longest=longest, packed=(False, False, True))
+    problem = impl.fit(data.draw(drawn, label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter
     hypothesis.assume(impl.why_not(problem, device) is None)
     verify(

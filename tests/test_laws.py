@@ -37,15 +37,9 @@ def with_inputs(q=None, k=None, v=None):
     return change
 
 
-def seen(case):
-    """Return which keys each query sees [T, S]."""
-    t, s = (torch.arange(x.shape[2], device=x.device) for x in case.inputs[:2])
-    return case.problem.band.sees(t[:, None], s).expand(len(t), -1)
-
-
 def alive(case):
     """Return 1 for a query that sees a key, 0 for one that sees none [T]."""
-    return seen(case).any(-1).double()
+    return case.seen.any(-1).double()
 
 
 @law(asked={"softcaps": (None,)}, values="grid")
@@ -116,7 +110,7 @@ def test_outputs_are_means_of_values(impl, sample):
     result = ask(impl, sample)
     problem, v = result.case.problem, result.case.inputs[2].double()
     v = v.repeat_interleave(problem.heads // problem.kv_heads, dim=1)[:, :, None]  # [B, H, 1, S, D]
-    hidden = ~seen(result.case)[..., None]
+    hidden = ~result.case.seen[..., None]
     low, high = v.masked_fill(hidden, torch.inf).amin(3), v.masked_fill(hidden, -torch.inf).amax(3)
     live = alive(result.case).bool()
     o = result.got["o"].double()
@@ -181,11 +175,11 @@ def test_outside_a_window(impl, sample, poison):
 )
 def test_unseen_rows(impl, sample, poison):
     """Keys and values that no query of the call sees may be anything, forward and backward."""
-    hypothesis.assume(not seen(sample.draw()).any(0).all())
+    hypothesis.assume(not sample.draw().seen.any(0).all())
 
     def with_unseen(value):
         def change(case):
-            unseen = ~seen(case).any(0)[:, None]
+            unseen = ~case.seen.any(0)[:, None]
             q, k, v = case.inputs
             return replace(
                 case, inputs=(q, k.masked_fill(unseen, value), v.masked_fill(unseen, value))
@@ -391,7 +385,7 @@ def test_a_softcap_far_above_the_scores(impl, sample):
 def test_a_softcap_bounds_the_logsumexp(impl, sample):
     """Of n keys with scores within the softcap it is log n, give or take the softcap."""
     result = ask(impl, sample)
-    keys, cap = seen(result.case).sum(-1).log(), result.case.problem.softcap
+    keys, cap = result.case.seen.sum(-1).log(), result.case.problem.softcap
     live = keys.isfinite()
     off = (result.got["lse"] - keys)[..., live]
     assert (off.abs() <= cap * (1 + 1e-6) + 1e-6 * keys[live]).all()

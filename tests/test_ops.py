@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn import attention, gpus, ops, tiled
+from flashattn.bounds import of_rows
 from flashattn.impls import sdpa
 from flashattn.mask import FULL
 from flashattn.problem import Problem
@@ -38,18 +39,25 @@ def arguments(device, layout="contiguous", problem=PROBLEM):
 def test_opcheck(device, layout, left, right):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
-    given = (q, k, v, left, right, *OPTIONS)
+    given = (q, k, v, None, None, left, right, *OPTIONS)
     torch.library.opcheck(torch.ops.flashattn.forward, given)
+
+
+def test_opcheck_with_bounds(device):
+    """So where there are bounds of rows."""
+    q, k, v = arguments(device)
+    bounds = of_rows(*torch.arange(2 * q.shape[2]).view(2, 1, -1).to(device), k.shape[2])
+    torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, *bounds, None, None, *OPTIONS))
 
 
 def test_opcheck_backward(device):
     """So for the backward operator."""
     q, k, v = (x.detach() for x in arguments(device))
     grad_o, grad_lse = make_grads(PROBLEM, device=device)
-    o, lse = torch.ops.flashattn.forward(q, k, v, None, None, *OPTIONS)
+    o, lse = torch.ops.flashattn.forward(q, k, v, *[None] * 4, *OPTIONS)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for gradient in (grad_lse, None):
-        saved = (grad_o, gradient, q, k, v, o, lse, 7, 0, *OPTIONS)
+        saved = (grad_o, gradient, q, k, v, o, lse, None, None, 7, 0, *OPTIONS)
         torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
 
 

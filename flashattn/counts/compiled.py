@@ -73,10 +73,12 @@ def _assemblers() -> dict[str, str]:
 def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
     """Return whether a variant that spills so many bytes is excused from the rule that none does.
 
-    What splits rows, has a window or a softcap takes the tile that was found for what does not, and
-    may spill a little.
+    What splits rows, has a window, bounds of rows or a softcap takes the tile that was found for
+    what does not, and may spill a little.
     """
-    borrowed = isinstance(variant, Variant) and (variant.split or variant.window or variant.softcap)
+    borrowed = isinstance(variant, Variant) and (
+        variant.split or variant.window or variant.rows or variant.softcap
+    )
     if borrowed and stack <= BORROWED_MAY_SPILL:
         return True
     return (variant.kernel, variant.size, variant.head_dim) in KNOWN_TO_SPILL

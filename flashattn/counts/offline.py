@@ -84,6 +84,7 @@ class Variant:
         precision: as ``precision.input_precision`` takes it.
         window: whether the mask has a left bound, too.
         softcap: whether scores are capped.
+        rows: whether the mask is bounds of rows.
     """
 
     arch: str
@@ -97,6 +98,7 @@ class Variant:
     precision: str = "auto"
     window: bool = False
     softcap: bool = False
+    rows: bool = False
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -106,7 +108,7 @@ class Variant:
             return name + asked
         loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
         bounds = ("full", "causal"), ("left", "window")
-        mask = bounds[self.window][self.causal]
+        mask = "rows" if self.rows else bounds[self.window][self.causal]
         return f"{name} {mask} {loading}{' split' * self.split}{' softcap' * self.softcap}{asked}"
 
     @property
@@ -197,6 +199,7 @@ class Type:
 
 INT, FLOAT = Type("i32"), Type("fp32")
 FP32, BF16 = Type("*fp32", aligned=True), Type("*bf16", aligned=True)
+INTS = Type("*i32", aligned=True)
 
 
 def _types(variant: Variant) -> dict[str, Any]:
@@ -225,12 +228,13 @@ def _types(variant: Variant) -> dict[str, Any]:
         "o": written,
         "lse": FP32,
         "left": INT if variant.window else None,
-        "right": INT if variant.causal else None,
+        "right": INT if variant.causal and not variant.rows else None,
+        "bounds": (INTS, INTS) if variant.rows else (None, None),
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
-    cap = FLOAT if variant.softcap else None
+    cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None
     if variant.kernel not in steps.KERNELS:
-        layout: Any = ForwardLayout(strides, strides, strides, strides, columns)
+        layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between)
         return types | {"layout": layout, "scale": Scale(FLOAT, None, None, cap)}
     grads = steps.WRITTEN[variant.kernel]  # type: ignore[index]
     o = variant.kernel == "bwd_one_launch"
@@ -238,7 +242,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         (
             *(strides, strides, strides, strides),
             *(strides if name in grads else None for name in steps.GRADS),
-            *(strides if o else None, columns, Type("i32", aligned=True)),
+            *(strides if o else None, columns, Type("i32", aligned=True), between),
         )
     )
     return types | {
@@ -403,6 +407,7 @@ def variants() -> list[Variant | HopperVariant]:
         if (variant.size, variant.head_dim, variant.split) == (2, 64, False)
     ]
     windowed = [replace(variant, window=True) for variant in dense]
+    windowed += [replace(variant, rows=True) for variant in dense if variant.causal]
     capped = [  # which in the backward takes the tiles of full attention, see ``plan.portable``
         replace(variant, softcap=True, causal=causal)
         for variant, causal in product(dense, (False, True))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from flashattn import score
+from flashattn.bounds import Bounds
 from flashattn.mask import FULL, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import register
@@ -33,6 +34,20 @@ def _block_mask(band: Band, device: torch.device) -> BlockMask:
         return band.sees(t, s)
 
     return create_block_mask(seen, None, None, band.seq_q, band.seq_kv, device=device)
+
+
+@lru_cache(maxsize=4)  # to make it takes as long as attention
+def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
+
+    (of_batches, seq_q, _), seq_kv = bounds.keys.shape, bounds.queries.shape[1]
+
+    def seen(b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        low, high = bounds.keys[b if of_batches > 1 else 0, t].unbind()
+        return (s >= low) & (s < high)
+
+    batches = batch if of_batches > 1 else None
+    return create_block_mask(seen, batches, None, seq_q, seq_kv, device=bounds.keys.device)
 
 
 @cache
@@ -62,7 +77,15 @@ def _group(problem: Problem) -> int:
     return problem.heads // max(problem.kv_heads, 1)
 
 
-@register("flex", why_not=_limits, windows=True, softcap=True, strict=False, compiles=True)
+@register(
+    "flex",
+    why_not=_limits,
+    windows=True,
+    intervals=True,
+    softcap=True,
+    strict=False,
+    compiles=True,
+)
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -70,11 +93,14 @@ def _attend(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     mask = Mask.of(causal, window)
     blocks = None if mask == FULL else _block_mask(mask.over(q.shape[2], k.shape[2]), q.device)
+    if bounds is not None:
+        blocks = _block_mask_of(bounds, q.shape[0])
     grouped = q.shape[1] != k.shape[1]
     capped = None if softcap is None else _capped(softcap)
     return _flex()(q, k, v, capped, blocks, scale=scale, enable_gqa=grouped)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashattn import score
+from flashattn.bounds import Bounds
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import register
@@ -28,13 +29,16 @@ def naive_attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    bounds: Bounds | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
-    if mask != FULL:
+    if bounds is not None:
+        scores = scores.masked_fill(~bounds.seen[:, None], -torch.inf)
+    elif mask != FULL:
         t, s = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         hidden = ~mask.over(*scores.shape[-2:]).sees(t[:, None], s)
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -55,7 +59,14 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     return torch.compile(naive_attention, dynamic=True)
 
 
-@register("naive", why_not=partial(_limits, name="naive"), windows=True, softcap=True, strict=False)
+@register(
+    "naive",
+    why_not=partial(_limits, name="naive"),
+    windows=True,
+    intervals=True,
+    softcap=True,
+    strict=False,
+)
 def naive(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -63,18 +74,20 @@ def naive(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
-    scale = check_scale(scale, q.shape[-1])
-    return naive_attention(q, k, v, mask=Mask.of(causal, window), scale=scale, softcap=softcap)
+    scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
+    return naive_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, bounds=bounds)
 
 
 @register(
     "compiled",
     why_not=partial(_limits, name="compiled"),
     windows=True,
+    intervals=True,
     softcap=True,
     strict=False,
     compiles=True,
@@ -86,9 +99,10 @@ def compiled(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
-    scale = check_scale(scale, q.shape[-1])
-    return _compiled_naive()(q, k, v, mask=Mask.of(causal, window), scale=scale, softcap=softcap)
+    scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
+    return _compiled_naive()(q, k, v, mask=mask, scale=scale, softcap=softcap, bounds=bounds)

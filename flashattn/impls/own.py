@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashattn import gpus, ops, tiled
+from flashattn.bounds import Bounds
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_among, check_scale
 from flashattn.reference import reference_attention
@@ -20,6 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
     why_not=gpus.why_not,
     prepares=True,
     windows=True,
+    intervals=True,
     softcap=True,
     lse=True,
     denormals=False,
@@ -31,13 +33,22 @@ def triton(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     precision: str = "auto",
 ) -> ops.Attend:
     """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
     return ops.prepare(
-        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, precision=precision
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        bounds=bounds,
+        softcap=softcap,
+        scale=scale,
+        precision=precision,
     )
 
 
@@ -53,6 +64,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     fastest=_each_pass,
     prepares=True,
     windows=True,
+    intervals=True,
     softcap=True,
     lse=True,
 )
@@ -63,6 +75,7 @@ def _hopper(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     precision: str = "auto",
@@ -86,6 +99,7 @@ def _hopper(
         v,
         causal=causal,
         window=window,
+        bounds=bounds,
         softcap=softcap,
         scale=scale,
         precision=precision,
@@ -95,11 +109,12 @@ def _hopper(
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Leave to others on a CPU what is dense; of a window only the tiles are computed."""
-    return None if device.type == "cpu" and problem.window == UNBOUNDED else {}
+    """Leave to others on a CPU what is dense; of other masks only the tiles are computed."""
+    dense = problem.window == UNBOUNDED and problem.documents is None
+    return None if device.type == "cpu" and dense else {}
 
 
-@register("tiled", fastest=_fastest, windows=True, softcap=True, lse=True)
+@register("tiled", fastest=_fastest, windows=True, intervals=True, softcap=True, lse=True)
 def _tiled(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,15 +122,16 @@ def _tiled(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Pair:
     return tiled.tiled_attention(
-        q, k, v, causal=causal, window=window, softcap=softcap, scale=scale
+        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap, scale=scale
     )
 
 
-@register("reference", windows=True, softcap=True, lse=True)
+@register("reference", windows=True, intervals=True, softcap=True, lse=True)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -123,10 +139,13 @@ def _reference(
     *,
     causal: Causal = False,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Pair:
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     scale = check_scale(scale, q.shape[-1])
-    o, lse = reference_attention(*wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap)
+    o, lse = reference_attention(
+        *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap, bounds=bounds
+    )
     return o.to(q.dtype), lse

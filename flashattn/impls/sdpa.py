@@ -1,7 +1,8 @@
 """PyTorch's own: scaled_dot_product_attention as it chooses, and each of its backends by name.
 
-The logsumexp is not public there. A window, and a bottom-right mask that is not also top-left, is
-handed over as a boolean mask, which only the math and the memory-efficient backends take.
+The logsumexp is not public there. A window, packed documents, and a bottom-right mask that is not
+also top-left, are handed over as a boolean mask, which only the math and the memory-efficient
+backends take.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashattn.bounds import Bounds
 from flashattn.dispatch import no_forward_mode
 from flashattn.mask import CORNERS, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
@@ -43,6 +45,7 @@ def _sdpa(
     *,
     causal: Causal,
     window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     if scale is not None and scale <= 0:
@@ -52,7 +55,9 @@ def _sdpa(
     # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     # First, as "auto" on a CPU asks it at each call: making a mask costs the host more.
-    if window == UNBOUNDED and CORNERS[causal] == "top_left":
+    if bounds is not None:
+        options["attn_mask"] = bounds.seen[:, None]
+    elif window == UNBOUNDED and CORNERS[causal] == "top_left":
         options["is_causal"] = True
     elif window != UNBOUNDED or CORNERS[causal]:
         band = Mask.of(causal, window).over(q.shape[2], k.shape[2])
@@ -89,10 +94,11 @@ def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
         *,
         causal: Causal,
         window: Window = UNBOUNDED,
+        bounds: Bounds | None = None,
         scale: float,
     ) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v, causal=causal, window=window, scale=scale)
+            return _sdpa(q, k, v, causal=causal, window=window, bounds=bounds, scale=scale)
 
     return call
 
@@ -123,11 +129,15 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Leave windows on a CPU to others: with a mask tensor every score is computed."""
-    return None if device.type == "cpu" and problem.window != UNBOUNDED else {}
+    """Leave masks of their own on a CPU to others: with a mask tensor all scores are computed."""
+    masked = problem.window != UNBOUNDED or problem.documents is not None
+    return None if device.type == "cpu" and masked else {}
 
 
-register("sdpa", why_not=_limits, fastest=_fastest, windows=True, strict=False)(_sdpa)
+register("sdpa", why_not=_limits, fastest=_fastest, windows=True, intervals=True, strict=False)(
+    _sdpa
+)
 for _name, _kind in BACKENDS.items():
     _why_not: WhyNot = partial(_limits, backend=_name)
-    register(_name, why_not=_why_not, windows=True, strict=False)(_backend(_kind))
+    _masks = _kind in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION)
+    register(_name, why_not=_why_not, windows=True, intervals=_masks, strict=False)(_backend(_kind))

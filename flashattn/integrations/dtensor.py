@@ -57,9 +57,12 @@ def _rule(
     ways = math.prod(mesh.size(i) for i in unlike)
     divisible = all(x.shape[1] % ways == 0 for x in grouped)
     kinds: list[Placement] = [Replicate(), BATCH, *([HEADS] if divisible else [])]
+    # Bounds of rows are those of all heads, and of all batches or of each.
+    whole: Placements = [Replicate() if hasattr(x, "placements") else None for x in options]
+    if any(whole):
+        kinds.remove(BATCH)
     return [
-        ([kind] * outputs, [None if x is None else kind for x in inputs] + [None] * len(options))
-        for kind in kinds
+        ([kind] * outputs, [None if x is None else kind for x in inputs] + whole) for kind in kinds
     ]
 
 

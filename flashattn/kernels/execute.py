@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashattn.bounds import Bounds
 from flashattn.gpus import gpu_of
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
@@ -25,6 +26,7 @@ BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+BOUNDS = portable.BOUNDS
 Grads = tuple[torch.Tensor, torch.Tensor | None]
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -91,9 +93,8 @@ def _gather(
     return lambda tensors: tuple([pick(tensors) for pick in picks])
 
 
-def _sees_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+def _sees_nothing(q: torch.Tensor, *_: object) -> Outputs:
     """Answer without a launch: there is no query, or none that sees a key."""
-    del k, v
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
     return torch.zeros_like(q), lse
 
@@ -114,7 +115,7 @@ def _steps(family: str) -> Any:
 
 @lru_cache(BOUND)
 def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
-    """Return what computes (o, lse) of q, k and v with these specs.
+    """Return what computes (o, lse) of q, k and v with these specs; bounds, if any, come last.
 
     Args:
         given: signatures of q, k and v.
@@ -130,12 +131,15 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
     lse = Workspace("lse", tuple(q.shape[:3]))
-    return Bound(NAMES[:3], {"o": "q"}, [lse], plan, steps, device)
+    inputs = (*NAMES[:3], *(BOUNDS if options.bounds else ()))
+    return Bound(inputs, {"o": "q"}, [lse], plan, steps, device)
 
 
 @lru_cache(BOUND)
 def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
-    """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse and grad_lse, or None for it.
+    """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse, and grad_lse or None for it.
+
+    Bounds, if there are some, come last.
 
     Args:
         given: signatures of these, the last one if there is one.
@@ -151,7 +155,8 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}
-    return Bound(NAMES, likes, [], plan, steps, device)
+    inputs = (*NAMES, *(BOUNDS if options.bounds else ()))
+    return Bound(inputs, likes, [], plan, steps, device)
 
 
 def forward(
@@ -163,6 +168,7 @@ def forward(
     scale: float,
     left: int | None = None,
     softcap: float | None = None,
+    bounds: Bounds | tuple[()] = (),
     precision: str = "auto",
     family: Family = "triton",
     **instead: Any,
@@ -177,13 +183,15 @@ def forward(
         scale: see ``Options``.
         left: see ``Options``.
         softcap: see ``Options``.
+        bounds: all of the mask, if there are some.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
     precision = input_precision(precision, q.dtype)
-    options = Options(right, scale, precision, family, left=left, softcap=softcap)
-    return prepare_forward(q, k, v, options, **instead)(q, k, v)
+    batches = bounds[0].shape[0] if bounds else 0
+    options = Options(right, scale, precision, family, left=left, softcap=softcap, bounds=batches)
+    return prepare_forward(q, k, v, options, **instead)(q, k, v, *bounds)
 
 
 def backward(
@@ -194,6 +202,7 @@ def backward(
     scale: float,
     left: int | None = None,
     softcap: float | None = None,
+    bounds: Bounds | tuple[()] = (),
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
@@ -208,32 +217,33 @@ def backward(
         scale: as in ``forward``.
         left: as in ``forward``.
         softcap: as in ``forward``.
+        bounds: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
-    options = Options(right, scale, precision, family, deterministic, left, softcap)
+    batches = bounds[0].shape[0] if bounds else 0
+    options = Options(right, scale, precision, family, deterministic, left, softcap, batches)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
-    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse)
+    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse, *bounds)
     return gradients
 
 
 def prepare_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **instead: Any
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]:
-    """Return what computes (o, lse) of all tensors with the specs of these."""
-    bound: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
-    bound = bind_forward(signature(q, k, v), options, **instead)
+) -> Callable[..., Outputs]:
+    """Return what computes (o, lse) of all tensors with the specs of these, and of bounds."""
+    bound: Callable[..., Outputs] = bind_forward(signature(q, k, v), options, **instead)
     return bound
 
 
 def prepare_backward(grads: Grads, saved: Saved, options: Options, **instead: Any) -> Any:
     """Return what computes the gradients of all tensors with the specs of these.
 
-    It takes q, k, v, the gradient of o, o, lse, and the gradient of lse or None.
+    It takes q, k, v, the gradient of o, o, lse, the gradient of lse or None, and bounds.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)

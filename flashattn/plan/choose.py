@@ -24,7 +24,6 @@ from flashattn.problem import Problem, check_scale
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")
 NOTHING = "there is no query, or no key"
-UNCAPPED = "the portable kernels: Hopper's have no softcap"
 COPIED = "copies: rows are not dense, or TMA cannot address them"
 
 
@@ -62,9 +61,9 @@ def choose(
     scale = check_scale(scale, problem.head_dim)
     precision = input_precision(precision, dtype)
     band = problem.band
-    options = Options(
-        band.right, scale, precision, family, deterministic, band.left, problem.softcap
-    )
+    rows = int(problem.documents is not None)
+    left, right = (None, None) if rows else (band.left, band.right)
+    options = Options(right, scale, precision, family, deterministic, left, problem.softcap, rows)
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
@@ -102,15 +101,16 @@ def choose_forward(
     if options.family == "auto":
         pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    if pays and options.softcap is not None:
-        pays, why = False, [UNCAPPED]
+    if pays and (lack := hopper.lack(options)):
+        pays, why = False, [lack]
     if pays:
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return replace(found, precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernel, not Hopper's: {found}")
     keys = 0
-    if q.shape[2] == 1 and q.shape[1] != k.shape[1] and options.left is None:
+    alone = options.left is None and not options.bounds
+    if q.shape[2] == 1 and q.shape[1] != k.shape[1] and alone:
         keys = k.shape[2] if options.right is None else min(k.shape[2], options.right + 1)
         if keys <= 0:
             return ForwardPlan(kernel="none", why=(*why, "the only query sees no key"))
@@ -148,8 +148,8 @@ def choose_backward(
     if options.family == "auto":
         pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    if pays and options.softcap is not None:
-        pays, why = False, [UNCAPPED]
+    if pays and (lack := hopper.lack(options)):
+        pays, why = False, [lack]
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         readable = not set(copies) - {"grad_o"}

@@ -82,6 +82,15 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
     return pays, f"{kernels}: {tiles:.0f} tiles for {gpu.num_sms} SMs, Hopper's need {enough} each"
 
 
+def lack(options: Options) -> str | None:
+    """Return what Hopper's kernels lack of what is asked, or None."""
+    if options.softcap is not None:
+        return "the portable kernels: Hopper's have no softcap"
+    if options.bounds:
+        return "the portable kernels: Hopper's take no bounds of rows"
+    return None
+
+
 def forward_tile(q: TensorSpec, gpu: Gpu, *, causal: bool) -> HopperTile | None:
     """Return the forward's tile, or None where there is none."""
     batch, heads, seq_q, head_dim = q.shape

@@ -93,6 +93,8 @@ class Options(NamedTuple):
         deterministic: whether a repeated call must give the same bits of dq.
         left: query t sees keys from t - left on; None lets it see all before.
         softcap: bound on the scores; None is none.
+        bounds: batches for which there are ``Bounds``, which are all of the mask: 0, none; 1, those
+            of all batches.
     """
 
     right: int | None
@@ -102,8 +104,9 @@ class Options(NamedTuple):
     deterministic: bool = True
     left: int | None = None
     softcap: float | None = None
+    bounds: int = 0
 
     @property
     def causal(self) -> bool:
         """Whether there is a mask."""
-        return self.right is not None or self.left is not None
+        return self.right is not None or self.left is not None or self.bounds > 0

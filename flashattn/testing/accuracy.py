@@ -81,6 +81,8 @@ from functools import lru_cache
 import torch
 
 from flashattn import score
+from flashattn.bounds import Bounds, of_documents
+from flashattn.masks import cumulative
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.testing.form import check_form
@@ -169,6 +171,23 @@ class Case:
     lse: bool = True
     denormals: bool = True
 
+    @property
+    def bounds(self) -> Bounds | None:
+        """The bounds of documents that are packed, None if none are."""
+        p, device = self.problem, self.inputs[0].device
+        if p.documents is None or p.documents == "unknown":
+            return None
+        return of_documents(*cumulative(p.documents, device), p.seq_q, p.seq_kv, p.mask)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """Whether a query sees a key, bool [T, S]."""
+        if (bounds := self.bounds) is not None:
+            return bounds.seen[0]
+        t, s = (torch.arange(x.shape[2], device=x.device) for x in self.inputs[:2])
+        seen: torch.Tensor = self.problem.band.sees(t[:, None], s).expand(len(t), -1)
+        return seen
+
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
     """Return what ``call(q, k, v)`` gives: o, lse and dq, dk, dv as far as the case asks for them.
@@ -198,12 +217,14 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
 
 def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
     """Return the reference's outputs in ``dtype``: fp64 for exact, None for naive."""
+    p, bounds = case.problem, case.bounds
 
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        p = case.problem
-        return reference_attention(q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap)
+        return reference_attention(
+            q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap, bounds=bounds
+        )
 
     return run(call, case, dtype=dtype)
 
@@ -268,7 +289,13 @@ def one_by_one(case: Case) -> Outputs:
     identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
     p = case.problem
     o, lse = reference_attention(
-        scores, identity, v, mask=p.mask, scale=case.scale, softcap=p.softcap
+        scores,
+        identity,
+        v,
+        mask=p.mask,
+        scale=case.scale,
+        softcap=p.softcap,
+        bounds=case.bounds,
     )
     return {"o": o, "lse": lse}
 
@@ -294,8 +321,7 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     group = case.problem.heads // max(case.problem.kv_heads, 1)
     q, k, v = (x.double() for x in case.inputs)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    t, s = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
-    seen = case.problem.band.sees(t[:, None], s)
+    seen = case.seen
     uncapped = (q @ k.mT * case.scale).masked_fill(~seen, 0.0)  # [B, H, T, S]
     scores = score.scores(uncapped, 1.0, softcap)
     slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashattn.mask import UNBOUNDED
 from flashattn.testing.accuracy import Sample
-from flashattn.testing.strategies import MASKS
+from flashattn.testing.strategies import MASKS, fitted
 
 T = TypeVar("T")
 
@@ -66,10 +66,13 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         return one(range(min(own, 1), own + 1))
 
     p = sample.problem
+    seq_q, seq_kv = size(p.seq_q), size(p.seq_kv)
+    kept = fitted(p.documents, seq_q, seq_kv) if isinstance(p.documents, tuple) else None
     problem = replace(
         p,
-        seq_q=size(p.seq_q),
-        seq_kv=size(p.seq_kv),
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        documents=one((None, kept)),
         batch=size(p.batch),
         head_dim=size(p.head_dim),
         kv_heads=(kv_heads := size(p.kv_heads)),

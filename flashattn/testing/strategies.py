@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from hypothesis import strategies as st
 
 from flashattn.mask import UNBOUNDED, Causal, Window
-from flashattn.problem import Problem
+from flashattn.problem import Lengths, Problem
 from flashattn.testing.accuracy import Sample
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.values import VALUES
@@ -34,6 +34,30 @@ def windows(longest: int) -> st.SearchStrategy[Window]:
 
 
 @st.composite
+def documents(draw: st.DrawFn, seq_q: int, seq_kv: int, longest: int) -> Lengths:
+    """Draw packed documents: empty ones, of one row, of whole tiles, and rows behind the last.
+
+    Half of them have as many keys as queries, as far as there are rows.
+    """
+    square = draw(st.booleans(), label="square documents")
+    rows = lengths(0, longest)
+    drawn = [
+        (n, n if square else draw(rows, label="keys"))
+        for n in draw(st.lists(rows, min_size=1, max_size=4), label="documents")
+    ]
+    return fitted(drawn, seq_q, seq_kv)
+
+
+def fitted(drawn: Iterable[tuple[int, int]], seq_q: int, seq_kv: int) -> Lengths:
+    """Return documents, the later ones cut where there are no rows left."""
+    found = []
+    for t, s in drawn:
+        found.append((min(t, seq_q), min(s, seq_kv)))
+        seq_q, seq_kv = seq_q - found[-1][0], seq_kv - found[-1][1]
+    return tuple(found)
+
+
+@st.composite
 def problems(
     draw: st.DrawFn,
     *,
@@ -43,6 +67,7 @@ def problems(
     groups: tuple[int, ...] = (1, 2, 3),
     masks: tuple[Causal, ...] = MASKS,
     windowed: tuple[bool, ...] = (False, False, True),
+    packed: tuple[bool, ...] = (False,),
     softcaps: tuple[float | None, ...] = SOFTCAPS,
     square: bool = False,
     aligned: bool = False,
@@ -59,6 +84,7 @@ def problems(
         groups: to choose from: query heads that share a key head.
         masks: to choose from.
         windowed: to choose from: whether there is a window.
+        packed: to choose from: whether there are documents.
         softcaps: to choose from.
         square: as many keys as queries.
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
@@ -72,17 +98,21 @@ def problems(
     dims = WHOLE_HEAD_DIMS if aligned else HEAD_DIMS
     dims = st.sampled_from(head_dims) if head_dims else dims
     seq_q = draw(rows, label="seq_q")
+    seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
     return Problem(
         batch=draw(st.sampled_from(batches), label="batch"),
         heads=kv_heads * draw(st.sampled_from(groups), label="group"),
         kv_heads=kv_heads,
         seq_q=seq_q,
-        seq_kv=seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv"),
+        seq_kv=seq_kv,
         head_dim=draw(dims, label="head_dim"),
         causal=draw(st.sampled_from(masks), label="causal"),
         window=draw(windows(longest), label="window")
         if draw(st.sampled_from(windowed), label="windowed")
         else UNBOUNDED,
+        documents=draw(documents(seq_q, seq_kv, longest), label="documents")
+        if draw(st.sampled_from(packed), label="packed")
+        else None,
         softcap=draw(st.sampled_from(softcaps), label="softcap"),
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )

@@ -47,19 +47,23 @@ class Config:
 
 
 class ForwardLayout(NamedTuple):
-    """The strides of each tensor, and the columns of all."""
+    """The strides of each tensor, and the columns of all.
+
+    ``bounds`` are the distances of two batches in those of the keys and of the queries, if any.
+    """
 
     q: Any
     k: Any
     v: Any
     o: Any
     head_dim: Any
+    bounds: Any
 
 
 class BackwardLayout(NamedTuple):
     """The strides of each tensor, None of those that a kernel does not take; columns of all.
 
-    ``stats`` is the distance of two heads in lse_log2 and delta.
+    ``stats`` is the distance of two heads in lse_log2 and delta; ``bounds`` as forward.
     """
 
     q: Any
@@ -72,3 +76,4 @@ class BackwardLayout(NamedTuple):
     o: Any
     head_dim: Any
     stats: Any
+    bounds: Any

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.mask import apply_mask, key_tiles
+from flashattn.kernels.portable.mask import apply_mask, keep_rows, key_tiles, of_batch, seen_keys
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
@@ -34,6 +34,7 @@ def mainloop(
     start_q,
     first,
     end,
+    seq_q,
     seq_kv,
     band,
     scale,
@@ -57,7 +58,7 @@ def mainloop(
             s = capped(s, scale.cap)
         if MASKED:
             s = apply_mask(
-                s, start_q, start_kv, band, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
+                s, start_q, start_kv, band, seq_q, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
             )
         m_new = tl.maximum(m, tl.max(s, 1) * scale.log2)
         finite = finite_max(m_new)
@@ -68,6 +69,9 @@ def mainloop(
         else:
             l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        if MASKED and band[3] is not None:
+            kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+            v_tile = keep_rows(v_tile, kept, CONFIG.TERMS)
         acc = dot(p, v_tile, acc * alpha[:, None], CONFIG)
         m = m_new
     return acc, m, l, l_error
@@ -80,6 +84,7 @@ def flashattn_fwd(
     v,
     o,
     lse,
+    bounds,
     layout,
     heads,
     group,
@@ -98,12 +103,20 @@ def flashattn_fwd(
     l, and lse holds m of each split, and then l of each.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    band = left, right
-    MASKED: tl.constexpr = left is not None or right is not None
+    band = left, right, bounds[0], bounds[1]
+    MASKED: tl.constexpr = left is not None or right is not None or bounds[0] is not None
     start_q, out_batch, batch, head = own_tile(
         tl.program_id(0), tl.num_programs(0), seq_q, heads, batches, split_len,
         BLOCK_Q, MASKED, MASKED and CONFIG.TERMS > 0,
     )  # fmt: skip
+    if bounds[0] is not None:
+        of_keys, of_queries = layout.bounds
+        band = (
+            None,
+            None,
+            of_batch(bounds[0], batch, of_keys),
+            of_batch(bounds[1], batch, of_queries),
+        )
     begin = split_begin(out_batch, batches, split_len)
     q_tile = load_tile(
         q, layout.q, (batch, head, start_q), seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
@@ -115,16 +128,17 @@ def flashattn_fwd(
     _, full_begin, full_end, end = key_tiles(
         start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
     )
-    if CONFIG.TERMS > 0 or (CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32):
+    WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
+    if CONFIG.TERMS > 0 or WIDE_FP32 or bounds[0] is not None:
         full_end = full_begin
     else:
         acc, m, l, l_error = mainloop(
             (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-            full_begin, full_end, seq_kv, band, scale, False, CONFIG,
+            full_begin, full_end, seq_q, seq_kv, band, scale, False, CONFIG,
         )  # fmt: skip
     acc, m, l, l_error = mainloop(
         (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-        full_end, end, seq_kv, band, scale, True, CONFIG,
+        full_end, end, seq_q, seq_kv, band, scale, True, CONFIG,
     )  # fmt: skip
     row = out_batch * heads + head
     if split_len is None:

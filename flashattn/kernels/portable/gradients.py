@@ -5,7 +5,8 @@ of queries and loops over keys; where both together are few programs, ``flashatt
 side by side, and where there is next to nothing to do it needs no preprocessing either. Each output
 element is written by one program, in one order: no atomics.
 
-All three take ``stats`` as ``preprocess.load_lse_log2`` says; ``band`` as ``mask`` says; and
+All three take ``stats`` as ``preprocess.load_lse_log2`` says; ``band`` as ``mask`` says, and of it
+``bounds``, the last two; and
 ``split_len`` rows of what a program loops over, None if it loops over all: then an output has a
 batch for each split.
 """
@@ -19,8 +20,12 @@ from flashattn.kernels.constants import SIZES
 from flashattn.kernels.portable.mask import (
     apply_mask,
     apply_mask_transposed,
+    keep_rows,
     key_tiles,
+    live_queries,
+    of_batch,
     query_tiles,
+    seen_keys,
 )
 from flashattn.kernels.portable.memory import load_tile, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
@@ -49,6 +54,7 @@ def dkdv_mainloop(
     first,
     end,
     seq_q,
+    seq_kv,
     band,
     scale,
     MASKED: tl.constexpr,
@@ -65,16 +71,23 @@ def dkdv_mainloop(
     for start_q in tl.range(first, end, BLOCK_Q):
         at = batch, head, start_q
         q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+        if MASKED and band[2] is not None:
+            kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
+            q_tile = keep_rows(q_tile, kept, CONFIG.TERMS)
         lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
         s = dot_transposed(k_tile, q_tile, CONFIG)
         if scale.cap is not None:
             s = capped(s, scale.cap)
         p = tl.exp2(s * scale.log2 - lse_log2_rows[None, :])
         if MASKED:
-            p = apply_mask_transposed(p, start_q, start_kv, band, 0.0, BLOCK_Q, CONFIG.BLOCK_KV)
+            p = apply_mask_transposed(
+                p, start_q, start_kv, band, seq_q, 0.0, BLOCK_Q, CONFIG.BLOCK_KV
+            )
         do_tile = load_tile(
             grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
         )
+        if MASKED and band[2] is not None:
+            do_tile = keep_rows(do_tile, kept, CONFIG.TERMS)
         dv = dot(p, do_tile, dv, CONFIG)
         dp = dot_transposed(v_tile, do_tile, CONFIG)
         delta_rows = load_delta(
@@ -112,13 +125,14 @@ def compute_dkdv(
 ):
     """Compute dk and dv of one tile; BOTH says that the launch computes dq as well."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    MASKED: tl.constexpr = band[0] is not None or band[1] is not None
+    MASKED: tl.constexpr = band[0] is not None or band[1] is not None or band[2] is not None
     # Tiles that need no mask are masked, too, where a loop of their own would keep too many
     # addresses beside those of the other.
     CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
     ALL_MASKED: tl.constexpr = MASKED and (
         CONFIG.TERMS > 0 or CROWDED or stats[2] is not None or scale.cap is not None
-    )
+        or band[2] is not None
+    )  # fmt: skip
     # Under a causal mask the first keys are seen by most queries, so they come first.
     start_kv, out_batch, batch, kv_head = own_tile(
         program, programs, seq_kv, heads // group, batches, split_len,
@@ -127,11 +141,19 @@ def compute_dkdv(
     at, out_at = (batch, kv_head, start_kv), (out_batch, kv_head, start_kv)
     k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
     v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
+    if band[2] is not None:
+        of_keys, of_queries = layout.bounds
+        band = None, None, of_batch(band[2], batch, of_keys), of_batch(band[3], batch, of_queries)
+        kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+        k_tile, v_tile = (
+            keep_rows(k_tile, kept, CONFIG.TERMS),
+            keep_rows(v_tile, kept, CONFIG.TERMS),
+        )
     dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     begin = split_begin(out_batch, batches, split_len)
     first, full_begin, _, end = query_tiles(
-        start_kv, band, seq_q, begin, split_len, CONFIG.BLOCK_Q, BLOCK_KV
+        start_kv, band, seq_q, seq_kv, begin, split_len, CONFIG.BLOCK_Q, BLOCK_KV
     )
     if ALL_MASKED:
         full_begin = end
@@ -139,12 +161,12 @@ def compute_dkdv(
         if MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, first, full_begin, seq_q, band, scale, True, CONFIG,
+                start_kv, first, full_begin, seq_q, seq_kv, band, scale, True, CONFIG,
             )  # fmt: skip
         if not ALL_MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, full_begin, end, seq_q, band, scale, False, CONFIG,
+                start_kv, full_begin, end, seq_q, seq_kv, band, scale, False, CONFIG,
             )  # fmt: skip
     store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
@@ -167,6 +189,7 @@ def dq_mainloop(
     start_q,
     first,
     end,
+    seq_q,
     seq_kv,
     band,
     scale,
@@ -178,14 +201,19 @@ def dq_mainloop(
     for start_kv in tl.range(first, end, BLOCK_KV):
         at = batch, kv_head, start_kv
         k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+        if MASKED and band[3] is not None:
+            kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+            k_tile = keep_rows(k_tile, kept, CONFIG.TERMS)
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
         if scale.cap is not None:
             s = capped(s, scale.cap)
         p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])
         if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
-            p = apply_mask(p, start_q, start_kv, band, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
+            p = apply_mask(p, start_q, start_kv, band, seq_q, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
         dp = dot_transposed(do_tile, v_tile, CONFIG)
+        if MASKED and band[3] is not None:
+            dp = tl.where(kept[None, :], dp, 0.0)
         ds = p * (dp - delta_rows[:, None])
         if scale.cap is not None:
             ds = ds * (1 - s * s)
@@ -217,7 +245,7 @@ def compute_dq(
 ):
     """Compute dq of one tile; BOTH says that the launch computes dk and dv as well."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    MASKED: tl.constexpr = band[0] is not None or band[1] is not None
+    MASKED: tl.constexpr = band[0] is not None or band[1] is not None or band[2] is not None
     CROWDED: tl.constexpr = MASKED and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
     WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
     start_q, out_batch, batch, head = own_tile(
@@ -228,22 +256,30 @@ def compute_dq(
     at, out_at = (batch, head, start_q), (out_batch, head, start_q)
     q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     do_tile = load_tile(grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    if band[2] is not None:
+        of_keys, of_queries = layout.bounds
+        band = None, None, of_batch(band[2], batch, of_keys), of_batch(band[3], batch, of_queries)
+        kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
+        q_tile, do_tile = (
+            keep_rows(q_tile, kept, CONFIG.TERMS),
+            keep_rows(do_tile, kept, CONFIG.TERMS),
+        )
     lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
     delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
     _, full_begin, full_end, end = key_tiles(
         start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
     )
-    if CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED:
+    if CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED or band[2] is not None:
         full_end = full_begin
     else:
         acc = dq_mainloop(
             acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-            start_q, full_begin, full_end, seq_kv, band, scale, False, CONFIG,
+            start_q, full_begin, full_end, seq_q, seq_kv, band, scale, False, CONFIG,
         )  # fmt: skip
     acc = dq_mainloop(
         acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-        start_q, full_end, end, seq_kv, band, scale, True, CONFIG,
+        start_q, full_end, end, seq_q, seq_kv, band, scale, True, CONFIG,
     )  # fmt: skip
     store_tile(dq, layout.dq, out_at, seq_q, acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
@@ -257,6 +293,7 @@ def flashattn_bwd_dkdv(
     grad_o,
     stats,
     grads,
+    bounds,
     layout,
     heads,
     group,
@@ -270,9 +307,10 @@ def flashattn_bwd_dkdv(
     CONFIG: tl.constexpr,
 ):
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
+    band = left, right, bounds[0], bounds[1]
     compute_dkdv(
         tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], layout,
-        heads, group, seq_q, seq_kv, (left, right), batches, split_len, scale, False, CONFIG,
+        heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -284,6 +322,7 @@ def flashattn_bwd_dq(
     grad_o,
     stats,
     grads,
+    bounds,
     layout,
     heads,
     group,
@@ -297,9 +336,10 @@ def flashattn_bwd_dq(
     CONFIG: tl.constexpr,
 ):
     """Compute dq; a program owns a tile of queries of one head."""
+    band = left, right, bounds[0], bounds[1]
     compute_dq(
         tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], layout,
-        heads, group, seq_q, seq_kv, (left, right), batches, split_len, scale, False, CONFIG,
+        heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -311,6 +351,7 @@ def flashattn_bwd(
     grad_o,
     stats,
     grads,
+    bounds,
     layout,
     heads,
     group,
@@ -330,14 +371,15 @@ def flashattn_bwd(
     The former loop over ``split_len`` queries, the latter over ``split_len_kv`` keys.
     """
     program = tl.program_id(0)
+    band = left, right, bounds[0], bounds[1]
     if program < dkdv_programs:
         compute_dkdv(
             program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], layout,
-            heads, group, seq_q, seq_kv, (left, right), batches, split_len, scale, True, CONFIG,
+            heads, group, seq_q, seq_kv, band, batches, split_len, scale, True, CONFIG,
         )  # fmt: skip
     else:
         compute_dq(
             program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
-            grads[2], layout, heads, group, seq_q, seq_kv, (left, right), batches, split_len_kv,
+            grads[2], layout, heads, group, seq_q, seq_kv, band, batches, split_len_kv,
             scale, True, CONFIG,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """Which keys a query sees: two bounds, and all that follows from them.
 
-Query t sees keys t - left <= s <= t + right; a bound that is None hides nothing. Both bounds of
-``keys_of`` and of ``queries_of`` never fall as their argument grows. They may lie outside of a
-sequence, and none is seen where they cross. ``band`` is (left, right).
+``band`` is (left, right, keys, queries). Query t sees keys t - left <= s <= t + right; a bound that
+is None hides nothing. Or ``keys`` and ``queries`` are not None, and point to the bounds of each row
+(see ``flashattn.bounds``). Both bounds of ``keys_of`` and of ``queries_of`` never fall as their
+argument grows. They may lie outside of a sequence, and none is seen where they cross.
 """
 
 from __future__ import annotations
@@ -12,31 +13,70 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of(t, band, seq_kv):
+def keys_of(t, band, seq_q, seq_kv):
     """Return (lo, hi): query t sees keys lo ... hi - 1, of so many; seq_kv None is no end."""
-    left, right = band
-    lo = 0
+    left, right, keys, _ = band
+    lo, hi = 0, seq_kv
+    if keys is not None:
+        at = keys + 2 * tl.minimum(t, seq_q - 1)
+        lo, hi = tl.load(at), tl.load(at + 1)
     if left is not None:
         lo = t - left
-    if right is None:
-        hi = seq_kv
-    elif seq_kv is None:
-        hi = t + right + 1
-    else:
-        hi = tl.minimum(seq_kv - 1, t + right) + 1
+    if right is not None:
+        if seq_kv is None:
+            hi = t + right + 1
+        else:
+            hi = tl.minimum(seq_kv - 1, t + right) + 1
     return lo, hi
 
 
 @triton.jit
-def queries_of(s, band, seq_q):
+def queries_of(s, band, seq_q, seq_kv):
     """Return (lo, hi): key s is seen by queries lo ... hi - 1."""
-    left, right = band
+    left, right, _, queries = band
     lo, hi = 0, seq_q
+    if queries is not None:
+        at = queries + 2 * tl.minimum(s, seq_kv - 1)
+        lo, hi = tl.load(at), tl.load(at + 1)
     if right is not None:
         lo = tl.maximum(s - right, 0)
     if left is not None:
         hi = tl.minimum(s + left + 1, seq_q)
     return lo, hi
+
+
+@triton.jit
+def of_batch(bounds, batch, stride):
+    """Return where the bounds of a batch's rows begin."""
+    return bounds + batch.to(tl.int64) * stride
+
+
+@triton.jit
+def keep_rows(tile, kept, TERMS: tl.constexpr):
+    """Return a tile, or its bf16 terms, with 0 in the rows that are not kept."""
+    if TERMS == 2:
+        result = keep_rows(tile[0], kept, 0), keep_rows(tile[1], kept, 0)
+    elif TERMS == 3:
+        result = (  # type: ignore[assignment]
+            keep_rows(tile[0], kept, 0), keep_rows(tile[1], kept, 0), keep_rows(tile[2], kept, 0),
+        )  # fmt: skip
+    else:
+        result = tl.where(kept[:, None], tile, tl.zeros_like(tile))
+    return result
+
+
+@triton.jit
+def seen_keys(start_kv, band, seq_q, seq_kv, BLOCK: tl.constexpr):
+    """Return which keys of a tile any query sees, by bounds of rows; others may be NaN."""
+    lo, hi = queries_of(start_kv + tl.arange(0, BLOCK), band, seq_q, seq_kv)
+    return lo < hi
+
+
+@triton.jit
+def live_queries(start_q, band, seq_q, seq_kv, BLOCK: tl.constexpr):
+    """Return which queries of a tile see any key, by bounds of rows; others may be NaN."""
+    lo, hi = keys_of(start_q + tl.arange(0, BLOCK), band, seq_q, seq_kv)
+    return lo < hi
 
 
 @triton.jit
@@ -46,22 +86,24 @@ def key_tiles(
     """Return (first, full_begin, full_end, end) of the keys that a tile of queries visits.
 
     All queries see all keys of full_begin ... full_end, which are whole tiles; there are none under
-    a left bound, where every tile is masked. A split visits ``split_len`` keys from ``begin`` on,
-    whole tiles as well; split_len None is all keys.
+    a left bound or bounds of rows, where every tile is masked. A split visits ``split_len`` keys
+    from ``begin`` on, whole tiles as well; split_len None is all keys.
     """
-    left, right = band
+    left, right, keys, _ = band
     first = begin
     full_end, end = seq_kv // BLOCK_KV * BLOCK_KV, seq_kv
     if right is not None:
-        _, hi = keys_of(start_q, band, None)
+        _, hi = keys_of(start_q, band, seq_q, None)
         full_end = tl.minimum(full_end, tl.maximum(hi, 0) // BLOCK_KV * BLOCK_KV)
-        _, hi = keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, None)
+        _, hi = keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, seq_q, None)
         end = tl.minimum(end, tl.maximum(hi, 0))
+    if keys is not None:
+        _, end = keys_of(start_q + BLOCK_Q - 1, band, seq_q, seq_kv)
     if split_len is not None:
         full_end = tl.maximum(tl.minimum(full_end, begin + split_len), begin)
         end = tl.minimum(end, begin + split_len)
-    if left is not None:
-        lo, _ = keys_of(start_q, band, seq_kv)
+    if left is not None or keys is not None:
+        lo, _ = keys_of(start_q, band, seq_q, seq_kv)
         first = tl.maximum(first, tl.maximum(lo, 0) // BLOCK_KV * BLOCK_KV)
         full_end = first
     return first, first, full_end, end
@@ -69,21 +111,21 @@ def key_tiles(
 
 @triton.jit
 def query_tiles(
-    start_kv, band, seq_q, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
+    start_kv, band, seq_q, seq_kv, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
     """Return (first, full_begin, full_end, end) of the queries that a tile of keys visits.
 
-    Queries that do not exist count as such that see all keys: their P is 0. Under a left bound
-    every tile is masked, as ``key_tiles`` says.
+    Queries that do not exist count as such that see all keys: their P is 0. Under a left bound and
+    bounds of rows every tile is masked, as ``key_tiles`` says.
     """
-    left, right = band
-    first, _ = queries_of(start_kv, band, seq_q)
+    left, right, _, queries = band
+    first, _ = queries_of(start_kv, band, seq_q, seq_kv)
     first = first // BLOCK_Q * BLOCK_Q
-    full_begin, end = queries_of(start_kv + BLOCK_KV - 1, band, seq_q)
+    full_begin, end = queries_of(start_kv + BLOCK_KV - 1, band, seq_q, seq_kv)
     full_begin = tl.cdiv(full_begin, BLOCK_Q) * BLOCK_Q
     if right is not None:
         full_begin = tl.minimum(full_begin, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
-    if left is not None:
+    if left is not None or queries is not None:
         full_begin = end
     if split_len is not None:
         end = tl.minimum(end, begin + split_len)
@@ -94,34 +136,32 @@ def query_tiles(
 
 @triton.jit
 def apply_mask(
-    x, start_q, start_kv, band, seq_kv, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
+    x, start_q, start_kv, band, seq_q, seq_kv, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
     """Return a tile [queries, keys] with ``value`` where a query does not see a key.
 
     The last key seen is compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
     """
-    left, _ = band
-    lo, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_kv)
+    lo, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv)
     last = tl.broadcast_to(hi - 1, [BLOCK_Q])
     keys = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     seen = keys <= last[:, None]
-    if left is not None:
+    if band[0] is not None or band[2] is not None:
         seen = seen & (keys >= lo[:, None])
     return tl.where(seen, x, value)
 
 
 @triton.jit
 def apply_mask_transposed(
-    x, start_q, start_kv, band, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
+    x, start_q, start_kv, band, seq_q, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
     """Return a tile [keys, queries] likewise; of keys that do not exist it says nothing."""
-    left, right = band
     queries = start_q + tl.arange(0, BLOCK_Q)[None, :]
     keys = start_kv + tl.arange(0, BLOCK_KV)[:, None]
-    if right is not None:
-        _, hi = keys_of(queries, band, None)
+    if band[1] is not None or band[2] is not None:
+        _, hi = keys_of(queries, band, seq_q, None)
         x = tl.where(keys <= hi - 1, x, value)
-    if left is not None:
-        lo, _ = keys_of(queries, band, 0)
+    if band[0] is not None or band[2] is not None:
+        lo, _ = keys_of(queries, band, seq_q, 0)
         x = tl.where(keys >= lo, x, value)
     return x

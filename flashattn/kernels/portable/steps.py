@@ -24,6 +24,7 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dkdv": gradients.flashattn_bwd_dkdv,
     "bwd_dq": gradients.flashattn_bwd_dq,
 }
+BOUNDS = ("key_bounds", "query_bounds")
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
 WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
     **dict.fromkeys(FUSED, GRADS),
@@ -48,9 +49,13 @@ def forward(
     launch = Launch(
         flashattn_fwd,
         plan.programs,
-        [*_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)), None, None],
+        [
+            *_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
+            *[None] * (3 if options.bounds else 2),
+        ],
         (
-            ForwardLayout._make((*strides, head_dim)),
+            *no_bounds(options),
+            ForwardLayout._make((*strides, head_dim, bounds_strides(options, seq_q, seq_kv))),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
             Scale.of(options, forward=True),
@@ -60,8 +65,9 @@ def forward(
             **tile.compiler_options(),
         },
     )
+    bounds = (BOUNDS,) if options.bounds else ()
     if not split:
-        return [*steps, Step(launch, (*names, "o", "lse"))]
+        return [*steps, Step(launch, (*names, "o", "lse", *bounds))]
     rows = batch * heads * seq_q
     combining = Launch(
         combine.flashattn_combine,
@@ -71,7 +77,23 @@ def forward(
         _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
     )
     partial = ("o_partial", "lse_partial")
-    return [*steps, Step(launch, (*names, *partial)), Step(combining, (*partial, "o", "lse"))]
+    return [
+        *steps,
+        Step(launch, (*names, *partial, *bounds)),
+        Step(combining, (*partial, "o", "lse")),
+    ]
+
+
+def no_bounds(options: Options) -> tuple[tuple[None, None], ...]:
+    """Return what a launch has in place of bounds, which come as tensors if there are some."""
+    return () if options.bounds else ((None, None),)
+
+
+def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:
+    """Return the distances of two batches in the bounds of the keys and of the queries."""
+    if not options.bounds:
+        return None
+    return (0, 0) if options.bounds == 1 else (2 * seq_q, 2 * seq_kv)
 
 
 def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec], tuple[str, ...]]:
@@ -184,15 +206,19 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
     read, write = [x.strides[:3] for x in inputs], [strides for _, strides in grads.values()]
     lies = (grads[name][1] if name in grads else None for name in GRADS)
     layout = BackwardLayout._make(
-        (*read, *lies, o.strides[:3] if whole else None, head_dim, padded_rows(seq_q))
+        (
+            *(*read, *lies, o.strides[:3] if whole else None, head_dim, padded_rows(seq_q)),
+            bounds_strides(options, seq_q, seq_kv),
+        )
     )
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     strides = [*read, *write, o.strides[:3]]
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
-        [*loads, None, None],
+        [*loads, *[None] * (3 if options.bounds else 2)],
         (
+            *no_bounds(options),
             layout,
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
@@ -204,7 +230,8 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             **tile.compiler_options(),
         },
     )
-    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values())))
+    bounds = (BOUNDS,) if options.bounds else ()
+    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *bounds))
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:

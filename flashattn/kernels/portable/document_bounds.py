@@ -1,0 +1,95 @@
+"""flashattn_document_bounds: the bounds of packed documents, from their cumulative lengths."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashattn.kernels.launch import on_device
+
+BLOCK, CHUNK, WARPS = 128, 64, 4  # rows of a program, and documents that it looks at at a time
+
+
+@triton.jit
+def store_intervals(
+    x, own, other, documents, own_size, other_size, before, after, intervals,
+    BOTTOM_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Store the interval of rows x among the rows of the other side.
+
+    A length that falls counts as the largest before it, so that no interval begins or ends before
+    that of the row before.
+    """
+    behind = tl.zeros_like(x) + documents + 1  # the first number that is larger than a row's
+    for first in range(0, documents + 1, CHUNK):
+        i = (first + tl.arange(0, CHUNK))[None, :]
+        here = tl.load(own + i, mask=i <= documents, other=0).to(tl.int32)
+        over = (here > x[:, None]) & (i <= documents)
+        behind = tl.minimum(behind, tl.min(tl.where(over, i, documents + 1), 1))
+    document = tl.maximum(behind - 1, 0)
+    start, end = tl.zeros_like(x), tl.zeros_like(x)
+    own_start, own_end = tl.zeros_like(x), tl.zeros_like(x)
+    for first in range(0, documents + 1, CHUNK):
+        i = (first + tl.arange(0, CHUNK))[None, :]
+        here = tl.minimum(tl.load(own + i, mask=i <= documents, other=0).to(tl.int32), own_size)
+        there = tl.minimum(
+            tl.load(other + i, mask=i <= documents, other=0).to(tl.int32), other_size
+        )
+        until, beyond = i <= document[:, None], i <= document[:, None] + 1
+        start = tl.maximum(start, tl.max(tl.where(until, there, 0), 1))
+        end = tl.maximum(end, tl.max(tl.where(beyond, there, 0), 1))
+        own_start = tl.maximum(own_start, tl.max(tl.where(until, here, 0), 1))
+        own_end = tl.maximum(own_end, tl.max(tl.where(beyond, here, 0), 1))
+    at = x + start - own_start
+    if BOTTOM_RIGHT:
+        at += (end - start) - (own_end - own_start)
+    low, high = start, end
+    if before is not None:
+        low = tl.minimum(tl.maximum(at - before, start), end)
+    if after is not None:
+        high = tl.minimum(tl.maximum(at + after + 1, low), end)
+    inside = (document < documents) & (x >= tl.load(own).to(tl.int32))
+    tl.store(intervals + 2 * x, tl.where(inside, low, start), mask=x < own_size)
+    tl.store(intervals + 2 * x + 1, tl.where(inside, high, start), mask=x < own_size)
+
+
+@triton.jit(do_not_specialize=["documents", "seq_q", "seq_kv", "left", "right"])
+def flashattn_document_bounds(
+    cu_q, cu_k, keys, queries, documents, seq_q, seq_kv, left, right, BOTTOM_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of each query and the queries of each key; a program takes BLOCK rows."""
+    program, of_queries = tl.program_id(0), tl.cdiv(seq_q, BLOCK)
+    if program < of_queries:
+        store_intervals(program * BLOCK + tl.arange(0, BLOCK), cu_q, cu_k, documents, seq_q, seq_kv,
+                        left, right, keys, BOTTOM_RIGHT, CHUNK)  # fmt: skip
+    else:
+        rows = (program - of_queries) * BLOCK + tl.arange(0, BLOCK)
+        store_intervals(rows, cu_k, cu_q, documents, seq_kv, seq_q, right, left, queries,
+                        BOTTOM_RIGHT, CHUNK)  # fmt: skip
+
+
+def launch(
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    seq_q: int,
+    seq_kv: int,
+    left: int | None,
+    right: int | None,
+    *,
+    bottom_right: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int32 [1, T, 2] and [1, S, 2]; arguments as in ``bounds.of_documents``."""
+    with on_device(cu_q):
+        keys, queries = (
+            torch.empty((1, n, 2), dtype=torch.int32, device=cu_q.device) for n in (seq_q, seq_kv)
+        )
+        programs = triton.cdiv(seq_q, BLOCK) + triton.cdiv(seq_kv, BLOCK)
+        if programs:
+            flashattn_document_bounds[(programs,)](
+                *(cu_q.contiguous(), cu_k.contiguous(), keys, queries, len(cu_q) - 1),
+                *(seq_q, seq_kv, left, right, bottom_right, BLOCK, CHUNK),
+                num_warps=WARPS,
+            )
+    return keys, queries

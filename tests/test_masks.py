@@ -1,0 +1,395 @@
+"""Masks of rows: packed documents, padding, prefixes, chunks, any predicate; laws on every one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from flashattn import attention, masks
+from flashattn.bounds import Intervals, of_documents, of_rows
+from flashattn.mask import Mask
+from flashattn.masks import Sizes, bounds_of, cumulative
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.law import law
+from flashattn.testing.results import ask, assert_agree, assert_same_bits
+from flashattn.testing.strategies import documents, lengths
+
+PACKED = {"packed": (True,), "softcaps": (None,)}
+BLOCK_Q, BLOCK_KV = 8, 4
+
+
+@st.composite
+def packed_bounds(draw):
+    """Draw documents with a mask each: T, S, their lengths, the mask."""
+    seq_q, seq_kv = (draw(lengths(1, 40)) for _ in range(2))
+    bound = st.none() | st.integers(0, 12)
+    causal = draw(st.sampled_from((False, "top_left", "bottom_right")))
+    mask = Mask.of(causal, (draw(bound), draw(bound)))
+    return seq_q, seq_kv, draw(documents(seq_q, seq_kv, 20)), mask
+
+
+@st.composite
+def rows(draw):
+    """Draw T, S, and two ends of each query that never fall, as tensors of one batch or two."""
+    seq_q, seq_kv, batch = draw(lengths(1, 40)), draw(lengths(1, 40)), draw(st.integers(1, 2))
+    ends = st.lists(st.integers(0, seq_kv), min_size=seq_q, max_size=seq_q).map(sorted)
+    low, high = (torch.tensor([draw(ends) for _ in range(batch)]) for _ in range(2))
+    return seq_q, seq_kv, low, torch.maximum(low, high)
+
+
+def by_hand(seq_q, seq_kv, packed, mask):
+    """Return which keys a query sees, document by document [T, S]."""
+    seen = torch.zeros(seq_q, seq_kv, dtype=torch.bool)
+    at_q = at_k = 0
+    for n, m in packed:
+        t, s = torch.arange(n)[:, None], torch.arange(m)
+        inside = mask.over(n, m).sees(t, s).expand(n, m)
+        seen[at_q : at_q + n, at_k : at_k + m] = inside
+        at_q, at_k = at_q + n, at_k + m
+    return seen
+
+
+def assert_consistent(bounds, seen):
+    """Both sides say the same, neither falls, and visits follow one another (see ``bounds``)."""
+    assert torch.equal(bounds.seen, seen)
+    for x in bounds:
+        assert x.dtype == torch.int32
+        assert x.is_contiguous()
+        assert (x.diff(dim=1) >= 0).all()
+    t = torch.arange(seen.shape[1])[:, None]
+    first, end = (x[:, None] for x in bounds.queries.unbind(-1))
+    live = ~bounds.fully_masked[..., None]
+    assert torch.equal((t >= first) & (t < end) & live, seen)
+    assert torch.equal(bounds.fully_masked, ~seen.any(-1))
+    unseen = bounds.unseen_keys | ((t >= first) & (t < end) & live).logical_not().all(1)
+    assert torch.equal(unseen, ~seen.any(1))
+
+
+def assert_one_after_the_other(keys, queries, seq_q):
+    """The key tiles that visit a tile of queries are neighbours, and it knows the first of them.
+
+    The semaphore of the Hopper backward counts on that: else a program waits for ever.
+    """
+    for i in range(-(-seq_q // BLOCK_Q)):
+        start = i * BLOCK_Q
+        visitors = [
+            j
+            for j in range(-(-len(queries) // BLOCK_KV))
+            if queries[j * BLOCK_KV][0] // BLOCK_Q <= i
+            and start < queries[min((j + 1) * BLOCK_KV, len(queries)) - 1][1]
+            and j * BLOCK_KV < keys[-1][1]
+        ]
+        if visitors:
+            first = keys[start][0] // BLOCK_KV
+            assert visitors == list(range(first, first + len(visitors)))
+
+
+@hypothesis.given(drawn=packed_bounds())
+def test_bounds_of_documents(drawn):
+    """Documents are masks of their own, side by side; the rows behind the last see nothing."""
+    seq_q, seq_kv, packed, mask = drawn
+    bounds = of_documents(*cumulative(packed, "cpu"), seq_q, seq_kv, mask)
+    assert_consistent(bounds, by_hand(*drawn)[None])
+    assert_one_after_the_other(bounds.keys[0].tolist(), bounds.queries[0].tolist(), seq_q)
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(drawn=packed_bounds(), falls=st.booleans())
+def test_the_kernel_of_documents(drawn, falls, device):
+    """One launch makes the same bounds, of lengths that fall, too."""
+    from flashattn.kernels.portable.document_bounds import launch  # noqa: PLC0415
+
+    seq_q, seq_kv, packed, mask = drawn
+    cu_q, cu_k = cumulative(packed, device)
+    if falls:
+        cu_k = cu_k.flip(0)
+    wanted = of_documents(cu_q.cpu(), cu_k.cpu(), seq_q, seq_kv, mask)
+    corner = mask.corner == "bottom_right"
+    got = launch(cu_q, cu_k, seq_q, seq_kv, mask.left, mask.right, bottom_right=corner)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@hypothesis.given(drawn=rows())
+def test_bounds_of_rows(drawn):
+    """Rows are what they say, transposed as well."""
+    seq_q, seq_kv, low, high = drawn
+    s = torch.arange(seq_kv)
+    bounds = of_rows(low, high, seq_kv)
+    assert_consistent(bounds, (s >= low[..., None]) & (s < high[..., None]))
+    for keys, queries in zip(bounds.keys.tolist(), bounds.queries.tolist(), strict=True):
+        assert_one_after_the_other(keys, queries, seq_q)
+
+
+@hypothesis.given(drawn=rows())
+def test_tiles_of_intervals(drawn):
+    """Tiles that are visited hold every pair that is seen; whole ones hold no other."""
+    seq_q, seq_kv, low, high = drawn
+    bounds = of_rows(low, high, seq_kv)
+    intervals, seen = Intervals(bounds, dims=0), bounds.seen
+    for start in range(0, seq_q, BLOCK_Q):
+        stop = min(start + BLOCK_Q, seq_q)
+        first, full, full_end, end = intervals.key_tiles(start, stop, BLOCK_KV)
+        outside = torch.ones(seq_kv, dtype=torch.bool)
+        outside[first * BLOCK_KV : end * BLOCK_KV] = False
+        assert not seen[:, start:stop, outside].any()
+        assert seen[:, start:stop, full * BLOCK_KV : full_end * BLOCK_KV].all()
+    for start in range(0, seq_kv, BLOCK_KV):
+        stop = min(start + BLOCK_KV, seq_kv)
+        first, full, full_end, end = intervals.query_tiles(start, stop, BLOCK_Q)
+        outside = torch.ones(seq_q, dtype=torch.bool)
+        outside[first * BLOCK_Q : end * BLOCK_Q] = False
+        assert not seen[:, outside, start:stop].any()
+        assert seen[:, full * BLOCK_Q : full_end * BLOCK_Q, start:stop].all()
+
+
+def sizes(seq_q=12, seq_kv=12, batch=2):
+    """Return the sizes of a call on a CPU."""
+    return Sizes(batch, seq_q, seq_kv, torch.device("cpu"))
+
+
+def seen_of(mask, *, seq_q=12, seq_kv=12, band=Mask(), batch=2):  # noqa: B008 - frozen
+    """Return which keys a query sees under a mask of rows, [B or 1, T, S]."""
+    q, k = torch.zeros(batch, 1, seq_q, 4), torch.zeros(batch, 1, seq_kv, 4)
+    return bounds_of(q, k, band, None, mask).seen
+
+
+T, S = torch.arange(12)[:, None], torch.arange(12)[None, :]
+LENGTHS = torch.tensor([5, 12])
+SHORT = LENGTHS[:, None, None] > S
+MASKS = {  # made for a device, and what they let a query see
+    "padding": (lambda on: masks.padding(on(LENGTHS)), SHORT),
+    "left padding": (lambda on: masks.padding(on(LENGTHS), side="left"), SHORT.flip(-1)),
+    "prefix": (lambda on: masks.prefix(on(LENGTHS)), (S <= T) | SHORT),
+    "chunked": (lambda on: masks.chunked(5), T // 5 == S // 5),
+    "rows": (
+        lambda on: masks.rows(on(T[:, 0] // 2), on(T[:, 0] + 1)), (S >= T // 2) & (S <= T),
+    ),
+    "predicate": (
+        lambda on: masks.of(lambda b, h, t, s: (s <= t) & (s > t - 3)), (S <= T) & (S > T - 3),
+    ),
+    "batches": (lambda on: masks.of(lambda b, h, t, s: s < on(LENGTHS)[b]), SHORT),
+    "bool tensor": (lambda on: masks.of(on((S <= T) & (T < 9))), (S <= T) & (T < 9)),
+    "both": (
+        lambda on: masks.padding(on(LENGTHS)) & masks.chunked(4), SHORT & (T // 4 == S // 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    """Each mask lets a query see what it says, with a window as well."""
+    make, wanted = MASKS[name]
+    mask, wanted = make(lambda x: x), wanted.expand(2, 12, 12)
+    assert torch.equal(seen_of(mask).expand(2, -1, -1), wanted)
+    window = (T - 4 <= S) & (S <= T + 1)
+    assert torch.equal(seen_of(mask, band=Mask(4, 1)).expand(2, -1, -1), wanted & window)
+
+
+def test_block_masks():
+    """FlexAttention's BlockMask is its predicate."""
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
+
+    block = create_block_mask(lambda b, h, t, s: t >= s, None, None, 12, 12, device="cpu")
+    assert torch.equal(seen_of(masks.of(block), batch=1), (S <= T)[None])
+
+
+def dilated(b, h, t, s):
+    """Let a query see every second key."""
+    del b, h
+    return (s <= t) & ((t - s) % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: seen_of(masks.of(dilated)), "query 2 sees keys that are not next to one another"),
+        (lambda: seen_of(masks.of(S <= 11 - T)), "query 1 sees begin or end before"),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: s < h + t)), "which head it is"),
+        (lambda: seen_of(masks.of(S[:, :5] <= T)), "wanted a bool tensor for"),
+        (lambda: masks.of(torch.ones(5, 12)), r"wanted bool \[T, S\]"),
+        (lambda: masks.of("causal"), "a predicate of"),
+        (lambda: masks.padding([3, 4]), "lengths: wanted a 1-dimensional int32 or int64"),
+        (lambda: masks.padding(LENGTHS.float()), "lengths: wanted a 1-dimensional int32 or int64"),
+        (lambda: masks.padding(LENGTHS, side="top"), "side: wanted right or left"),
+        (lambda: seen_of(masks.padding(LENGTHS), batch=3), "rows for 3 batches or one, got 2"),
+        (lambda: masks.chunked(0), "length: wanted a positive int"),
+        (lambda: masks.rows(LENGTHS, LENGTHS.flip(0)), "high: wanted numbers that never fall"),
+        (lambda: masks.rows(LENGTHS, LENGTHS[:1]), "high: wanted low's shape"),
+        (lambda: seen_of(masks.rows(LENGTHS, LENGTHS)), "wanted 12 rows, one a query, got 2"),
+        (lambda: seen_of(masks.prefix(LENGTHS), band=Mask(right=0)), "leave causal out"),
+        (lambda: seen_of(S <= T), "wanted an object of flashattn.masks, got Tensor"),
+    ],
+)  # fmt: skip
+def test_bad_masks(make, words):
+    """What is no mask of rows is refused in a sentence."""
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("cu", "words"),
+    [
+        ([0, 5, 12], "wanted a 1-dimensional int32 or int64 tensor, got list"),
+        (torch.tensor([0.0, 12.0]), "wanted a 1-dimensional int32 or int64 tensor"),
+        (torch.tensor([[0, 12]]), "wanted a 1-dimensional"),
+        (torch.tensor([0]), r"wanted \[N \+ 1\] of queries and of keys"),
+        (torch.tensor([1, 12]), "wanted numbers from 0 to 12 at the most that never fall"),
+        (torch.tensor([0, 9, 5]), "never fall"),
+        (torch.tensor([0, 13]), "from 0 to 12 at the most"),
+        ((torch.tensor([0, 5]), torch.tensor([0, 5, 6])), r"wanted \[N \+ 1\]"),
+        ((torch.tensor([0, 5]),) * 3, r"wanted cu or \(cu_q, cu_k\), got 3"),
+        (torch.tensor([0, 5], device="meta"), "wanted q's device, cpu, got meta"),
+    ],
+)
+def test_bad_documents(cu, words):
+    """Cumulative lengths that do not fit are refused before any launch."""
+    q = torch.zeros(1, 1, 12, 4)
+    with pytest.raises(ValueError, match=words):
+        attention(q, q, q, documents=cu)
+
+
+def test_bounds_are_kept():
+    """Layers share bounds; lengths that change, other sizes and other masks get others."""
+    q, cu = torch.zeros(1, 1, 12, 4), torch.tensor([0, 5, 12])
+    one = bounds_of(q, q, Mask(), cu, None)
+    assert bounds_of(q, q, Mask(), cu, None) is one
+    assert bounds_of(q, q, Mask(right=0), cu, None) is not one
+    assert bounds_of(q, q[:, :, :8], Mask(), (cu, cu.clamp(max=8)), None) is not one
+    cu[1] = 7
+    assert torch.equal(bounds_of(q, q, Mask(), cu, None).seen, seen_of_documents(cu))
+    padding = masks.padding(torch.tensor([3]))
+    assert bounds_of(q, q, Mask(), None, padding) is bounds_of(q, q, Mask(), None, padding)
+    assert bounds_of(q, q, Mask(), cu, padding) is not bounds_of(q, q, Mask(), None, padding)
+
+
+def seen_of_documents(cu):
+    """Return which keys a query sees of documents, [1, T, S]."""
+    document = torch.searchsorted(cu[1:], torch.arange(12), right=True)
+    return (document[:, None] == document)[None]
+
+
+def test_nothing_is_kept_alive():
+    """Bounds go with the lengths they were made from."""
+    from flashattn.masks import _KEPT  # noqa: PLC0415
+
+    q, cu = torch.zeros(1, 1, 12, 4), torch.tensor([0, 5, 12])
+    before = len(_KEPT)
+    bounds_of(q, q, Mask(), cu, None)
+    assert len(_KEPT) == before + 1
+    del cu
+    assert len(_KEPT) == before
+
+
+@law(asked=PACKED, needs="intervals")
+def test_one_document(impl, sample):
+    """One document as long as the rows hides nothing: the result is that without it."""
+    p = sample.problem
+    whole = replace(sample, problem=replace(p, documents=((p.seq_q, p.seq_kv),)))
+    assert_agree(ask(impl, replace(sample, problem=replace(p, documents=None))), ask(impl, whole))
+
+
+@law(asked=PACKED, needs="intervals")
+def test_documents_are_calls(impl, sample):
+    """A document's results are those of a call for itself."""
+    p = sample.problem
+    packed = ask(impl, sample)
+    at_q = at_k = 0
+    for n, m in p.documents:
+        rows, keys = slice(at_q, at_q + n), slice(at_k, at_k + m)
+        at_q, at_k = at_q + n, at_k + m
+        if 0 in (n, m, p.batch):
+            continue
+        alone = replace(p, seq_q=n, seq_kv=m, documents=None)
+        cut = {name: keys if name in ("dk", "dv") else rows for name in packed.got}
+
+        def change(case, rows=rows, keys=keys, alone=alone):
+            q, k, v = case.inputs
+            return replace(
+                case,
+                problem=alone,
+                inputs=(q[:, :, rows], k[:, :, keys], v[:, :, keys]),
+                grad_o=None if case.grad_o is None else case.grad_o[:, :, rows],
+                grad_lse=None if case.grad_lse is None else case.grad_lse[:, :, rows],
+            )
+
+        one = ask(impl, sample, change)
+        got = {name: x[:, :, cut[name]] for name, x in packed.got.items()}
+        assert_agree(one, replace(packed, case=one.case, change=change, got=got))
+
+
+@law(asked=PACKED, needs="intervals")
+def test_rows_in_no_document(impl, sample):
+    """Queries and keys behind the last document, whatever lies there, give and get nothing."""
+    p = sample.problem
+    ends = [sum(x) for x in zip(*p.documents, strict=True)]
+    hypothesis.assume(ends[0] < p.seq_q or ends[1] < p.seq_kv)
+
+    def poisoned(value):
+        def change(case):
+            q, k, v = (x.clone() for x in case.inputs)
+            q[:, :, ends[0] :], k[:, :, ends[1] :], v[:, :, ends[1] :] = value, value, value
+            grad_o = None if case.grad_o is None else case.grad_o.clone()
+            if grad_o is not None:
+                grad_o[:, :, ends[0] :] = value
+            return replace(case, inputs=(q, k, v), grad_o=grad_o)
+
+        return change
+
+    plain, changed = ask(impl, sample, poisoned(0.0)), ask(impl, sample, poisoned(float("nan")))
+    for name, x in changed.got.items():
+        assert_same_bits(name, plain.got[name], x)
+        behind = x[:, :, ends[name in ("dk", "dv") :][0] :]
+        assert (behind == (-torch.inf if name == "lse" else 0)).all()
+
+
+@pytest.mark.parametrize("ours", ["tiled", "triton", "auto"])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(ours, device, name):
+    """Under each mask results and gradients are those of the reference, in fp32."""
+    mask = MASKS[name][0](lambda x: x.to(device))
+    problem = Problem(batch=2, heads=2, kv_heads=1, seq_q=12, head_dim=16)
+    q, k, v = (x.to(device) for x in make_inputs(problem))
+    grad_o = make_grads(problem)[0].to(device)
+    results = []
+    for impl, dtype in ((ours, torch.float32), ("reference", torch.float64)):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o = attention(*inputs, mask=mask, window=(6, None), impl=impl)
+        results.append((o, *torch.autograd.grad(o, inputs, grad_o.to(dtype))))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=32 * torch.finfo(q.dtype).eps)
+
+
+@pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
+def test_band_given_as_rows(name, device):
+    """A causal mask given as rows is causal."""
+    problem = Problem(heads=2, kv_heads=1, seq_q=90, head_dim=32, dtype="bfloat16")
+    q, k, v = make_inputs(problem, device=device)
+    t = torch.arange(90, device=device)
+    one = attention(q, k, v, causal=True, return_lse=True, impl=name)
+    other = attention(q, k, v, mask=masks.rows(0 * t, t + 1), return_lse=True, impl=name)
+    for output, x, y in zip(("o", "lse"), one, other, strict=True):
+        assert_same_bits(output, x, y)
+
+
+def test_one_graph_for_all_documents(device):
+    """Compiled as a whole with lengths as an input, it is compiled once for all lengths."""
+    compiled = torch.compile(
+        lambda q, cu: attention(q, q, q, documents=cu, causal=True, impl="triton"),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    q = make_inputs(Problem(seq_q=60, head_dim=16), device=device)[0].requires_grad_()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for cu in ([0, 20, 60], [0, 33, 50]):
+            lengths_ = torch.tensor(cu, device=device, dtype=torch.int32)
+            got = compiled(q, lengths_)
+            wanted = attention(q, q, q, documents=lengths_, causal=True, impl="triton")
+            assert_same_bits("o", got, wanted)
+            (one,), (other,) = (torch.autograd.grad(x.sum(), q) for x in (got, wanted))
+            assert_same_bits("dq", one, other)

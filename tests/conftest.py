@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 from _pytest.pytester import SysModulesSnapshot
 
+import flashattn
 from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.upstream import products_mix_rows
 
 # Tests multiply small matrices. Threads that wait for one another, on cores that others use as
 # well, made them six times slower.
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+# Processes that tests start have one thread, too, and find the package that is tested, which need
+# not be installed.
+os.environ["OMP_NUM_THREADS"] = "1"
+SEARCHED = [str(Path(flashattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, SEARCHED))
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_interpreter()
 WITHOUT_ONEDNN = products_mix_rows()

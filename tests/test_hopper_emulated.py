@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashattn.bounds import of_documents
 from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import Program, emulated, run
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.kernels import execute
 from flashattn.kernels.hopper.tma import Tiles
+from flashattn.masks import cumulative
 from flashattn.plan import hopper
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Options
@@ -30,6 +32,7 @@ from flashattn.testing.accuracy import (
     relative_errors,
 )
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.results import assert_same_bits
 
 pytestmark = pytest.mark.interpreter
 MUTANTS = Path(__file__).parent / "mutants" / "mutants.py"
@@ -40,19 +43,24 @@ SMALL = HopperTile(block_kv=64)
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     how = {"deterministic": False} | (how or {})
+    bounds, band = (), problem.band
+    if problem.documents is not None:
+        lengths = cumulative(problem.documents, "cpu")
+        bounds = of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask)
     options = Options(
-        problem.band.right,
+        None if bounds else band.right,
         check_scale(None, problem.head_dim),
         input_precision(precision, problem.torch_dtype),
         "hopper",
         how.pop("deterministic"),
-        problem.band.left,
+        None if bounds else band.left,
+        bounds=int(bool(bounds)),
     )
 
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            o, lse = execute.prepare_forward(q, k, v, options, tile=config)(q, k, v)
+            o, lse = execute.prepare_forward(q, k, v, options, tile=config)(q, k, v, *bounds)
             ctx.save_for_backward(q, k, v, o, lse)
             return o, lse
 
@@ -60,7 +68,7 @@ def attend(problem, config, how=None, precision="auto"):
         def backward(ctx, *grads):
             (grad_o, grad_lse), (q, k, v, o, lse) = grads, ctx.saved_tensors
             run = execute.prepare_backward(grads, ctx.saved_tensors, options, **how)
-            return run(q, k, v, grad_o, o, lse, grad_lse)
+            return run(q, k, v, grad_o, o, lse, grad_lse, *bounds)
 
     return Attend.apply
 
@@ -75,6 +83,9 @@ def fp16(**sizes):
     return Problem(dtype="float16", **sizes)
 
 
+PACKED = ((90, 90), (0, 0), (38, 38), (130, 130))  # an empty one, and rows behind the last
+# More keys than queries, queries that see no key, keys that no query sees, and two short ones.
+UNEVEN = ((40, 200), (70, 0), (0, 60), (1, 1), (90, 100))
 UNSTAGED = {"own_o": False, "stages": 3}
 WIDE = HopperTile(block_kv=64, own_o=False)
 FORWARDS = [
@@ -97,6 +108,13 @@ FORWARDS = [
     (bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, 2),  # dead rows
     (bf16(seq_q=70, seq_kv=400, window=(20, None), causal="bottom_right"), HopperTile(), 1),
     (fp16(seq_q=130, seq_kv=330, window=(140, 3), head_dim=256), WIDE, 1),
+    (bf16(heads=2, seq_q=300, causal=True, documents=PACKED), SMALL, 2),
+    (
+        fp16(heads=2, seq_q=250, seq_kv=400, causal="bottom_right", documents=UNEVEN),
+        HopperTile(**UNSTAGED),
+        1,
+    ),
+    (bf16(seq_q=300, head_dim=128, window=(70, 20), documents=PACKED), WIDE, 1),
 ]
 TURNED = HopperBackwardTile()
 ROUND = {"tile": HopperBackwardTile(persistent=True, stagger=1), "deterministic": True}
@@ -150,6 +168,10 @@ WINDOWS = [
     {"seq_q": 70, "seq_kv": 400, "window": (20, None), "causal": "bottom_right"},  # left < 0
     {"seq_q": 400, "seq_kv": 150, "window": (30, None), "causal": "bottom_right"},  # right < 0
     {"heads": 4, "kv_heads": 2, "seq_q": 330, "window": (129, None), "causal": "bottom_right"},
+    {"heads": 2, "seq_q": 300, "causal": True, "documents": PACKED},
+    {"seq_q": 250, "seq_kv": 400, "causal": "bottom_right", "documents": UNEVEN},
+    {"seq_q": 700, "window": (150, 40), "documents": ((600, 600), (80, 80))},
+    {"heads": 4, "kv_heads": 2, "seq_q": 330, "seq_kv": 300, "documents": ((64, 0), (200, 290))},
 ]
 
 
@@ -157,7 +179,7 @@ WINDOWS = [
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("shape", WINDOWS, ids=str)
 def test_windows(shape, deterministic, head_dim):
-    """So are those of a window, in any order of events: nobody waits for one without a turn."""
+    """So are those of windows and documents, in any order of events: nobody waits for no one."""
     problem = bf16(head_dim=head_dim, **shape)
     for seed in range(2):
         tile = HopperBackwardTile(persistent=seed > 0)
@@ -165,6 +187,26 @@ def test_windows(shape, deterministic, head_dim):
         with emulated(seed=seed, multiprocessors=2 + seed) as launched:
             assert_accurate(attend(problem, WIDE, how), Sample(problem=problem))
     assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_in_no_document(head_dim):
+    """Queries, keys, values and dO behind the last document may be NaN; gradients there are 0."""
+    problem = bf16(
+        heads=2, kv_heads=1, seq_q=290, seq_kv=270, head_dim=head_dim, documents=((100, 150),)
+    )
+    case, results = Sample(problem=problem).draw(), []
+    for value in (0.0, float("nan")):
+        q, k, v = (x.clone() for x in case.inputs)
+        q[:, :, 100:], k[:, :, 150:], v[:, :, 150:] = value, value, value
+        inputs, grad_o = [x.requires_grad_() for x in (q, k, v)], case.grad_o.clone()
+        grad_o[:, :, 100:] = value
+        with emulated(multiprocessors=2):
+            o, _ = attend(problem, WIDE, {"tile": TURNED, "deterministic": True})(*inputs)
+            results.append([o, *torch.autograd.grad(o, inputs, grad_o)])
+    for name, one, other, end in zip("oqkv", *results, (100, 100, 150, 150), strict=True):
+        assert_same_bits(name, one, other)
+        assert not other[:, :, end:].any()
 
 
 @pytest.mark.parametrize("window", [(299, None), (None, 299), (300, 400)])
@@ -290,6 +332,23 @@ def test_the_same_bits(deterministic, causal, left):
     assert same == [True] * 4 + [deterministic]
 
 
+@pytest.mark.parametrize("accumulators", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
+    """Whatever the workspace of the semaphores held before, no program waits in vain."""
+    monkeypatch.setattr(hopper, "dq_accumulators", lambda *_, **__: accumulators)
+    empty = torch.empty
+
+    def used(*args, **how):
+        x = empty(*args, **how)
+        return x.fill_(-7) if x.dtype == torch.int32 else x
+
+    monkeypatch.setattr(torch, "empty", used)
+    problem = bf16(batch=2, heads=3, seq_q=330, seq_kv=400, causal=True, head_dim=head_dim)
+    with emulated(multiprocessors=3):
+        assert_accurate(attend(problem, WIDE, TURNS), Sample(problem=problem))
+
+
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
     """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
@@ -345,6 +404,17 @@ def test_cut(shape, values, layout):
     assert set(launched) == cut_kernels(problem)
 
 
+def test_one_key_where_p_is_below_one(monkeypatch):
+    """O is v, but for a rounding of the product and one of the quotient, as P and l are alike."""
+    below = torch.tensor(1 - 2.0**-24)
+    monkeypatch.setattr(language, "exp2", lambda x: torch.exp2(x) * below)
+    problem = Problem(heads=2, seq_q=100, head_dim=64, window=(0, 0))
+    q, k, v = Sample(problem=problem).draw().inputs
+    with emulated(multiprocessors=2):
+        o, _ = attend(problem, None, {})(q, k, v)
+    assert ((o - v).abs() <= torch.finfo(torch.float32).eps * v.abs()).all()
+
+
 def test_heads_beyond_a_band():
     """Where the longest rows of 32 heads come first, those of one more come, too."""
     problem = Problem(heads=33, kv_heads=33, seq_q=129, seq_kv=65, head_dim=40, causal=True)
@@ -385,7 +455,7 @@ STORED = (
     f"{PASSED}"
 )
 # As the warp that waits for the semaphore asks for it.
-TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))\n"
+TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))\n"
 WAITED = "                counter = semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"tile": HopperBackwardTile(persistent=True), "deterministic": False}
@@ -536,8 +606,8 @@ PLANTED = [
         Mutant(
             "keys_not_hidden",
             MASK,
-            "seen = keys[None, :] < seq_kv - start_kv",
-            "seen = keys[None, :] < x.shape[1]",
+            "hi = self.seq_kv - start_kv",
+            "hi = x.shape[1]",
             "keys that only pad a tile are in the sum",
         ),
         WRONG,
@@ -888,8 +958,8 @@ PLANTED = [
         Mutant(
             "left_edge_of_keys_moved",
             MASK,
-            "keys_of(rows, left + start_kv - start_q, None, seq_kv)",
-            "keys_of(rows, left + 1 + start_kv - start_q, None, seq_kv)",
+            "lo = rows - (self.left + start_kv - start_q)",
+            "lo = rows - (self.left + 1 + start_kv - start_q)",
             "queries see one key more",
         ),
         WRONG,
@@ -899,8 +969,8 @@ PLANTED = [
         Mutant(
             "left_edge_of_queries_moved",
             MASK,
-            "queries_of(keys - start_q, left, None, x.shape[1])",
-            "queries_of(keys - start_q, left + 1, None, x.shape[1])",
+            "hi = keys - start_q + (self.left + 1)",
+            "hi = keys - start_q + (self.left + 2)",
             "keys take what the query behind the last one gives",
         ),
         WRONG,
@@ -965,7 +1035,7 @@ PLANTED = [
         Mutant(
             "unseen_keys_not_loaded",
             BACKWARD,
-            "if shape.left is not None and first == end:",
+            "if mask.two_sided and first == end:",
             "if False:",
             "a program waits for keys of which it needs none",
         ),
@@ -987,8 +1057,8 @@ PLANTED = [
         Mutant(
             "padding_not_hidden",
             MASK,
-            "        lo = gl.where(keys < seq_kv, lo, x.shape[1])\n",
-            "        pass\n",
+            "            lo = gl.where(keys < self.seq_kv, lo, x.shape[1])\n",
+            "            pass\n",
             "inf * 0 in dq where lse is far below zero",
         ),
         WRONG,

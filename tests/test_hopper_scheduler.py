@@ -8,16 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashattn.bounds import Bounds, of_documents, of_rows
 from flashattn.emulate.language import Number
+from flashattn.emulate.memory import Pointer
 from flashattn.emulate.source import Source
-from flashattn.kernels.hopper import backward, backward_d256, forward, mask, scheduler, semaphore
-from flashattn.mask import Band
+from flashattn.kernels.hopper import backward, backward_d256, forward, scheduler, semaphore
+from flashattn.kernels.hopper import mask as device_mask
+from flashattn.mask import Band, Mask
+from flashattn.masks import cumulative
+from flashattn.testing.strategies import documents
 
 NAMES = Source()._names  # aggregates as plain classes
 TileScheduler, ShiftSchedule = (
     NAMES(scheduler.__name__)[name] for name in ("TileScheduler", "ShiftSchedule")
 )
 shift_schedule = NAMES(scheduler.__name__)["shift_schedule"]
+DEVICE_MASK = NAMES(device_mask.__name__)["Mask"]
 DqSemaphore = NAMES(semaphore.__name__)["DqSemaphore"]
 ALL = 10**6  # more CTAs than any head has
 FEW, SOME = st.integers(1, 5), st.integers(1, 12)
@@ -119,15 +125,37 @@ def bands(draw):
     return Band(seq_q, seq_kv, left - shift, None if right is None else right + shift)
 
 
-def shape_of(band):
-    """Return what the kernels are told of a band."""
-    names = ("seq_q", "seq_kv", "left", "right")
-    numbers = {name: getattr(band, name) for name in names}
-    return SimpleNamespace(**{k: x if x is None else Number(x) for k, x in numbers.items()})
+@st.composite
+def rows(draw):
+    """Return bounds of rows: of documents, or any that never fall."""
+    seq_q, seq_kv = draw(st.integers(1, 700)), draw(st.integers(1, 700))
+    if draw(st.booleans()):
+        packed, right = draw(documents(seq_q, seq_kv, 400)), draw(st.none() | st.integers(0, 200))
+        left = draw(st.none() | st.integers(0, 200))
+        mask = Mask(left, right, draw(st.sampled_from(["top_left", "bottom_right"])))
+        return of_documents(*cumulative(packed, "cpu"), seq_q, seq_kv, mask)
+    chance = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    low, high = torch.randint(0, seq_kv + 1, (2, 1, seq_q), generator=chance).sort().values
+    return of_rows(low, high, seq_kv)
 
 
-def pairs(band, block_q, block_kv):
+def mask_of(given):
+    """Return what the kernels are told of a band, or of bounds of rows."""
+    if isinstance(given, Bounds):
+        sizes = (given.keys.shape[1], given.queries.shape[1])
+        return DEVICE_MASK(*map(Number, sizes), None, None, *(Pointer(x.flatten()) for x in given))
+    numbers = given.seq_q, given.seq_kv, given.left, given.right
+    return DEVICE_MASK(*(x if x is None else Number(x) for x in numbers))
+
+
+def pairs(given, block_q, block_kv):
     """Return (whether some pair of each two tiles is visible, whether every pair is)."""
+    band = given
+    if isinstance(given, Bounds):
+        (_, seq_q, _), seq_kv = given.keys.shape, given.queries.shape[1]
+        padded = torch.zeros(seq_q + 128, seq_kv + 128, dtype=torch.bool)
+        padded[:seq_q, :seq_kv] = given.seen[0]
+        band = SimpleNamespace(sees=lambda t, s: padded[t, s], seq_q=seq_q, seq_kv=seq_kv)
     q, kv = -(-band.seq_q // block_q), -(-band.seq_kv // block_kv)
     t, s = torch.arange(q * block_q), torch.arange(kv * block_kv)
     seen = (band.sees(t[:, None], s) & (t < band.seq_q)[:, None]).unflatten(1, (kv, block_kv))
@@ -149,8 +177,8 @@ def agrees(visited, some, every):
     assert all(every[i] for i, masked in visited.items() if not masked)
 
 
-@given(band=bands(), block_kv=st.sampled_from([64, 128]), wide=st.booleans())
-def test_keys_that_a_window_visits(band, block_kv, wide):
+@given(band=bands() | rows(), block_kv=st.sampled_from([64, 128]), wide=st.booleans())
+def test_keys_that_a_mask_visits(band, block_kv, wide):
     """A tile of queries visits all keys that it sees once, from the last to the first."""
     block_q = 128
     if wide:
@@ -160,32 +188,33 @@ def test_keys_that_a_window_visits(band, block_kv, wide):
     name = "visited_key_tiles" if wide else "visited_tiles"
     some, every = pairs(band, block_q, block_kv)
     for block in range(len(some)):
-        shape = shape_of(band)
-        first, *full, end = NAMES(module.__name__)[name](Number(block), shape, *tile)
+        mask = mask_of(band)
+        asked = SimpleNamespace(mask=mask) if wide else mask
+        first, *full, end = NAMES(module.__name__)[name](Number(block), asked, *tile)
         last = end - 1
         full[1] = min(full[1], last)
-        order, descending_run = [(last, True)], NAMES(mask.__name__)["descending_run"]
+        order, descending_run = [(last, True)], NAMES(device_mask.__name__)["descending_run"]
         for run in range(2):
-            start, stop, low = descending_run(run, first, *full, last, shape.left)
+            start, stop, low = descending_run(run, first, *full, last, mask.two_sided)
             order += [(i, True) for i in range(start - 1, stop - 1, -1)]
             order += [(i, False) for i in range(stop - 1, low - 1, -1)]
         assert [i for i, _ in order] == list(range(last, first - 1, -1))
         agrees(dict(order), some[block], every[block])
 
 
-@given(band=bands(), block_q=st.sampled_from([64, 128]))
-def test_queries_that_a_window_visits(band, block_q):
+@given(band=bands() | rows(), block_q=st.sampled_from([64, 128]))
+def test_queries_that_a_mask_visits(band, block_q):
     """A tile of keys visits all queries that see it, and those of a tile are its turns' order."""
-    shape, t = shape_of(band), SimpleNamespace(block_q=Number(block_q))
+    mask, t = mask_of(band), SimpleNamespace(block_q=Number(block_q))
     names, turns = NAMES(backward.__name__), {}
     some, every = (x.mT for x in pairs(band, block_q, 128))
     for block in range(len(some)):
-        first, full_begin, full_end, end = names["visited_tiles"](Number(block), shape, t)
+        first, full_begin, full_end, end = names["visited_tiles"](Number(block), mask, t)
         visited = runs_of(first, min(full_begin, full_end), full_end, end)
         agrees(visited, some[block], every[block])
         assert not visited or max(visited) < some.shape[1]
         for i in visited:
-            first = names["first_key_tile"](Number(i), shape, t)
+            first = names["first_key_tile"](Number(i), mask, t)
             turns.setdefault(i, []).append(block - first)
     assert all(x == list(range(len(x))) for x in turns.values())
     assert {i for i, sees in enumerate(some.any(0).tolist()) if sees} <= set(turns)
@@ -195,9 +224,9 @@ def test_queries_that_a_window_visits(band, block_q):
 def test_queries_that_a_window_visits_in_wide_heads(band):
     """So without turns, where each tile of keys has at least one."""
     some, every = (x.mT for x in pairs(band, 64, 64))
-    names = NAMES(backward_d256.__name__)
+    names, asked = NAMES(backward_d256.__name__), SimpleNamespace(mask=mask_of(band))
     for block in range(len(some)):
-        visited = runs_of(*names["visited_query_tiles"](Number(block), shape_of(band)))
+        visited = runs_of(*names["visited_query_tiles"](Number(block), asked))
         assert visited
         inside = {i: masked for i, masked in visited.items() if i < some.shape[1]}
         padded = every[block] | torch.tensor(block * 64 + 64 > band.seq_kv)  # not stored

@@ -6,21 +6,26 @@ import itertools
 import weakref
 from dataclasses import replace
 from inspect import signature
+from threading import Thread
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from triton import knobs
+import triton.language as tl
+from triton import jit, knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpreterBuilder
 
 from flashattn import api, attention
 from flashattn.counts import single_kernel
 from flashattn.counts.single_kernel import Recomputation
 from flashattn.gpus import gpu_of
 from flashattn.kernels import execute, launch
-from flashattn.kernels.portable import steps
+from flashattn.kernels.constants import HALF_BIT
+from flashattn.kernels.portable import mma, steps
 from flashattn.plan import portable, tables
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.precision import input_precision
@@ -322,6 +327,41 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
         assert descriptor is x
 
 
+class Driver:
+    """CUDA's driver, of which a thread has the context given, or none."""
+
+    def __init__(self, context):
+        """Note what is made current."""
+        self.context, self.bound, self.asked = context, [], 0
+
+    def cuCtxGetCurrent(self, pointer):  # noqa: N802
+        """Return the thread's context."""
+        self.asked += 1
+        pointer._obj.value = self.context
+
+    def cuDevicePrimaryCtxRetain(self, pointer, device):  # noqa: N802
+        """Return a context that tells its device."""
+        pointer._obj.value = 100 + device
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        """Note it."""
+        self.bound.append(context.value)
+
+
+@pytest.mark.parametrize(("context", "bound"), [(None, [103]), (7, [])])
+def test_a_new_thread_has_a_context(context, bound, monkeypatch):
+    """A thread's first launch finds a context, its own if it has one; later ones do not ask."""
+    cuda = Driver(context)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: cuda)
+    monkeypatch.setattr(launch, "_current_device", lambda: 3)
+    x = SimpleNamespace(get_device=lambda: 3)
+    for turn in (1, 2):
+        thread = Thread(target=lambda: [launch.on_device(x) for _ in range(2)])
+        thread.start()
+        thread.join()
+        assert (cuda.bound, cuda.asked) == (bound * turn, turn)
+
+
 def test_a_launcher_takes_what_it_is_given():
     """In the versions of Triton that are allowed the launcher's arguments come in this order."""
     names = list(signature(CudaLauncher.__call__).parameters)
@@ -509,6 +549,55 @@ def test_bf16_terms_add_up(device):
     whole = exponents[:, 0] >= -110
     assert errors[whole].count_nonzero() == 0
     assert 0 < errors[~whole].max() <= 2.0**-134
+
+
+@jit
+def split_p(p, terms, size: tl.constexpr):
+    """Write the three bf16 terms of p, decomposed as forward does."""
+    at = tl.arange(0, size)
+    parts = mma.decompose(tl.load(p + at), 3, HALF_BIT)
+    for i in tl.static_range(3):
+        tl.store(terms + i * size + at, parts[i].to(tl.float32))
+
+
+def left_out(p, v):
+    """Return what six products of their bf16 terms, the second's truncated, leave out of p * v."""
+    of_p = torch.empty(3, len(p), device=p.device)
+    split_p[(1,)](p, of_p, len(p))
+    (of_v, *_) = single_kernel.decompose(*[v[None, None, :, None]] * 4, terms=3)
+    a, b = of_p.double(), of_v[0, :, :, 0].double()
+    assert torch.equal(a.sum(0), p.double())
+    assert torch.equal(b.sum(0), v.double())
+    return a[1] * b[2] + a[2] * b[1] + a[2] * b[2]
+
+
+def test_what_products_leave_out(device):
+    """Of P it has no sign, and none is left where P is within a unit in the last place of 1."""
+    generator = torch.Generator().manual_seed(0)
+    p, v = (torch.rand(4096, generator=generator).to(device) for _ in range(2))
+    relative = left_out(p, v) / (p.double() * v.double())
+    assert relative.mean().abs() <= 4 * relative.std() / len(p) ** 0.5
+    for near in (1 - 2.0**-24, 1 + 2.0**-23):
+        assert (left_out(torch.full_like(p, near), v).abs() <= 2.0**-30 * v).all()
+
+
+@pytest.mark.interpreter
+def test_one_key_where_p_is_below_one(monkeypatch):
+    """O is v, but for a rounding of the product and one of the quotient, as P and l are alike.
+
+    On a GPU the exponent of the largest score is what its product with the scale was rounded by.
+    """
+    below = np.float32(1 - 2.0**-24)
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_exp2",
+        lambda self, x: self.unary_op(x, lambda data: np.exp2(data) * below),
+    )
+    problem = Problem(seq_q=64, head_dim=64, window=(0, 0))
+    q, k, v = make_inputs(problem)
+    tile = Tile(32, 32, 4, 1, True, decomposed=True)
+    o, _ = execute.forward(q, k, v, right=0, left=0, scale=0.125, tile=tile)
+    assert ((o - v).abs() <= torch.finfo(torch.float32).eps * v.abs()).all()
 
 
 def test_denormal_numbers_count_where_nothing_is_cut(device):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flashattn.mask import UNBOUNDED
 from flashattn.testing.accuracy import run
 from flashattn.testing.law import law
+from flashattn.testing.layouts import GRAD_LAYOUTS
 from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
 
 CAUSAL = ("top_left", "bottom_right")
@@ -294,8 +295,12 @@ def test_permuting_heads(impl, sample):
         return grouped[:, heads].flatten(1, 2)
 
     def change(case):
-        grads = (None if x is None else permuted(x) for x in (case.grad_o, case.grad_lse))
-        grad_o, grad_lse = grads
+        grad_o, grad_lse = case.grad_o, case.grad_lse
+        lay = GRAD_LAYOUTS[sample.grad_layout]  # where they lie decides on the kernels
+        if grad_o is not None:
+            grad_o = lay(permuted(grad_o))
+        if grad_lse is not None:
+            grad_lse = lay(permuted(grad_lse)[..., None])[..., 0]
         inputs = tuple(permuted(x) for x in case.inputs)
         return replace(case, inputs=inputs, grad_o=grad_o, grad_lse=grad_lse)
 

@@ -56,10 +56,25 @@ ALLOWED = {
         "registry",
         "score",
     },
+    "parallel": {
+        "parallel",
+        "api",
+        "bounds",
+        "dispatch",
+        "gpus",
+        "mask",
+        "masks",
+        "ops",
+        "plan",
+        "problem",
+        "registry",
+        "score",
+        "tiled",
+    },
     "integrations": {"api", "gpus", "integrations", "mask", "ops", "plan", "problem"},
     "lm": set(),
     "costs": {"lm", "mask"},
-    "training": {"lm"},
+    "training": {"lm", "parallel"},
     "testing": {
         "testing",
         "bounds",
@@ -68,6 +83,7 @@ ALLOWED = {
         "masks",
         "score",
         "problem",
+        "parallel",
         "registry",
         "impls",
         "costs",
@@ -149,6 +165,15 @@ def test_cold_import():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert output.strip() == "['torch']"
+
+
+def test_processes_of_tests_find_the_package(tmp_path):
+    """They import the package that is tested from any folder, whether or not it is installed."""
+    code = "import sys, flashattn; print(sys.path[1], flashattn.__file__, sep='\\n')"
+    output = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert output.splitlines() == [str(PACKAGE.parent), flashattn.__file__]
 
 
 def test_every_module_has_a_caption():

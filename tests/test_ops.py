@@ -165,9 +165,9 @@ NAMES = ("triton", "tiled", "reference", "sdpa", "auto")
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
-def loss_of(name):
-    """Return a number of q, k and v that depends on o, and on lse where there is one."""
-    lse = name in ("triton", "tiled", "reference")
+def loss_of(name, like=None):
+    """Return a number of q, k and v that depends on o, and on lse where ``like`` returns one."""
+    lse = (like or name) in ("triton", "tiled", "reference")
 
     def loss(q, k, v):
         outputs = attention(q, k, v, causal=True, return_lse=lse, impl=name)
@@ -269,20 +269,20 @@ FORWARD_MODE = {
 }
 
 
-@BY_NAME
+@pytest.mark.parametrize("name", [*NAMES, "sdpa_math"])  # PyTorch's in fp64 on a GPU is its math
 @pytest.mark.parametrize("transform", FORWARD_MODE)
 @pytest.mark.parametrize("inner", ["value", "gradient"])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_forward_mode(name, transform, inner, needs_grad, device):
     """It is right or refused by a sentence that names the reference; never a silent zero."""
-    dtype = "float64" if name in ("reference", "sdpa") else "float32"
+    dtype = "float64" if name in ("reference", "sdpa", "sdpa_math") else "float32"
     given = arguments(device, problem=replace(PROBLEM, dtype=dtype))
     q, k, v = (x.requires_grad_(needs_grad) for x in given)
     tangent = torch.ones_like(q.detach())
 
     def asked(of):
         def value(q):
-            return loss_of(of)(q, k, v)
+            return loss_of(of, like=name)(q, k, v)
 
         def gradient(q):
             return (torch.func.grad(value)(q) * tangent).sum()

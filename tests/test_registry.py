@@ -101,6 +101,25 @@ def test_peers_say_why_not():
         assert reason is None if name in ("tiled", "reference") else reason.startswith(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "sizes", "words"),
+    [
+        ("sdpa_flash", "cuda", {"causal": True}, "takes no causal mask when T != S"),
+        ("sdpa_flash", "cuda", {"causal": True, "seq_kv": 1}, "takes no causal mask when T != S"),
+        ("sdpa_flash", "cuda", {"causal": True, "seq_kv": 24}, None),
+        ("sdpa_flash", "cuda", {}, None),
+        ("sdpa_flash", "cpu", {"causal": True}, None),
+        ("sdpa_cudnn", "cuda", {"causal": True}, None),
+        ("sdpa_cudnn", "cuda", {"causal": True, "seq_kv": 1}, "takes no single key"),
+    ],
+)
+def test_lengths_that_torch_takes(name, device, sizes, words):
+    """FlashAttention's causal mask is bottom-right, and cuDNN refuses a single key."""
+    problem = Problem(**{"seq_q": 24, "seq_kv": 40, "head_dim": 16, "dtype": "float16"} | sizes)
+    reason = registry.get(name).why_not(problem, torch.device(device))
+    assert reason == (words and f"{name} {words}")
+
+
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Return what installs a package of one module that announces itself as implementations."""
@@ -130,22 +149,21 @@ def kernel(q, k, v, *, causal, scale):
 """
 
 
-def test_an_installed_package_announces_a_module(install):
-    """A module is imported when names are asked for, and has registered what it decorates."""
-    install("acme", REGISTERS, anything="acme")
-    assert registry.names()[-1] == "decorated"
-    impl = registry.get("decorated")
-    assert (impl.origin, impl.grad) == ("package acme 1.2", False)
-
-
 @pytest.mark.parametrize(
-    ("source", "name"), [("def kernel(q, k, v, **_): return q", "acme"), (REGISTERS, "decorated")]
+    ("source", "announced", "name"),
+    [
+        (REGISTERS, {"anything": "acme"}, "decorated"),
+        ("def kernel(q, k, v, **_): return q", {"acme": "acme:kernel"}, "acme"),
+        (REGISTERS, {"acme": "acme:kernel"}, "decorated"),
+    ],
 )
-def test_an_installed_package_announces_a_function(install, source, name):
-    """A function is known by the entry point's name, unless it was decorated with another."""
+def test_an_installed_package_announces_itself(install, source, announced, name):
+    """A module registers what it decorates; a function that is not has the entry point's name."""
     before = registry.names()
-    install("acme", source, acme="acme:kernel")
+    install("acme", source, **announced)
     assert registry.names() == (*before, name)
+    impl = registry.get(name)
+    assert (impl.origin, impl.grad) == ("package acme 1.2", name == "acme")
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,11 @@ def convert_layout(x: Registers, _: object, *, assert_trivial: bool = False) -> 
     return x
 
 
-def load(pointer: Pointer) -> Registers:
-    """Read from memory."""
-    return pointer.load()
+def load(pointer: Pointer) -> Any:
+    """Read from memory: an integer, or what a tensor of pointers points to."""
+    if isinstance(pointer.at, torch.Tensor):
+        return pointer.load()
+    return Number(pointer.value)
 
 
 def store(pointer: Pointer, x: Registers, mask: Registers) -> None:

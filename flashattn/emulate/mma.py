@@ -66,9 +66,10 @@ def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def leading_bits(x: Registers) -> Registers:
-    """Return the first 8 bits of each number."""
-    return registers((x.contiguous().view(torch.int32) & HIGH_BITS.value).view(torch.float32))
+def leading_bits(x: Registers, add: int) -> Registers:
+    """Return the first 8 bits of each number, truncated if ``add`` is 0, rounded if HALF_BIT."""
+    bits = (x.contiguous().view(torch.int32) + add) & HIGH_BITS.value
+    return registers(bits.view(torch.float32))
 
 
 def pack(x: Registers, dtype: torch.dtype) -> Registers:

@@ -119,6 +119,11 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
         "takes no fp64": on_cuda and backend == "sdpa_efficient" and problem.dtype == "float64",
         "takes no mask tensor, so no window, and no bottom-right mask when T != S": own_mask
         and backend in ("sdpa_flash", "sdpa_cudnn"),
+        "takes no causal mask when T != S": on_cuda
+        and backend == "sdpa_flash"
+        and band.right == 0
+        and problem.seq_q != problem.seq_kv,
+        "takes no single key": backend == "sdpa_cudnn" and problem.seq_kv == 1,
         "takes no grouped heads": grouped and backend == "sdpa_efficient",
         "takes head dimensions up to 256 in multiples of 8": on_cuda
         and fused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +18,15 @@ from flashattn.kernels.constants import INTERPRETED
 _NOTHING = nullcontext()
 # Past torch.cuda's question whether CUDA was initialized, to which a tensor there is the answer.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # noqa: SLF001
+
+
+class _Thread(threading.local):
+    """Whether this thread is known to have a current CUDA context."""
+
+    has_context = False
+
+
+_thread = _Thread()
 
 
 class Described(Protocol):
@@ -137,8 +148,21 @@ def check_device(device: torch.device) -> None:
         raise ValueError(msg)
 
 
+def _ensure_context(index: int) -> None:
+    """Make a GPU's primary context current, unless this thread has a context.
+
+    CUDA does so at a thread's first launch, but Triton 3.6 makes TMA descriptors before that.
+    """
+    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
+        cuda.cuCtxSetCurrent(context)
+    _thread.has_context = True
+
+
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Make x's GPU the current one; a CPU tensor needs the interpreter.
+    """Make x's GPU the current one, with a context; a CPU tensor needs the interpreter.
 
     Raises:
         ValueError: see ``check_device``.
@@ -148,6 +172,8 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
         check_device(x.device)
     elif index != _current_device():
         return torch.cuda.device(index)
+    elif not _thread.has_context:
+        _ensure_context(index)
     return _NOTHING
 
 

@@ -101,7 +101,7 @@ def choose_forward(
     if options.family == "auto":
         pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    if pays and (lack := hopper.lack(options)):
+    if pays and (lack := hopper.lack(q, options, backward=False)):
         pays, why = False, [lack]
     if pays:
         found = hopper.forward(q, k, v, gpu, options, tile)
@@ -148,7 +148,7 @@ def choose_backward(
     if options.family == "auto":
         pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
         why.append(sentence)
-    if pays and (lack := hopper.lack(options)):
+    if pays and (lack := hopper.lack(q, options, backward=True)):
         pays, why = False, [lack]
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)

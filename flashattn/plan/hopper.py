@@ -82,12 +82,14 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
     return pays, f"{kernels}: {tiles:.0f} tiles for {gpu.num_sms} SMs, Hopper's need {enough} each"
 
 
-def lack(options: Options) -> str | None:
+def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
     if options.softcap is not None:
         return "the portable kernels: Hopper's have no softcap"
-    if options.bounds:
-        return "the portable kernels: Hopper's take no bounds of rows"
+    if options.bounds and q.dtype == torch.float32:
+        return "the portable kernels: Hopper's in fp32 take no bounds of rows"
+    if options.bounds and backward and q.shape[3] > rows.ONE_PASS:
+        return "the portable kernels: Hopper's for more than 128 columns take no bounds of rows"
     return None
 
 
@@ -228,7 +230,9 @@ def _backward_half(
     splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
     tiles *= splits
     accumulators = 1
-    if deterministic and causal and options.left is None:  # else few queue for a tile
+    if (
+        deterministic and causal and options.left is None and not options.bounds
+    ):  # else few queue for a tile
         of_keys = batch * kv_heads * splits
         accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
     query_tiles = cdiv(seq_q, block_q)
@@ -251,7 +255,7 @@ def _backward_half(
             *portable.row_workspaces(q),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
-            Workspace("dq_semaphore", (semaphores,), torch.int32, zeroed=True),
+            Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it
         ),
         why=tuple(why),
     )

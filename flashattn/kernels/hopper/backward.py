@@ -41,13 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile, thread_barrier
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import (
-    apply_mask_transposed,
-    key_tiles,
-    keys_of_tl,
-    ordered_runs,
-    query_tiles,
-)
+from flashattn.kernels.hopper.mask import Mask, keep_rows, keys_of_tl, ordered_runs
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.named import (
     WARPGROUP_AND_WARP,
@@ -107,24 +101,22 @@ class Tile:
 
 
 @gluon.jit
-def visited_tiles(block, shape, t):
+def visited_tiles(block, mask, t):
     """Return (first, full_begin, full_end, end) of query tiles.
 
     The keys of tiles full_begin ... full_end - 1 need no mask. There is at least one tile, but none
-    where ``left`` hides the keys from all queries: who has no turn must not wait for one.
+    where a two-sided mask hides the keys from all queries: who has no turn must not wait for one.
     """
     start_kv = block * BLOCK_KV
-    first, full_begin, full_end, end = query_tiles(
-        start_kv, shape.left, shape.right, shape.seq_q, t.block_q, BLOCK_KV
-    )
-    if shape.left is not None:
+    first, full_begin, full_end, end = mask.query_tiles(start_kv, t.block_q, BLOCK_KV)
+    if mask.two_sided:
         full_end = gl.minimum(full_end, end - 1)
         first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     else:
-        if shape.right is not None:
+        if mask.right is not None:
             first = gl.minimum(first, end - 1)
         full_begin = gl.minimum(gl.maximum(full_begin, first), end)
-    if start_kv + BLOCK_KV > shape.seq_kv:
+    if start_kv + BLOCK_KV > mask.seq_kv:
         full_begin = end
     return first, full_begin, full_end, end
 
@@ -146,11 +138,12 @@ def producer(
     kv_n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.masked)
+        mask = shape.mask_of(batch)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
         start_kv, kv_head = block * BLOCK_KV, splits.kv_head(split_head)
-        first, _, _, end = visited_tiles(block, shape, t)
+        first, _, _, end = visited_tiles(block, mask, t)
         begin = split_head * shape.group
-        if shape.left is not None and first == end:
+        if mask.two_sided and first == end:
             load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
             kv_n += 1
         for head in range(begin, begin + shape.group):
@@ -174,14 +167,15 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.masked)
-        first, _, _, end = visited_tiles(block, shape, t)
+        mask = shape.mask_of(batch)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
+        first, _, _, end = visited_tiles(block, mask, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
-        heads, tiles = scheduler.heads * shape.group, gl.cdiv(shape.seq_q, t.block_q)
+        heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
-                value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
+                value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 counter = semaphore.counter(accum_batch * heads + head, tiles, i)
                 for w in gl.static_range(2):
                     wait_eq(counter + w, value)
@@ -190,11 +184,9 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
 
 
 @gluon.jit
-def first_key_tile(i, shape, t):
+def first_key_tile(i, mask, t):
     """Return the first key tile that visits a query tile."""
-    first, _, _, _ = key_tiles(
-        i * t.block_q, shape.left, shape.right, shape.seq_q, shape.seq_kv, t.block_q, BLOCK_KV
-    )
+    first, _, _, _ = mask.key_tiles(i * t.block_q, t.block_q, BLOCK_KV)
     return first
 
 
@@ -223,17 +215,18 @@ def dq_store(
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, shape.masked)
-        first, _, _, end = visited_tiles(block, shape, t)
+        mask = shape.mask_of(batch)
+        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
+        first, _, _, end = visited_tiles(block, mask, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
-        heads, tiles = scheduler.heads * shape.group, gl.cdiv(shape.seq_q, t.block_q)
+        heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 row = i * t.lines + WARPGROUP * LINE
                 value = turns.read(2 * n + WARPGROUP)
-                if shape.masked:  # cheaper to compute again than to keep
-                    value = semaphore.value(schedule, i, end, block, first_key_tile(i, shape, t))
+                if mask.masked and not mask.rows:  # cheaper to compute again than to keep
+                    value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 fence_acquire()
                 barrier_wait(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
                 part = sdQ.index(WARPGROUP)
@@ -281,7 +274,7 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, COLUMNS: gl.constexpr):
 @gluon.jit
 def mainloop_step(
     WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    shape, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    mask, bounds, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute the n-th tile of queries.
@@ -308,7 +301,7 @@ def mainloop_step(
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
-        p = apply_mask_transposed(p, start_q, start_kv, shape.left, shape.right, shape.seq_kv)
+        p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
     if EARLY:
         row_delta = delta.load(gl.SliceLayout(0, S))
@@ -332,6 +325,35 @@ def mainloop_step(
 
 
 @gluon.jit
+def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
+    """Write zeros where no query sees this warpgroup's keys, by bounds of rows: they may be NaN."""
+    if mask.rows:
+        begin, end = mask.seen_keys()
+        if (start_kv < begin) | (start_kv + BLOCK_KV > end):
+            start_kv += WARPGROUP * KEYS
+            keep_rows(k.slice(WARPGROUP * KEYS, KEYS, dim=0), start_kv, begin, end)
+            keep_rows(v.slice(WARPGROUP * KEYS, KEYS, dim=0), start_kv, begin, end)
+            consumer_barrier()
+
+
+@gluon.jit
+def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask, t):
+    """Likewise to queries and dO of tiles start - 1 ... stop; the n-th of all is the first of them.
+
+    Queries behind the last that sees a key are in a head's last tile, which is visited first.
+    """
+    if mask.rows:
+        end = mask.live_queries()
+        HALF: gl.constexpr = t.block_q // 2
+        if (stop < start) & (start * t.block_q > end):
+            start_q = (start - 1) * t.block_q + WARPGROUP * HALF
+            q, do = queries.consumer_wait(n), grads.consumer_wait(n)
+            keep_rows(q.slice(WARPGROUP * HALF, HALF, dim=0), start_q, 0, end)
+            keep_rows(do.slice(WARPGROUP * HALF, HALF, dim=0), start_q, 0, end)
+            consumer_barrier()
+
+
+@gluon.jit
 def consumer(
     WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits,
     shape, scale, scale_log2, t,
@@ -348,29 +370,33 @@ def consumer(
     kv_n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
-        first, full_begin, full_end, end = visited_tiles(block, shape, t)
+        mask = shape.mask_of(batch)
+        first, full_begin, full_end, end = visited_tiles(block, mask, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
+        bounds = mask.query_bounds(start_kv, KEYS, S)
         dk_acc = zero_acc(t.d_lo, t.d_hi)
         dv_acc = zero_acc(t.d_lo, t.d_hi)
         keys.consumer_wait(kv_n)
         values.consumer_wait(kv_n)
-        if shape.left is None:  # the last tile is masked all the same
+        clean_keys(WARPGROUP, keys.tile(kv_n), values.tile(kv_n), block * BLOCK_KV, mask)
+        if not mask.two_sided:  # the last tile is masked all the same
             full_end = end - 1
         full_begin = gl.minimum(full_begin, full_end)
         for half in range(2 * shape.group):  # of a head: the last tiles, then those without a mask
             second = half % 2 > 0  # ... and then the others, masked as the last are
             start = gl.where(second, full_begin, end)
             stop = gl.where(second, first, full_end)
+            clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, True, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, shape, scale_log2, t, COLUMNS, False, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
         if splits.count is None:
@@ -387,8 +413,8 @@ def consumer(
             tma.store_wait(0)
         else:
             at = splits.partial(batch, split_head, scheduler)
-            splits.store(dk, dk_acc, scale, at, start_kv, shape.seq_kv, t.d_lo, t.d_hi)
-            splits.store(dv, dv_acc, 1.0, at, start_kv, shape.seq_kv, t.d_lo, t.d_hi)
+            splits.store(dk, dk_acc, scale, at, start_kv, mask.seq_kv, t.d_lo, t.d_hi)
+            splits.store(dv, dv_acc, 1.0, at, start_kv, mask.seq_kv, t.d_lo, t.d_hi)
         keys.consumer_release(kv_n)
         values.consumer_release(kv_n)
         kv_n += 1
@@ -414,21 +440,23 @@ def consumer(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, tiles, blocks, split_heads,
-    gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered, num_accums, group,
-    seq_q, seq_kv, left, right, scale, scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
-    D_HI: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, tiles,
+    blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered,
+    num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride, scale, scale_log2,
+    BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
     The key tiles of a head take the accumulators in rotation. The first ``ordered`` of an
-    accumulator add in their order, and the others after these. All tensors but dq_semaphore are
-    descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...].
+    accumulator add in their order, and the others after these. All tensors but dq_semaphore and
+    bounds are descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches,
+    ...]. Bounds that are not None are all of the mask; strides are from batch to batch.
     """
     t = Tile(BLOCK_Q, D_LO, D_HI, BLOCK_Q * (D_LO + D_HI) // LINE)
     gl.static_assert(t.lines > LINE)
     gl.static_assert(t.lines <= 2 * LINE)
-    shape = Shape(group, seq_q, seq_kv, left, right)
+    mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
+    shape = Shape(group, mask, keys_stride, queries_stride)
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
@@ -461,8 +489,8 @@ def flashattn_hopper_bwd(
 
 @triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "left", "right"])
 def flashattn_hopper_bwd_postprocess(
-    dq_accum, dq, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, left, right, scale,
-    head_dim: tl.constexpr, BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
+    dq_accum, dq, key_bounds, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, left, right,
+    keys_stride, scale, head_dim: tl.constexpr, BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale * the sum of the accumulators in their order, and 0 to fully masked rows.
 
@@ -472,11 +500,14 @@ def flashattn_hopper_bwd_postprocess(
     block = tl.program_id(0)
     row = (block // blocks).to(tl.int64)
     queries = block % blocks * 64 + tl.arange(0, 64)
+    keys = None
+    if key_bounds is not None:
+        keys = key_bounds + row // heads * keys_stride
     accums = num_accums
     if right is not None:
         tile = block % blocks * 64 // BLOCK_Q
         if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # the last is visited by all
-            _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, None, right, seq_kv)
+            _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, None, right, None, seq_q, seq_kv)
             accums = tl.minimum(num_accums, tl.cdiv(hi, 128))
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
     numbers = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -488,8 +519,8 @@ def flashattn_hopper_bwd_postprocess(
             x += tl.load(at + i * accum_stride + numbers)
         x = tl.permute(tl.reshape(x * scale, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
         x = tl.reshape(x, [64, 32])
-        if left is not None or right is not None:
-            lo, hi = keys_of_tl(queries, left, right, seq_kv)
+        if left is not None or right is not None or key_bounds is not None:
+            lo, hi = keys_of_tl(queries, left, right, keys, seq_q, seq_kv)
             x = tl.where((lo < hi)[:, None], x, 0.0)
         columns = start + tl.arange(0, 32)
         inside = (queries[:, None] < seq_q) & (columns[None, :] < head_dim)

@@ -36,14 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import (
-    apply_mask,
-    apply_mask_transposed,
-    descending_run,
-    key_tiles,
-    ordered_runs,
-    query_tiles,
-)
+from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import opaque, pack, unpack
@@ -59,14 +52,12 @@ LOWER = gl.constexpr(2.0**-14)
 @gluon.jit
 def visited_query_tiles(block, shape):
     """Return (first, full_begin, full_end, end) of query tiles; there is at least one."""
-    first, full_begin, full_end, end = query_tiles(
-        block * BLOCK, shape.left, shape.right, shape.seq_q, BLOCK, BLOCK
-    )
-    if shape.left is not None:
+    first, full_begin, full_end, end = shape.mask.query_tiles(block * BLOCK, BLOCK, BLOCK)
+    if shape.mask.two_sided:
         end = gl.maximum(end, first + 1)
         first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     else:
-        if shape.right is not None:
+        if shape.mask.right is not None:
             first = gl.minimum(first, end - 1)
         full_begin = gl.minimum(gl.maximum(full_begin, first), end)
     return first, full_begin, full_end, end
@@ -75,11 +66,9 @@ def visited_query_tiles(block, shape):
 @gluon.jit
 def visited_key_tiles(block, shape):
     """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
-    first, full_begin, full_end, end = key_tiles(
-        block * PAIR, shape.left, shape.right, shape.seq_q, shape.seq_kv, PAIR, BLOCK
-    )
+    first, full_begin, full_end, end = shape.mask.key_tiles(block * PAIR, PAIR, BLOCK)
     end = gl.maximum(end, first + 1)
-    if shape.left is not None:
+    if shape.mask.two_sided:
         first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     return first, full_begin, full_end, end
 
@@ -113,7 +102,7 @@ def compute_p(
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     p = gl.exp2(s * scale_log2 - rows[None, :])
     if MASKED:
-        p = apply_mask_transposed(p, start_q, start_kv, shape.left, shape.right)
+        p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
     # The n-th queries lie where those of two tiles before did, which dk released after it read P.
     sP.store(n, p)
     return pack(p, DTYPE)
@@ -152,7 +141,7 @@ def store_grad(
         tma.store_wait(0)
     else:
         at = splits.partial(batch, split_head, scheduler)
-        splits.store(x, acc, factor, at, start_kv, shape.seq_kv, D_LO, D_HI)
+        splits.store(x, acc, factor, at, start_kv, shape.mask.seq_kv, D_LO, D_HI)
 
 
 @gluon.jit
@@ -164,7 +153,7 @@ def consumer_dv(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
-    RUNS: gl.constexpr = 1 if shape.left is None else 2
+    RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
     n = 0
     coord = scheduler.tile_coord(gl.program_id(0))
     block = coord[0]
@@ -174,16 +163,16 @@ def consumer_dv(
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_wait(mma_qk(k, q, D_LO, D_HI, S), 0, D_HI)
     p = compute_p(
-        s, lse_log2, sP, n, first * BLOCK, start_kv, shape, scale_log2, shape.masked, k.dtype
+        s, lse_log2, sP, n, first * BLOCK, start_kv, shape, scale_log2, shape.mask.masked, k.dtype
     )
     n += 1
     acc = zero_acc(D_LO, D_HI)
     for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
         begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
-        if shape.left is not None:  # ... and then the others, which left masks
+        if shape.mask.two_sided:  # ... and then the others, which left masks
             begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)
             masked_end = gl.where(run % 2 > 0, end, full_begin)
-        if shape.masked:
+        if shape.mask.masked:
             for i in range(begin, masked_end):
                 acc, p = dv_step(
                     (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, scale_log2,
@@ -276,8 +265,8 @@ def flashattn_hopper_bwd_d256_dkdv(
     D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; all tensors are descriptors, but for these where heads are split."""
-    shape = Shape(group, seq_q, seq_kv, left, right)
-    ORDER: gl.constexpr = ASCENDING if shape.masked else LINEAR
+    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
+    ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ORDER)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     keys = new_pipeline(k, 1, 1)
@@ -338,7 +327,7 @@ def compute_p_ds(
     lse_log2, delta = stats
     s = mma_wait(s, 1, D_HI)
     if MASKED:
-        s = apply_mask(s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf"))
+        s = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
     p = gl.exp2(s * scale_log2 - lse_log2[:, None])
     dp = mma_wait(dp, 0, D_HI)
     values.consumer_release(n)
@@ -379,7 +368,7 @@ def consumer_dq(
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     start_q = block * PAIR + WARPGROUP * BLOCK
-    RUNS: gl.constexpr = 1 if shape.left is None else 2
+    RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
     first, full_begin, full_end, end = visited_key_tiles(block, shape)
     at = (batch * scheduler.heads + head).to(gl.int64) * pitch + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
@@ -397,8 +386,10 @@ def consumer_dq(
     acc = zero_acc(D_LO, D_HI)
     full_end = gl.minimum(full_end, end - 1)
     for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
-        start, stop, low = descending_run(run, first, full_begin, full_end, end - 1, shape.left)
-        if shape.masked:  # else only the last tile of keys may need a mask
+        start, stop, low = descending_run(
+            run, first, full_begin, full_end, end - 1, shape.mask.two_sided
+        )
+        if shape.mask.masked:  # else only the last tile of keys may need a mask
             for i in range(start - 1, stop - 1, -1):
                 acc, ds = dq_step(
                     WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
@@ -438,8 +429,8 @@ def flashattn_hopper_bwd_d256_dq(
     pitch, left, right, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse_log2 and delta are descriptors."""
-    shape = Shape(group, seq_q, seq_kv, left, right)
-    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
+    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
+    ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2, 1)
     grads = new_pipeline(grad_o, 2, 1)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.compat import aggregate
-from flashattn.kernels.hopper.mask import apply_mask, apply_mask_transposed, key_tiles, query_tiles
+from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
@@ -62,11 +62,11 @@ class Splits:
 def own_keys(kv_heads, splits, shape, TERMS: gl.constexpr):
     """Return (first key, batch, split_batch, head, first query tile, end) of this CTA."""
     WALKED: gl.constexpr = walked(TERMS)
-    ORDER: gl.constexpr = ASCENDING if shape.masked else LINEAR
-    scheduler = one_tile_each(gl.cdiv(shape.seq_kv, OWNED), kv_heads, ORDER)
+    ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
+    scheduler = one_tile_each(gl.cdiv(shape.mask.seq_kv, OWNED), kv_heads, ORDER)
     block, split_batch, kv_head = scheduler.tile_coord(gl.program_id(0))
     start_kv = block * OWNED
-    first, _, _, end = query_tiles(start_kv, shape.left, shape.right, shape.seq_q, WALKED, OWNED)
+    first, _, _, end = shape.mask.query_tiles(start_kv, WALKED, OWNED)
     batch, first, end = splits.tiles(split_batch, first, end, WALKED)
     return start_kv, batch, split_batch, kv_head, first, end
 
@@ -106,8 +106,8 @@ def consumer_dv(
             q = queries.consumer_wait(n)
             s = mma_terms(k, transpose_terms(q, TERMS), S, TERMS)
             p = gl.exp2(s * scale_log2 - lse_log2_rows[None, :])
-            if shape.masked:
-                p = apply_mask_transposed(p, i * WALKED, start_kv, shape.left, shape.right)
+            if shape.mask.masked:
+                p = shape.mask.apply_transposed(p, i * WALKED, start_kv, (0, 0), True)
             # The n-th queries lie where those of two tiles before did, which dk released after it
             # read P.
             sP.store(n, p)
@@ -115,7 +115,7 @@ def consumer_dv(
             acc += mma_terms(bf16_terms(p, P, TERMS), do, DV, TERMS)
             grads.consumer_release(n)
             n += 1
-    store_global(dv, acc, strides, split_batch, kv_head, start_kv, shape.seq_kv, head_dim)
+    store_global(dv, acc, strides, split_batch, kv_head, start_kv, shape.mask.seq_kv, head_dim)
 
 
 @gluon.jit
@@ -146,7 +146,9 @@ def consumer_dk(
             acc += mma_terms(ds, q, DK, TERMS)
             queries.consumer_release(n)
             n += 1
-    store_global(dk, acc * scale, strides, split_batch, kv_head, start_kv, shape.seq_kv, head_dim)
+    store_global(
+        dk, acc * scale, strides, split_batch, kv_head, start_kv, shape.mask.seq_kv, head_dim
+    )
 
 
 @gluon.jit(
@@ -168,7 +170,7 @@ def flashattn_hopper_bwd_fp32_dkdv(
 ):  # fmt: skip
     """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v, grad_o are descriptors of terms."""
     kv_heads = heads // group
-    shape = Shape(group, seq_q, seq_kv, left, right)
+    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     splits = Splits(batches, split_len, SPLIT)
     keys = new_pipeline(k, 1, 1, TERMS)
     values = new_pipeline(v, 1, 1, TERMS)
@@ -194,13 +196,11 @@ def flashattn_hopper_bwd_fp32_dkdv(
 def own_queries(heads, splits, shape, TERMS: gl.constexpr):
     """Return (first query, batch, split_batch, head, first key tile, end) of this CTA."""
     WALKED: gl.constexpr = walked(TERMS)
-    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
-    scheduler = one_tile_each(gl.cdiv(shape.seq_q, OWNED), heads, ORDER)
+    ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
+    scheduler = one_tile_each(gl.cdiv(shape.mask.seq_q, OWNED), heads, ORDER)
     block, split_batch, head = scheduler.tile_coord(gl.program_id(0))
     start_q = block * OWNED
-    first, _, _, end = key_tiles(
-        start_q, shape.left, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED
-    )
+    first, _, _, end = shape.mask.key_tiles(start_q, OWNED, WALKED)
     batch, first, end = splits.tiles(split_batch, first, end, WALKED)
     return start_q, batch, split_batch, head, first, end
 
@@ -234,7 +234,7 @@ def consumer_p(
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         p = gl.exp2(s * scale_log2 - lse_log2_rows[:, None])
         # P of a key that pads a tile could be inf, and inf * 0 is NaN.
-        p = apply_mask(p, start_q, i * WALKED, shape.left, shape.right, shape.seq_kv, 0.0)
+        p = shape.mask.apply(p, start_q, i * WALKED, (0, 0), 0.0)
         sP.store(n, p)  # as in ``consumer_dv``, with keys in place of queries
         n += 1
 
@@ -263,7 +263,7 @@ def consumer_dq(
         k = keys.consumer_wait(n)
         acc += mma_terms(ds, k, DQ, TERMS)
         keys.consumer_release(n)
-    store_global(dq, acc * scale, strides, split_batch, head, start_q, shape.seq_q, head_dim)
+    store_global(dq, acc * scale, strides, split_batch, head, start_q, shape.mask.seq_q, head_dim)
 
 
 @gluon.jit(
@@ -284,7 +284,7 @@ def flashattn_hopper_bwd_fp32_dq(
     TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, as ``flashattn_bwd_dq``; q, k, v and grad_o are descriptors of terms."""
-    shape = Shape(group, seq_q, seq_kv, left, right)
+    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     splits = Splits(batches, split_len, SPLIT)
     queries = new_pipeline(q, 1, 1, TERMS)
     grads = new_pipeline(grad_o, 1, 1, TERMS)

@@ -13,9 +13,9 @@ from flashattn.kernels.hopper.mma import ROWS
 
 
 @gluon.jit
-def leading_bits(x):
-    """Return the first 8 bits of each number."""
-    return (x.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
+def leading_bits(x, ADD: gl.constexpr):
+    """Return the first 8 bits of each number, truncated if ADD is 0, rounded if HALF_BIT."""
+    return ((x.to(gl.int32, bitcast=True) + ADD) & HIGH_BITS).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -25,15 +25,15 @@ def bf16_operand(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
-    """Return operands of a product whose sum is x, in fp32: see ``portable.bf16x3``."""
-    a = leading_bits(x)
+def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr, ADD: gl.constexpr = 0):
+    """Return operands of a product whose sum is x, in fp32: see ``portable.mma.decompose``."""
+    a = leading_bits(x, ADD)
     rest = x - a
     rest = gl.where(rest == rest, rest, 0.0)  # inf - inf
     if TERMS == 2:
         terms = bf16_operand(a, LAYOUT), bf16_operand(rest, LAYOUT)
     else:
-        b = leading_bits(rest)
+        b = leading_bits(rest, 0)
         terms = bf16_operand(a, LAYOUT), bf16_operand(b, LAYOUT), bf16_operand(rest - b, LAYOUT)  # type: ignore[assignment]
     return terms
 

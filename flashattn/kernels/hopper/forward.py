@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels.constants import LN2
 from flashattn.kernels.hopper.compat import aggregate, store_tile
-from flashattn.kernels.hopper.mask import apply_mask, descending_run, key_tiles, ordered_runs
+from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
 from flashattn.kernels.hopper.mma import (
     ROWS,
     acc_wait,
@@ -77,13 +77,11 @@ class Tile:
 
 
 @gluon.jit
-def visited_tiles(block, shape, t):
+def visited_tiles(block, mask, t):
     """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
-    first, full_begin, full_end, end = key_tiles(
-        block * t.block_q, shape.left, shape.right, shape.seq_q, shape.seq_kv, t.block_q, t.block_kv
-    )
+    first, full_begin, full_end, end = mask.key_tiles(block * t.block_q, t.block_q, t.block_kv)
     end = gl.maximum(end, first + 1)
-    if shape.left is not None:
+    if mask.two_sided:
         first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     return first, full_begin, full_end, end
 
@@ -101,7 +99,7 @@ def producer(q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
     while tile < scheduler.tiles:
         block, batch, head = scheduler.tile_coord(tile)
         kv_head = head // shape.group
-        first, _, _, end = visited_tiles(block, shape, t)
+        first, _, _, end = visited_tiles(block, shape.mask_of(batch), t)
         for w in gl.static_range(t.groups):
             queries.load(tile_n * t.groups + w, q, batch, head, block * t.block_q + w * ROWS)
         keys.producer_commit(n, k, batch, kv_head, (end - 1) * t.block_kv)
@@ -138,8 +136,8 @@ def softmax_first(s, scale_log2, DTYPE: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, q, keys, values, n, start_q, start_kv, shape, scale_log2, t, MASKED: gl.constexpr,
-    DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    state, q, keys, values, n, start_q, start_kv, mask, bounds, scale_log2, t,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the n-th P V, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
@@ -147,7 +145,7 @@ def mainloop_step(
     acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
     s = mma_wait(s, 1, t.d_hi)
     if MASKED:
-        s = apply_mask(s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf"))
+        s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     finite = m_new
     if MASKED:
@@ -166,6 +164,35 @@ def mainloop_step(
 
 
 @gluon.jit
+def mainloop(
+    state, q, keys, values, n, start_q, tiles, mask, bounds, scale_log2, t, DTYPE: gl.constexpr,
+    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Visit all key tiles but the last, of which P is known; return the state and n."""
+    acc, p, m, l = state
+    first, full_begin, full_end, end = tiles
+    RUNS: gl.constexpr = 2 if mask.two_sided else 1
+    if mask.rows:
+        mask.clean_keys(values.consumer_wait(n), end * t.block_kv)
+    for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
+        start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
+        if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
+            for i in range(start - 1, stop - 1, -1):
+                acc, p, m, l = mainloop_step(
+                    (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
+                    scale_log2, t, True, DTYPE, LAYOUT, OPERAND,
+                )  # fmt: skip
+                n += 1
+        for i in range(stop - 1, low - 1, -1):
+            acc, p, m, l = mainloop_step(
+                (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
+                scale_log2, t, False, DTYPE, LAYOUT, OPERAND,
+            )  # fmt: skip
+            n += 1
+    return acc, p, m, l, n
+
+
+@gluon.jit
 def consumer(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
     scale_log2, t,
@@ -174,7 +201,6 @@ def consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    RUNS: gl.constexpr = 1 if shape.left is None else 2
     n = 0
     q_n = WARPGROUP
     tile_n = 0
@@ -182,39 +208,30 @@ def consumer(
     while tile < scheduler.tiles:
         block, batch, head = scheduler.tile_coord(tile)
         start_q = block * t.block_q + WARPGROUP * ROWS
-        first, full_begin, full_end, end = visited_tiles(block, shape, t)
+        mask = shape.mask_of(batch)
+        first, full_begin, full_end, end = visited_tiles(block, mask, t)
+        bounds = mask.key_bounds(start_q, ROWS, S)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
         keys.consumer_release(n)
-        if shape.masked or full_end < end:
-            start_kv = (end - 1) * t.block_kv
-            s = apply_mask(
-                s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf")
-            )
+        if mask.masked or full_end < end:
+            s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
         p, m, l = softmax_first(s, scale_log2, o.dtype)
         acc = zero_acc(t.d_lo, t.d_hi)
-        full_end = gl.minimum(full_end, end - 1)
-        for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
-            start, stop, low = descending_run(run, first, full_begin, full_end, end - 1, shape.left)
-            if shape.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
-                for i in range(start - 1, stop - 1, -1):
-                    acc, p, m, l = mainloop_step(
-                        (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape,
-                        scale_log2, t, True, o.dtype, S, P,
-                    )  # fmt: skip
-                    n += 1
-            for i in range(stop - 1, low - 1, -1):
-                acc, p, m, l = mainloop_step(
-                    (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, shape, scale_log2,
-                    t, False, o.dtype, S, P,
-                )  # fmt: skip
-                n += 1
+        tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
+        acc, p, m, l, n = mainloop(
+            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, scale_log2, t,
+            o.dtype, S, P,
+        )  # fmt: skip
         if t.dynamic:
             tile = next_tile.read(tile_n)
             tile_n += 1
         else:
             tile += gl.num_programs(0)
-        acc = mma_pv(unpack(p, o.dtype, P), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
+        v = values.consumer_wait(n)
+        if mask.rows:
+            mask.clean_keys(v, first * t.block_kv)
+        acc = mma_pv(unpack(p, o.dtype, P), v, acc, t.d_lo, t.d_hi)
         n += 1
         if t.own_so:
             queries.consumer_release(q_n)
@@ -222,7 +239,7 @@ def consumer(
         else:
             so = queries.tiles.index(q_n % t.groups)
         acc = acc_wait(acc, 0, t.d_hi)
-        inverse = store_lse(m, l, lse, batch, head, scheduler.heads, start_q, shape.seq_q, S)
+        inverse = store_lse(m, l, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S)
         store_o(scale_acc(acc, inverse, t.d_hi), o, so, batch, head, start_q, t)
         if not t.own_so:
             tma.store_wait(0)
@@ -265,15 +282,19 @@ def store_lse(m, l, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexp
     ]
 )
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, tile_counter, tiles, blocks, heads, section_heads, group, seq_q, seq_kv, left,
-    right, scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr,
-    REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
+    q, k, v, o, lse, tile_counter, key_bounds, tiles, blocks, heads, section_heads, group, seq_q,
+    seq_kv, left, right, keys_stride, scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
 ):  # fmt: skip
-    """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D]."""
+    """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
+
+    If key_bounds is not None, it is all of the mask, and keys_stride is from batch to batch.
+    """
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
-    shape = Shape(group, seq_q, seq_kv, left, right)
-    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
+    mask = Mask(seq_q, seq_kv, left, right, key_bounds)
+    shape = Shape(group, mask, keys_stride)
+    ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)
     keys = new_pipeline(k, STAGES, GROUPS)

@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashattn.kernels.constants import LN2
+from flashattn.kernels.constants import HALF_BIT, LN2
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
-from flashattn.kernels.hopper.mask import apply_mask, key_tiles
+from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_tile_each
@@ -32,12 +32,11 @@ def stages(columns, parts):
 @gluon.jit
 def own_tile(heads, shape):
     """Return (first query, batch, head, first key tile, end) of this CTA."""
-    ORDER: gl.constexpr = DESCENDING if shape.masked else LINEAR
-    scheduler = one_tile_each(gl.cdiv(shape.seq_q, OWNED), heads, ORDER)
+    mask = shape.mask
+    ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
+    scheduler = one_tile_each(gl.cdiv(mask.seq_q, OWNED), heads, ORDER)
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
-    first, _, _, end = key_tiles(
-        block * OWNED, shape.left, shape.right, shape.seq_q, shape.seq_kv, OWNED, WALKED
-    )
+    first, _, _, end = mask.key_tiles(block * OWNED, OWNED, WALKED)
     return block * OWNED, batch, head, first, end
 
 
@@ -75,8 +74,7 @@ def consumer(
         q, k = queries.tile(WARPGROUP), keys.consumer_wait(n)
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         keys.consumer_release(n)
-        start_kv = i * WALKED
-        s = apply_mask(s, start_q, start_kv, shape.left, shape.right, shape.seq_kv, float("-inf"))
+        s = shape.mask.apply(s, start_q, i * WALKED, (0, 0), float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = gl.exp2(s * scale_log2 - finite[:, None])
@@ -86,20 +84,20 @@ def consumer(
         lost = (longer - l * alpha) - term
         l = longer
         m = m_new
-        operands = bf16_terms(p, P, TERMS)
+        operands = bf16_terms(p, P, TERMS, HALF_BIT)
         v = values.consumer_wait(n)
         acc = scale_rows(acc, alpha) + mma_terms(operands, v, O, TERMS)
         values.consumer_release(n)
     rows = start_q + gl.arange(0, ROWS, layout=R)
     dead = l == 0.0
     value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
-    at = lse + (batch * heads + head).to(gl.int64) * shape.seq_q
-    gl.store(at + rows, value, mask=rows < shape.seq_q)
+    at = lse + (batch * heads + head).to(gl.int64) * shape.mask.seq_q
+    gl.store(at + rows, value, mask=rows < shape.mask.seq_q)
     total = gl.where(dead, 1.0, l)
     inverse = 1.0 / total
     inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 in its last place
     acc = scale_rows(acc, inverse)
-    store_global(o, acc, o_strides, batch, head, start_q, shape.seq_q, head_dim)
+    store_global(o, acc, o_strides, batch, head, start_q, shape.mask.seq_q, head_dim)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "left", "right"])
@@ -109,7 +107,7 @@ def flashattn_hopper_fwd_fp32(
 ):  # fmt: skip
     """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of bf16 terms."""
     STAGES: gl.constexpr = stages(BLOCK_D, TERMS)
-    shape = Shape(group, seq_q, seq_kv, left, right)
+    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     queries = new_pipeline(q, GROUPS, 1, TERMS)
     keys = new_pipeline(k, STAGES, GROUPS, TERMS)
     values = new_pipeline(v, STAGES, GROUPS, TERMS)

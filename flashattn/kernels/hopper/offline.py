@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from triton.compiler import ASTSource
@@ -25,6 +26,7 @@ from flashattn.plan.tables.hopper import (
     DETERMINISTIC,
     FORWARD,
     FP32_BACKWARD,
+    FP32_BACKWARD_D,
     FP32_FORWARD_D,
 )
 from flashattn.plan.tile import (
@@ -37,7 +39,18 @@ from flashattn.plan.tile import (
 )
 
 FP32 = 4  # bytes
-WINDOW_D = 128, 256  # of kernels that are compiled in a window, too
+# How each kernel is compiled besides, under a mask, and with how many columns.
+MODES = {
+    "hopper_fwd": ("dynamic", "window", "rows"),
+    "hopper_bwd": ("gqa_split", "window", "rows"),
+    "hopper_bwd_postprocess": ("rows",),
+    "hopper_bwd_d256_dkdv": ("gqa_split", "window"),
+    "hopper_bwd_d256_dq": ("window",),
+    "hopper_fwd_fp32": ("tf32", "window"),
+    "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
+    "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),
+}
+MODE_D = {"hopper_bwd_d256_dkdv": 256, "hopper_bwd_d256_dq": 256}  # others: 128
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -53,7 +66,8 @@ class HopperVariant:
         causal: whether scores are masked.
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "gqa_split", where query heads are split; of any "window", which a left bound masks.
+            "gqa_split", where query heads are split; of any "window", which a left bound masks, or
+            "rows", by bounds of rows.
     """
 
     kernel: str
@@ -158,10 +172,12 @@ class HopperVariant:
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
     modes = {"tile_counter": "dynamic", "left": "window"}
+    rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
+    modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
         modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
     absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
-    return absent if causal else [*absent, "right"]
+    return absent if causal and mode != "rows" else [*absent, "right"]
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -177,6 +193,7 @@ def _source(
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
     common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum"), "*fp32")
     common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
+    common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -199,40 +216,37 @@ def _source(
 
 
 def variants() -> list[HopperVariant]:
-    """Return the kernels with every config of the tables, and one of each kernel in a window."""
+    """Return the kernels with every config of the tables, and each once in each mode."""
     found = [
         *(
-            HopperVariant("hopper_fwd", d, config, causal, mode)
+            HopperVariant("hopper_fwd", d, config, causal)
             for (d, causal), configs in FORWARD.items()
             for config in configs.values()
-            for mode in (("", "dynamic") if causal else ("",))
         ),
         *(
-            HopperVariant("hopper_bwd", d, HopperBackwardTile(stages=config.stages), causal, mode)
+            HopperVariant("hopper_bwd", d, HopperBackwardTile(stages=config.stages), causal)
             for table in (BACKWARD, DETERMINISTIC)
             for (d, causal), configs in table.items()
             for config in configs.values()
-            for mode in ("", "gqa_split")
         ),
         *(HopperVariant("hopper_bwd_postprocess", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(), causal, mode)
-            for d, causal in BACKWARD_D256
-            for kernel, mode in (("dkdv", ""), ("dkdv", "gqa_split"), ("dq", ""))
+            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(), causal)
+            for (d, causal), kernel in product(BACKWARD_D256, ("dkdv", "dq"))
         ),
         *(
-            HopperVariant("hopper_fwd_fp32", d, None, causal, mode)
-            for d in FP32_FORWARD_D
-            for causal in (False, True)
-            for mode in ("", "tf32")
+            HopperVariant("hopper_fwd_fp32", d, None, causal)
+            for d, causal in product(FP32_FORWARD_D, (False, True))
         ),
         *(
-            HopperVariant(f"hopper_bwd_fp32_{kernel}", 128, None, causal, mode)
-            for kernel in ("dkdv", "dq")
-            for causal in (False, True)
-            for mode in ("", "split", "tf32", "split tf32")
+            HopperVariant(f"hopper_bwd_fp32_{kernel}", FP32_BACKWARD_D, None, causal)
+            for kernel, causal in product(("dkdv", "dq"), (False, True))
         ),
     ]
-    causal = [x for x in found if x.causal and not x.mode and x.head_dim in WINDOW_D]
-    windows = {x.kernel: replace(x, mode="window") for x in reversed(causal)}
-    return list(dict.fromkeys([*found, *windows.values()]))
+    modes = [
+        replace(variant, mode=mode)
+        for variant in found
+        if variant.causal and variant.head_dim == MODE_D.get(variant.kernel, 128)
+        for mode in MODES.get(variant.kernel, ())
+    ]
+    return list(dict.fromkeys([*found, *modes]))

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from flashattn.kernels.constants import BAND
 from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.mask import Mask
 
 LINEAR, ASCENDING, DESCENDING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
@@ -18,26 +19,27 @@ LINEAR, ASCENDING, DESCENDING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 class Shape:
     """The problem, as every role needs it.
 
-    A group is the query heads of a key head, or its part of a GQA split. Query t sees keys from
-    t - left to t + right; None is no bound, and ``masked`` is whether there is one.
+    A group is the query heads of a key head, or its part of a GQA split. ``mask`` is that of the
+    first batch, and ``strides`` are the distances of two batches in its bounds of rows, if any.
     """
 
     group: gl.tensor
-    seq_q: gl.tensor
-    seq_kv: gl.tensor
-    left: gl.tensor | gl.constexpr
-    right: gl.tensor | gl.constexpr
-    masked: gl.constexpr
+    mask: Mask
+    keys_stride: gl.tensor | gl.constexpr
+    queries_stride: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, group, seq_q, seq_kv, left, right):
+    def __init__(self, group, mask, keys_stride=None, queries_stride=None):
         """Store the fields."""
         self.group = group
-        self.seq_q = seq_q
-        self.seq_kv = seq_kv
-        self.left = gl.constexpr(None) if left is None else left
-        self.right = gl.constexpr(None) if right is None else right
-        self.masked = gl.constexpr(left is not None or right is not None)
+        self.mask = mask
+        self.keys_stride = gl.constexpr(None) if keys_stride is None else keys_stride
+        self.queries_stride = gl.constexpr(None) if queries_stride is None else queries_stride
+
+    @gluon.jit
+    def mask_of(self, batch):
+        """Return the mask of a batch."""
+        return self.mask.of_batch(batch, self.keys_stride, self.queries_stride)
 
 
 @aggregate

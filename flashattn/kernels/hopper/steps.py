@@ -69,14 +69,25 @@ def forward(
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
-        [queries, keys, keys, queries, None, None],
+        [queries, keys, keys, queries, *[None] * 3],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
-            *(seq_q, seq_kv, left, right, scale_log2),
+            *(seq_q, seq_kv, left, right, bounds_strides(options, seq_q, seq_kv)[0], scale_log2),
         ),
         forward_constants(tile, head_dim, dynamic=dynamic),
     )
-    return [Step(launch, ("q", "k", "v", "o", "lse", "tile_counter" if dynamic else None))]
+    counter = "tile_counter" if dynamic else None
+    return [Step(launch, ("q", "k", "v", "o", "lse", counter, bounds_names(options)[0]))]
+
+
+def bounds_names(options: Options) -> tuple[str | None, str | None]:
+    """Return the names of the bounds of keys and of queries; None where there are none."""
+    return portable.BOUNDS if options.bounds else (None, None)
+
+
+def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | None, int | None]:
+    """Return the distances of two batches in these; None where there are none."""
+    return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
 def forward_constants(tile: HopperTile, head_dim: int, *, dynamic: bool) -> dict[str, Any]:
@@ -109,7 +120,9 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
         options: what is asked.
     """
     q, k, v, grad_o, o, *_ = specs
-    rows, splits = portable.preprocessing(o, grad_o), plan.gqa_splits
+    splits = plan.gqa_splits
+    counters = next((x for x in plan.workspaces if x.name == "dq_semaphore"), None)
+    rows = portable.preprocessing(o, grad_o, counters)
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
     if isinstance(tile, HopperBackwardTile):
@@ -159,19 +172,21 @@ def _one_pass(
             *(queries, keys, keys, queries, numbers, numbers),
             half.Lines(box_lines(head_dim)),
             *[keys if plan.gqa_splits == 1 else None] * 2,
-            None,
+            *[None] * 3,
         ],
         (
             *(blocks * batch * owners, blocks, owners, *splits),
             *(tile.section, programs if rotates else 1, tile.stagger),
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
+            *bounds_strides(options, seq_q, seq_kv),
             *(options.scale, options.scale * LOG2E.value),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
         backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
     )
-    return Step(launch, (*INPUTS, "dq_accum", *grads, "dq_semaphore"))
+    names = (*INPUTS, "dq_accum", *grads, "dq_semaphore", *bounds_names(options))
+    return Step(launch, names)
 
 
 def box_lines(head_dim: int) -> int:
@@ -198,14 +213,15 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
     launch = _launch(
         half.flashattn_hopper_bwd_postprocess,
         batch * heads * blocks,
-        [None, None],
+        [None] * 3,
         (
             *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
-            *(seq_q, k.shape[2], options.left, options.right, options.scale),
+            *(seq_q, k.shape[2], options.left, options.right),
+            *(bounds_strides(options, seq_q, k.shape[2])[0], options.scale),
         ),
         postprocess_constants(head_dim),
     )
-    return Step(launch, ("dq_accum", "dq"))
+    return Step(launch, ("dq_accum", "dq", bounds_names(options)[0]))
 
 
 def postprocess_constants(head_dim: int) -> dict[str, Any]:

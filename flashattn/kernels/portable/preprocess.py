@@ -1,7 +1,8 @@
 """flashattn_bwd_preprocess: two numbers a row that the backward needs.
 
 lse_log2 = lse * log2(e); it is +inf for fully masked rows, and for those that only pad: their P is
-0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf.
+0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf. Counters that a later kernel needs
+at 0 are cleared besides, which saves a launch.
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ def flashattn_bwd_preprocess(
     grad_lse,
     lse_log2,
     delta,
+    counters,
     o_strides,
     grad_o_strides,
     heads,
     seq_q,
     seq_q_rounded,
+    num_counters,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ):
-    """Write lse_log2 and delta; a program takes BLOCK rows of one head."""
+    """Write lse_log2 and delta of BLOCK rows of one head, and clear COUNTERS of all counters."""
     block, batch, head = tile_coord(
         tl.program_id(0), None, seq_q_rounded // BLOCK, heads, False, False
     )
@@ -69,6 +73,9 @@ def flashattn_bwd_preprocess(
     delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK)
     store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows, BLOCK)
     store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
+    if COUNTERS > 0:
+        own = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
+        tl.store(counters + own, 0, mask=own < num_counters)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from flashattn.kernels.portable import combine, gradients, preprocess
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
 from flashattn.kernels.portable.score import Scale
-from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
 from flashattn.plan.rows import FUSED, Kernel
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
@@ -157,18 +157,21 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     return [preprocessing(o, grad_o), *decomposing, *passes, *summing]
 
 
-def preprocessing(o: TensorSpec, grad_o: TensorSpec) -> Step:
-    """Return the launch that fills lse_log2 and delta."""
+def preprocessing(o: TensorSpec, grad_o: TensorSpec, counters: Workspace | None = None) -> Step:
+    """Return the launch that fills lse_log2 and delta, and clears counters, if there are some."""
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
+    programs = rows // preprocess.BLOCK * batch * heads
+    (cleared,), name = (counters.shape, counters.name) if counters else ((0,), None)
+    each = 1 << (cdiv(cleared, programs) - 1).bit_length() if cleared else 0
     launch = Launch(
         preprocess.flashattn_bwd_preprocess,
-        rows // preprocess.BLOCK * batch * heads,
-        [None] * 6,
-        (*strides, heads, seq_q, rows),
-        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS),
+        programs,
+        [None] * 7,
+        (*strides, heads, seq_q, rows, cleared),
+        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS) | {"COUNTERS": each},
     )
-    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta"))
+    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta", name))
 
 
 def written(

@@ -15,7 +15,7 @@ import torch
 
 from flashattn.bounds import of_documents
 from flashattn.emulate import barriers, language, mma, tma
-from flashattn.emulate.launching import emulated
+from flashattn.emulate.launching import Program, emulated, run
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.emulate.source import STAND_INS
@@ -513,11 +513,11 @@ PASSED = (
     "                    arrive_inc(counter + WARPGROUP)\n"
 )
 STORED = (
-    "                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)\n"
-    "                part = sdQ.tiles.index(WARPGROUP)\n"
+    "                barrier_wait(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)\n"
+    "                part = sdQ.index(WARPGROUP)\n"
     "                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)\n"
     "                tma.store_wait(0)\n"
-    "                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)\n"
+    "                barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)\n"
     f"{PASSED}"
 )
 # As the warp that waits for the semaphore asks for it.
@@ -833,11 +833,11 @@ PLANTED = [
         Mutant(
             "staging_overwritten",
             BACKWARD,
-            "    mbarrier.wait(sdQ.empty.index(WARPGROUP), (n & 1) ^ 1)\n",
-            "",
+            "    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)\n    part",
+            "    part",
             "a part of dq is written over the one that leaves",
         ),
-        (WRONG, STUCK),
+        (WRONG, RuntimeError),
     ),
     (
         "gradients",
@@ -1339,6 +1339,28 @@ def test_too_many_arrive():
         play(lambda: barriers.arrive(barriers.Barrier()))
     with pytest.raises(IndexError, match="barrier 2 of 2"):
         barriers.Barriers(2).index(2)
+
+
+def test_named_barriers():
+    """A phase is over when its threads have arrived: not more, and not before a program ends."""
+    said = []
+
+    def enter(*numbers, threads=256):
+        here().program = program
+        for number in numbers:
+            barriers.barrier_wait(number, threads)
+            said.append(number)
+
+    for seed in range(4):
+        program = Program(0, 1)
+        play(partial(enter, 1, 2, 1), partial(enter, 1, 2, 1), seed=seed)
+        assert said == [1, 1, 2, 2, 1, 1]
+        said.clear()
+    program = Program(0, 1)
+    with pytest.raises(RuntimeError, match="256 threads arrive at a barrier of 160"):
+        play(*[partial(enter, 1, threads=160)] * 2)
+    with pytest.raises(RuntimeError, match=r"amid a phase of named barriers \[3\]"):
+        run(partial(barriers.barrier_arrive, 3, 256), 1, [], Schedule(), 1)
 
 
 def test_deadlock():

@@ -9,6 +9,6 @@ lands; a product reads its operands when it is begun or when it is waited for; w
 shared memory reaches copies and products by a fence; a copy to memory reads, and later writes.
 
 Not emulated: layouts, bank conflicts, registers, fences between memories of the GPU, 32-bit
-overflow, and the texts of assembler: ``consumer_barrier``, ``wait_eq`` and ``arrive_inc`` are done
+overflow, and the texts of assembler: ``barrier_wait``, ``wait_eq`` and ``arrive_inc`` are done
 as a whole.
 """

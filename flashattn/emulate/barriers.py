@@ -49,24 +49,27 @@ class Barriers:
         return self._barriers[i]
 
 
-class Meeting:
-    """A barrier of the program's, where some wait for one another.
+class NamedBarrier:
+    """A barrier of the program's that has a number."""
 
-    Args:
-        count: how many.
-    """
-
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         """Nobody has come."""
-        self._count, self._came, self._met = count, 0, 0
+        self.came = self.phase = 0
 
-    def join(self) -> None:
-        """Come, and wait for the others."""
+    def arrive(self, threads: int) -> int:
+        """Count these warps as some of the threads, and return which phase it was.
+
+        Raises:
+            RuntimeError: more arrive than belong to it.
+        """
         here().pause()
-        self._came += 1
-        meeting, self._met = self._met, self._met + self._came // self._count
-        self._came %= self._count
-        here().pause(lambda: self._met != meeting)
+        self.came += here().threads
+        if self.came > threads:
+            raise RuntimeError(f"{self.came} threads arrive at a barrier of {threads}")
+        phase = self.phase
+        self.phase += self.came // threads
+        self.came %= threads
+        return phase
 
 
 # What kernels call.
@@ -98,6 +101,17 @@ def expect(barrier: Barrier, size: int) -> None:
     barrier.arrive(expected=size)
 
 
-def consumer_barrier() -> None:
-    """Wait for the other warpgroup of the program."""
-    here().program.meeting.join()
+def barrier_arrive(number: int, threads: int) -> None:
+    """Arrive at the program's barrier of that number."""
+    here().program.barriers[int(number)].arrive(threads)
+
+
+def barrier_wait(number: int, threads: int) -> None:
+    """Arrive, and wait until all threads have."""
+    barrier = here().program.barriers[int(number)]
+    phase = barrier.arrive(threads)
+    here().pause(lambda: barrier.phase != phase)
+
+
+def thread_barrier() -> None:
+    """Do nothing: the threads of a role are one here."""

@@ -210,17 +210,20 @@ def allocate_shared_memory(
 
 
 def warp_specialize(
-    roles: Sequence[tuple[Callable[..., object], tuple[Any, ...]]], warps: object, limits: object
+    roles: Sequence[tuple[Callable[..., object], tuple[Any, ...]]],
+    warps: Sequence[int],
+    limits: object,
 ) -> None:
     """Let each role be played by warps of its own, and wait until all have ended."""
-    del warps, limits
+    del limits
     program = here().program
     started = [
         here().schedule.start(
             f"{role.__name__} {i} of program {program.number}",
             partial(role, *given),
             program,
+            32 * size,
         )
-        for i, (role, given) in enumerate(roles)
+        for i, ((role, given), size) in enumerate(zip(roles, (num_warps(), *warps), strict=True))
     ]
     here().pause(lambda: all(each.ended for each in started))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.emulate.barriers import Meeting
+from flashattn.emulate.barriers import NamedBarrier
 from flashattn.emulate.language import Number
 from flashattn.emulate.memory import Descriptor, Pointer, Shared
 from flashattn.emulate.schedule import Schedule, here
@@ -34,7 +35,7 @@ class Program:
         """It has no memory yet."""
         self.number, self.count = number, count
         self.memory: list[Shared] = []
-        self.meeting = Meeting(2)
+        self.barriers = defaultdict[int, NamedBarrier](NamedBarrier)
 
 
 def run(
@@ -51,6 +52,8 @@ def run(
         for number in numbers:
             program = here().program = Program(number, programs)
             kernel(*given)
+            if amid := [number for number, x in program.barriers.items() if x.came]:
+                raise RuntimeError(f"a program ends amid a phase of named barriers {amid}")
             for tile in program.memory:
                 tile.wipe()  # it is the next program's
 

@@ -38,13 +38,19 @@ class Warps:
         name: what a deadlock calls them.
         body: what they do.
         program: what they are part of.
+        threads: how many they have.
     """
 
     def __init__(
-        self, schedule: Schedule, name: str, body: Callable[[], object], program: Any
+        self,
+        schedule: Schedule,
+        name: str,
+        body: Callable[[], object],
+        program: Any,
+        threads: int,
     ) -> None:
         """Wait for the first turn."""
-        self.schedule, self.name, self.program = schedule, name, program
+        self.schedule, self.name, self.program, self.threads = schedule, name, program, threads
         self.speed = schedule.random.choice(SPEEDS)
         self.ready: Callable[[], bool] = always
         self.ended = False
@@ -119,9 +125,11 @@ class Schedule:
         self._warps: list[Warps] = []
         self._events: list[tuple[int, Callable[[], object]]] = []
 
-    def start(self, name: str, body: Callable[[], object], program: Any = None) -> Warps:
+    def start(
+        self, name: str, body: Callable[[], object], program: Any = None, threads: int = 128
+    ) -> Warps:
         """Let warps take part."""
-        warps = Warps(self, name, body, program)
+        warps = Warps(self, name, body, program, threads)
         self._warps.append(warps)
         return warps
 

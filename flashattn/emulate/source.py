@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
 from flashattn.emulate import barriers, language, mma, tma
-from flashattn.kernels.hopper import backward, bf16x3, compat, registers, score, semaphore
+from flashattn.kernels.hopper import bf16x3, compat, named, registers, score, semaphore
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
@@ -35,7 +35,9 @@ STAND_INS: dict[int, Any] = {
     id(registers.compiler_barrier): mma.compiler_barrier,
     id(score.capped): language.capped,
     id(score.tanh_approx): language.tanh_approx,
-    id(backward.consumer_barrier): barriers.consumer_barrier,
+    id(named.barrier_arrive): barriers.barrier_arrive,
+    id(named.barrier_wait): barriers.barrier_wait,
+    id(compat.thread_barrier): barriers.thread_barrier,
     id(semaphore.wait_eq): tma.wait_eq,
     id(semaphore.fence_acquire): tma.fence_acquire,
     id(semaphore.arrive_inc): tma.arrive_inc,

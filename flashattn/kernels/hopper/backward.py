@@ -34,16 +34,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile
+from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile, thread_barrier
 from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import Mask, keep_rows, keys_of_tl, ordered_runs
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.named import (
+    WARPGROUP_AND_WARP,
+    WARPGROUPS,
+    WARPGROUPS_AND_WARP,
+    barrier_arrive,
+    barrier_wait,
+)
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.registers import opaque
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
@@ -59,13 +65,15 @@ KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
-BARRIER = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
+# Named barriers: two are one for each warpgroup. EMPTY is one for each of three stages at most.
+DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
+CONSUMERS, EMPTY = gl.constexpr(12), gl.constexpr(13)
 
 
 @gluon.jit
 def consumer_barrier():
-    """Wait for the other consumer warpgroup: a named barrier."""
-    gl.inline_asm_elementwise(BARRIER, "=r,~{memory}", [], gl.int32, False, 1)
+    """Wait for the other consumer warpgroup."""
+    barrier_wait(CONSUMERS, WARPGROUPS)
 
 
 @aggregate
@@ -91,37 +99,6 @@ class Tile:
         self.d_lo = gl.constexpr(d_lo)
         self.d_hi = gl.constexpr(d_hi)
         self.lines = gl.constexpr(lines)
-
-
-@aggregate
-class SharedDq:
-    """dq of a tile in shared memory, between the consumers and the warp that stores it.
-
-    Each consumer warpgroup writes a part of its own: [1, 1, lines, LINE].
-    """
-
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty):
-        """Store the fields."""
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-
-
-@gluon.jit
-def new_shared_dq(dq):
-    """Return shared memory for one tile of dq."""
-    tiles = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for w in gl.static_range(2):
-        mbarrier.init(full.index(w), count=1)
-        mbarrier.init(empty.index(w), count=1)
-    return SharedDq(tiles, full, empty)
 
 
 @gluon.jit
@@ -174,12 +151,15 @@ def producer(
             row = batch * (scheduler.heads * shape.group) + head
             for visit in range(end - first):
                 start_q = schedule.query_tile(visit, end) * t.block_q
-                queries.load(n, q, batch, head, start_q, lse_log2, row)
+                barrier_wait(EMPTY + n % queries.stages, WARPGROUPS_AND_WARP)
+                queries.producer_commit(n, q, batch, head, start_q, lse_log2, row)
                 grads.producer_commit(n, grad_o, batch, head, start_q, delta, row)
                 n += 1
                 if visit == 0 and head == begin:
                     load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
                     kv_n += 1
+    for stage in gl.static_range(queries.stages):  # as often as consumers arrive
+        barrier_wait(EMPTY + stage, WARPGROUPS_AND_WARP)
 
 
 @gluon.jit
@@ -232,6 +212,7 @@ def dq_store(
     With one warp for both halves, waiting for its writes would limit the deterministic order.
     """
     LINES: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
+    barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -248,11 +229,11 @@ def dq_store(
                 if mask.masked and not mask.rows:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 fence_acquire()
-                mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)
-                part = sdQ.tiles.index(WARPGROUP)
+                barrier_wait(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
+                part = sdQ.index(WARPGROUP)
                 reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)
                 tma.store_wait(0)
-                mbarrier.arrive(sdQ.empty.index(WARPGROUP), count=1)
+                barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
                 if value < semaphore.ordered:
                     counter = semaphore.counter(accum_batch * heads + head, tiles, i)
                     arrive_inc(counter + WARPGROUP)
@@ -282,12 +263,13 @@ def to_accum_layout(dq, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
-    """Write this warpgroup's part of the n-th tile of dq to shared memory."""
-    mbarrier.wait(sdQ.empty.index(WARPGROUP), (n & 1) ^ 1)
-    sdQ.tiles.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0).store(
-        to_accum_layout(dq, COLUMNS)
-    )
+def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, COLUMNS: gl.constexpr):
+    """Write this warpgroup's part of a tile of dq to shared memory."""
+    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
+    part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0)
+    part.store(to_accum_layout(dq, COLUMNS))
+    fence_async_shared()
+    barrier_arrive(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
 
 
 @gluon.jit
@@ -311,6 +293,7 @@ def mainloop_step(
     s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_qk(own_v, do, t.d_lo, t.d_hi, S)
+    thread_barrier()  # under S, and not where the compiler wants it, ahead of the store of dS
     if EARLY:
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
         s = mma_wait(s, 1, t.d_hi)
@@ -338,11 +321,9 @@ def mainloop_step(
     consumer_barrier()
     dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
-    store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, n, COLUMNS)
-    fence_async_shared()
-    mbarrier.arrive(sdQ.full.index(WARPGROUP), count=1)
+    store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, COLUMNS)
     dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
-    queries.consumer_release(n)
+    barrier_arrive(EMPTY + n % queries.stages, WARPGROUPS_AND_WARP)
     return dk, dv
 
 
@@ -386,6 +367,8 @@ def consumer(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    for stage in gl.static_range(queries.stages):
+        barrier_arrive(EMPTY + stage, WARPGROUPS_AND_WARP)
     n = 0
     kv_n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
@@ -438,6 +421,7 @@ def consumer(
         keys.consumer_release(kv_n)
         values.consumer_release(kv_n)
         kv_n += 1
+    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the other arrives
 
 
 @gluon.jit(
@@ -482,12 +466,12 @@ def flashattn_hopper_bwd(
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
     keys = new_pipeline(k, 1, 2)
     values = new_pipeline(v, 1, 2)
-    queries = new_pipeline(q, STAGES, 2, row_stats=lse_log2)
-    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, shared=queries)
+    queries = new_pipeline(q, STAGES, 0, row_stats=lse_log2)
+    grads = new_pipeline(grad_o, STAGES, 0, row_stats=delta)
     sdS = gl.allocate_shared_memory(
         q.dtype, [2, BLOCK_Q, BLOCK_KV], gl.NVMMASharedLayout(128, 16, 2)
     )
-    sdQ = new_shared_dq(dq)
+    sdQ = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
     turns = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import triton
 from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
 # 3.9 still has the old names, and raises when they are called.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 aggregate = getattr(triton, "aggregate", None) or core._aggregate  # noqa: SLF001
 
 if hasattr(tma, "async_atomic_add"):

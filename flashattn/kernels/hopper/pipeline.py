@@ -23,7 +23,7 @@ class Pipeline:
     tiles: gl.shared_memory_descriptor
     row_stats: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor | gl.constexpr
     stages: gl.constexpr
     terms: gl.constexpr
 
@@ -33,7 +33,7 @@ class Pipeline:
         self.tiles = tiles
         self.row_stats = gl.constexpr(None) if row_stats is None else row_stats
         self.full = full
-        self.empty = empty
+        self.empty = gl.constexpr(None) if empty is None else empty
         self.stages = gl.constexpr(stages)
         self.terms = gl.constexpr(terms)
 
@@ -104,17 +104,15 @@ class Pipeline:
 @gluon.jit
 def new_pipeline(
     tile, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TERMS: gl.constexpr = 1, row_stats=None,
-    shared=None,
 ):  # fmt: skip
-    """Return an empty pipeline for a descriptor's tiles; CONSUMERS release each stage.
+    """Return an empty pipeline for a descriptor's tiles.
 
     Args:
         tile: descriptor.
         STAGES: loads that may be in flight or in use.
-        CONSUMERS: warpgroups.
+        CONSUMERS: warpgroups that release each stage; 0 if stages have no empty barriers.
         TERMS: bf16 terms of a tile.
         row_stats: descriptor of a number for each row, or None.
-        shared: pipeline that is acquired and released together with this one, or None.
     """
     tiles = gl.allocate_shared_memory(tile.dtype, [TERMS * STAGES] + tile.block_shape, tile.layout)
     stats = None
@@ -123,13 +121,12 @@ def new_pipeline(
             row_stats.dtype, [STAGES] + row_stats.block_shape, row_stats.layout
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    if shared is None:
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    else:
-        empty = shared.empty
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        if shared is None:
+    empty = None
+    if CONSUMERS > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
             mbarrier.init(empty.index(i), count=CONSUMERS)
     return Pipeline(tiles, stats, full, empty, STAGES, TERMS)
 

@@ -554,6 +554,12 @@ ASKED = {
         SMALL,
         TURNS,
     ),
+    "packed": (
+        bf16(heads=2, kv_heads=1, seq_q=290, seq_kv=270, documents=((100, 150),)),
+        "normal",
+        WIDE,
+        TURNS,
+    ),
     "wide window": (bf16(seq_q=330, window=(150, 3), head_dim=136), "normal", WIDE, WIDE_PASSES),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
     "capped": (bf16(heads=2, seq_q=300, window=(70, 0), softcap=0.7), "normal", SMALL, TURNS),

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashattn.emulate.launching import emulated
 from flashattn.kernels.hopper import backward
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 HOPPER = ROOT / "flashattn" / "kernels" / "hopper"
 EMULATED = runpy.run_path(str(ROOT / "tests" / "test_hopper_emulated.py"))
 ASKED, attend = EMULATED["ASKED"], EMULATED["attend"]
-FILES = {"forward": ("full", "staged", "drawn"), "backward": ("gradients", "in turns")}
+FILES = {"forward": ("full", "staged", "drawn"), "backward": ("gradients", "in turns", "packed")}
 FILES["backward_d256"] = ("wide",)
 FILES |= dict.fromkeys(("forward_fp32", "backward_fp32"), ("cut", "cut causal"))
 FILES["pipeline"] = ("full", "staged", "drawn", "in turns", "gradients", "wide", "cut")
@@ -54,15 +55,30 @@ def calls():
 FOUND = list(calls())
 
 
+def with_nan_behind(call, problem):
+    """Return a call whose queries, keys, values and dO behind the last document are NaN."""
+    queries, keys = map(sum, zip(*problem.documents, strict=True))
+
+    def fill(x, end):
+        return x.index_fill(2, torch.arange(end, x.shape[2]), float("nan"))
+
+    def poisoned(q, k, v):
+        o, lse = call(fill(q, queries), fill(k, keys), fill(v, keys))
+        o.register_hook(lambda grad: fill(grad, queries))
+        return o, lse
+
+    return poisoned
+
+
 def right(asked, seed, edit):
     """Return whether an edited kernel answers right."""
     problem, values, config, how = ASKED[asked]
+    call = attend(problem, config, how)
+    if problem.documents is not None:
+        call = with_nan_behind(call, problem)
     try:
         with emulated(seed=seed, multiprocessors=1 + seed % 3, edit=edit):
-            assert_accurate(
-                attend(problem, config, how),
-                Sample(problem=problem, values=values, grad=how is not None),
-            )
+            assert_accurate(call, Sample(problem=problem, values=values, grad=how is not None))
     except (AssertionError, RuntimeError):
         return False
     return True

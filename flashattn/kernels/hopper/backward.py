@@ -293,7 +293,6 @@ def mainloop_step(
     s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_qk(own_v, do, t.d_lo, t.d_hi, S)
-    thread_barrier()  # under S, and not where the compiler wants it, ahead of the store of dS
     if EARLY:
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
         s = mma_wait(s, 1, t.d_hi)
@@ -313,6 +312,7 @@ def mainloop_step(
         dp = mma_wait(dp, 0, t.d_hi)
         row_delta = delta.load(gl.SliceLayout(0, S))
     ds = (p * (dp - row_delta[None, :])).to(q.dtype)
+    n = opaque(n)  # stages are computed again, for the same reason
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
     exchanged = sdS.index(n & 1)
     exchanged.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
@@ -320,6 +320,7 @@ def mainloop_step(
     fence_async_shared()
     consumer_barrier()
     dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
+    thread_barrier()  # the compiler wants one before the next dS: here the warps have just met
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
     store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, COLUMNS)
     dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
@@ -329,14 +330,16 @@ def mainloop_step(
 
 @gluon.jit
 def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
-    """Write zeros where no query sees this warpgroup's keys, by bounds of rows: they may be NaN."""
+    """Write zeros where no query sees this warpgroup's keys, by bounds of rows: they may be NaN.
+
+    Only dq's product reads the other's keys, after a barrier of its own.
+    """
     if mask.rows:
         begin, end = mask.seen_keys()
         if (start_kv < begin) | (start_kv + BLOCK_KV > end):
             start_kv += WARPGROUP * KEYS
             keep_rows(k.slice(WARPGROUP * KEYS, KEYS, dim=0), start_kv, begin, end)
             keep_rows(v.slice(WARPGROUP * KEYS, KEYS, dim=0), start_kv, begin, end)
-            consumer_barrier()
 
 
 @gluon.jit

@@ -22,13 +22,13 @@ from flashattn.emulate.source import STAND_INS
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import score
 from flashattn.kernels.hopper.tma import Tiles
-from flashattn.masks import cumulative
 from flashattn.plan import hopper
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Options
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
+from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import (
     InaccurateError,
     Sample,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from flashattn import attention, masks
 from flashattn.bounds import Intervals, of_documents, of_rows
 from flashattn.mask import Mask
-from flashattn.masks import Sizes, bounds_of, cumulative
+from flashattn.masks import Sizes
 from flashattn.problem import Problem
+from flashattn.resolve import bounds_of, cumulative
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
 from flashattn.testing.results import ask, assert_agree, assert_same_bits
@@ -298,7 +299,7 @@ def test_bounds_that_are_made_already():
 
 def test_nothing_is_kept_alive():
     """Bounds go with the lengths they were made from."""
-    from flashattn.masks import _KEPT  # noqa: PLC0415
+    from flashattn.resolve import _KEPT  # noqa: PLC0415
 
     q, cu = torch.zeros(1, 1, 12, 4), torch.tensor([0, 5, 12])
     before = len(_KEPT)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from flashattn import api, registry
 from flashattn.gpus import fastest_family
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.masks import Documents, RowMask
+from flashattn.masks import RowMask
 from flashattn.parallel import keys
 from flashattn.parallel.heads import to_heads, to_rows
 from flashattn.parallel.placement import Placement
@@ -23,6 +23,7 @@ from flashattn.parallel.rows import local_bounds
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import dense_strides
 from flashattn.problem import Problem, check_among, check_scale
+from flashattn.resolve import Documents
 from flashattn.score import check_sink, with_sink
 
 if TYPE_CHECKING:

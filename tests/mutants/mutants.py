@@ -151,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         "lengths_that_changed_are_forgotten",
-        "masks.py",
+        "resolve.py",
         "tuple((id(x), x._version) for x in tensors)",
         "tuple(id(x) for x in tensors)",
         "a batch has the documents of the batch before",
@@ -159,7 +159,7 @@ MUTANTS = [
     ),
     Mutant(
         "bounds_outlive_lengths",
-        "masks.py",
+        "resolve.py",
         "of_owner[key] = made, [ref(x) for x in tensors]",
         "of_owner[key] = made, [lambda x=x: x for x in tensors]",
         "lengths and bounds of every batch fill the memory",

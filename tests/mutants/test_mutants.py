@@ -22,6 +22,7 @@ IN_PYTORCH = (
     "bounds.py",
     "mask.py",
     "masks.py",
+    "resolve.py",
     "tiled.py",
 )  # what every implementation has would do
 MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]

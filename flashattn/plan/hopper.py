@@ -252,7 +252,7 @@ def _backward_half(
             "lpt" if causal else "linear", persistent=tile.persistent, section=tile.section
         ),
         workspaces=(
-            *portable.row_workspaces(q),
+            *portable.row_workspaces(q, terms=True),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
             Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it

@@ -15,6 +15,7 @@ from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
 
+TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
 
 
@@ -301,10 +302,13 @@ def backward_pass(
     return Pass(kernel, tile, programs, splits, terms_of(tile, q.dtype, precision))
 
 
-def row_workspaces(q: TensorSpec) -> tuple[Workspace, ...]:
-    """Return the workspaces that the preprocess fills."""
-    shape = (q.shape[0] * q.shape[1], padded_rows(q.shape[2]))
-    return Workspace("lse_log2", shape), Workspace("delta", shape)
+def row_workspaces(q: TensorSpec, *, terms: bool = False) -> tuple[Workspace, ...]:
+    """Return the workspaces that the preprocess fills, with numbers or with their terms."""
+    rows = (q.shape[0] * q.shape[1], padded_rows(q.shape[2]))
+    if terms:
+        how = (*rows, TERMS_COLUMNS), torch.bfloat16
+        return Workspace("minus_lse", *how), Workspace("minus_delta", *how)
+    return Workspace("lse_log2", rows), Workspace("delta", rows)
 
 
 def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:

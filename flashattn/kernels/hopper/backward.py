@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -57,6 +58,7 @@ from flashattn.kernels.hopper.semaphore import (
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
+TERMS = gl.constexpr(16)  # columns of -lse / scale and -delta, three bf16 terms and zeros
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
 BARRIER = gl.constexpr("bar.sync 10, 256; mov.b32 $0, 0;")  # Triton takes barriers from 0 on
 
@@ -153,8 +155,8 @@ def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
 
 @gluon.jit
 def producer(
-    q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler, splits, wave_size,
-    stagger, shape, t,
+    q, k, v, grad_o, minus_lse, minus_delta, keys, values, queries, grads, scheduler, splits,
+    wave_size, stagger, shape, t,
 ):  # fmt: skip
     """Load keys and values, and before these the first queries with dO."""
     n = 0
@@ -173,8 +175,8 @@ def producer(
             row = batch * (scheduler.heads * shape.group) + head
             for visit in range(end - first):
                 start_q = schedule.query_tile(visit, end) * t.block_q
-                queries.load(n, q, batch, head, start_q, lse_log2, row)
-                grads.producer_commit(n, grad_o, batch, head, start_q, delta, row)
+                queries.load(n, q, batch, head, start_q, minus_lse, row)
+                grads.producer_commit(n, grad_o, batch, head, start_q, minus_delta, row)
                 n += 1
                 if visit == 0 and head == begin:
                     load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
@@ -290,9 +292,30 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def new_ones():
+    """Return [KEYS, TERMS] in shared memory that adds three terms up, as the left of a product."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    columns = gl.arange(0, TERMS, layout=gl.SliceLayout(0, layout))
+    x = gl.full([KEYS, TERMS], 1.0, gl.float32, layout)
+    x = gl.where(columns[None, :] < 3, x, 0.0).to(gl.bfloat16)
+    ones = gl.allocate_shared_memory(
+        gl.bfloat16, [KEYS, TERMS], gl.NVMMASharedLayout(2 * TERMS, 16, 2)
+    )
+    ones.store(x)
+    return ones
+
+
+@gluon.jit
+def mma_minus(a, b, ones, terms, t, LAYOUT: gl.constexpr):
+    """Begin a product as ``mma_qk`` does, and add to it the terms [rows, TERMS] of b's rows."""
+    acc = mma_qk(a, b, t.d_lo, t.d_hi, LAYOUT)
+    return warpgroup_mma(ones, terms.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
 def mainloop_step(
-    WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    mask, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    WARPGROUP: gl.constexpr, state, keys, values, ones, queries, grads, sdS, sdQ, n, start_q,
+    start_kv, mask, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute the n-th tile of queries.
@@ -305,28 +328,15 @@ def mainloop_step(
     k, v = keys.term(at), values.term(at)
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
     own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
-    EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
-    q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
-    do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_qk(own_v, do, t.d_lo, t.d_hi, S)
-    if EARLY:
-        row_lse = lse_log2.load(gl.SliceLayout(0, S))
-        s = mma_wait(s, 1, t.d_hi)
-    else:
-        s = mma_wait(s, 1, t.d_hi)
-        row_lse = lse_log2.load(gl.SliceLayout(0, S))
-    p = gl.exp2(s * scale_log2 - row_lse[None, :])
+    q, minus_lse = queries.consumer_wait(n), queries.stats(n)
+    s = mma_minus(own_k, q, ones, minus_lse, t, S)
+    do, minus_delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_minus(own_v, do, ones, minus_delta, t, S)
+    p = gl.exp2(warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s]) * scale_log2)
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    if EARLY:
-        row_delta = delta.load(gl.SliceLayout(0, S))
-        dp = mma_wait(dp, 0, t.d_hi)
-    else:
-        dp = mma_wait(dp, 0, t.d_hi)
-        row_delta = delta.load(gl.SliceLayout(0, S))
-    ds = (p * (dp - row_delta[None, :])).to(q.dtype)
+    ds = (p * warpgroup_mma_wait(0, deps=[dp])).to(q.dtype)
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
     exchanged = sdS.index(n & 1)
     exchanged.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
@@ -374,8 +384,8 @@ def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask,
 
 @gluon.jit
 def consumer(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits,
-    shape, scale, scale_log2, t,
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler,
+    splits, shape, scale, scale_log2, t,
 ):  # fmt: skip
     """Compute dk and dv of this warpgroup's keys, and its parts of dq."""
     COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE  # of a part of dq
@@ -405,13 +415,13 @@ def consumer(
             clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, mask, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, mask, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
@@ -455,10 +465,10 @@ def consumer(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, tiles,
-    blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered,
-    num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride, scale, scale_log2,
-    BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, grad_o, minus_lse, minus_delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds,
+    tiles, blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger,
+    ordered, num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride, scale,
+    scale_log2, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
@@ -477,22 +487,23 @@ def flashattn_hopper_bwd(
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
     keys = new_pipeline(k, 1, 2)
     values = new_pipeline(v, 1, 2)
-    queries = new_pipeline(q, STAGES, 2, row_stats=lse_log2)
-    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, shared=queries)
+    queries = new_pipeline(q, STAGES, 2, row_stats=minus_lse)
+    grads = new_pipeline(grad_o, STAGES, 2, row_stats=minus_delta, shared=queries)
     sdS = gl.allocate_shared_memory(
         q.dtype, [2, BLOCK_Q, BLOCK_KV], gl.NVMMASharedLayout(128, 16, 2)
     )
+    ones = new_ones()
     sdQ = new_shared_dq(dq)
     turns = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (0, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
-                        scale, scale_log2, t)),
-            (consumer, (1, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
-                        scale, scale_log2, t)),
-            (producer, (q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler,
-                        splits, wave_size, stagger, shape, t)),
+            (consumer, (0, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler, splits,
+                        shape, scale, scale_log2, t)),
+            (consumer, (1, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler, splits,
+                        shape, scale, scale_log2, t)),
+            (producer, (q, k, v, grad_o, minus_lse, minus_delta, keys, values, queries, grads,
+                        scheduler, splits, wave_size, stagger, shape, t)),
             (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
             (dq_store, (1, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
             (dq_semaphore_wait, (semaphore, turns, scheduler, wave_size, stagger, shape, t)),

@@ -22,9 +22,12 @@ from flashattn.emulate.source import STAND_INS
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import score
 from flashattn.kernels.hopper.tma import Tiles
+from flashattn.kernels.portable import steps
 from flashattn.plan import hopper
+from flashattn.plan import portable as plan_portable
+from flashattn.plan.plan import BackwardPlan
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Options
+from flashattn.plan.spec import Options, TensorSpec, signature
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
@@ -398,6 +401,26 @@ def test_the_same_bits(deterministic, causal, left):
     assert same == [True] * 4 + [deterministic]
 
 
+def test_terms():
+    """-lse / scale and -delta are the sums of their terms, to 24 bits; what is not seen is far."""
+    lse = torch.tensor([[[-torch.inf, torch.inf, 0.0, 1e-30, -7.3, 1e5, 3.1]]])
+    o, grad_o = torch.randn(2, 1, 1, 7, 64).to(torch.bfloat16)
+    spec = TensorSpec(*signature(o)[0])
+    filled = plan_portable.row_workspaces(spec, ("minus_lse", "minus_delta"))
+    step = steps.preprocessing(spec, spec, None, 0.1, tuple(x.name for x in filled))
+    plan = BackwardPlan(kernel="portable")
+    bound = execute.Bound(("o", "grad_o", "lse", "grad_lse"), {}, filled, plan, [step], o.device)
+    minus_lse, minus_delta = bound(o, grad_o, lse, None)
+    assert minus_lse[0, [0, *range(7, 256)], 0].unique().tolist() == [torch.finfo(o.dtype).min]
+    assert minus_lse[0, 1, 0] == -torch.inf
+    assert not minus_lse[0, [0, 1, *range(7, 256)], 1:].any()
+    assert not torch.cat([minus_lse, minus_delta])[..., 3:].any()
+    wanted = -(o.float() * grad_o.float()).sum(-1)[0, 0, 2:]
+    for terms, x in ((minus_lse, -10 * lse[0, 0, 2:]), (minus_delta, wanted)):
+        sums = terms[0, 2:7].double().sum(-1)
+        assert ((sums - x).abs() <= 2**-21 * x.abs()).all()
+
+
 @pytest.mark.parametrize("accumulators", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
@@ -532,6 +555,7 @@ ASKED = {
     "staged": (bf16(heads=2, seq_q=300, seq_kv=130), "normal", SMALL, None),
     "drawn": (bf16(seq_q=300, seq_kv=130, causal=True), "normal", SMALL, None),
     "gradients": (bf16(seq_q=200, seq_kv=260, head_dim=128), "normal", SMALL, UNTURNED),
+    "fp16": (fp16(seq_q=200, seq_kv=260), "normal", SMALL, UNTURNED),
     "in turns": (bf16(seq_q=200, seq_kv=260), "normal", SMALL, TURNS),
     "round": (bf16(heads=2, seq_q=260, seq_kv=390), "normal", SMALL, ROUND),
     "wide": (
@@ -773,11 +797,33 @@ PLANTED = [
         Mutant(
             "second_not_awaited",
             BACKWARD,
-            "    do, delta = grads.consumer_wait(n), grads.stats(n)\n",
-            "    do, delta = grads.tile(n), grads.stats(n)\n",
+            "    do, minus_delta = grads.consumer_wait(n), grads.stats(n)\n",
+            "    do, minus_delta = grads.tile(n), grads.stats(n)\n",
             "dO is read before it has come",
         ),
         (WRONG, RuntimeError),
+    ),
+    (
+        "fp16",
+        Mutant(
+            "a_term_alone",
+            BACKWARD,
+            "x = gl.where(columns[None, :] < 3, x, 0.0)",
+            "x = gl.where(columns[None, :] < 1, x, 0.0)",
+            "lse and delta have 8 bits",
+        ),
+        WRONG,
+    ),
+    (
+        "gradients",
+        Mutant(
+            "scores_awaited_too_early",
+            BACKWARD,
+            "warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])",
+            "warpgroup_mma_wait(3 if t.d_hi == 0 else 4, deps=[s])",
+            "scores lack lse",
+        ),
+        UNFINISHED,
     ),
     (
         "gradients",

@@ -171,7 +171,7 @@ def _types(variant: Variant) -> dict[str, Any]:
             **dict.fromkeys(("o_strides", "grad_o_strides"), strides),
             **dict.fromkeys(("o_partial", "lse_partial", "lse", "grad_lse"), FP32),
             **dict.fromkeys(("lse_log2", "delta"), FP32),
-            "counters": None,
+            **dict.fromkeys(("counters", "scale_log2")),
             "seq_q_rounded": Type("i32", aligned=True),
             "head_dim": columns,
             "inputs": (given,) * 4,

@@ -219,6 +219,14 @@ def backward(
     return _backward_fp32(q, k, gpu, options)
 
 
+def row_names(options: Options) -> tuple[str, str]:
+    """Return what the backward for D up to 128 reads of each row.
+
+    A softcap bends scores before lse is subtracted, so that no product can.
+    """
+    return "minus_lse" if options.softcap is None else "lse_log2", "minus_delta"
+
+
 def _backward_half(
     q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperBackwardTile
 ) -> BackwardPlan:
@@ -252,7 +260,7 @@ def _backward_half(
             "lpt" if causal else "linear", persistent=tile.persistent, section=tile.section
         ),
         workspaces=(
-            *portable.row_workspaces(q),
+            *portable.row_workspaces(q, row_names(options)),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
             Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it

@@ -15,6 +15,7 @@ from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
 
+TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
 
 
@@ -301,10 +302,17 @@ def backward_pass(
     return Pass(kernel, tile, programs, splits, terms_of(tile, q.dtype, precision))
 
 
-def row_workspaces(q: TensorSpec) -> tuple[Workspace, ...]:
-    """Return the workspaces that the preprocess fills."""
-    shape = (q.shape[0] * q.shape[1], padded_rows(q.shape[2]))
-    return Workspace("lse_log2", shape), Workspace("delta", shape)
+def row_workspaces(
+    q: TensorSpec, names: tuple[str, str] = ("lse_log2", "delta")
+) -> tuple[Workspace, ...]:
+    """Return the workspaces that the preprocess fills: "minus_" has terms, others have numbers."""
+    rows = (q.shape[0] * q.shape[1], padded_rows(q.shape[2]))
+    return tuple(
+        Workspace(name, (*rows, TERMS_COLUMNS), torch.bfloat16)
+        if name.startswith("minus_")
+        else Workspace(name, rows)
+        for name in names
+    )
 
 
 def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:

@@ -11,6 +11,7 @@ from flashattn.plan.tables import hopper
 LARGEST_HEAD_DIM = 256
 OLDEST = (8, 0)
 HOPPER = (9, 0)
+TINY_SCALE = 2.0**-64
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
 
@@ -53,8 +54,10 @@ def _within(head_dim: int, allowed: range) -> bool:
 
 def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
     """Return why Hopper's half-precision kernels cannot take these inputs, or None."""
-    if scale < SMALLEST_SCALE:
+    if scale <= 0:
         return "the scale is not positive"
+    if scale < TINY_SCALE:
+        return "the scale is tiny: lse / scale may overflow"
     if any(0 in x.shape for x in inputs):
         return "there is nothing to do"
     if not all(x.tma_compatible for x in inputs):

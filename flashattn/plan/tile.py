@@ -204,8 +204,9 @@ class HopperBackwardTile:
     def shared(self, head_dim: int) -> int:
         """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
         d, block_q = block_d(head_dim), self.block_q(head_dim)
-        rows = 2 * block_q * (2 * self.stages * d + 4)  # and two numbers for each
-        return 4 * d * self.BLOCK_KV + rows + 8 * WARPGROUP_Q * block_q + 8 * WARPGROUP_Q**2
+        rows = 4 * block_q * self.stages * (d + 16)  # with terms of two numbers for each
+        ones = 32 * WARPGROUP_Q
+        return 4 * d * self.BLOCK_KV + rows + ones + 8 * WARPGROUP_Q * block_q + 8 * WARPGROUP_Q**2
 
 
 @dataclass(frozen=True)

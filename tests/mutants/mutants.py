@@ -903,8 +903,8 @@ MUTANTS = [
     Mutant(
         "lse_is_not_padded",
         "kernels/portable/preprocess.py",
-        "offsets = row.to(tl.int64) * seq_q + rows\n    lse_rows",
-        "offsets = row.to(tl.int64) * tl.cdiv(seq_q, 256) * 256 + rows\n    lse_rows",
+        "offsets = row.to(tl.int64) * seq_q + rows\n    return",
+        "offsets = row.to(tl.int64) * tl.cdiv(seq_q, 256) * 256 + rows\n    return",
         "gradients of all heads but the first are those of other rows",
     ),
     Mutant(

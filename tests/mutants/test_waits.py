@@ -28,7 +28,6 @@ CALLS |= {"barrier_wait", "barrier_arrive"}
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
-    "backward flashattn_hopper_bwd fence_async_shared()": "barriers are set up at once",
     "backward dq_store fence_acquire()": "what is written is in its order, where there is one CPU",
     "backward_d256 flashattn_hopper_bwd_d256_dkdv fence_async_shared()": "as in the others",
     "backward_d256 flashattn_hopper_bwd_d256_dq fence_async_shared()": "as in the others",

@@ -52,7 +52,7 @@ backward
   dq              semaphore
   gqa_splits      4
   scheduler       lpt, sections of 32 heads
-  workspaces      lse_log2 [32, 2048] float32; delta [32, 2048] float32; \
+  workspaces      minus_lse [32, 2048, 8] bfloat16; minus_delta [32, 2048, 8] bfloat16; \
 dk_partial [4, 8, 2048, 128] float32; dv_partial [4, 8, 2048, 128] float32; \
 dq_accum [1, 32, 4096, 64] float32; dq_semaphore [2048] int32
   - Hopper's kernels: 1365 tiles for 132 SMs, Hopper's need 1 each

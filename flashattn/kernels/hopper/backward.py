@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -64,6 +65,7 @@ from flashattn.kernels.hopper.semaphore import (
 KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_KV = gl.constexpr(128)
 QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
+TERMS = gl.constexpr(16)  # columns of -lse / scale and -delta, three bf16 terms and zeros
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
 # Named barriers: two are one for each warpgroup. EMPTY is one for each of three stages at most.
 DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
@@ -131,7 +133,7 @@ def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
 
 @gluon.jit
 def producer(
-    q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler, splits, wave_size,
+    q, k, v, grad_o, lse, minus_delta, keys, values, queries, grads, scheduler, splits, wave_size,
     stagger, shape, t,
 ):  # fmt: skip
     """Load keys and values, and before these the first queries with dO."""
@@ -152,8 +154,8 @@ def producer(
             for visit in range(end - first):
                 start_q = schedule.query_tile(visit, end) * t.block_q
                 barrier_wait(EMPTY + n % queries.stages, WARPGROUPS_AND_WARP)
-                queries.producer_commit(n, q, batch, head, start_q, lse_log2, row)
-                grads.producer_commit(n, grad_o, batch, head, start_q, delta, row)
+                queries.producer_commit(n, q, batch, head, start_q, lse, row)
+                grads.producer_commit(n, grad_o, batch, head, start_q, minus_delta, row)
                 n += 1
                 if visit == 0 and head == begin:
                     load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
@@ -273,9 +275,30 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def new_ones():
+    """Return [KEYS, TERMS] in shared memory that adds three terms up, as the left of a product."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    columns = gl.arange(0, TERMS, layout=gl.SliceLayout(0, layout))
+    x = gl.full([KEYS, TERMS], 1.0, gl.float32, layout)
+    x = gl.where(columns[None, :] < 3, x, 0.0).to(gl.bfloat16)
+    ones = gl.allocate_shared_memory(
+        gl.bfloat16, [KEYS, TERMS], gl.NVMMASharedLayout(2 * TERMS, 16, 2)
+    )
+    ones.store(x)
+    return ones
+
+
+@gluon.jit
+def mma_minus(a, b, ones, terms, t, LAYOUT: gl.constexpr):
+    """Begin a product as ``mma_qk`` does, and add to it the terms [rows, TERMS] of b's rows."""
+    acc = mma_qk(a, b, t.d_lo, t.d_hi, LAYOUT)
+    return warpgroup_mma(ones, terms.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
 def mainloop_step(
-    WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    mask, bounds, score, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    WARPGROUP: gl.constexpr, state, keys, values, ones, queries, grads, sdS, sdQ, n, start_q,
+    start_kv, mask, bounds, score, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute the n-th tile of queries.
@@ -288,30 +311,24 @@ def mainloop_step(
     k, v = keys.term(at), values.term(at)
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
     own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
-    EARLY: gl.constexpr = t.block_q == QUERIES  # with tiles of 128 queries no registers are left
-    q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
-    do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_qk(own_v, do, t.d_lo, t.d_hi, S)
-    if EARLY:
-        row_lse = lse_log2.load(gl.SliceLayout(0, S))
-        s = mma_wait(s, 1, t.d_hi)
+    q, lse = queries.consumer_wait(n), queries.stats(n)
+    if score.cap is None:
+        s = mma_minus(own_k, q, ones, lse, t, S)
     else:
-        s = mma_wait(s, 1, t.d_hi)
-        row_lse = lse_log2.load(gl.SliceLayout(0, S))
+        s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
+    do, minus_delta = grads.consumer_wait(n), grads.stats(n)
+    dp = mma_minus(own_v, do, ones, minus_delta, t, S)
+    s = warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])
     s = score.capped(s)
-    p = gl.exp2(s * score.log2 - row_lse[None, :])
+    x = s * score.log2
+    if score.cap is not None:
+        x -= lse.load(gl.SliceLayout(0, S))[None, :]
+    p = gl.exp2(x)
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
     p = score.with_slope(p, s)
-    if EARLY:
-        row_delta = delta.load(gl.SliceLayout(0, S))
-        dp = mma_wait(dp, 0, t.d_hi)
-    else:
-        dp = mma_wait(dp, 0, t.d_hi)
-        row_delta = delta.load(gl.SliceLayout(0, S))
-    ds = (p * (dp - row_delta[None, :])).to(q.dtype)
+    ds = (p * warpgroup_mma_wait(0, deps=[dp])).to(q.dtype)
     n = opaque(n)  # stages are computed again, for the same reason
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
     exchanged = sdS.index(n & 1)
@@ -361,8 +378,8 @@ def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask,
 
 @gluon.jit
 def consumer(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits,
-    shape, scale, score, t,
+    WARPGROUP: gl.constexpr, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler,
+    splits, shape, scale, score, t,
 ):  # fmt: skip
     """Compute dk and dv of this warpgroup's keys, and its parts of dq."""
     COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE  # of a part of dq
@@ -395,13 +412,13 @@ def consumer(
             clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, mask, bounds, score, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
+                    WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
                     i * t.block_q, start_kv, mask, bounds, score, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
@@ -446,7 +463,7 @@ def consumer(
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, tiles,
+    q, k, v, grad_o, lse, minus_delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, tiles,
     blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered,
     num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride, scale, scale_log2,
     cap, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
@@ -454,9 +471,10 @@ def flashattn_hopper_bwd(
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
     The key tiles of a head take the accumulators in rotation. The first ``ordered`` of an
-    accumulator add in their order, and the others after these. All tensors but dq_semaphore and
-    bounds are descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches,
-    ...]. Bounds that are not None are all of the mask; strides are from batch to batch.
+    accumulator add in their order, and the others after these. lse is -lse / scale in terms, and
+    lse_log2 where scores are capped. All tensors but dq_semaphore and bounds are descriptors; where
+    heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...]. Bounds that are not None
+    are all of the mask; strides are from batch to batch.
     """
     t = Tile(BLOCK_Q, D_LO, D_HI, BLOCK_Q * (D_LO + D_HI) // LINE)
     gl.static_assert(t.lines > LINE)
@@ -469,21 +487,22 @@ def flashattn_hopper_bwd(
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
     keys = new_pipeline(k, 1, 2)
     values = new_pipeline(v, 1, 2)
-    queries = new_pipeline(q, STAGES, 0, row_stats=lse_log2)
-    grads = new_pipeline(grad_o, STAGES, 0, row_stats=delta)
+    queries = new_pipeline(q, STAGES, 0, row_stats=lse)
+    grads = new_pipeline(grad_o, STAGES, 0, row_stats=minus_delta)
     sdS = gl.allocate_shared_memory(
         q.dtype, [2, BLOCK_Q, BLOCK_KV], gl.NVMMASharedLayout(128, 16, 2)
     )
+    ones = new_ones()
     sdQ = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
     turns = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (0, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
-                        scale, score, t)),
-            (consumer, (1, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
-                        scale, score, t)),
-            (producer, (q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler,
+            (consumer, (0, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler, splits,
+                        shape, scale, score, t)),
+            (consumer, (1, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler, splits,
+                        shape, scale, score, t)),
+            (producer, (q, k, v, grad_o, lse, minus_delta, keys, values, queries, grads, scheduler,
                         splits, wave_size, stagger, shape, t)),
             (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
             (dq_store, (1, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),

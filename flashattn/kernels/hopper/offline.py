@@ -18,7 +18,7 @@ from flashattn.kernels.hopper import (
     forward_fp32,
     steps,
 )
-from flashattn.kernels.hopper.tma import SWIZZLE, WARPS
+from flashattn.kernels.hopper.tma import PRODUCT, SWIZZLE, WARPS
 from flashattn.plan.precision import TERMS
 from flashattn.plan.tables.hopper import (
     BACKWARD,
@@ -161,7 +161,9 @@ class HopperVariant:
             name: _described("bf16", [1, 1, n, block_d(d)], SWIZZLE) for name, n in rows.items()
         }
         if isinstance(self.config, HopperBackwardTile):
-            types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, block_q], 0))
+            terms = _described("bf16", [1, block_q, PRODUCT], 2 * PRODUCT)
+            numbers = _described("fp32", [1, block_q], 0)
+            types |= {"lse": numbers if self.mode == "softcap" else terms, "minus_delta": terms}
             types["dq"] = _described("fp32", [1, 1, steps.box_lines(d), WARPGROUP_Q], 0)
         if self.kernel == "hopper_bwd_d256_dkdv":
             types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, WARPGROUP_Q], 0))

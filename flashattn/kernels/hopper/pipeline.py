@@ -56,7 +56,10 @@ class Pipeline:
             at = [batch, head * self.terms + i, row, 0]
             load_tile(tile, at, full, self.tiles.index(stage * self.terms + i))
         if row_stats is not None:
-            load_tile(row_stats, [stats_row, row], full, self.row_stats.index(stage))
+            if len(row_stats.block_shape) == 2:
+                load_tile(row_stats, [stats_row, row], full, self.row_stats.index(stage))
+            else:
+                load_tile(row_stats, [stats_row, row, 0], full, self.row_stats.index(stage))
 
     @gluon.jit
     def load(self, n, tile, batch, head, row, row_stats=None, stats_row=0):
@@ -98,7 +101,11 @@ class Pipeline:
     def stats(self, n):
         """Return the numbers of the n-th tile's rows, [rows]."""
         stats = self.row_stats.index(n % self.stages)
-        return stats.reshape([stats.shape[1]])
+        if len(stats.shape) == 2:
+            stats = stats.reshape([stats.shape[1]])
+        else:
+            stats = stats.reshape([stats.shape[1], stats.shape[2]])
+        return stats
 
 
 @gluon.jit

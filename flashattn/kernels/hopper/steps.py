@@ -10,10 +10,11 @@ from flashattn.kernels.hopper import backward_d256 as d256
 from flashattn.kernels.hopper import backward_fp32 as fp32
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
-from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
+from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
 from flashattn.kernels.launch import Described, Launch, Step
 from flashattn.kernels.portable import steps as portable
 from flashattn.kernels.portable.score import Scale
+from flashattn.plan.hopper import row_names
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
@@ -122,17 +123,17 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     """
     q, k, v, grad_o, o, *_ = specs
     splits = plan.gqa_splits
-    counters = next((x for x in plan.workspaces if x.name == "dq_semaphore"), None)
-    rows = portable.preprocessing(o, grad_o, counters)
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
     if isinstance(tile, HopperBackwardTile):
+        counters = next(x for x in plan.workspaces if x.name == "dq_semaphore")
         return [
-            rows,
+            portable.preprocessing(o, grad_o, counters, options.scale, row_names(options)),
             _one_pass(plan, tile, q, k, options),
             *summing,
             _postprocess(plan, q, k, options),
         ]
+    rows = portable.preprocessing(o, grad_o)
     if isinstance(tile, HopperD256Tile):
         return [
             rows,
@@ -166,12 +167,13 @@ def _one_pass(
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     (programs,) = plan.passes[0].programs
     block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
-    queries, keys, numbers = Tiles(block_q), Tiles(tile.BLOCK_KV), Numbers(block_q)
+    queries, keys, terms = Tiles(block_q), Tiles(tile.BLOCK_KV), RowTerms(block_q)
+    lse = terms if scale.cap is None else Numbers(block_q)
     launch = _launch(
         half.flashattn_hopper_bwd,
         programs,
         [
-            *(queries, keys, keys, queries, numbers, numbers),
+            *(queries, keys, keys, queries, lse, terms),
             half.Lines(box_lines(head_dim)),
             *[keys if plan.gqa_splits == 1 else None] * 2,
             *[None] * 3,
@@ -187,7 +189,14 @@ def _one_pass(
         # Programs wait for those before them: these run, or they are started in their order.
         backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
     )
-    names = (*INPUTS, "dq_accum", *grads, "dq_semaphore", *bounds_names(options))
+    names = (
+        *INPUTS[:4],
+        *row_names(options),
+        "dq_accum",
+        *grads,
+        "dq_semaphore",
+        *bounds_names(options),
+    )
     return Step(launch, names)
 
 

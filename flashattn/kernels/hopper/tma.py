@@ -12,6 +12,7 @@ from flashattn.kernels import launch
 from flashattn.plan.tile import block_d
 
 WARPS = 4  # of a warpgroup
+PRODUCT = 16  # columns that are multiplied at once
 SWIZZLE = 128  # bytes, of tiles in shared memory
 
 
@@ -40,3 +41,19 @@ class Numbers:
         """Return a descriptor of x."""
         layout = gl.NVMMASharedLayout(0, 32, 2)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows], layout)
+
+
+@dataclass(frozen=True)
+class RowTerms:
+    """Terms of a number for each row, x [B * H, N, columns], loaded as [1, rows, PRODUCT].
+
+    Columns from ``columns`` on are 0.
+    """
+
+    rows: int
+
+    def describe(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return a descriptor of x."""
+        layout = gl.NVMMASharedLayout(x.element_size() * PRODUCT, 8 * x.element_size(), 3)
+        block = [1, self.rows, PRODUCT]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

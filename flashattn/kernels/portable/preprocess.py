@@ -1,8 +1,13 @@
 """flashattn_bwd_preprocess: two numbers a row that the backward needs.
 
 lse_log2 = lse * log2(e); it is +inf for fully masked rows, and for those that only pad: their P is
-0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf. Counters that a later kernel needs
-at 0 are cleared besides, which saves a launch.
+0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf.
+
+Where they are bf16, they are -lse / scale and -delta in three terms each: a product adds them to
+scores and to dP. Where lse_log2 is +inf, the first term is the least finite number, as -inf is not
+the sum of terms.
+
+Counters that a later kernel needs at 0 are cleared besides, which saves a launch.
 """
 
 from __future__ import annotations
@@ -13,16 +18,25 @@ import triton.language as tl
 from flashattn.kernels.constants import LOG2E, SIZES
 from flashattn.kernels.portable.memory import load_by_pointers, load_rows, store_rows
 from flashattn.kernels.portable.scheduler import tile_coord
+from flashattn.plan import portable
 
+LEAST = tl.constexpr(-3.3895313892515355e38)  # of bf16
+TERMS_COLUMNS = tl.constexpr(portable.TERMS_COLUMNS)
 BLOCK, WARPS = 64, 4  # rows of o and dO that a program of flashattn_bwd_preprocess reduces
+
+
+@triton.jit
+def load_lse(lse, row, start, seq_q, BLOCK: tl.constexpr):
+    """Load lse of a tile's rows; it is -inf for rows that only pad."""
+    rows = start + tl.arange(0, BLOCK)
+    offsets = row.to(tl.int64) * seq_q + rows
+    return tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
 
 
 @triton.jit
 def lse_log2_of(lse, row, start, seq_q, BLOCK: tl.constexpr):
     """Return lse_log2 of a tile's rows from lse."""
-    rows = start + tl.arange(0, BLOCK)
-    offsets = row.to(tl.int64) * seq_q + rows
-    lse_rows = tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
+    lse_rows = load_lse(lse, row, start, seq_q, BLOCK)
     fully_masked = lse_rows == float("-inf")
     return tl.where(fully_masked, float("inf"), lse_rows * LOG2E)
 
@@ -36,6 +50,20 @@ def delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK:
         offsets = row.to(tl.int64) * seq_q + rows
         delta_rows -= tl.load(grad_lse + offsets, mask=rows < seq_q, other=0.0)
     return tl.where(lse_log2_rows == float("inf"), 0.0, delta_rows)
+
+
+@triton.jit
+def store_terms(x, row, rows, start, values, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store numbers [BLOCK] as three bf16 terms of rows [COLUMNS], whose others are 0."""
+    high = values.to(tl.bfloat16)
+    rest = tl.where(tl.abs(values) == float("inf"), 0.0, values - high.to(tl.float32))
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    at = row.to(tl.int64) * rows + start + tl.arange(0, BLOCK)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    terms = tl.where(columns == 1, middle[:, None], tl.where(columns == 2, low[:, None], 0.0))
+    terms = tl.where(columns == 0, high[:, None], terms)
+    tl.store(x + at[:, None] * COLUMNS + columns, terms.to(tl.bfloat16))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -53,6 +81,7 @@ def flashattn_bwd_preprocess(
     seq_q,
     seq_q_rounded,
     num_counters,
+    scale_log2,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,8 +100,16 @@ def flashattn_bwd_preprocess(
     lse_log2_rows = lse_log2_of(lse, row, start, seq_q, BLOCK)
     o_tile = load_by_pointers(o, o_strides, at, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False)
     delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK)
-    store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows, BLOCK)
-    store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
+    if lse_log2.dtype.element_ty == tl.float32:
+        store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows, BLOCK)
+    else:
+        unseen = load_lse(lse, row, start, seq_q, BLOCK) == float("-inf")
+        x = tl.where(unseen, LEAST, -lse_log2_rows / scale_log2)
+        store_terms(lse_log2, row, seq_q_rounded, start, x, TERMS_COLUMNS, BLOCK)
+    if delta.dtype.element_ty == tl.float32:
+        store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
+    else:
+        store_terms(delta, row, seq_q_rounded, start, -delta_rows, TERMS_COLUMNS, BLOCK)
     if COUNTERS > 0:
         own = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
         tl.store(counters + own, 0, mask=own < num_counters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
 from flashattn.kernels.portable import combine, gradients, preprocess
@@ -157,8 +158,22 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     return [preprocessing(o, grad_o), *decomposing, *passes, *summing]
 
 
-def preprocessing(o: TensorSpec, grad_o: TensorSpec, counters: Workspace | None = None) -> Step:
-    """Return the launch that fills lse_log2 and delta, and clears counters, if there are some."""
+def preprocessing(
+    o: TensorSpec,
+    grad_o: TensorSpec,
+    counters: Workspace | None = None,
+    scale: float | None = None,
+    filled: tuple[str, str] = ("lse_log2", "delta"),
+) -> Step:
+    """Return the launch that fills two of lse_log2, delta, and terms of -lse / scale and -delta.
+
+    Args:
+        o: one of what it reads.
+        grad_o: likewise.
+        counters: what it clears besides, or None.
+        scale: of the scores, if it fills terms.
+        filled: names of the workspaces.
+    """
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
     programs = rows // preprocess.BLOCK * batch * heads
@@ -168,10 +183,10 @@ def preprocessing(o: TensorSpec, grad_o: TensorSpec, counters: Workspace | None 
         preprocess.flashattn_bwd_preprocess,
         programs,
         [None] * 7,
-        (*strides, heads, seq_q, rows, cleared),
+        (*strides, heads, seq_q, rows, cleared, None if scale is None else scale * LOG2E.value),
         _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS) | {"COUNTERS": each},
     )
-    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta", name))
+    return Step(launch, ("o", "grad_o", "lse", "grad_lse", *filled, name))
 
 
 def written(

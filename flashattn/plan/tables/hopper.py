@@ -38,7 +38,7 @@ FEW_WAVES_FORWARD = {
 # 32 768, in any order and semaphore-ordered, 2026-11-22 (docs/tuning-log.md).
 ROTATING = {
     (64, False): {0: HopperBackwardTile(persistent=True)},
-    (96, False): {0: HopperBackwardTile(stages=3, persistent=True)},
+    (96, False): {0: HopperBackwardTile(persistent=True)},
     (128, False): {0: HopperBackwardTile(persistent=True)},
 }
 # Under a mask 32 heads begin with their longest tiles, and SMs take the next one when

@@ -1224,6 +1224,17 @@ PLANTED = [
     (
         "capped",
         Mutant(
+            "capped_without_lse",
+            BACKWARD,
+            "        x -= lse.load(gl.SliceLayout(0, S))[None, :]\n",
+            "        x -= 0.0\n",
+            "P is not normalized where scores are capped",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
             "slope_forgotten",
             BACKWARD,
             "    p = score.with_slope(p, s)\n",

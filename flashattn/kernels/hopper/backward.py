@@ -319,7 +319,7 @@ def mainloop_step(
     do, minus_delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_minus(own_v, do, ones, minus_delta, t, S)
     s = warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])
-    s = score.capped(s)
+    product, s = s, score.capped(s)
     x = s * score.log2
     if score.cap is not None:
         x -= lse.load(gl.SliceLayout(0, S))[None, :]
@@ -327,7 +327,7 @@ def mainloop_step(
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    p = score.with_slope(p, s)
+    p = score.with_slope(p, product, s)
     ds = (p * warpgroup_mma_wait(0, deps=[dp])).to(q.dtype)
     n = opaque(n)  # stages are computed again, for the same reason
     # The other warpgroup has read what was there: it came to the last barrier after it did so.

@@ -21,7 +21,7 @@ from flashattn.plan.plan import Plan
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import Family, TensorSpec, signature
 from flashattn.problem import Problem, check_among, check_scale
-from flashattn.score import check_sink, with_sink
+from flashattn.score import check_alibi_slopes, check_sink, with_sink
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -58,6 +58,7 @@ def attention(
     documents: Documents | None = None,
     mask: RowMask | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -67,6 +68,8 @@ def attention(
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale * q @ k.T + mask) @ v without holding the score matrix.
+
+    Scores are made in this order: scale, softcap, ALiBi, mask, sink (see ``flashattn.score``).
 
     Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
     sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
@@ -94,6 +97,8 @@ def attention(
         mask: an object of ``flashattn.masks``, which hides more keys.
         softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
             None is none.
+        alibi_slopes: fp32 [H] or [B, H], flash-attn's: takes slope * |t + S - T - s| off the score
+            of query t and key s; no gradient. Not with ``documents``.
         sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
             gpt-oss; differentiable. It is applied to o and lse behind the kernels, so that ``impl``
             must return the logsumexp.
@@ -129,14 +134,17 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    lse_wanted, bounds = return_lse or sink is not None, None
-    given = causal, window, documents, mask
+    lse_wanted = return_lse or sink is not None
+    tensors: dict[str, Any] = {}
+    given = causal, window, documents, mask, alibi_slopes
     if documents is not None or mask is not None:
-        bounds = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
+        tensors["bounds"] = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
         causal, window = False, UNBOUNDED
+    if alibi_slopes is not None:
+        tensors["alibi_slopes"] = _slopes(q, k, v, alibi_slopes, documents)
     key = _key(
-        q, k, v, causal, window, bounds, softcap, scale, lse_wanted, impl, precision, deterministic,
-        options,
+        q, k, v, causal, window, tensors, softcap, scale, lse_wanted, impl, precision,
+        deterministic, options,
     )  # fmt: skip
     try:
         attend = _PLANS[key] if key is not None else None
@@ -145,7 +153,8 @@ def attention(
     if attend is None:
         dtype = _autocast_dtype(q)
         if dtype is not None:
-            options |= zip(("causal", "window", "documents", "mask"), given, strict=True)
+            names = "causal", "window", "documents", "mask", "alibi_slopes"
+            options |= zip(names, given, strict=True)
             options |= {
                 "softcap": softcap,
                 "scale": scale,
@@ -163,15 +172,15 @@ def attention(
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
         attend = _prepare(
-            q, k, v, causal, window, bounds, softcap, scale, lse_wanted, impl, options
+            q, k, v, causal, window, tensors, softcap, scale, lse_wanted, impl, options
         )
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
             _PLANS[key] = attend
     if sink is not None:
-        check_sink(sink, 1 if q.ndim == 3 else q.shape[1], q.device)  # noqa: PLR2004 - [B, T, D]
-    o, lse = attend(q, k, v) if bounds is None else attend(q, k, v, bounds)
+        check_sink(sink, _heads(q), q.device)
+    o, lse = attend(q, k, v, **tensors)
     if sink is not None and lse is not None:
         o, lse = with_sink(o, lse, sink)
     return o if lse is None or not return_lse else (o, lse)
@@ -187,6 +196,7 @@ def explain(
     documents: Documents | None = None,
     mask: RowMask | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
     impl: str = "auto",
     precision: str = "auto",
@@ -208,6 +218,7 @@ def explain(
         documents: likewise; all that is asked is whether there are some.
         mask: likewise.
         softcap: likewise.
+        alibi_slopes: likewise; all that is asked is whether there are some.
         scale: likewise.
         impl: "triton", "hopper", or "auto", for each pass the faster one.
         precision: likewise.
@@ -225,8 +236,9 @@ def explain(
     if rows:
         causal, window = False, UNBOUNDED
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, documents=_unknown(rows)
-    )
+        q, k, v, causal=causal, window=window, softcap=softcap, alibi=alibi_slopes is not None,
+        documents=_unknown(rows),
+    )  # fmt: skip
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
         if gpu is not None:
@@ -258,7 +270,7 @@ def _key(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
-    bounds: Bounds | None,
+    tensors: dict[str, Any],
     softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001 - by position costs less
@@ -268,7 +280,7 @@ def _key(
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
     """Return all that a plan depends on, or None where that has no name or an operator is due."""
-    if not dispatch_is_trivial(q, k, v):
+    if not dispatch_is_trivial(q, k, v, *(x for x in tensors.values() if type(x) is not Bounds)):
         return None
     named: tuple[object, ...] = ()
     if options:
@@ -279,8 +291,9 @@ def _key(
     try:
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
-        if bounds is not None:
-            named = *named, Bounds, bounds.keys.shape[0]
+        for name, x in tensors.items():
+            one = x.keys if isinstance(x, Bounds) else x  # as it lies, so does the other
+            named = *named, name, *signature(one)
         return (
             signature(q, k, v),
             q.requires_grad or k.requires_grad or v.requires_grad,
@@ -300,7 +313,7 @@ def _prepare(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
-    bounds: Bounds | None,
+    tensors: dict[str, Any],
     softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001
@@ -310,34 +323,34 @@ def _prepare(
     """Check the arguments, choose, and return what answers them and all like them."""
     if _only_v_differs_in_width(q, k, v):
         scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
-        given = *_widened(q, k, v), causal, window, bounds, softcap, scale, return_lse
+        given = *_widened(q, k, v), causal, window, tensors, softcap, scale, return_lse
         wide = _prepare(*given, impl, options)
 
         def narrowed(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Bounds
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
         ) -> registry.Pair:
-            o, lse = wide(*_widened(q, k, v), *bounds)
+            o, lse = wide(*_widened(q, k, v), **tensors)
             return o[..., :columns], lse
 
         return narrowed
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap,
-        documents=_unknown(bounds is not None),
+        q, k, v, causal=causal, window=window, softcap=softcap, alibi="alibi_slopes" in tensors,
+        documents=_unknown("bounds" in tensors),
     )  # fmt: skip
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
     scale = check_scale(scale, q.shape[-1])
-    how = {**problem.keywords, "scale": scale, **fastest, **taken, "bounds": bounds}
+    how = {**problem.keywords, "scale": scale, **fastest, **taken, **tensors}
     how.pop("documents", None)
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
 
     def one_head(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Bounds
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
     ) -> registry.Pair:
-        o, lse = attend(q[:, None], k[:, None], v[:, None], *bounds)
+        o, lse = attend(q[:, None], k[:, None], v[:, None], **tensors)
         return o[:, 0], None if lse is None else lse[:, 0]
 
     return one_head
@@ -352,9 +365,33 @@ def _bounds(
     rows: RowMask | None,
 ) -> Bounds:
     """Return the bounds that the arguments of ``attention`` ask for."""
+    _check_sizes(q, k, v)
+    return bounds_of(q, k, mask, documents, rows)
+
+
+def _slopes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor,
+    documents: Documents | None,
+) -> torch.Tensor:
+    """Return the slopes that the arguments of ``attention`` ask for, [B or 1, H]."""
+    _check_sizes(q, k, v)
+    if documents is not None:
+        msg = "alibi_slopes: not with documents: positions are those of the whole"
+        raise ValueError(msg)
+    return check_alibi_slopes(alibi_slopes, q.shape[0], _heads(q), q.device)
+
+
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check as much as other arguments need, which are checked first."""
     if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
         Problem.of(q, k, v)  # which says what is wrong
-    return bounds_of(q, k, mask, documents, rows)
+
+
+def _heads(q: torch.Tensor) -> int:
+    return 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
 
 
 def _unknown(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001

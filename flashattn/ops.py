@@ -20,13 +20,15 @@ from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mod
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Family, Options, Signature, signature
+from flashattn.plan.spec import Extras, Family, Options, Signature, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
+EXTRAS = len(Extras._fields)
+FORWARD, BACKWARD = 3 + EXTRAS, 7 + EXTRAS  # tensors that an operator takes
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[..., Outputs]  # of q, k and v, and of bounds if there are some
+Attend = Callable[..., Outputs]  # of q, k and v, and of tensors besides by name
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Differentiate = Callable[..., Gradients]
 
@@ -42,34 +44,28 @@ def _execute() -> ModuleType:
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
+_EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
+_HOW = (
+    "SymInt? left, SymInt? right, SymInt diagonal, float scale, float? softcap, str precision,"
+    " str family, bool deterministic"
+)
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, Tensor? key_bounds, Tensor? query_bounds, SymInt? left,"
-    " SymInt? right, float scale, float? softcap, str precision, str family, bool deterministic)"
-    " -> (Tensor o, Tensor lse)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_HOW}) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " Tensor? key_bounds, Tensor? query_bounds, SymInt? left, SymInt? right, float scale,"
-    " float? softcap, str precision, str family, bool deterministic)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" {_EXTRAS}, {_HOW}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward = torch.ops.flashattn.forward.default
 _backward = torch.ops.flashattn.backward.default
 
 
-def _launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_bounds: torch.Tensor | None,
-    query_bounds: torch.Tensor | None,
-    *how: Any,
-) -> Outputs:
-    bounds = _bounds(key_bounds, query_bounds)
-    attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, bounds, *how))
-    return attend(q, k, v, *bounds)
+def _launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: Any) -> Outputs:
+    extras, how = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
+    return attend(q, k, v, *extras)
 
 
 def _launch_backward(
@@ -80,31 +76,26 @@ def _launch_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    key_bounds: torch.Tensor | None,
-    query_bounds: torch.Tensor | None,
-    *how: Any,
+    *inputs: Any,
 ) -> Gradients:
-    bounds = _bounds(key_bounds, query_bounds)
+    extras, how = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
     prepared: Differentiate = _execute().prepare_backward(
-        (grad_o, grad_lse), (q, k, v, o, lse), _options(q.dtype, bounds, *how)
+        (grad_o, grad_lse), (q, k, v, o, lse), _options(q.dtype, extras, *how)
     )
-    return prepared(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+    return prepared(q, k, v, grad_o, o, lse, grad_lse, *extras)
 
 
-def _bounds(
-    key_bounds: torch.Tensor | None, query_bounds: torch.Tensor | None
-) -> Bounds | tuple[()]:
-    """Return the bounds that an operator was given, if it was."""
-    if key_bounds is None or query_bounds is None:
-        return ()
-    return Bounds(key_bounds, query_bounds)
+def _extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Return the tensors besides q, k and v that an operator was given, or nothing of none."""
+    return () if all(x is None for x in given) else Extras(*given)
 
 
 def _options(
     dtype: torch.dtype,
-    bounds: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor | None],
     left: int | None,
     right: int | None,
+    diagonal: int,
     scale: float,
     softcap: float | None,
     precision: str,
@@ -112,8 +103,9 @@ def _options(
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> Options:
     """Return what plans depend on; the arguments are those of an operator."""
-    precise, batches = input_precision(precision, dtype), bounds[0].shape[0] if bounds else 0
-    return Options(right, scale, precise, family, deterministic, left, softcap, batches)
+    precise = input_precision(precision, dtype)
+    options = Options(right, scale, precise, family, deterministic, left, softcap)
+    return options._replace(diagonal=diagonal).given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +136,7 @@ def _(
 
 def _run_forward(*inputs: Any) -> Outputs:
     """Launch, where gradients are not wanted or somebody else takes care of them."""
-    if dispatch_is_trivial(*inputs[:5]):
+    if dispatch_is_trivial(*inputs[:FORWARD]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
         return _forward(*inputs)
@@ -152,7 +144,7 @@ def _run_forward(*inputs: Any) -> Outputs:
 
 def _run_backward(*inputs: Any) -> Gradients:
     """Launch likewise."""
-    if dispatch_is_trivial(*inputs[:9]):
+    if dispatch_is_trivial(*inputs[:BACKWARD]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
         return _backward(*inputs)
@@ -172,23 +164,40 @@ class Prepared:
         self._backwards: dict[tuple[object, ...], Any] = {}
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds | tuple[()] = ()
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bounds: Bounds | tuple[None, None] = (None, None),
+        **scored: torch.Tensor,
     ) -> Outputs:
-        """Return o and lse, past the dispatcher."""
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_directly(self, q, k, v, *bounds)
-        return self.attend(q, k, v, *bounds)
+        """Return o and lse, past the dispatcher.
 
-    def backward(self, grads: Any, saved: Any) -> Gradients:
+        Args:
+            q: [B, H, T, D].
+            k: [B, G, S, D].
+            v: [B, G, S, D].
+            bounds: all of the mask, if there are some.
+            scored: others of ``Extras``.
+        """
+        extras = Extras(*bounds, **scored) if scored or bounds[0] is not None else ()
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_directly(self, q, k, v, *extras)
+        return self.attend(q, k, v, *extras)
+
+    def backward(
+        self, grads: Any, saved: Any, extras: Sequence[torch.Tensor | None] = ()
+    ) -> Gradients:
         """Return the gradients of q, k and v.
 
         Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
         them to the CPU and back, may change strides and addresses; torch's setting for fp32
         products may be another by now.
         """
-        (grad_o, grad_lse), (q, k, v, o, lse, *bounds) = grads, saved
-        if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved):
-            return _backward(*grads, *_with_bounds(saved), *self.options)
+        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved, *extras):
+            return _backward(*grads, *saved, *(extras or Extras()), *self.options)
         key = (
             q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
             v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
@@ -199,17 +208,12 @@ class Prepared:
         )  # fmt: skip
         plan = self._backwards.get(key)
         if plan is None:
-            options = _options(q.dtype, bounds, *self.options)
-            plan = _execute().prepare_backward(grads, (q, k, v, o, lse), options)
+            options = _options(q.dtype, extras, *self.options)
+            plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key] = plan
-        return plan(q, k, v, grad_o, o, lse, grad_lse, *bounds)
-
-
-def _with_bounds(saved: Any) -> Any:
-    """Return q, k, v, o and lse, and bounds, or None in their place, as an operator takes them."""
-    return (*saved, None, None) if len(saved) == 5 else saved  # noqa: PLR2004
+        return plan(q, k, v, grad_o, o, lse, grad_lse, *extras)
 
 
 class _Dispatched(NamedTuple):
@@ -220,8 +224,8 @@ class _Dispatched(NamedTuple):
     def attend(self, *inputs: torch.Tensor | None) -> Outputs:
         return _below_autograd(_forward, *inputs, *self.options)
 
-    def backward(self, grads: Any, saved: Any) -> Gradients:
-        return _backward(*grads, *_with_bounds(saved), *self.options)
+    def backward(self, grads: Any, saved: Any, extras: Any) -> Gradients:
+        return _backward(*grads, *saved, *extras, *self.options)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -234,11 +238,11 @@ class _Differentiable(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *bounds: torch.Tensor | None,
+        *extras: torch.Tensor | None,
     ) -> Outputs:
-        o, lse = prepared.attend(q, k, v, *bounds)
-        ctx.prepared, ctx.absent = prepared, (None,) * len(bounds)
-        ctx.save_for_backward(q, k, v, o, lse, *(x for x in bounds if x is not None))
+        o, lse = prepared.attend(q, k, v, *extras)
+        ctx.prepared, ctx.extras = prepared, [x is not None for x in extras]
+        ctx.save_for_backward(q, k, v, o, lse, *(x for x in extras if x is not None))
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -247,8 +251,11 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
+        given = iter(saved[5:])
+        extras = tuple([next(given) if there else None for there in ctx.extras])
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        return None, *ctx.prepared.backward((grad_o, grad_lse), saved), *ctx.absent
+        gradients = ctx.prepared.backward((grad_o, grad_lse), saved[:5], extras)
+        return None, *gradients, *(None for _ in extras)
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
@@ -306,30 +313,44 @@ def _autograd(run: Any, function: Any, tensors: int) -> Any:
 
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, 5), "Autograd")
-_LIBRARY.impl("backward", _autograd(_run_backward, _Once, 9), "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, FORWARD), "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _Once, BACKWARD), "Autograd")
 
 
-def _vmap(op: Any, batched: int) -> Any:
-    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B."""
+def _vmap(op: Any, *, q: int, tensors: int) -> Any:
+    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B.
+
+    Args:
+        op: the operator.
+        q: the place of q among its arguments.
+        tensors: how many it takes, extras last.
+    """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
-        def fold(x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-            if x is None:
-                return None
-            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
+        size, batch = info.batch_size, args[q].shape[0 if in_dims[q] != 0 else 1]
 
-        tensors = [fold(x, dim) for x, dim in zip(args[:batched], in_dims, strict=False)]
-        results = op(*tensors, *args[batched:])
-        split = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
+        def fold(x: torch.Tensor | None, dim: int | None, i: int) -> torch.Tensor | None:
+            extra = i >= tensors - EXTRAS
+            if x is None or (extra and dim is None and x.shape[0] == 1):
+                return x  # one for all batches
+            x = x[None] if dim is None else x.movedim(dim, 0)
+            x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+            return x.contiguous() if extra else x
+
+        given = zip(args[:tensors], in_dims, range(tensors), strict=False)
+        results = op(*(fold(*x) for x in given), *args[tensors:])
+        split = tuple(x.unflatten(0, (size, -1)) for x in results)
         return split, (0,) * len(split)
 
     return rule
 
 
-torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=5), lib=_LIBRARY)
-torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=9), lib=_LIBRARY)
+_RULES = {
+    "forward": _vmap(_forward, q=0, tensors=FORWARD),
+    "backward": _vmap(_backward, q=2, tensors=BACKWARD),
+}
+for _name, _rule in _RULES.items():
+    torch.library.register_vmap(f"flashattn::{_name}", _rule, lib=_LIBRARY)
 
 
 def prepare(
@@ -341,6 +362,7 @@ def prepare(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
@@ -349,7 +371,8 @@ def prepare(
     """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
 
     The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
-    returns o [B, H, T, D] and lse [B, H, T], and has no second derivative.
+    and by their names those of ``bounds`` and ``alibi_slopes`` that were given; it returns
+    o [B, H, T, D] and lse [B, H, T], and has no second derivative.
 
     Args:
         q: [B, H, T, D].
@@ -359,6 +382,7 @@ def prepare(
         window: see ``attention``.
         bounds: all of the mask, in their place.
         softcap: see ``attention``.
+        alibi_slopes: fp32 [B or 1, H], dense.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
@@ -371,30 +395,51 @@ def prepare(
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, softcap, precision, family, deterministic
+    diagonal = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
+    extras = _extras((*(bounds or (None, None)), alibi_slopes))
     if bounds is not None:
-        return _attend(q, k, v, bounds, None, None, *how)
+        return _attend(q, k, v, extras, None, None, diagonal, *how)
     seen = mask.over(q.shape[2], k.shape[2]).seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
     if not every:  # what no query sees may be NaN
         k, v = k[:, :, seen], v[:, :, seen]
+        diagonal -= 0 if alibi_slopes is None else seen.start
     band = mask.over(q.shape[2], k.shape[2])
-    attend = _attend(q, k, v, (), band.left, band.right, *how)
-    return attend if every else lambda q, k, v: attend(q, k[:, :, seen], v[:, :, seen])
+    attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
+    if every:
+        return attend
+    return lambda q, k, v, **scored: attend(q, k[:, :, seen], v[:, :, seen], **scored)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds | tuple[()], *how: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Sequence[torch.Tensor | None],
+    *how: Any,
 ) -> Attend:
     """Return what attends to these and all like them, through the operators if one is due."""
-    if dispatch_is_trivial(q, k, v, *bounds):
-        return bind(signature(q, k, v), *how, bounds=bounds)
-    absent = () if bounds else (None, None)
-    return lambda q, k, v, bounds=(): _forward(q, k, v, *bounds, *absent, *how)
+    if dispatch_is_trivial(q, k, v, *extras):
+        return bind(signature(q, k, v), *how, extras=extras)
+
+    def dispatched(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: Bounds | tuple[None, None] = (None, None),
+        **scored: torch.Tensor,
+    ) -> Outputs:
+        outputs: Outputs = _forward(q, k, v, *Extras(*bounds, **scored), *how)
+        return outputs
+
+    return dispatched
 
 
-def bind(given: tuple[Signature, ...], *how: Any, bounds: Bounds | tuple[()] = ()) -> Prepared:
+def bind(
+    given: tuple[Signature, ...], *how: Any, extras: Sequence[torch.Tensor | None] = ()
+) -> Prepared:
     """Return what the operators launch for q, k and v with these signatures; args as theirs."""
-    attend = _execute().bind_forward(given, _options(given[0][2], bounds, *how))
+    attend = _execute().bind_forward(given, _options(given[0][2], extras, *how))
     return Prepared(attend, how)
 
 
@@ -423,11 +468,11 @@ class FlashAttentionTriton(torch.autograd.Function):
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
         last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
-        ctx.options = None, last, check_scale(None, q.shape[2]), None, "auto", "triton", True
+        ctx.options = None, last, 0, check_scale(None, q.shape[2]), None, "auto", "triton", True
         return o
 
     @staticmethod
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        grads = _backward(grad_o, None, *saved, None, None, *ctx.options)
+        grads = _backward(grad_o, None, *saved, *Extras(), *ctx.options)
         return *(x.squeeze(1) for x in grads), None

@@ -45,6 +45,7 @@ class Problem:
             mask; rows behind the last see nothing. "unknown": only the device knows which keys a
             query sees, and costs are those without documents.
         softcap: bound on the scores, see ``score``; None is none.
+        alibi: whether each head has a slope, see ``score``.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
@@ -62,6 +63,7 @@ class Problem:
     window: Window = UNBOUNDED
     documents: Documents = None
     softcap: float | None = None
+    alibi: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class Problem:
         causal: Causal = False,
         window: Window = UNBOUNDED,
         softcap: float | None = None,
+        alibi: bool = False,
         documents: Documents = None,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
@@ -106,6 +109,7 @@ class Problem:
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
+            alibi: as above.
             documents: as above.
 
         Raises:
@@ -131,6 +135,7 @@ class Problem:
             window=window,
             documents=documents,
             softcap=softcap,
+            alibi=alibi,
             dtype=str(q.dtype).removeprefix("torch."),
         )
 
@@ -141,7 +146,8 @@ class Problem:
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
         docs = "" if self.documents is None else f"-docs{_listed(self.documents)}"
         cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{cap}"
+        score = f"{cap}{'-alibi' * self.alibi}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{score}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -152,12 +158,12 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            f" -window70+0, then -docs40+30x20, then -cap50), got {name!r}"
+            f" -window70+0, then -docs40+30x20, -cap50, -alibi), got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
             r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)"
-            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap(.+))?",
+            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap([^-]+))?(-alibi)?",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -176,6 +182,7 @@ class Problem:
             window=mask.window,
             documents=documents,
             softcap=softcap,
+            alibi=found[11] is not None,
             dtype=dtypes[found[1]],
         )
         if str(problem) != name:
@@ -201,6 +208,11 @@ class Problem:
             "softcap": self.softcap,
         }
         return {"causal": self.causal} | {name: x for name, x in asked.items() if x is not None}
+
+    @property
+    def added(self) -> bool:
+        """Whether something is added to the scores."""
+        return self.alibi
 
     @property
     def band(self) -> Band:

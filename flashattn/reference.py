@@ -12,6 +12,7 @@ import torch
 from flashattn import score
 from flashattn.bounds import Bounds
 from flashattn.mask import Mask
+from flashattn.score import Terms
 
 
 def reference_attention(
@@ -22,6 +23,7 @@ def reference_attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention and its natural-log logsumexp as written on paper.
@@ -33,6 +35,7 @@ def reference_attention(
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None is none.
+        alibi_slopes: [B or 1, H], see ``score``; None are none.
         bounds: all of the mask, in its place.
 
     Returns:
@@ -41,19 +44,21 @@ def reference_attention(
 
     Source: Vaswani et al., 2017, equation 1.
     """
-    group = q.shape[1] // max(k.shape[1], 1)
+    group, terms = q.shape[1] // max(k.shape[1], 1), Terms.of(q, k, alibi_slopes)
+    queries, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
     # What no query sees may be NaN, which a weight of 0 does not cancel.
     if bounds is None:
         band = mask.over(q.shape[2], k.shape[2])
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        keys = torch.arange(k.shape[2], device=q.device)[None, band.seen_keys]
-        k, v = k[:, :, band.seen_keys], v[:, :, band.seen_keys]
-        seen = band.sees(rows, keys).expand(len(rows), keys.shape[1])  # [T, S]
+        keys = band.seen_keys
+        t, s = (torch.arange(x.start, x.stop, device=q.device) for x in (queries, keys))
+        k, v = k[:, :, keys], v[:, :, keys]
+        seen = band.sees(t[:, None], s).expand(len(t), len(s))  # [T, S]
     else:
         q, k, v = bounds.without_unseen(q, k, v)
         seen = bounds.seen[:, None]  # [B or 1, 1, T, S]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
+    scores = terms.added(scores, queries, keys)
     fully_masked = ~seen.any(dim=-1, keepdim=True)  # [..., T, 1]; of no keys, too
     # Such a row is computed as if it saw everything, then replaced: softmax never meets a row of
     # -inf.

@@ -1,13 +1,18 @@
 """Scores: what becomes of a product q @ k.T before the mask and the softmax see it.
 
 A score is x = scale * q @ k.T. With a softcap it is cap * tanh(x / cap), within -cap ... cap, as in
-Gemma 2 (Gemma Team, 2024, section 2).
+Gemma 2 (Gemma Team, 2024, section 2). Then, in this order, something is added.
+
+ALiBi (Press et al., 2022) takes slope * |t + S - T - s| off the score of query t and key s, with a
+slope for each head: the last query stands at the last key, as in flash-attn.
 
 A sink is one more logit of a head, not scaled and not capped, which takes its share of each row's
 softmax and has no value, as in gpt-oss (OpenAI, 2025).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +45,59 @@ def scores(products: torch.Tensor, scale: float, softcap: float | None) -> torch
 def slope(given: torch.Tensor, softcap: float) -> torch.Tensor:
     """Return d score / d (scale * product) where the scores are ``given`` and capped."""
     return 1 - (given / softcap).square()
+
+
+class Terms(NamedTuple):
+    """What is added to the scores [..., T, S] of some queries and keys.
+
+    Args:
+        alibi_slopes: [..., 1, 1], or None.
+        diagonal: for ALiBi, query t stands at key t + diagonal.
+    """
+
+    alibi_slopes: torch.Tensor | None = None
+    diagonal: int = 0
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, alibi_slopes: torch.Tensor | None) -> Terms:
+        """Return what is added to the scores of q [B, H, T, D] and k [B, G, S, D].
+
+        Args:
+            q: as above.
+            k: as above.
+            alibi_slopes: [B or 1, H], or None.
+        """
+        slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
+        return cls(slopes, k.shape[2] - q.shape[2])
+
+    def added(self, scores: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+        """Return the scores of some queries and keys with what is added to them."""
+        if self.alibi_slopes is None:
+            return scores
+        t, s = (torch.arange(x.start, x.stop, device=scores.device) for x in (rows, keys))
+        slopes = self.alibi_slopes.to(torch.promote_types(scores.dtype, torch.float32))
+        return scores - (slopes * (t[:, None] + self.diagonal - s).abs()).to(scores.dtype)
+
+
+def check_alibi_slopes(
+    slopes: object, batch: int, heads: int, device: torch.device
+) -> torch.Tensor:
+    """Return the slopes of all heads, dense, [1, H] or [B, H].
+
+    Raises:
+        ValueError: ``slopes`` is no fp32 tensor [H] or [B, H] on that device, or wants a gradient.
+    """
+    if not isinstance(slopes, torch.Tensor) or slopes.dtype != torch.float32:
+        got = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__
+        raise ValueError(f"alibi_slopes: wanted an fp32 tensor, got {got}")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        wanted = f"shape [{heads}] or [{batch}, {heads}]"
+        raise ValueError(f"alibi_slopes: wanted {wanted}, got {list(slopes.shape)}")
+    if slopes.device != device:
+        raise ValueError(f"alibi_slopes: wanted q's device, {device}, got {slopes.device}")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes: they have no gradient, wanted slopes.detach()")
+    return slopes.reshape(-1, heads).contiguous()
 
 
 def check_sink(sink: object, heads: int, device: torch.device) -> torch.Tensor:

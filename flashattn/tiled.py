@@ -18,9 +18,11 @@ from flashattn.bounds import Bounds, Intervals
 from flashattn.dispatch import dispatch_is_trivial, no_forward_mode
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
+from flashattn.score import Terms
 
 BLOCK_Q = 64
 BLOCK_KV = 64
+NOTHING = Terms()
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -46,14 +48,20 @@ def _scores(
     keys: slice,
     scale: float,
     softcap: float | None,
+    terms: Terms,
     band: Band | Intervals | None,
-) -> torch.Tensor:
-    """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None."""
-    s = score.scores(_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT, scale, softcap)
-    if band is None:
-        return s
-    t, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
-    return s.masked_fill(~band.sees(t[:, None], key[None, :]), -torch.inf)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None.
+
+    And these scores before something was added to them and some were masked.
+    """
+    products = _wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT
+    capped = score.scores(products, scale, softcap)
+    s = terms.added(capped, rows, keys)
+    if band is not None:
+        t, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
+        s = s.masked_fill(~band.sees(t[:, None], key[None, :]), -torch.inf)
+    return s, capped
 
 
 def tiled_forward(
@@ -64,6 +72,7 @@ def tiled_forward(
     mask: Mask | Intervals,
     scale: float,
     softcap: float | None = None,
+    terms: Terms = NOTHING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run algorithm 1.
 
@@ -74,6 +83,7 @@ def tiled_forward(
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None is none.
+        terms: what is added to the scores.
 
     Returns:
         o like q, and lse [..., T] in fp32 (fp64 for fp64 inputs).
@@ -86,7 +96,7 @@ def tiled_forward(
         m = torch.full_like(acc[..., :1], -torch.inf)
         l = torch.zeros_like(m)
         for keys, masked in _visited(tiles, band.key_tiles(rows.start, rows.stop, BLOCK_KV)):
-            s = _scores(q, k, rows, keys, scale, softcap, band if masked else None)
+            s, _ = _scores(q, k, rows, keys, scale, softcap, terms, band if masked else None)
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
             finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
             alpha, p = (m - finite).exp(), (s - finite).exp()
@@ -105,6 +115,7 @@ def tiled_backward(
     mask: Mask | Intervals,
     scale: float,
     softcap: float | None = None,
+    terms: Terms = NOTHING,
 ) -> Gradients:
     """Run algorithm 2.
 
@@ -114,6 +125,7 @@ def tiled_backward(
         mask: as forward.
         scale: as forward.
         softcap: as forward.
+        terms: as forward.
 
     Returns:
         The gradients of q, k and v, in their dtypes.
@@ -128,13 +140,13 @@ def tiled_backward(
     band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(q.shape[-2], BLOCK_Q)
     for keys in _tiles(k.shape[-2], BLOCK_KV):
         for rows, masked in _visited(tiles, band.query_tiles(keys.start, keys.stop, BLOCK_Q)):
-            s = _scores(q, k, rows, keys, scale, softcap, band if masked else None)
+            s, x = _scores(q, k, rows, keys, scale, softcap, terms, band if masked else None)
             row_lse = lse[..., rows, None]  # where it is -inf, all keys are masked, and p is 0
             p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()
             do = _wide(grad_o[..., rows, :])
             ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None]) * scale
-            if softcap is not None:  # where a score is masked its p is 0, and its slope is not
-                ds = ds * score.slope(s.masked_fill(s == -torch.inf, 0), softcap)
+            if softcap is not None:
+                ds = ds * score.slope(x, softcap)
             dv[..., keys, :] += p.mT @ do
             dk[..., keys, :] += ds.mT @ _wide(q[..., rows, :])
             dq[..., rows, :] += ds @ _wide(k[..., keys, :])
@@ -159,6 +171,7 @@ class _TiledGradients(torch.autograd.Function):
         mask: Mask | Intervals,
         scale: float,
         softcap: float | None,
+        diagonal: int,
         grad_o: torch.Tensor,
         grad_lse: torch.Tensor | None,
         q: torch.Tensor,
@@ -166,9 +179,10 @@ class _TiledGradients(torch.autograd.Function):
         v: torch.Tensor,
         o: torch.Tensor,
         lse: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
     ) -> Gradients:
-        saved = q, k, v, o, lse
-        return tiled_backward((grad_o, grad_lse), saved, mask=mask, scale=scale, softcap=softcap)
+        grads, saved, terms = (grad_o, grad_lse), (q, k, v, o, lse), Terms(alibi_slopes, diagonal)
+        return tiled_backward(grads, saved, mask=mask, scale=scale, softcap=softcap, terms=terms)
 
     @staticmethod
     def setup_context(*_: object) -> None:
@@ -192,17 +206,20 @@ class _Tiled(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
         mask: Mask | Intervals,
         scale: float,
-        softcap: float | None = None,
+        softcap: float | None,
+        diagonal: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        terms = Terms(alibi_slopes, diagonal)
         with torch.autocast(q.device.type, enabled=False):
-            return tiled_forward(q, k, v, mask=mask, scale=scale, softcap=softcap)
+            return tiled_forward(q, k, v, mask=mask, scale=scale, softcap=softcap, terms=terms)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.mask, ctx.scale, ctx.softcap = inputs
-        ctx.save_for_backward(*tensors, *output)
+        q, k, v, slopes, ctx.mask, ctx.scale, ctx.softcap, ctx.diagonal = inputs
+        ctx.save_for_backward(q, k, v, *output, slopes)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -211,12 +228,12 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        how = ctx.mask, ctx.scale, ctx.softcap
+        how = ctx.mask, ctx.scale, ctx.softcap, ctx.diagonal
         alone = not torch.is_grad_enabled() and dispatch_is_trivial(grad_o, grad_lse, *saved)
         gradients = (_TiledGradients.forward if alone else _TiledGradients.apply)(
             *how, grad_o, grad_lse, *saved
         )
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -247,7 +264,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if q.ndim == 3:  # noqa: PLR2004 - (batch, N, d); with more, the caller has checked
             Problem.of(q, k, v, causal=is_causal)
-        inputs = q, k, v, Mask.of(is_causal), check_scale(scale, q.shape[-1]), None
+        inputs = q, k, v, None, Mask.of(is_causal), check_scale(scale, q.shape[-1]), None, 0
         o, lse = _Tiled.forward(*inputs)
         _Tiled.setup_context(ctx, inputs, (o, lse))
         return (o, lse) if return_lse else o
@@ -258,7 +275,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         grad_o: torch.Tensor | None,
         grad_lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        return _Tiled.backward(ctx, grad_o, grad_lse)
+        dq, dk, dv, *_ = _Tiled.backward(ctx, grad_o, grad_lse)
+        return dq, dk, dv, None, None, None
 
 
 def tiled_attention(
@@ -270,6 +288,7 @@ def tiled_attention(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with grouped heads; the caller has checked the arguments.
@@ -282,6 +301,7 @@ def tiled_attention(
         window: see ``attention``.
         bounds: all of the mask, in their place.
         softcap: see ``attention``.
+        alibi_slopes: [B or 1, H].
         scale: see ``attention``.
 
     Returns:
@@ -292,16 +312,19 @@ def tiled_attention(
     """
     scale, heads = check_scale(scale, q.shape[3]), (k.shape[1], q.shape[1] // max(k.shape[1], 1))
     mask: Mask | Intervals
+    slopes, diagonal = Terms.of(q, k, alibi_slopes)
     if bounds is None:
         mask = Mask.of(causal, window)
         seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+        diagonal -= seen.start
         k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
     else:
         mask = Intervals(bounds, dims=2)
         q, k, v = bounds.without_unseen(q, k, v)
-    grouped = q.unflatten(1, heads)
+    given = q.unflatten(1, heads), k[:, :, None], v[:, :, None]
+    slopes = None if slopes is None else slopes.unflatten(1, heads)
     try:
-        o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
+        o, lse = _Tiled.apply(*given, slopes, mask, scale, softcap, diagonal)
     except NotImplementedError as error:  # torch.compile takes no function with a method jvp
         raise no_forward_mode("the tiled attention", error) from None
     o = o.flatten(1, 2)

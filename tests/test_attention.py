@@ -477,7 +477,7 @@ def test_bad_keywords(device, name, words):
         ({"sm_scale": 1.0}, "sm_scale: no argument of .*; use scale"),
         ({"softmax_scale": 1.0}, "softmax_scale: no argument of .*; use scale"),
         ({"retrun_lse": True}, "retrun_lse: no argument of .*; use return_lse"),
-        ({"attn_mask": None}, "attn_mask: .*; the only masks are those of causal"),
+        ({"attn_mask": None}, "attn_mask: .*; use mask=flashattn.masks.of"),
         ({"window_size": (8, 8)}, "window_size: .*; use window"),
         ({"dropout_p": 0.0}, "dropout_p: .*; there is no dropout"),
         ({"enable_gqa": True}, "enable_gqa: .*; k and v may have fewer heads than q"),

@@ -38,6 +38,12 @@ def no_left_bound(q, k, v, *, causal, scale, window=UNBOUNDED):
     return good(q, k, v, causal=causal or window != UNBOUNDED, scale=scale)
 
 
+def unsloped(q, k, v, *, causal, scale, alibi_slopes=None):
+    """Forget the slopes."""
+    del alibi_slopes
+    return good(q, k, v, causal=causal, scale=scale)
+
+
 def uncapped(q, k, v, *, causal, scale, softcap=None):
     """Forget the softcap."""
     del softcap
@@ -116,6 +122,7 @@ BROKEN = [
     (dense, "any strides"),
     (nan_for_nothing, "no visible key: 0 and -inf"),
     (uncapped, "softcap"),
+    (unsloped, "ALiBi, T < S"),
     (sees_poison, "NaN and inf in keys behind the mask"),
     (sees_poison, "NaN and inf where no query looks"),
     (restless, "same bits every run"),

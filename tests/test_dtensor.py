@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from flashattn import attention, gpus
 from flashattn.integrations import dtensor
+from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
@@ -57,17 +58,20 @@ def check_case(mesh, case):
     """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
     problem = Problem(**SIZES | sizes)
+    torch.manual_seed(0)
     for options in OPTIONS:
         lse = options["return_lse"]
         grads = make_grads(problem)[: 1 + lse]
         whole = [x.requires_grad_() for x in make_inputs(problem)]
-        wanted = attention(*whole, **options, impl="triton")
+        slopes = torch.rand(problem.heads)
+        wanted = attention(*whole, **options, alibi_slopes=slopes, impl="triton")
         given = [
             sharded(x.detach(), mesh, placed).requires_grad_()
             for x, placed in zip(whole, (of_q, of_k, of_k), strict=True)
         ]
+        slopes = sharded(slopes, mesh, Shard(0) if of_q == HEADS else R)
         with CommDebugMode() as communication:
-            outputs = attention(*given, **options, impl="triton")
+            outputs = attention(*given, **options, alibi_slopes=slopes, impl="triton")
             outputs, wanted = (x if lse else (x,) for x in (outputs, wanted))
             got = torch.autograd.grad(outputs, given, [sharded(x, mesh, of_o) for x in grads])
         assert all(x.placements == (of_o,) for x in outputs), outputs[0].placements
@@ -165,12 +169,13 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
         SimpleNamespace(mesh=mesh, placements=placed, shape=(4, n, 9, 16))
         for n, placed in zip((heads[0], heads[1], heads[1]), placements, strict=True)
     )
-    options = None, 0, 0.25, None, "auto", "triton", True
-    rule = dtensor._forward(q, k, v, *options)
-    kinds = [R, BATCH, *[HEADS] * offered]
-    assert rule == [([x] * 2, [x] * 3 + [None] * 7) for x in kinds]
-    rule = dtensor._backward(q, None, q, k, v, q, q, *options)
-    assert rule == [([x] * 3, [x, None, *[x] * 5] + [None] * 7) for x in kinds]
+    none = [None] * len(Extras._fields)
+    options = None, 0, 0, 0.25, None, "auto", "triton", True
+    rule = dtensor._forward(q, k, v, *none, *options)
+    kinds, rest = [R, BATCH, *[HEADS] * offered], none + [None] * len(options)
+    assert rule == [([x] * 2, [x] * 3 + rest) for x in kinds]
+    rule = dtensor._backward(q, None, q, k, v, q, q, *none, *options)
+    assert rule == [([x] * 3, [x, None, *[x] * 5, *rest]) for x in kinds]
 
 
 if __name__ == "__main__":

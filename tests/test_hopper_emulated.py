@@ -21,7 +21,7 @@ from flashattn.kernels.hopper.tma import Tiles
 from flashattn.masks import cumulative
 from flashattn.plan import hopper
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Options
+from flashattn.plan.spec import Extras, Options
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
@@ -46,7 +46,7 @@ def attend(problem, config, how=None, precision="auto"):
     bounds, band = (), problem.band
     if problem.documents is not None:
         lengths = cumulative(problem.documents, "cpu")
-        bounds = of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask)
+        bounds = Extras(*of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask))
     options = Options(
         None if bounds else band.right,
         check_scale(None, problem.head_dim),

@@ -32,6 +32,14 @@ CASES = [
     Problem(seq_q=96, seq_kv=32, head_dim=16, causal="bottom_right"),  # ... whole tiles of them
     Problem(seq_q=70, head_dim=16, causal=True, softcap=0.7),  # most scores are capped
     Problem(seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), softcap=5),
+    Problem(heads=2, seq_q=70, head_dim=16, causal=True, alibi=True),
+    Problem(  # the last queries stand at the last keys, which nobody sees
+        batch=2, heads=4, kv_heads=2, seq_q=50, seq_kv=130, head_dim=16, causal=True, alibi=True
+    ),
+    Problem(
+        heads=2, seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), alibi=True
+    ),
+    Problem(heads=4, kv_heads=1, seq_q=1, seq_kv=300, head_dim=64, dtype="float16", alibi=True),
     Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
     Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
     Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
@@ -237,7 +245,7 @@ def test_any_problem(impl, device, share, data, seed):
     """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
     del share  # each draws examples of its own
     longest, heads = (80, 4) if device.type == "cpu" else (700, 12)
-    drawn = problems(longest=longest, packed=(False, False, True))
+    drawn = problems(longest=longest, packed=(False, False, True), sloped=(False, False, True))
     problem = impl.fit(data.draw(drawn, label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter
     hypothesis.assume(impl.why_not(problem, device) is None)

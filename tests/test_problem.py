@@ -62,6 +62,7 @@ def test_names_are_unique():
     base = Problem(batch=2, heads=4, kv_heads=2, seq_q=5, seq_kv=7, head_dim=8, causal=True)
     others = {"batch": 3, "heads": 6, "kv_heads": 1, "seq_q": 6, "seq_kv": 8, "head_dim": 9}
     others |= {"causal": "bottom_right", "window": (3, None), "softcap": 50, "dtype": "float16"}
+    others |= {"alibi": True}
     changed = [dataclasses.replace(base, **{name: value}) for name, value in others.items()]
     assert len({str(problem) for problem in [base, *changed]}) == 1 + len(others)
 

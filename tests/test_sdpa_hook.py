@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from flashattn import attention, gpus
 from flashattn.integrations import operators, sdpa
 from flashattn.mask import Mask
+from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
@@ -338,7 +339,7 @@ def test_varlen(device, active, window):
         own = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys], grad[rows])]
         band = mask.over(length_q, length_k)
         scale, family = 16**-0.5, "auto" if q.is_cuda else "triton"
-        options = None, None, band.left, band.right, scale, None, "auto", family, True
+        options = *Extras(), band.left, band.right, 0, scale, None, "auto", family, True
         with torch.no_grad():
             own_o, own_lse = torch.ops.flashattn.forward(*own[:3], *options)
             saved = own[3], None, *own[:3], own_o, own_lse.contiguous()

@@ -73,11 +73,11 @@ def _assemblers() -> dict[str, str]:
 def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
     """Return whether a variant that spills so many bytes is excused from the rule that none does.
 
-    What splits rows, has a window, bounds of rows or a softcap takes the tile that was found for
-    what does not, and may spill a little.
+    What splits rows, has a window, bounds of rows, a softcap or ALiBi takes the tile that was found
+    for what does not, and may spill a little.
     """
     borrowed = isinstance(variant, Variant) and (
-        variant.split or variant.window or variant.rows or variant.softcap
+        variant.split or variant.window or variant.rows or variant.softcap or variant.alibi
     )
     if borrowed and stack <= BORROWED_MAY_SPILL:
         return True

@@ -26,7 +26,7 @@ from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
-from flashattn.kernels.portable.score import Scale
+from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.portable import terms_of
 from flashattn.plan.precision import TERMS, input_precision
@@ -60,6 +60,7 @@ SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 SPLIT = {"decode": (True,), "fwd_short_kv": (False,), "bwd_one_launch": (False,)}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
+SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
 # wgmma.mma_async.sync.aligned.m64n64k16 ... .bf16, tcgen05.mma.cta_group::1.kind::f16.
@@ -85,6 +86,7 @@ class Variant:
         window: whether the mask has a left bound, too.
         softcap: whether scores are capped.
         rows: whether the mask is bounds of rows.
+        alibi: whether heads have slopes.
     """
 
     arch: str
@@ -99,6 +101,7 @@ class Variant:
     window: bool = False
     softcap: bool = False
     rows: bool = False
+    alibi: bool = False
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -109,7 +112,8 @@ class Variant:
         loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
         bounds = ("full", "causal"), ("left", "window")
         mask = "rows" if self.rows else bounds[self.window][self.causal]
-        return f"{name} {mask} {loading}{' split' * self.split}{' softcap' * self.softcap}{asked}"
+        score = f"{' softcap' * self.softcap}{' alibi' * self.alibi}"
+        return f"{name} {mask} {loading}{' split' * self.split}{score}{asked}"
 
     @property
     def terms(self) -> int:
@@ -230,11 +234,13 @@ def _types(variant: Variant) -> dict[str, Any]:
         "left": INT if variant.window else None,
         "right": INT if variant.causal and not variant.rows else None,
         "bounds": (INTS, INTS) if variant.rows else (None, None),
+        "scored": (FP32 if variant.alibi else None,),
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
     cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None
+    score = ScoreLayout(INT, INT) if variant.alibi else None
     if variant.kernel not in steps.KERNELS:
-        layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between)
+        layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between, score)
         return types | {"layout": layout, "scale": Scale(FLOAT, None, None, cap)}
     grads = steps.WRITTEN[variant.kernel]  # type: ignore[index]
     o = variant.kernel == "bwd_one_launch"
@@ -242,7 +248,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         (
             *(strides, strides, strides, strides),
             *(strides if name in grads else None for name in steps.GRADS),
-            *(strides if o else None, columns, Type("i32", aligned=True), between),
+            *(strides if o else None, columns, Type("i32", aligned=True), between, score),
         )
     )
     return types | {
@@ -413,4 +419,9 @@ def variants() -> list[Variant | HopperVariant]:
         for variant, causal in product(dense, (False, True))
         if variant.causal == (causal and variant.kernel not in steps.KERNELS)
     ]
-    return [*tiled, *columns, *fixed, *windowed, *capped, *hopper.variants()]
+    scored = [  # likewise; a few
+        replace(variant, softcap=False, alibi=True)
+        for variant in capped
+        if variant.causal and variant.describable and variant.kernel in SCORED
+    ]
+    return [*tiled, *columns, *fixed, *windowed, *capped, *scored, *hopper.variants()]

@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with masks as block masks and a softcap as its score_mod."""
+"""FlexAttention, compiled, with masks as block masks, and softcap and ALiBi as its score_mod."""
 
 from __future__ import annotations
 
@@ -50,10 +50,22 @@ def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
     return create_block_mask(seen, batches, None, seq_q, seq_kv, device=bounds.keys.device)
 
 
-@cache
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    def modify(given: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # where it is in the matrix
-        return score.scores(given, 1.0, softcap)
+@lru_cache(maxsize=4)
+def _modify(
+    softcap: float | None, alibi_slopes: torch.Tensor | None, diagonal: int
+) -> Callable[..., torch.Tensor] | None:
+    """Return the score_mod; of the same kind it is compiled once, whatever the tensors hold."""
+    if softcap is None and alibi_slopes is None:
+        return None
+    batches = 0 if alibi_slopes is None else alibi_slopes.shape[0]
+
+    def modify(
+        given: torch.Tensor, b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor
+    ) -> torch.Tensor:
+        given = score.scores(given, 1.0, softcap)
+        if alibi_slopes is not None:
+            given = given - alibi_slopes[b if batches > 1 else 0, h] * (t + diagonal - s).abs()
+        return given
 
     return modify
 
@@ -83,6 +95,7 @@ def _group(problem: Problem) -> int:
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
     strict=False,
     compiles=True,
 )
@@ -95,6 +108,7 @@ def _attend(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     mask = Mask.of(causal, window)
@@ -102,5 +116,5 @@ def _attend(
     if bounds is not None:
         blocks = _block_mask_of(bounds, q.shape[0])
     grouped = q.shape[1] != k.shape[1]
-    capped = None if softcap is None else _capped(softcap)
-    return _flex()(q, k, v, capped, blocks, scale=scale, enable_gqa=grouped)
+    modify = _modify(softcap, alibi_slopes, k.shape[2] - q.shape[2])
+    return _flex()(q, k, v, modify, blocks, scale=scale, enable_gqa=grouped)

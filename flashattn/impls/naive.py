@@ -7,7 +7,7 @@ nothing is computed, or held for backward, that the three lines everybody writes
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from flashattn.bounds import Bounds
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import register
+from flashattn.score import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ def naive_attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
@@ -36,6 +38,7 @@ def naive_attention(
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
+    scores = Terms.of(q, k, alibi_slopes).added(scores, *(slice(0, x.shape[2]) for x in (q, k)))
     if bounds is not None:
         scores = scores.masked_fill(~bounds.seen[:, None], -torch.inf)
     elif mask != FULL:
@@ -65,6 +68,7 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
     strict=False,
 )
 def naive(
@@ -75,12 +79,12 @@ def naive(
     causal: Causal,
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
-    softcap: float | None = None,
     scale: float | None,
+    **scored: Any,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    return naive_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, bounds=bounds)
+    return naive_attention(q, k, v, mask=mask, scale=scale, bounds=bounds, **scored)
 
 
 @register(
@@ -89,6 +93,7 @@ def naive(
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
     strict=False,
     compiles=True,
 )
@@ -100,9 +105,9 @@ def compiled(
     causal: Causal,
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
-    softcap: float | None = None,
     scale: float | None,
+    **scored: Any,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    return _compiled_naive()(q, k, v, mask=mask, scale=scale, softcap=softcap, bounds=bounds)
+    return _compiled_naive()(q, k, v, mask=mask, scale=scale, bounds=bounds, **scored)

@@ -23,6 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
     lse=True,
     denormals=False,
 )
@@ -35,6 +36,7 @@ def triton(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
 ) -> ops.Attend:
@@ -47,6 +49,7 @@ def triton(
         window=window,
         bounds=bounds,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
         scale=scale,
         precision=precision,
     )
@@ -66,6 +69,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
     lse=True,
 )
 def _hopper(
@@ -77,6 +81,7 @@ def _hopper(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
@@ -101,6 +106,7 @@ def _hopper(
         window=window,
         bounds=bounds,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
         scale=scale,
         precision=precision,
         family=family,
@@ -114,7 +120,9 @@ def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
     return None if device.type == "cpu" and dense else {}
 
 
-@register("tiled", fastest=_fastest, windows=True, intervals=True, softcap=True, lse=True)
+@register(
+    "tiled", fastest=_fastest, windows=True, intervals=True, softcap=True, alibi=True, lse=True
+)
 def _tiled(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,14 +132,16 @@ def _tiled(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
     return tiled.tiled_attention(
-        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap, scale=scale
-    )
+        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap,
+        alibi_slopes=alibi_slopes, scale=scale,
+    )  # fmt: skip
 
 
-@register("reference", windows=True, intervals=True, softcap=True, lse=True)
+@register("reference", windows=True, intervals=True, softcap=True, alibi=True, lse=True)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -141,11 +151,13 @@ def _reference(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     scale = check_scale(scale, q.shape[-1])
     o, lse = reference_attention(
-        *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap, bounds=bounds
-    )
+        *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bounds=bounds,
+    )  # fmt: skip
     return o.to(q.dtype), lse

@@ -17,10 +17,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import flashattn.ops  # noqa: F401 - defines the operators
+from flashattn.plan.spec import Extras
 
 Placements = list[Placement | None]
 Rule = list[tuple[Placements, Placements]]
 BATCH, HEADS = Shard(0), Shard(1)
+BOUNDS = ("key_bounds", "query_bounds")
 
 
 def register() -> None:
@@ -29,24 +31,24 @@ def register() -> None:
     register_sharding(torch.ops.flashattn.backward.default)(_backward)
 
 
-def _forward(q: Any, k: Any, v: Any, *options: Any) -> Rule:
-    return _rule((q, k, v), options, outputs=2, grouped=(q, k))
+def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Rule:
+    return _rule((q, k, v), rest, outputs=2, grouped=(q, k))
 
 
 def _backward(
-    grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *options: Any
+    grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any
 ) -> Rule:
-    return _rule((grad_o, grad_lse, q, k, v, o, lse), options, outputs=3, grouped=(q, k))
+    return _rule((grad_o, grad_lse, q, k, v, o, lse), rest, outputs=3, grouped=(q, k))
 
 
 def _rule(
-    inputs: tuple[Any, ...], options: tuple[Any, ...], *, outputs: int, grouped: tuple[Any, Any]
+    inputs: tuple[Any, ...], rest: tuple[Any, ...], *, outputs: int, grouped: tuple[Any, Any]
 ) -> Rule:
     """Return how outputs are placed when inputs are, for each dimension of the mesh by itself.
 
     Args:
         inputs: what DTensor knows of each tensor, or None where there is none.
-        options: further arguments of the operator.
+        rest: likewise of ``Extras``, then further arguments of the operator.
         outputs: how many there are.
         grouped: those of the inputs that must keep their heads together.
     """
@@ -57,13 +59,24 @@ def _rule(
     ways = math.prod(mesh.size(i) for i in unlike)
     divisible = all(x.shape[1] % ways == 0 for x in grouped)
     kinds: list[Placement] = [Replicate(), BATCH, *([HEADS] if divisible else [])]
-    # Bounds of rows are those of all heads, and of all batches or of each.
-    whole: Placements = [Replicate() if hasattr(x, "placements") else None for x in options]
-    if any(whole):
-        kinds.remove(BATCH)
+    extras = dict(zip(Extras._fields, rest, strict=False))
+    options: Placements = [None] * (len(rest) - len(extras))
     return [
-        ([kind] * outputs, [None if x is None else kind for x in inputs] + whole) for kind in kinds
+        (
+            [kind] * outputs,
+            [None if x is None else kind for x in inputs]
+            + [None if x is None else _part(name, x, kind) for name, x in extras.items()]
+            + options,
+        )
+        for kind in kinds
     ]
+
+
+def _part(name: str, x: Any, kind: Placement) -> Placement:
+    """Return how one of ``Extras`` is placed where q is placed so: whole where it is for all."""
+    whole = kind == HEADS and name in BOUNDS
+    split = isinstance(kind, Shard) and not whole and x.shape[kind.dim] > 1
+    return kind if split else Replicate()
 
 
 def _stays(kinds: tuple[Any, ...]) -> bool:

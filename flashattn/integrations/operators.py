@@ -57,7 +57,7 @@ def _bind(
     if family is None:
         return None
     band = mask.over(problem.seq_q, problem.seq_kv)
-    return ops.bind(given, band.left, band.right, scale, None, "auto", family, True)  # noqa: FBT003
+    return ops.bind(given, band.left, band.right, 0, scale, None, "auto", family, True)  # noqa: FBT003
 
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> ops.Prepared:

@@ -13,20 +13,18 @@ from typing import Any
 
 import torch
 
-from flashattn.bounds import Bounds
 from flashattn.gpus import gpu_of
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.choose import NAMES, choose_backward, choose_forward
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Family, Options, Signature, TensorSpec, signature
+from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, signature
 
 BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-BOUNDS = portable.BOUNDS
 Grads = tuple[torch.Tensor, torch.Tensor | None]
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -115,7 +113,7 @@ def _steps(family: str) -> Any:
 
 @lru_cache(BOUND)
 def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
-    """Return what computes (o, lse) of q, k and v with these specs; bounds, if any, come last.
+    """Return what computes (o, lse) of q, k and v with these specs; extras, if any, come last.
 
     Args:
         given: signatures of q, k and v.
@@ -131,7 +129,7 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
     lse = Workspace("lse", tuple(q.shape[:3]))
-    inputs = (*NAMES[:3], *(BOUNDS if options.bounds else ()))
+    inputs = (*NAMES[:3], *(Extras._fields if options.extras else ()))
     return Bound(inputs, {"o": "q"}, [lse], plan, steps, device)
 
 
@@ -139,7 +137,7 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
 def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
     """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse, and grad_lse or None for it.
 
-    Bounds, if there are some, come last.
+    Extras, if there are some, come last.
 
     Args:
         given: signatures of these, the last one if there is one.
@@ -155,7 +153,7 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}
-    inputs = (*NAMES, *(BOUNDS if options.bounds else ()))
+    inputs = (*NAMES, *(Extras._fields if options.extras else ()))
     return Bound(inputs, likes, [], plan, steps, device)
 
 
@@ -168,7 +166,8 @@ def forward(
     scale: float,
     left: int | None = None,
     softcap: float | None = None,
-    bounds: Bounds | tuple[()] = (),
+    extras: Sequence[torch.Tensor | None] = (),
+    diagonal: int = 0,
     precision: str = "auto",
     family: Family = "triton",
     **instead: Any,
@@ -183,15 +182,16 @@ def forward(
         scale: see ``Options``.
         left: see ``Options``.
         softcap: see ``Options``.
-        bounds: all of the mask, if there are some.
+        extras: all of ``Extras``, or none.
+        diagonal: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
     precision = input_precision(precision, q.dtype)
-    batches = bounds[0].shape[0] if bounds else 0
-    options = Options(right, scale, precision, family, left=left, softcap=softcap, bounds=batches)
-    return prepare_forward(q, k, v, options, **instead)(q, k, v, *bounds)
+    options = Options(right, scale, precision, family, left=left, softcap=softcap)
+    options = options._replace(diagonal=diagonal).given(extras)
+    return prepare_forward(q, k, v, options, **instead)(q, k, v, *extras)
 
 
 def backward(
@@ -202,7 +202,8 @@ def backward(
     scale: float,
     left: int | None = None,
     softcap: float | None = None,
-    bounds: Bounds | tuple[()] = (),
+    extras: Sequence[torch.Tensor | None] = (),
+    diagonal: int = 0,
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
@@ -217,25 +218,26 @@ def backward(
         scale: as in ``forward``.
         left: as in ``forward``.
         softcap: as in ``forward``.
-        bounds: as in ``forward``.
+        extras: as in ``forward``.
+        diagonal: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
-    batches = bounds[0].shape[0] if bounds else 0
-    options = Options(right, scale, precision, family, deterministic, left, softcap, batches)
+    options = Options(right, scale, precision, family, deterministic, left, softcap)
+    options = options._replace(diagonal=diagonal).given(extras)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
-    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse, *extras)
     return gradients
 
 
 def prepare_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **instead: Any
 ) -> Callable[..., Outputs]:
-    """Return what computes (o, lse) of all tensors with the specs of these, and of bounds."""
+    """Return what computes (o, lse) of all tensors with the specs of these, and of extras."""
     bound: Callable[..., Outputs] = bind_forward(signature(q, k, v), options, **instead)
     return bound
 
@@ -243,7 +245,7 @@ def prepare_forward(
 def prepare_backward(grads: Grads, saved: Saved, options: Options, **instead: Any) -> Any:
     """Return what computes the gradients of all tensors with the specs of these.
 
-    It takes q, k, v, the gradient of o, o, lse, the gradient of lse or None, and bounds.
+    It takes q, k, v, the gradient of o, o, lse, the gradient of lse or None, and extras.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)

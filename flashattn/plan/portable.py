@@ -197,8 +197,9 @@ def backward(
     """Return the plan of the portable backward: one launch, fused passes, or two passes."""
     inputs, limits = (q, k, v, grad_o), tables.rows_of(gpu).limits
     causal, precision = options.causal, options.precision
-    # A softcap keeps a tile of tanh, for which only the tiles without a mask leave registers.
-    masked = causal and options.softcap is None
+    # A softcap keeps a tile of tanh, what is added to scores has addresses of its own: only the
+    # tiles without a mask leave registers for these.
+    masked = causal and options.softcap is None and not options.added
     how: dict[str, Any] = {"gpu": gpu, "causal": masked, "precision": precision}
     fused = find("bwd_fused", *inputs, **how)
     if fused is None or not small_grid(q, k, fused, gpu, precision):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -81,6 +82,20 @@ def dense_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
+class Extras(NamedTuple):
+    """Tensors that kernels may be given besides q, k and v; None where there is none.
+
+    Args:
+        key_bounds: see ``bounds.Bounds``.
+        query_bounds: likewise.
+        alibi_slopes: fp32 [B or 1, H], dense.
+    """
+
+    key_bounds: torch.Tensor | None = None
+    query_bounds: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
 class Options(NamedTuple):
     """What is asked, besides tensors.
 
@@ -95,6 +110,8 @@ class Options(NamedTuple):
         softcap: bound on the scores; None is none.
         bounds: batches for which there are ``Bounds``, which are all of the mask: 0, none; 1, those
             of all batches.
+        alibi: batches for which there are slopes, likewise.
+        diagonal: for ALiBi, query t stands at key t + diagonal.
     """
 
     right: int | None
@@ -105,8 +122,36 @@ class Options(NamedTuple):
     left: int | None = None
     softcap: float | None = None
     bounds: int = 0
+    alibi: int = 0
+    diagonal: int = 0
+
+    def given(self, extras: Sequence[torch.Tensor | None]) -> Options:
+        """Return these options with what they say of extras, all or none."""
+        if not extras:
+            return self
+        bounds, _, alibi_slopes = extras
+        return self._replace(bounds=_batches(bounds), alibi=_batches(alibi_slopes))
+
+    @property
+    def scored(self) -> tuple[bool, ...]:
+        """Whether there is each of ``Extras`` but the bounds."""
+        return (self.alibi > 0,)
+
+    @property
+    def added(self) -> bool:
+        """Whether something is added to the scores."""
+        return self.alibi > 0
+
+    @property
+    def extras(self) -> bool:
+        """Whether there are tensors besides q, k and v."""
+        return self.bounds > 0 or any(self.scored)
 
     @property
     def causal(self) -> bool:
         """Whether there is a mask."""
         return self.right is not None or self.left is not None or self.bounds > 0
+
+
+def _batches(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.shape[0]

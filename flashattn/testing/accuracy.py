@@ -51,6 +51,9 @@ The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings s
 tanh: its own, and those of the product and the quotient with the cap. So the slope is off by
 2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
 
+What ALiBi adds is rounded, and so are the scores before and behind it, in base 2: P changes by the
+factor 1 + eps32 * |(S, the terms)|, which o and c have besides.
+
 In half precision eps is larger than all of this.
 
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
@@ -74,8 +77,8 @@ eps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -85,8 +88,9 @@ from flashattn.bounds import Bounds, of_documents
 from flashattn.masks import cumulative
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
+from flashattn.score import Terms
 from flashattn.testing.form import check_form
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.poison import guard
 from flashattn.testing.values import ALIKE
 
@@ -140,6 +144,7 @@ class Sample:
         return Case(
             problem=self.problem,
             inputs=inputs,
+            scored=make_scored(self.problem, seed=self.seed, device=self.device),
             scale=check_scale(self.scale, self.problem.head_dim),
             grad_o=grad_o if self.grad else None,
             grad_lse=grad_lse if self.grad and self.lse else None,
@@ -161,11 +166,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A drawn sample: inputs, and gradients where they are asked for."""
+    """A drawn sample: inputs, what scores are made with, gradients where they are asked for."""
 
     problem: Problem
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     scale: float
+    scored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     grad_o: torch.Tensor | None = None
     grad_lse: torch.Tensor | None = None
     lse: bool = True
@@ -190,7 +196,7 @@ class Case:
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
-    """Return what ``call(q, k, v)`` gives: o, lse and dq, dk, dv as far as the case asks for them.
+    """Return what ``call(q, k, v, **scored)`` gives: o, lse and gradients as the case asks.
 
     Args:
         call: the implementation, with its mask and scale bound.
@@ -201,7 +207,7 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
     if case.grad_o is not None:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     with torch.set_grad_enabled(case.grad_o is not None):
-        o, lse = call(q, k, v)
+        o, lse = call(q, k, v, **case.scored)
     results = {"o": o}
     if case.lse and lse is not None:
         results["lse"] = lse
@@ -220,10 +226,10 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
     p, bounds = case.problem, case.bounds
 
     def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **scored: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return reference_attention(
-            q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap, bounds=bounds
+            q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap, bounds=bounds, **scored
         )
 
     return run(call, case, dtype=dtype)
@@ -296,6 +302,7 @@ def one_by_one(case: Case) -> Outputs:
         scale=case.scale,
         softcap=p.softcap,
         bounds=case.bounds,
+        **case.scored,
     )
     return {"o": o, "lse": lse}
 
@@ -316,7 +323,8 @@ def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
     """Return what rounding stored numbers does to o, dq, dk and dv (see the module)."""
     softcap, dtype = case.problem.softcap, case.problem.torch_dtype
-    if case.grad_o is None and softcap is None:
+    rounded_again = softcap is not None or case.problem.added
+    if case.grad_o is None and not rounded_again:
         return {}
     group = case.problem.heads // max(case.problem.kv_heads, 1)
     q, k, v = (x.double() for x in case.inputs)
@@ -324,14 +332,16 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     seen = case.seen
     uncapped = (q @ k.mT * case.scale).masked_fill(~seen, 0.0)  # [B, H, T, S]
     scores = score.scores(uncapped, 1.0, softcap)
+    sizes = scores.abs()
     slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)
+    scores, terms = _with_terms(case, scores)
+    sizes = torch.hypot(sizes, terms).masked_fill(~seen, 0.0)
     scores = scores.masked_fill(~seen, -torch.inf)
     p, lse = scores.softmax(-1).nan_to_num(), scores.logsumexp(-1)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
     found = {}
-    if softcap is not None:
-        rounded = p * scores.masked_fill(~seen, 0.0) * accumulated.eps
-        found["o"] = (rounded.square() @ v.square()).sqrt()
+    if rounded_again:
+        found["o"] = ((p * sizes * accumulated.eps).square() @ v.square()).sqrt()
     if case.grad_o is None:
         return found
     do = case.grad_o.double()
@@ -346,6 +356,8 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     t = uncapped.abs() * truncated / 3
     c = abs(case.scale) * (q.shape[-1] + 2) ** 0.5 * (q.square() @ k.square().mT).sqrt()
     off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
+    if case.problem.added:
+        off = torch.hypot(off, sizes * accumulated.eps)
     dp = (do @ v.mT - delta).abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
     of_scores = (p * dp).square() * ((slope * off).square() + of_slope.square())  # of each dS
@@ -356,6 +368,14 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
         b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
     )
     return found | {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+
+
+def _with_terms(case: Case, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores with what is added to them, and how large that is in all."""
+    q, k, _ = case.inputs
+    terms = Terms.of(q, k, case.scored.get("alibi_slopes"))
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+    return terms.added(scores, *whole), terms.added(torch.zeros_like(scores), *whole).abs()
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:
@@ -447,8 +467,10 @@ def _expected(sample: Sample) -> Expected:
 def run_checked(call: Call, case: Case) -> Outputs:
     """Run, and check that what comes are such tensors as were promised (see ``form``)."""
 
-    def checked(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        o, lse = call(*inputs)
+    def checked(
+        *inputs: torch.Tensor, **scored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, lse = call(*inputs, **scored)
         given = {"o": o} if lse is None or not case.lse else {"o": o, "lse": lse}
         check_form(inputs, given, grad=case.grad_o is not None)
         return o, lse
@@ -461,11 +483,12 @@ def run_checked(call: Call, case: Case) -> Outputs:
 def run_guarded(call: Call, case: Case) -> Outputs:
     """Run among poison: see ``poison.guard``, which raises when memory outside is written to."""
     grads = [x for x in (case.grad_o, case.grad_lse) if x is not None]
-    with guard(*case.inputs, *grads) as (q, k, v, *others):
+    with guard(*case.inputs, *case.scored.values(), *grads) as (q, k, v, *others):
         given = iter(others)
+        scored = {name: next(given) for name in case.scored}
         grad_o = None if case.grad_o is None else next(given)
         grad_lse = None if case.grad_lse is None else next(given)
-        case = replace(case, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse)
+        case = replace(case, inputs=(q, k, v), scored=scored, grad_o=grad_o, grad_lse=grad_lse)
         return run_checked(call, case)
 
 

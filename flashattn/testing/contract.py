@@ -215,6 +215,7 @@ CLAUSES: dict[str, Trial] = {
     "causal window": partial(_masked, causal="top_left", window=(9, None)),
     "two-sided window": partial(_masked, window=(9, 5)),
     "softcap": partial(_masked, softcap=0.7),
+    "ALiBi, T < S": partial(_masked, alibi=True, lengths=(SEQ_Q, SEQ_KV)),
     "no visible key: 0 and -inf": partial(_masked, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
     "NaN and inf in keys behind the mask": partial(_future, poisoned="keys"),
     "NaN and inf in values behind the mask": partial(_future, poisoned="values"),

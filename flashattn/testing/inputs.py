@@ -58,3 +58,27 @@ def make_grads(
     grad_o, grad_lse = _normal(shape, generator), _normal((*shape[:3], 1), generator)
     lay = GRAD_LAYOUTS[layout]
     return lay(grad_o.to(problem.torch_dtype)), lay(grad_lse)[..., 0]
+
+
+def make_scored(
+    problem: Problem, *, seed: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Make what scores are made with besides q and k, by the name that ``attention`` has for it.
+
+    Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); of an odd seed each batch has its
+    own, a tenth apart, and the first head has none.
+
+    Args:
+        problem: shapes, and what is asked.
+        seed: of the generator, which lives on ``device``.
+        device: where.
+    """
+    made = {}
+    if problem.alibi:
+        heads = torch.arange(problem.heads, device=device, dtype=torch.float32)
+        slopes = torch.exp2(-8 * (heads + 1) / max(problem.heads, 1))[None]
+        if seed % 2:
+            slopes = slopes * (1 + torch.arange(problem.batch, device=device)[:, None] / 10)
+            slopes[:, :1] = 0
+        made["alibi_slopes"] = slopes
+    return made

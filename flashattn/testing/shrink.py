@@ -80,6 +80,7 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         causal=one(MASKS[: MASKS.index(p.causal) + 1]),
         window=one((UNBOUNDED, p.window)),
         softcap=one((None, p.softcap)),
+        alibi=one((False, p.alibi)),
         dtype=one(("float32", p.dtype)),
     )
     return replace(

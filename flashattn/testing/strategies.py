@@ -69,6 +69,7 @@ def problems(
     windowed: tuple[bool, ...] = (False, False, True),
     packed: tuple[bool, ...] = (False,),
     softcaps: tuple[float | None, ...] = SOFTCAPS,
+    sloped: tuple[bool, ...] = (False,),
     square: bool = False,
     aligned: bool = False,
     head_dims: tuple[int, ...] = (),
@@ -86,6 +87,7 @@ def problems(
         windowed: to choose from: whether there is a window.
         packed: to choose from: whether there are documents.
         softcaps: to choose from.
+        sloped: to choose from: whether there is ALiBi, which documents exclude.
         square: as many keys as queries.
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
         head_dims: to choose from; none means any, up to 128.
@@ -99,6 +101,7 @@ def problems(
     dims = st.sampled_from(head_dims) if head_dims else dims
     seq_q = draw(rows, label="seq_q")
     seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
+    alibi = draw(st.sampled_from(sloped), label="alibi")
     return Problem(
         batch=draw(st.sampled_from(batches), label="batch"),
         heads=kv_heads * draw(st.sampled_from(groups), label="group"),
@@ -111,9 +114,10 @@ def problems(
         if draw(st.sampled_from(windowed), label="windowed")
         else UNBOUNDED,
         documents=draw(documents(seq_q, seq_kv, longest), label="documents")
-        if draw(st.sampled_from(packed), label="packed")
+        if draw(st.sampled_from(packed), label="packed") and not alibi
         else None,
         softcap=draw(st.sampled_from(softcaps), label="softcap"),
+        alibi=alibi,
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )
 

@@ -55,6 +55,7 @@ VALUES = "tests/test_impls.py::test_values"
 LAYOUTS = "tests/test_impls.py::test_mixed_layouts"
 CORNERS = "tests/test_attention.py::test_bottom_right_is_not_top_left"
 SOFTCAP = "tests/test_attention.py::test_softcap"
+ALIBI = "tests/test_scores.py::test_alibi"
 WINDOWS = "tests/test_attention.py::test_windows_are_inclusive"
 BOUNDS = "tests/test_mask.py::test_bounds_are_the_support"
 TILES = "tests/test_mask.py::test_tiles"
@@ -185,16 +186,65 @@ MUTANTS = [
     Mutant(
         "backward_forgets_the_softcap",
         "ops.py",
-        "deterministic, left, softcap)\n            plan",
-        "deterministic, left)\n            plan",
+        "plan = _execute().prepare_backward(grads, saved, options)",
+        "plan = _execute().prepare_backward(grads, saved, options._replace(softcap=None))",
         "gradients of scores that are not capped",
     ),
     Mutant(
         "tiled_softcap_without_its_slope",
         "tiled.py",
-        "ds = ds * score.slope(s.masked_fill(s == -torch.inf, 0), softcap)",
+        "ds = ds * score.slope(x, softcap)",
         "pass",
         "tiled's gradients too large where scores are capped",
+    ),
+    # ALiBi
+    Mutant(
+        "alibi_rewards_distance",
+        "kernels/portable/score.py",
+        "x -= slope * tl.abs(",
+        "x += slope * tl.abs(",
+        "far keys count more than near ones",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_from_the_first_key",
+        "kernels/portable/score.py",
+        "queries += start_q + layout.diagonal - start_kv",
+        "queries += start_q - start_kv",
+        "positions are top-left, not flash-attn's",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_one_sided",
+        "kernels/portable/score.py",
+        "x -= slope * tl.abs(queries.to(tl.float32) - keys.to(tl.float32))",
+        "x -= slope * (queries.to(tl.float32) - keys.to(tl.float32))",
+        "keys behind a query's position are preferred",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_in_natural_units",
+        "kernels/portable/score.py",
+        "batch * layout.slopes + head) * LOG2E",
+        "batch * layout.slopes + head)",
+        "slopes are taken for such in base 2",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_of_the_first_batch",
+        "kernels/portable/score.py",
+        "batch * layout.slopes + head",
+        "head",
+        "all batches have the slopes of the first",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_of_seen_keys",
+        "ops.py",
+        "diagonal -= 0 if alibi_slopes is None else seen.start",
+        "diagonal = k.shape[2] - q.shape[2] if alibi_slopes is not None else 0",
+        "positions move by the keys that no query sees",
+        ALIBI,
     ),
     # The sink
     Mutant(
@@ -389,8 +439,8 @@ MUTANTS = [
     Mutant(
         "padding_keys_counted",
         "kernels/portable/mask.py",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_kv)",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_kv + 1)",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv)",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv + 1)",
         "one key that does not exist, of score 0, is in the sum of ragged rows",
     ),
     Mutant(
@@ -417,8 +467,8 @@ MUTANTS = [
     Mutant(
         "causal_tile_skipped",
         "kernels/portable/mask.py",
-        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, None)",
-        "keys_of(start_q - 1, band, None)",
+        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, seq_q, None)",
+        "keys_of(start_q - 1, band, seq_q, None)",
         "the last tile of keys that queries see is left out",
     ),
     Mutant(
@@ -701,8 +751,8 @@ MUTANTS = [
     Mutant(
         "upstream_dq_of_large_logits",
         "kernels/portable/gradients.py",
-        "p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])",
-        "p = tl.exp2(tl.minimum(s * scale.log2, 100.0) - lse_log2_rows[:, None])",
+        "p = tl.exp2(x - lse_log2_rows[:, None])",
+        "p = tl.exp2(tl.minimum(x, 100.0) - lse_log2_rows[:, None])",
         "dq is right on normal inputs and several times too small where logits are large: forward"
         " did not clip them (as in TransformerEngine 3216)",
         VALUES,
@@ -740,8 +790,8 @@ MUTANTS = [
     Mutant(
         "tiled_heads_interleaved",
         "tiled.py",
-        "    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1)))\n",
-        "    grouped = q.unflatten(1, (-1, k.shape[1])).transpose(1, 2)\n",
+        "given = q.unflatten(1, heads), ",
+        "given = q.unflatten(1, heads[::-1]).transpose(1, 2), ",
         "query heads read the keys of other groups",
     ),
     Mutant(

@@ -49,7 +49,8 @@ class Config:
 class ForwardLayout(NamedTuple):
     """The strides of each tensor, and the columns of all.
 
-    ``bounds`` are the distances of two batches in those of the keys and of the queries, if any.
+    ``bounds`` are the distances of two batches in those of the keys and of the queries, if any;
+    ``score`` is a ``score.ScoreLayout``, if something is added to the scores.
     """
 
     q: Any
@@ -58,12 +59,14 @@ class ForwardLayout(NamedTuple):
     o: Any
     head_dim: Any
     bounds: Any
+    score: Any
 
 
 class BackwardLayout(NamedTuple):
     """The strides of each tensor, None of those that a kernel does not take; columns of all.
 
-    ``stats`` is the distance of two heads in lse_log2 and delta; ``bounds`` as forward.
+    ``stats`` is the distance of two heads in lse_log2 and delta; ``bounds`` and ``score`` as
+    forward.
     """
 
     q: Any
@@ -77,3 +80,4 @@ class BackwardLayout(NamedTuple):
     head_dim: Any
     stats: Any
     bounds: Any
+    score: Any

@@ -16,7 +16,7 @@ from flashattn.kernels.portable.mask import apply_mask, keep_rows, key_tiles, of
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
-from flashattn.kernels.portable.score import capped
+from flashattn.kernels.portable.score import capped, in_base_2, slope_of
 from flashattn.kernels.portable.softmax import add_compensated, finite_max, normalized
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
@@ -37,7 +37,7 @@ def mainloop(
     seq_q,
     seq_kv,
     band,
-    scale,
+    score,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
@@ -46,6 +46,7 @@ def mainloop(
     In fp32 l_error is what rounding has added to l, a sum of as many terms as there are tiles.
     """
     acc, m, l, l_error = state
+    scale = score[0]
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     COMPENSATED: tl.constexpr = CONFIG.TERMS > 0 or q_tile.dtype == tl.float32
     for start_kv in tl.range(first, end, BLOCK_KV):
@@ -56,13 +57,16 @@ def mainloop(
             s = s * scale.sign
         if scale.cap is not None:
             s = capped(s, scale.cap)
+        log2 = scale.log2
+        if score[1] is not None:
+            s, log2 = in_base_2(s, score, start_q, start_kv, CONFIG.BLOCK_Q, BLOCK_KV, False), 1.0
         if MASKED:
             s = apply_mask(
                 s, start_q, start_kv, band, seq_q, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
             )
-        m_new = tl.maximum(m, tl.max(s, 1) * scale.log2)
+        m_new = tl.maximum(m, tl.max(s, 1) * log2)
         finite = finite_max(m_new)
-        p = tl.exp2(s * scale.log2 - finite[:, None])
+        p = tl.exp2(s * log2 - finite[:, None])
         alpha = tl.exp2(m - finite)
         if COMPENSATED:
             l, l_error = add_compensated(l * alpha, l_error * alpha, tl.sum(p, 1))
@@ -85,6 +89,7 @@ def flashattn_fwd(
     o,
     lse,
     bounds,
+    scored,
     layout,
     heads,
     group,
@@ -117,6 +122,7 @@ def flashattn_fwd(
             of_batch(bounds[0], batch, of_keys),
             of_batch(bounds[1], batch, of_queries),
         )
+    score = scale, slope_of(scored[0], layout.score, batch, head), layout.score
     begin = split_begin(out_batch, batches, split_len)
     q_tile = load_tile(
         q, layout.q, (batch, head, start_q), seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
@@ -134,11 +140,11 @@ def flashattn_fwd(
     else:
         acc, m, l, l_error = mainloop(
             (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-            full_begin, full_end, seq_q, seq_kv, band, scale, False, CONFIG,
+            full_begin, full_end, seq_q, seq_kv, band, score, False, CONFIG,
         )  # fmt: skip
     acc, m, l, l_error = mainloop(
         (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-        full_end, end, seq_q, seq_kv, band, scale, True, CONFIG,
+        full_end, end, seq_q, seq_kv, band, score, True, CONFIG,
     )  # fmt: skip
     row = out_batch * heads + head
     if split_len is None:

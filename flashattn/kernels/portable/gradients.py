@@ -31,7 +31,7 @@ from flashattn.kernels.portable.memory import load_tile, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.preprocess import load_delta, load_lse_log2
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
-from flashattn.kernels.portable.score import capped
+from flashattn.kernels.portable.score import capped, in_base_2, slope_of
 
 # BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
 # in dk and dv of fp32 that the kernel decomposes.
@@ -56,7 +56,7 @@ def dkdv_mainloop(
     seq_q,
     seq_kv,
     band,
-    scale,
+    score,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
@@ -66,6 +66,7 @@ def dkdv_mainloop(
     product in the layout in which the next one takes them.
     """
     dk, dv = state
+    scale = score[0]
     row = batch * heads + head
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     for start_q in tl.range(first, end, BLOCK_Q):
@@ -78,7 +79,8 @@ def dkdv_mainloop(
         s = dot_transposed(k_tile, q_tile, CONFIG)
         if scale.cap is not None:
             s = capped(s, scale.cap)
-        p = tl.exp2(s * scale.log2 - lse_log2_rows[None, :])
+        x = in_base_2(s, score, start_q, start_kv, BLOCK_Q, CONFIG.BLOCK_KV, True)
+        p = tl.exp2(x - lse_log2_rows[None, :])
         if MASKED:
             p = apply_mask_transposed(
                 p, start_q, start_kv, band, seq_q, 0.0, BLOCK_Q, CONFIG.BLOCK_KV
@@ -111,6 +113,7 @@ def compute_dkdv(
     stats,
     dk,
     dv,
+    scored,
     layout,
     heads,
     group,
@@ -131,7 +134,7 @@ def compute_dkdv(
     CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
     ALL_MASKED: tl.constexpr = MASKED and (
         CONFIG.TERMS > 0 or CROWDED or stats[2] is not None or scale.cap is not None
-        or band[2] is not None
+        or scored[0] is not None or band[2] is not None
     )  # fmt: skip
     # Under a causal mask the first keys are seen by most queries, so they come first.
     start_kv, out_batch, batch, kv_head = own_tile(
@@ -158,15 +161,16 @@ def compute_dkdv(
     if ALL_MASKED:
         full_begin = end
     for head in tl.range(kv_head * group, kv_head * group + group):
+        score = scale, slope_of(scored[0], layout.score, batch, head), layout.score
         if MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, first, full_begin, seq_q, seq_kv, band, scale, True, CONFIG,
+                start_kv, first, full_begin, seq_q, seq_kv, band, score, True, CONFIG,
             )  # fmt: skip
         if not ALL_MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, full_begin, end, seq_q, seq_kv, band, scale, False, CONFIG,
+                start_kv, full_begin, end, seq_q, seq_kv, band, score, False, CONFIG,
             )  # fmt: skip
     store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
@@ -192,11 +196,12 @@ def dq_mainloop(
     seq_q,
     seq_kv,
     band,
-    scale,
+    score,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Add what keys ``first ... end`` give to dq of a tile of queries."""
+    scale = score[0]
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for start_kv in tl.range(first, end, BLOCK_KV):
         at = batch, kv_head, start_kv
@@ -207,7 +212,8 @@ def dq_mainloop(
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
         if scale.cap is not None:
             s = capped(s, scale.cap)
-        p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])
+        x = in_base_2(s, score, start_q, start_kv, CONFIG.BLOCK_Q, BLOCK_KV, False)
+        p = tl.exp2(x - lse_log2_rows[:, None])
         if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
             p = apply_mask(p, start_q, start_kv, band, seq_q, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
@@ -231,6 +237,7 @@ def compute_dq(
     grad_o,
     stats,
     dq,
+    scored,
     layout,
     heads,
     group,
@@ -267,6 +274,7 @@ def compute_dq(
     lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
     delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
+    score = scale, slope_of(scored[0], layout.score, batch, head), layout.score
     _, full_begin, full_end, end = key_tiles(
         start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
     )
@@ -275,11 +283,11 @@ def compute_dq(
     else:
         acc = dq_mainloop(
             acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-            start_q, full_begin, full_end, seq_q, seq_kv, band, scale, False, CONFIG,
+            start_q, full_begin, full_end, seq_q, seq_kv, band, score, False, CONFIG,
         )  # fmt: skip
     acc = dq_mainloop(
         acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-        start_q, full_end, end, seq_q, seq_kv, band, scale, True, CONFIG,
+        start_q, full_end, end, seq_q, seq_kv, band, score, True, CONFIG,
     )  # fmt: skip
     store_tile(dq, layout.dq, out_at, seq_q, acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
@@ -294,6 +302,7 @@ def flashattn_bwd_dkdv(
     stats,
     grads,
     bounds,
+    scored,
     layout,
     heads,
     group,
@@ -309,8 +318,8 @@ def flashattn_bwd_dkdv(
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
     band = left, right, bounds[0], bounds[1]
     compute_dkdv(
-        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], layout,
-        heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], scored,
+        layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -323,6 +332,7 @@ def flashattn_bwd_dq(
     stats,
     grads,
     bounds,
+    scored,
     layout,
     heads,
     group,
@@ -338,8 +348,8 @@ def flashattn_bwd_dq(
     """Compute dq; a program owns a tile of queries of one head."""
     band = left, right, bounds[0], bounds[1]
     compute_dq(
-        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], layout,
-        heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], scored,
+        layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -352,6 +362,7 @@ def flashattn_bwd(
     stats,
     grads,
     bounds,
+    scored,
     layout,
     heads,
     group,
@@ -374,12 +385,12 @@ def flashattn_bwd(
     band = left, right, bounds[0], bounds[1]
     if program < dkdv_programs:
         compute_dkdv(
-            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], layout,
-            heads, group, seq_q, seq_kv, band, batches, split_len, scale, True, CONFIG,
+            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], scored,
+            layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, True, CONFIG,
         )  # fmt: skip
     else:
         compute_dq(
             program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
-            grads[2], layout, heads, group, seq_q, seq_kv, band, batches, split_len_kv,
+            grads[2], scored, layout, heads, group, seq_q, seq_kv, band, batches, split_len_kv,
             scale, True, CONFIG,
         )  # fmt: skip

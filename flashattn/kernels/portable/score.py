@@ -1,4 +1,8 @@
-"""Scores: factors on the products of q and k, and the softcap."""
+"""Scores: what becomes of the products of q and k before the mask.
+
+``score`` is (scale, slope, layout): a ``Scale``; of the head that a program computes the slope of
+ALiBi, in base 2, or None; and a ``ScoreLayout``.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,58 @@ class Scale(NamedTuple):
         # be, and in others not, where the compiler joins the product with the difference from m.
         size = max(abs(log2), SMALLEST_SCALE)
         return cls(size, factor, log2 / size, None)
+
+
+class ScoreLayout(NamedTuple):
+    """How the tensors lie that scores are made with.
+
+    Args:
+        slopes: from batch to batch in the slopes.
+        diagonal: query t stands at key t + diagonal.
+    """
+
+    slopes: Any
+    diagonal: Any
+
+
+@triton.jit
+def slope_of(slopes, layout, batch, head):
+    """Return the slope of a head, in base 2; None where there are none."""
+    if slopes is None:
+        slope = None
+    else:
+        slope = tl.load(slopes + batch * layout.slopes + head) * LOG2E
+    return slope
+
+
+@triton.jit
+def add_terms(
+    x, score, start_q, start_kv, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Return scores in base 2 with ALiBi added; TRANSPOSED is a tile [keys, queries]."""
+    _, slope, layout = score
+    queries, keys = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_KV)
+    if TRANSPOSED:
+        queries, keys = queries[None, :], keys[:, None]
+    else:
+        queries, keys = queries[:, None], keys[None, :]
+    if slope is not None:
+        queries += start_q + layout.diagonal - start_kv
+        x -= slope * tl.abs(queries.to(tl.float32) - keys.to(tl.float32))
+    return x
+
+
+@triton.jit
+def in_base_2(
+    s, score, start_q, start_kv, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Return the scores in base 2 of products, or of what ``capped`` made of them."""
+    x = s * score[0].log2
+    if score[1] is not None:
+        x = add_terms(x, score, start_q, start_kv, BLOCK_Q, BLOCK_KV, TRANSPOSED)
+    return x
 
 
 @triton.jit

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flashattn.kernels.launch import Launch, Step, TileLoads
+from flashattn.kernels.launch import Launch, Name, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
 from flashattn.kernels.portable import combine, gradients, preprocess
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
-from flashattn.kernels.portable.score import Scale
+from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
 from flashattn.plan.rows import FUSED, Kernel
-from flashattn.plan.spec import Options, TensorSpec, dense_strides
+from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
 from flashattn.plan.tile import Tile, block_d, padding
 
@@ -24,7 +24,7 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dkdv": gradients.flashattn_bwd_dkdv,
     "bwd_dq": gradients.flashattn_bwd_dq,
 }
-BOUNDS = ("key_bounds", "query_bounds")
+BOUNDS, SCORED = Extras._fields[:2], Extras._fields[2:]
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
 WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
     **dict.fromkeys(FUSED, GRADS),
@@ -46,16 +46,22 @@ def forward(
     split = plan.split.num > 1
     o_strides = dense_strides(q.shape) if split else o.strides
     strides = [x[:3] for x in (*(x.strides for x in inputs), o_strides)]
+    extras, absent = extra_names(options)
     launch = Launch(
         flashattn_fwd,
         plan.programs,
         [
             *_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
-            *[None] * (3 if options.bounds else 2),
+            *[None] * (2 + len(extras)),
         ],
         (
-            *no_bounds(options),
-            ForwardLayout._make((*strides, head_dim, bounds_strides(options, seq_q, seq_kv))),
+            *absent,
+            ForwardLayout._make(
+                (
+                    *(*strides, head_dim, bounds_strides(options, seq_q, seq_kv)),
+                    score_layout(options, heads),
+                )
+            ),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
             Scale.of(options, forward=True),
@@ -65,9 +71,8 @@ def forward(
             **tile.compiler_options(),
         },
     )
-    bounds = (BOUNDS,) if options.bounds else ()
     if not split:
-        return [*steps, Step(launch, (*names, "o", "lse", *bounds))]
+        return [*steps, Step(launch, (*names, "o", "lse", *extras))]
     rows = batch * heads * seq_q
     combining = Launch(
         combine.flashattn_combine,
@@ -79,14 +84,30 @@ def forward(
     partial = ("o_partial", "lse_partial")
     return [
         *steps,
-        Step(launch, (*names, *partial, *bounds)),
+        Step(launch, (*names, *partial, *extras)),
         Step(combining, (*partial, "o", "lse")),
     ]
 
 
-def no_bounds(options: Options) -> tuple[tuple[None, None], ...]:
-    """Return what a launch has in place of bounds, which come as tensors if there are some."""
-    return () if options.bounds else ((None, None),)
+def extra_names(options: Options) -> tuple[tuple[Name, ...], tuple[tuple[None, ...], ...]]:
+    """Return the names of the bounds, and of what scores are made with, as kernels take them.
+
+    Returns:
+        The names, and what a launch has as numbers where there are no such tensors.
+    """
+    absent = (None,) * len(BOUNDS), (None,) * len(SCORED)
+    if not options.extras:
+        return (), absent
+    given = zip(SCORED, options.scored, strict=True)
+    scored = tuple(name if there else None for name, there in given)
+    return (BOUNDS if options.bounds else absent[0], scored), ()
+
+
+def score_layout(options: Options, heads: int) -> ScoreLayout | None:
+    """Return how the tensors lie that scores are made with, None where there are none."""
+    if not options.added:
+        return None
+    return ScoreLayout(heads if options.alibi > 1 else 0, options.diagonal)
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:
@@ -209,16 +230,18 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         (
             *(*read, *lies, o.strides[:3] if whole else None, head_dim, padded_rows(seq_q)),
             bounds_strides(options, seq_q, seq_kv),
+            score_layout(options, heads),
         )
     )
+    extras, absent = extra_names(options)
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     strides = [*read, *write, o.strides[:3]]
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
-        [*loads, *[None] * (3 if options.bounds else 2)],
+        [*loads, *[None] * (2 + len(extras))],
         (
-            *no_bounds(options),
+            *absent,
             layout,
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
@@ -230,8 +253,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             **tile.compiler_options(),
         },
     )
-    bounds = (BOUNDS,) if options.bounds else ()
-    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *bounds))
+    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *extras))
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:

@@ -74,7 +74,7 @@ class Intervals:
     def __init__(self, bounds: Bounds, dims: int) -> None:
         """Read the bounds, unless a compiler looks on: then every tile is visited."""
         self.seq_q, self.seq_kv = bounds.keys.shape[1], bounds.queries.shape[1]
-        self._keys = bounds.keys.reshape(-1, *[1] * dims, self.seq_q, 2)
+        self._keys = bounds.keys.view(bounds.keys.shape[0], *[1] * dims, self.seq_q, 2)
         self._rows = None if torch.compiler.is_compiling() else [_extremes(x) for x in bounds]
 
     def over(self, seq_q: int, seq_kv: int) -> Intervals:

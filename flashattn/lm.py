@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - the conventional name
 from torch.utils.checkpoint import checkpoint as rerun
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Rotation = Callable[[torch.Tensor], torch.Tensor]
 
 EPS = 1e-5
 
@@ -144,10 +146,16 @@ class RoPE(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate x [B, T, ..., D] in fp32; the result has the dtype of x."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Rotate x [B, T, ..., D] in fp32; the result has the dtype of x.
+
+        Args:
+            x: rows at positions 0 ... T - 1, or at others.
+            positions: [T], these others.
+        """
         rows = (x.shape[1], *[1] * (x.ndim - 3), x.shape[-1] // 2)
-        cos, sin = (table[: x.shape[1]].view(rows) for table in (self.cos, self.sin))
+        at = slice(x.shape[1]) if positions is None else positions
+        cos, sin = (table[at].view(rows) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -166,7 +174,7 @@ class SelfAttention(nn.Module):
         self.qkv = _linear(config.width, 3 * config.width)
         self.o = _linear(config.width, config.width)
 
-    def forward(self, x: torch.Tensor, rope: RoPE) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Map x [B, T, C] to [B, T, C]."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H, D]
         q, k = rope(qkv[:, :, :2]).transpose(1, 3).unbind(2)
@@ -199,7 +207,7 @@ class Block(nn.Module):
         self.attention = SelfAttention(config, attention)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: torch.Tensor, rope: RoPE) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Add the block's outputs to the residual stream x [B, T, C]."""
         x = x + self.attention(self.norm1(x), rope)
         return x + self.mlp(self.norm2(x))
@@ -226,11 +234,13 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.width)
         self.head = _linear(config.width, config.vocab)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of the next tokens.
 
         Args:
             tokens: [B, T], integers below V.
+            positions: [T], each below ``config.longest``, where these tokens stand if they are
+                some of a longer sequence, whose others ``attention`` sees elsewhere.
 
         Returns:
             Logits [B, T, V].
@@ -242,11 +252,9 @@ class TransformerLM(nn.Module):
             msg = f"tokens: wanted a context up to {self.config.longest}, got {tokens.shape[1]}"
             raise ValueError(msg)
         x = self.embedding(tokens)  # [B, T, C]
+        rope = self.rope if positions is None else partial(self.rope, positions=positions)
         for block in self.blocks:
-            if self.checkpoint:
-                x = rerun(block, x, self.rope, use_reentrant=False)
-            else:
-                x = block(x, self.rope)
+            x = rerun(block, x, rope, use_reentrant=False) if self.checkpoint else block(x, rope)
         return self.head(self.norm(x))
 
 

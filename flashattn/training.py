@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from flashattn.lm import Attention, Config, TransformerLM, cross_entropy
 
@@ -26,14 +27,19 @@ class Trainer:
         precision: "fp32" for IEEE products; "tf32" for tensor cores on a GPU; "bf16" and "fp16" for
             ``torch.autocast`` (fp16 without a gradient scaler, so only for measurements).
         device: where to run.
-        compiled: whether to compile the model as one graph.
+        compiled: whether to compile the model as one graph, with a mesh each block.
         checkpoint: whether to recompute each block in backward.
         seed: seed of the parameters and the tokens.
         phase: ``phase(name)`` returns the context of a part.
+        mesh: of one dimension, over whose ranks the tokens of each sequence and the parameters are
+            shared (FSDP2). ``attention`` then attends over all of them, as
+            ``flashattn.parallel.attention`` does, and a loss is this rank's share: that of all
+            tokens is the mean over the ranks.
+        placement: which tokens are whose, see ``flashattn.parallel.shard``.
 
     Raises:
         ValueError: precision is unknown, batch is below 1, or context is below 1 or above
-            ``config.longest``.
+            ``config.longest``; or the mesh or the placement is wrong.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class Trainer:
         checkpoint: bool = False,
         seed: int = 0,
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        mesh: DeviceMesh | None = None,
+        placement: str = "zigzag",
     ) -> None:
         """Create model, batch and optimizer; the global random state is unchanged."""
         _check(config, batch=batch, context=context, precision=precision)
@@ -58,22 +66,46 @@ class Trainer:
             torch.manual_seed(seed)
             self.model = TransformerLM(config, attention, checkpoint=checkpoint)
             self.tokens, self.targets = torch.randint(config.vocab, (2, batch, context))
+        self.positions: torch.Tensor | None = None
+        if mesh is not None:
+            self._share(mesh, placement, compiled=compiled)
+            compiled = False
+        # FSDP averages gradients over ranks, which may have different numbers of tokens.
+        ranks = 1 if mesh is None else mesh.size()
+        self._weight = ranks * self.tokens.numel() / (batch * context)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=on_cuda)
         self._call = torch.compile(self.model, fullgraph=True) if compiled else self.model
+
+    def _share(self, mesh: DeviceMesh, placement: str, *, compiled: bool) -> None:
+        """Keep this rank's tokens and parameters; what FSDP does between blocks breaks a graph."""
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - slow to import
+
+        from flashattn.parallel import positions, shard  # noqa: PLC0415
+
+        self.positions = positions(self.tokens.shape[1], mesh, placement=placement)
+        self.tokens, self.targets = (
+            shard(x, mesh, dim=1, placement=placement) for x in (self.tokens, self.targets)
+        )
+        for block in self.model.blocks:
+            if compiled:
+                block.compile(fullgraph=True)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     @torch.no_grad()
     def forward(self) -> torch.Tensor:
         """Return the logits [B, T, V] without a graph."""
         with self._precision(), self.phase("forward"):
-            return self._call(self.tokens)
+            return self._call(self.tokens, self.positions)
 
     def loss(self) -> torch.Tensor:
         """Return the mean cross-entropy with its graph."""
         with self._precision():
             with self.phase("forward"):
-                logits = self._call(self.tokens)
+                logits = self._call(self.tokens, self.positions)
             with self.phase("loss"):
-                return cross_entropy(logits, self.targets)
+                loss = cross_entropy(logits, self.targets)
+                return loss if self._weight == 1 else loss * self._weight
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of ``loss`` and free its graph."""

@@ -8,7 +8,8 @@ import pytest
 
 from flashattn.counts import compiled
 from flashattn.counts.addresses import findings, read
-from flashattn.counts.offline import Resources, variants
+from flashattn.counts.offline import variants
+from flashattn.counts.resources import Resources
 from flashattn.kernels.hopper.offline import variants as hopper_variants
 
 BOTH = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"  # A at UR4 and UR5, B at UR6 and UR7
@@ -44,23 +45,48 @@ REPLACED = (*A, *B, BOTH, *A, BOTH, "EXIT")
 APART = ("@P0 BRA `(.L_x_1)", *A, *B, BOTH, "EXIT", ".L_x_1:", *A, *B, BOTH, "EXIT")
 
 
+KEPT = [line for line in WITHIN if "UIADD3" not in line]
+LATE = [*KEPT[:-3], "UIADD3 UR4, UR4, 0x2, URZ", *KEPT[-3:]]
+START, MAYBE, PAIR = (*A, *B), "@!UP0 UIADD3 UR6, UR21, 0x2, URZ", "UIADD3.64 UR6, UR20, 0x2, URZ"
+SKIP, BACK, TWICE = "@P0 BRA `(.L_x_1)", ("R2UR UR6, R2", "R2UR UR7, R3"), "@P1 BRA `(.L_x_1)"
+TABLE = 'BRX R4 -0x1b0 (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)'
+END = (".L_x_1:", BOTH, "EXIT")
+
+
 @pytest.mark.parametrize(
-    "lines",
-    [BEFORE, ONLY_WITHIN, GUARDED, REPLACED, APART],
-    ids=["before a loop", "in each step", "a loop left out", "one after the other", "apart"],
+    ("lines", "wanted"),
+    [
+        # What was computed once before a loop, or anew in each step, is one source.
+        *((lines, []) for lines in (BEFORE, ONLY_WITHIN, GUARDED, REPLACED, APART)),
+        # What each step computes hides what was there before the loop, of that register.
+        (WITHIN, []),
+        (KEPT, []),
+        (LATE, [(4, ("UMOV UR4, UR20", "UIADD3 UR4, UR4, 0x2, URZ"))]),
+        # Where a way from the start writes nothing, that is a source too.
+        ((*A, SKIP, *B, *END), [(6, (None, B[0])), (7, (None, B[1]))]),
+        ((*A, BOTH, "EXIT"), [(6, (None,)), (7, (None,))]),
+        # What may not happen is a source, and so is what was there before.
+        ((*START, MAYBE, BOTH, "EXIT"), [(6, (B[0], MAYBE))]),
+        # A pair that is computed before a loop that may be left out counts for both registers.
+        ((*START, SKIP, PAIR, *END), [(6, (B[0], PAIR)), (7, (B[1], PAIR))]),
+        ((*START, PAIR, BOTH, "EXIT"), []),
+        # What comes back from a vector register is no source, but hides what was there.
+        ((*START, "@P0 R2UR UR6, R2", BOTH, "EXIT"), []),
+        ((*START, SKIP, *BACK, *END), []),
+        ((*A, *BACK, BOTH, "EXIT"), []),
+        ((*START, SKIP, *B, TWICE, *END), [(6, (B[0], B[0])), (7, (B[1], B[1]))]),
+        ((*START, SKIP, *B, TWICE, ".L_x_1:", *BACK, BOTH, "EXIT"), []),
+        # An indirect branch goes to each label of its table, and nowhere else.
+        ((*START, TABLE, *START, ".L_x_1:", "NOP", ".L_x_2:", BOTH, "EXIT"), []),
+        (
+            (*START, TABLE, ".L_x_1:", *B, ".L_x_2:", BOTH, "EXIT"),
+            [(6, (B[0], B[0])), (7, (B[1], B[1]))],
+        ),
+    ],
 )
-def test_one_source_is_right(lines):
-    """Addresses that were computed once before a loop, or anew in each step, are right."""
-    assert found(*lines) == []
-
-
-def test_overwritten_in_a_loop():
-    """What each step computes hides what was there before the loop, of that register."""
-    assert found(*WITHIN) == []
-    kept = [line for line in WITHIN if "UIADD3" not in line]
-    assert found(*kept) == []
-    late = [*kept[:-3], "UIADD3 UR4, UR4, 0x2, URZ", *kept[-3:]]
-    assert found(*late) == [(4, ("UMOV UR4, UR20", "UIADD3 UR4, UR4, 0x2, URZ"))]
+def test_sources_of_a_product(lines, wanted):
+    """A product's address is right if one operation alone may have computed it."""
+    assert found(*lines) == wanted
 
 
 STALE = (
@@ -89,21 +115,9 @@ def test_before_a_loop_that_is_left_out():
     assert found(*(line for line in STALE if "P2" not in line)) == []
 
 
-def test_nobody_wrote():
-    """Where a way from the start writes nothing, that is a source too."""
-    assert found(*A, "@P0 BRA `(.L_x_1)", *B, ".L_x_1:", BOTH, "EXIT") == [
-        (6, (None, B[0])),
-        (7, (None, B[1])),
-    ]
-    assert found(".L_x_1:", BOTH, *A, *B, "BRA `(.L_x_1)")[0] == (4, (None, A[0]))
-    assert found(*A, BOTH, "EXIT") == [(6, (None,)), (7, (None,))]
-
-
-def test_a_predicate_hides_nothing():
-    """What may not happen is a source, and so is what was there before."""
-    maybe = "@!UP0 UIADD3 UR6, UR21, 0x2, URZ"
-    assert found(*A, *B, maybe, BOTH, "EXIT") == [(6, (B[0], maybe))]
-    assert found(*A, *B, "@P0 R2UR UR6, R2", BOTH, "EXIT") == []
+def test_nobody_wrote_before_a_loop():
+    """The first step of a loop reads what nobody wrote."""
+    assert found(".L_x_1:", BOTH, *START, "BRA `(.L_x_1)")[0] == (4, (None, A[0]))
 
 
 def test_which_registers_a_product_reads():
@@ -145,36 +159,6 @@ def test_what_is_written(line, registers):
     """Results stand first, or behind a predicate; some are two registers wide."""
     (instruction, _), _ = read(code(line, "EXIT"))
     assert list(instruction.writes) == registers
-
-
-def test_a_pair_is_two_sources():
-    """A pair that is computed before a loop that may be left out counts for both its registers."""
-    pair = "UIADD3.64 UR6, UR20, 0x2, URZ"
-    assert found(*A, *B, "@P0 BRA `(.L_x_1)", pair, ".L_x_1:", BOTH, "EXIT") == [
-        (6, (B[0], pair)),
-        (7, (B[1], pair)),
-    ]
-    assert found(*A, *B, pair, BOTH, "EXIT") == []
-
-
-def test_reloads_are_left_aside():
-    """What comes back from a vector register is no source of its own, but hides what was there."""
-    back = ("R2UR UR6, R2", "R2UR UR7, R3")
-    skipped = (*A, *B, "@P0 BRA `(.L_x_1)", *back, ".L_x_1:", BOTH, "EXIT")
-    assert found(*skipped) == []
-    assert found(*A, *back, BOTH, "EXIT") == []
-    twice = (*A, *B, "@P0 BRA `(.L_x_1)", *B, "@P1 BRA `(.L_x_1)")
-    assert len(found(*twice, ".L_x_1:", BOTH, "EXIT")) == 2
-    assert found(*twice, ".L_x_1:", *back, BOTH, "EXIT") == []
-
-
-def test_tables_of_branches():
-    """An indirect branch goes to each label of its table, and nowhere else."""
-    table = 'BRX R4 -0x1b0 (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)'
-    ways = (*A, *B, table, *A, *B, ".L_x_1:", "NOP", ".L_x_2:", BOTH, "EXIT")
-    assert found(*ways) == []
-    other = (*A, *B, table, ".L_x_1:", *B, ".L_x_2:", BOTH, "EXIT")
-    assert found(*other) == [(6, (B[0], B[0])), (7, (B[1], B[1]))]
 
 
 @pytest.mark.parametrize(

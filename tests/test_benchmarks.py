@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import signal
@@ -91,26 +92,38 @@ def journal(pytester):
     return path
 
 
-def test_green_run_is_kept_with_all_it_takes(bench, pytester):
-    """A green run leaves one file: statistics, facts, roofs, reasons; no sample, host or path."""
+def test_green_run_is_kept_with_all_it_takes(bench, pytester, monkeypatch):
+    """A green run leaves one file: statistics, facts, roofs, reasons; no sample, host or path.
+
+    What ran out of memory, would compile or was interpreted is a row with a reason.
+    """
     impls = {
         "good": good,
         "hungry": hungry,
         "limited": made_impl("limited", reason="limited by nature"),
+        "slow": made_impl("slow", compiles=True),
     }
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        impls["mine"] = made_impl("mine", registry.get("triton"))
+    # Nothing is compiled, and torch's compiler cannot be imported again once pytester forgot it.
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     result = bench(impls, *ONE)
-    result.assert_outcomes(passed=3, skipped=6)
+    result.assert_outcomes(passed=3, skipped=3 * len(impls) - 3)
     (path,) = kept(pytester)
     assert path.parent == pytester.path / ".benchmarks" / FOLDER
     saved, run = json.loads(path.read_text()), load(path)
     for case in saved["benchmarks"]:
         assert "data" not in case["stats"]
         assert case["stats"]["rounds"] == case["extra_info"]["rounds"] > 1
-    assert {(r["impl"], r["status"], r["reason"]) for r in run.rows} == {
-        ("good", "ok", None),
-        ("hungry", "oom", "hungry ran out of memory"),
-        ("limited", "unsupported", "limited by nature"),
+    reasons = {
+        "good": ("ok", None),
+        "hungry": ("oom", "hungry ran out of memory"),
+        "limited": ("unsupported", "limited by nature"),
+        "slow": ("unsupported", "slow compiles every shape for seconds: timed at few"),
+        "mine": ("unsupported", "mine is interpreted: not a speed"),
     }
+    wanted = {(name, *reasons[name]) for name in impls}
+    assert {(r["impl"], r["status"], r["reason"]) for r in run.rows} == wanted
     measured = run.rows[0]
     assert (measured["study"], measured["impl"], measured["pass"]) == ("flash", "good", "forward")
     assert measured["name"] == "forward[fp32-b4h4-q64-d64-full-good]"
@@ -131,6 +144,8 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester):
             f"Kept in .benchmarks/{FOLDER}/0001_*.json",
         ]
     )
+    bench({"limited": impls["limited"]}, *ONE).assert_outcomes(skipped=3)
+    assert kept(pytester) == [path]  # a run without a number
 
 
 def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
@@ -147,37 +162,6 @@ def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
     disabled = bench({"good": good, "wrong": wrong}, *ONE, "--benchmark-disable")
     disabled.assert_outcomes(passed=3, failed=3)
     assert kept(pytester) == []
-
-
-def test_rows_are_on_disk_before_the_next_case(bench, pytester):
-    """When a case starts, the one before it is in the journal already."""
-    seen = []
-
-    def nosy(q, k, v, **options):
-        seen.append(load(journal(pytester)).rows[-1]["impl"])
-        return good(q, k, v, **options)
-
-    bench({"good": good, "nosy": nosy}, *ONE).assert_outcomes(passed=6)
-    assert set(seen) == {"good"}
-
-
-@pytest.mark.interpreter
-def test_interpreted_kernels_have_no_speed(bench, pytester):
-    """A Triton kernel that was interpreted is a row with a reason, under whatever name."""
-    plugin = made_impl("mine", registry.get("triton"))
-    bench({"mine": plugin}, *ONE).assert_outcomes(skipped=3)
-    rows = load(journal(pytester)).rows
-    assert {r["reason"] for r in rows} == {"mine is interpreted: not a speed"}
-    assert kept(pytester) == []  # a run without a number
-
-
-def test_study_and_compiled_are_left_out_with_a_reason(bench, monkeypatch):
-    """What would take too long is a row that says so."""
-    # Nothing is compiled, and torch's compiler cannot be imported again once pytester forgot it.
-    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
-    result = bench({"slow": made_impl("slow", compiles=True), "good": good}, *ONE)
-    result.assert_outcomes(passed=3, skipped=3)
-    result.stdout.fnmatch_lines(["*slow compiles every shape*3 cases*"])
 
 
 def saved(pytester, name, accelerator=FOLDER, *, dirty=False):

@@ -216,12 +216,6 @@ def test_summary_counts_averages_and_names_the_model():
     assert summary([]) == "no cases."
 
 
-def test_another_accelerator_is_refused():
-    """Times of two machines are not compared."""
-    with pytest.raises(ValueError, match="wanted a run of nvidia-h200, got one of cpu"):
-        compare(run(), run(machine="cpu"))
-
-
 def test_report_tells_what_is_not_the_same():
     """In Markdown the table has what changed, and leaves out what did not."""
     before = run(row(1.0, name="slow"), row(1.0, name="even"), row(status="oom", name="full"))

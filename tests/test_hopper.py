@@ -161,6 +161,38 @@ def test_windows(device, head_dim, shape, window, corner):
                 assert all(torch.equal(other[name], x) for name, x in one.items())
 
 
+DOCUMENTS = {
+    "packed": ((300, 300), (0, 0), (11, 11), (384, 384), (128, 128)),
+    "uneven": ((200, 700), (90, 0), (0, 60), (1, 1), (500, 64)),
+    "short": ((16, 16),) * 50,
+    "one": ((900, 900),),
+}
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal_br", "window70+30", "full"])
+@pytest.mark.parametrize("packed", DOCUMENTS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@on_hopper
+def test_documents(device, head_dim, packed, mask):
+    """So are packed documents, with rows behind the last."""
+    asked = Mask.parse(mask)
+    for dtype, group in (("bfloat16", 1), ("float16", 2)):
+        problem = Problem(
+            batch=2, heads=4, kv_heads=4 // group, seq_q=900, seq_kv=1000, head_dim=head_dim,
+            causal=asked.causal, window=asked.window, documents=DOCUMENTS[packed], dtype=dtype,
+        )  # fmt: skip
+        sample = Sample(problem=problem, device=device)
+        case = sample.draw()
+        for deterministic in (True, False):
+            attend = partial(
+                get("hopper"), **problem.keywords, scale=head_dim**-0.5, deterministic=deterministic
+            )
+            assert_accurate(attend, sample)
+            if deterministic:
+                one, other = run(attend, case), run(attend, case)
+                assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
 def windowed(problem, *, deterministic):
     """Return what attends to a problem's inputs with Hopper's kernels, whatever its mask."""
     scale = check_scale(None, problem.head_dim)

@@ -107,6 +107,13 @@ def test_rope_scores_depend_on_distance_only():
     assert torch.stack([d[0] for d in diagonals]).std() > 0.1
 
 
+def test_rope_at_positions():
+    """Rows of a longer sequence are turned as they are in it."""
+    x, rope = torch.randn(2, 64, 3, 16), RoPE(STUDY)
+    where = torch.tensor([3, 4, 40, 63])
+    assert torch.equal(rope(x[:, where], where), rope(x)[:, where])
+
+
 def test_rope_keeps_dtypes():
     """bf16 stays bf16, though it is turned in fp32."""
     x = torch.randn(1, 64, 16).bfloat16()

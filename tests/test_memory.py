@@ -44,6 +44,7 @@ def leaf(*shape, device=None):
 
 
 A, B, LAYER = leaf(8, 16), leaf(16, 4), torch.nn.Linear(16, 32)
+QKV = [leaf(1, 256, 16) for _ in range(3)]
 
 
 def let_go(x):
@@ -69,6 +70,10 @@ def scores(q, k, v):
         (partial(let_go, A), [], 8 * 16),  # not what only a tensor that was thrown away would keep
         (lambda: checkpoint(let_go, A * 2, use_reentrant=False), [], 8 * 16),  # its input alone
         (leaf(1 << 20, 1 << 20, device="meta").exp, [], 1 << 40),  # without a byte of memory
+        (torch.compile(lambda: A.exp().sin(), backend="aot_eager"), [A], 8 * 16),
+        # An autograd function: its output and a number per row; naive attention: all its scores.
+        (partial(FlashAttentionPyTorch.apply, *QKV), QKV, 256 * 16 + 256),
+        (partial(scores, *QKV), QKV, 256 * 256),
     ],
 )
 def test_held_are_what_backward_reads(call, without, held):
@@ -84,25 +89,6 @@ def test_gradients_are_unchanged_by_counting():
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(first, x.exp() * (1 + x))
     torch.testing.assert_close(second, (x.exp() * (2 + x)).detach())
-
-
-def test_an_autograd_function_holds_what_it_saves():
-    """FlashAttention keeps its output and one number per row; naive attention all its scores."""
-    n, d = 256, 16
-    q, k, v = (leaf(1, n, d) for _ in range(3))
-    flash, _ = held_bytes(lambda: FlashAttentionPyTorch.apply(q, k, v), without=[q, k, v])
-    assert flash == 4 * (n * d + n)
-    naive, _ = held_bytes(lambda: scores(q, k, v), without=[q, k, v])
-    assert naive == 4 * n * n
-
-
-def test_a_compiled_function_holds_what_it_saves():
-    """A compiled graph keeps tensors as any other function does."""
-    x = leaf(64)
-    compiled = torch.compile(lambda x: x.exp().sin(), backend="aot_eager")
-    held, y = held_bytes(partial(compiled, x), without=[x])
-    assert held == 4 * 64
-    y.sum().backward()
 
 
 class Allocator:
@@ -264,13 +250,6 @@ def test_largest_blocks_are_those_at_the_peak(allocator):
     ]
 
 
-def test_ten_kinds_of_blocks_are_enough(allocator):
-    """Of more kinds of blocks the biggest are told."""
-    gpu = allocator()
-    line = record(lambda: [gpu.alloc(size) for size in range(1, 31)], CUDA)
-    assert [block.bytes for block in line.largest] == list(range(30, 20, -1))
-
-
 def reused(gpu):
     """Free a block of before, whose address is given away again."""
     (first, _) = gpu.blocks
@@ -294,12 +273,19 @@ def nothing(gpu):
     del gpu.trace[-1]["addr"]
 
 
+def many(gpu):
+    """Make more kinds of blocks than are told."""
+    for size in range(1, 31):
+        gpu.alloc(size)
+
+
 @pytest.mark.parametrize(
     ("call", "before", "live", "largest"),
     [
         (reused, [900, 50], [950, 50, 150], [900, 50]),
         (read_by_a_stream, [], [0, 100, 110, 10], [100, 10]),
         (nothing, [100], [100], [100]),
+        (many, [], [n * (n + 1) // 2 for n in range(31)], list(range(30, 20, -1))),
     ],
 )
 def test_memory_is_live_from_its_allocation_until_it_is_free(

@@ -59,14 +59,6 @@ def test_what_a_kernel_calls_replaces_what_is_left(known, monkeypatch):
         assert changes[0] == changes[1]
 
 
-def test_a_kernel_replaces_all_whatever_is_left(monkeypatch):
-    """A module that is left replaced does not keep the next kernel from replacing the tensors."""
-    monkeypatch.setattr(tl.core, "range", range)
-    scope = patching._patch_once(of_a_module(core=tl.core))
-    assert tl.tensor.T is not patching._PLAIN_T
-    scope.restore()
-
-
 @pytest.mark.interpreter
 def test_tests_do_so():
     """Kernels under test are interpreted so."""

@@ -192,7 +192,13 @@ def test_summary_sums_kernels_longest_first():
 
 
 def test_summary_is_of_one_call():
-    """Two calls are halved: times, counts and phases; a count that does not divide says so."""
+    """Two calls are halved: times, counts and phases; a count that does not divide says so.
+
+    Without kernels a share is 0; no call is refused.
+    """
+    assert summary([], where=DeviceType.CUDA).matmul_share == 0.0
+    with pytest.raises(ValueError, match="calls: wanted at least 1, got 0"):
+        profile(lambda: None, CPU, calls=0)
     events = [*EVENTS, event("once", 0, 1)]
     result, halves = (
         summary(events, where=DeviceType.CUDA, phases=["forward"], calls=n) for n in (1, 2)
@@ -211,13 +217,6 @@ def test_phases_hold_the_kernels_that_run_in_them():
     seconds = [1e6 * each for each in result.phases.values()]
     assert list(result.phases) == names
     assert seconds == pytest.approx([48, 60, 60, 0])
-
-
-def test_nothing_run_is_no_share():
-    """A profile without kernels has a share of 0; one of no call is refused."""
-    assert summary([], where=DeviceType.CUDA).matmul_share == 0.0
-    with pytest.raises(ValueError, match="calls: wanted at least 1, got 0"):
-        profile(lambda: None, CPU, calls=0)
 
 
 @pytest.mark.alone

@@ -149,22 +149,21 @@ def kernel(q, k, v, *, causal, scale):
 """
 
 
-def test_an_installed_package_announces_a_module(install):
-    """A module is imported when names are asked for, and has registered what it decorates."""
-    install("acme", REGISTERS, anything="acme")
-    assert registry.names()[-1] == "decorated"
-    impl = registry.get("decorated")
-    assert (impl.origin, impl.grad) == ("package acme 1.2", False)
-
-
 @pytest.mark.parametrize(
-    ("source", "name"), [("def kernel(q, k, v, **_): return q", "acme"), (REGISTERS, "decorated")]
+    ("source", "announced", "name"),
+    [
+        (REGISTERS, {"anything": "acme"}, "decorated"),
+        ("def kernel(q, k, v, **_): return q", {"acme": "acme:kernel"}, "acme"),
+        (REGISTERS, {"acme": "acme:kernel"}, "decorated"),
+    ],
 )
-def test_an_installed_package_announces_a_function(install, source, name):
-    """A function is known by the entry point's name, unless it was decorated with another."""
+def test_an_installed_package_announces_itself(install, source, announced, name):
+    """A module registers what it decorates; a function that is not has the entry point's name."""
     before = registry.names()
-    install("acme", source, acme="acme:kernel")
+    install("acme", source, **announced)
     assert registry.names() == (*before, name)
+    impl = registry.get(name)
+    assert (impl.origin, impl.grad) == ("package acme 1.2", name == "acme")
 
 
 @pytest.mark.parametrize(

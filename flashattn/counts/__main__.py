@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -33,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kind", nargs="?", choices=KINDS, help="what to count (default: both)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
+    parser.add_argument(
+        "--only", default="", type=re.compile, metavar="REGEX", help="cases whose names it matches"
+    )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of what is expected")
     parser.add_argument("--rewrite", action="store_true", help="expect what is counted now")
     return parser
@@ -44,25 +47,27 @@ def _check(kind: str, options: argparse.Namespace) -> int:
     # Triton reads this when it is imported, which is below. It interprets or compiles, never both.
     os.environ["TRITON_INTERPRET"] = str(int(kind == "interpreter"))
     module = import_module(f"flashattn.counts.{kind}")
-    if not any(options.only in name for name in module.names()):
-        print(f"--only {options.only!r}: no case of {kind} has this in its name")
+    asked = options.only.search
+    wanted = set(filter(asked, module.names()))
+    if not wanted:
+        print(f"--only {options.only.pattern!r}: no case of {kind} has such a name")
         return 2
     if kind == "interpreter" and INTERPRETER_FAILS:
         print(f"UNPROVEN: {INTERPRETER_FAILS}")
         return UNPROVEN
     path = options.folder / module.FILE
-    got, complaints = module.collect(options.only)
+    got, complaints = module.collect(wanted)
     for complaint in complaints:
         print(f"FAILED {complaint}")
     if options.rewrite:
-        others = read(path) if options.only and path.exists() else {}
-        write(path, {case: row for case, row in others.items() if options.only not in case} | got)
+        before = read(path) if path.exists() else {}
+        write(path, {case: row for case, row in before.items() if not asked(case)} | got)
         print(f"{len(got)} cases written to {path}")
         return FAILED if complaints else 0
     if not path.exists():
         print(f"UNPROVEN: there is no {path}; {COMMAND} --rewrite makes it of what is counted now")
         return FAILED if complaints else UNPROVEN
-    expected = {case: row for case, row in read(path).items() if options.only in case}
+    expected = {case: row for case, row in read(path).items() if asked(case)}
     found = differences(expected, got)
     for sentence in found:
         print(f"FAILED {sentence}")
@@ -82,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     options = parser.parse_args(given)
-    if options.only and not options.kind:
+    if options.only.pattern and not options.kind:
         parser.error("--only: wanted a kind before it, for each names its cases in its own way")
     if options.kind:
         return _check(options.kind, options)

@@ -8,7 +8,7 @@ those of the interpreter's tile, the same for every version of Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -168,11 +168,11 @@ def names() -> list[str]:
     return [name for case in CASES for name in _names(*case).values()]
 
 
-def collect(only: str = "") -> tuple[Rows, list[str]]:
-    """Count every kernel on every case.
+def collect(wanted: Container[str]) -> tuple[Rows, list[str]]:
+    """Count what kernels do.
 
     Args:
-        only: of the cases with this in their names.
+        wanted: names of cases.
 
     Returns:
         The rows, and what is wrong whatever is expected: nothing.
@@ -180,8 +180,7 @@ def collect(only: str = "") -> tuple[Rows, list[str]]:
     patch_interpreter()
     rows: Rows = {}
     for problem, loading in CASES:
-        named = _names(problem, loading)
-        if any(only in name for name in named.values()):
-            counts = count(problem, LAYOUTS[loading])
-            rows |= {name: asdict(counts[kernel]) for kernel, name in named.items() if only in name}
+        named = {k: name for k, name in _names(problem, loading).items() if name in wanted}
+        counts = count(problem, LAYOUTS[loading]) if named else {}
+        rows |= {name: asdict(counts[kernel]) for kernel, name in named.items()}
     return rows, []

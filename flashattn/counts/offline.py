@@ -1,19 +1,12 @@
-"""Compile a kernel for any GPU without having one, and read what the compilers made of it.
+"""Every kernel with every tile, compiled for any GPU without having one.
 
 It needs a process in which Triton is not interpreted.
 """
 
 from __future__ import annotations
 
-import re
-import struct
-import subprocess
-import tempfile
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flashattn.counts.resources import SHARED_LIMIT, Resources, resources_of
 from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
@@ -32,7 +26,7 @@ from flashattn.plan.portable import terms_of
 from flashattn.plan.precision import TERMS, input_precision
 from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
 from flashattn.plan.tables import rows_of
-from flashattn.plan.tile import Tile, block_d, padding
+from flashattn.plan.tile import HALF, Tile, block_d, padding
 
 Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce"]
 KERNELS: dict[str, Any] = {
@@ -51,22 +45,12 @@ FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where 
 }
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-# The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
-# and 12.x, where consumer cards have 99 KiB.
-SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
-# Ways to compile a kernel. Few queries always find keys to split but where they are many heads; and
-# short and whole is what is not split.
-SPLIT = {"decode": (True,), "fwd_short_kv": (False,), "bwd_one_launch": (False,)}
+ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is compiled in all ways
+ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
 TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
 SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
-EXECUTABLE = 4  # flag of a section of an ELF file
-# PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
-# wgmma.mma_async.sync.aligned.m64n64k16 ... .bf16, tcgen05.mma.cta_group::1.kind::f16.
-MATRIX = re.compile(
-    r"\b(?:(wgmma|mma)\.[\w.]*?\.(m\d+n\d+k\d+)[\w.]*?\.f32\.(\w+)|(tcgen05)\.mma\.\S*?kind::(\w+))"
-)
 
 
 @dataclass(frozen=True)
@@ -159,33 +143,6 @@ class Variant:
             "BLOCK_D": block_d(self.head_dim),
             "TERMS": TERMS.get(precision, 0),
         }
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one program takes.
-
-    Args:
-        registers: of a thread.
-        stack: bytes of a thread: spills.
-        shared: bytes of shared memory.
-        code: bytes.
-        matrix: instructions of the tensor cores by kind, as they stand in the code.
-    """
-
-    registers: int
-    stack: int
-    shared: int
-    code: int
-    matrix: dict[str, int]
-
-    def complaint(self, arch: str) -> str | None:
-        """Return what is wrong with it, or None."""
-        if self.stack:
-            return f"spills: {self.stack} bytes of stack"
-        if self.shared > SHARED_LIMIT[arch]:
-            return f"takes {self.shared} bytes of shared memory, {SHARED_LIMIT[arch]} is the most"
-        return None
 
 
 @dataclass(frozen=True)
@@ -291,38 +248,6 @@ def _source(variant: Variant) -> ASTSource:
     return ASTSource(fn, arguments, constants, attributes)
 
 
-@cache
-def _tools() -> Path:
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-def _said(tool: str, option: str, compiled: Any) -> str:
-    """Return what one of the wheel's own tools prints of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        return subprocess.run(  # noqa: S603 - a tool of Triton's
-            [_tools() / tool, option, file.name], check=True, capture_output=True, text=True
-        ).stdout
-
-
-def matrix_instructions(ptx: str) -> dict[str, int]:
-    """Count the instructions of the tensor cores by generation, shape and type of the operands.
-
-    tcgen05 names neither a shape nor bf16: its kind f16 is all of half precision.
-    """
-    kinds = Counter(" ".join(filter(None, found.groups())) for found in MATRIX.finditer(ptx))
-    return dict(sorted(kinds.items()))
-
-
-def code_bytes(cubin: bytes) -> int:
-    """Return the size of the executable sections of a 64-bit ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count = struct.unpack_from("<HH", cubin, 58)
-    sections = (struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count))
-    return sum(length for _, _, flags, _, _, length in sections if flags & EXECUTABLE)
-
-
 def source_of(variant: Variant | HopperVariant) -> ASTSource:
     """Return the kernel of one variant with its arguments' types, as Triton compiles it."""
     return _source(variant) if isinstance(variant, Variant) else variant.source
@@ -344,84 +269,88 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
     return triton.compile(source_of(variant), target=target, options=variant.options)
 
 
-def resources_of(compiled: Any) -> Resources:
-    """Return what a compiled kernel takes, from its PTX and its cubin."""
-    usage = _said("cuobjdump", "-res-usage", compiled)
-    registers, stack = (int(re.findall(rf"{field}:(\d+)", usage)[0]) for field in ("REG", "STACK"))
-    return Resources(
-        registers=registers,
-        stack=stack,
-        shared=compiled.metadata.shared,
-        code=code_bytes(compiled.asm["cubin"]),
-        matrix=matrix_instructions(compiled.asm["ptx"]),
-    )
-
-
-def sass_of(compiled: Any) -> str:
-    """Return the code of a compiled kernel as nvdisasm prints it, in half a second."""
-    return _said("nvdisasm", "-c", compiled)
-
-
 def compile_variant(variant: Variant | HopperVariant) -> Resources:
     """Compile one variant and return what it takes; see ``compiled_kernel``."""
     return resources_of(compiled_kernel(variant))
 
 
-def _ways(arch: str, kernel: Kernel, size: int, head_dim: int, *, causal: bool) -> tuple[bool, ...]:
-    """Return whether a kernel is launched split, and whether not; "fwd" not if small grids are."""
-    few = (
-        kernel == "fwd" and ("fwd_small_grid", size, head_dim, causal, False) in TABLES[arch].tiles
-    )
-    return (False,) if few else SPLIT.get(kernel, (False, True))
+def _tiled(arch: str) -> list[Variant]:
+    """Return each tile of a table once: under a mask, whose code has that of full attention, too.
+
+    Full attention is compiled where it has a tile of its own, and among all ways.
+    """
+    table = TABLES[arch]
+    whole = [
+        Variant(arch, kernel, size, head_dim, tile, causal, describable, kernel in ALWAYS_SPLIT)
+        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
+        if causal
+        or (arch, head_dim) == (ALL_WAYS, ANY_D)
+        or tile != table.tiles[kernel, size, head_dim, True, describable]
+    ]
+    tf32 = [
+        Variant(arch, kernel, 4, head_dim, tile, True, tile.descriptors, precision="tf32")  # noqa: FBT003
+        for tiles in table.tf32
+        for (kernel, head_dim), tile in tiles.items()
+    ]
+    return whole + tf32
 
 
-def variants() -> list[Variant | HopperVariant]:
-    """Return every kernel with every tile of the tables of every architecture."""
-    tiled = [
-        Variant(arch, kernel, size, head_dim, tile, causal, describable, split)
-        for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
-        for split in _ways(arch, kernel, size, head_dim, causal=causal)
+def _other_ways(tiled: list[Variant]) -> list[Variant]:
+    """Return the ways to compile a kernel that borrow a tile, with ``ANY_D`` under a mask."""
+    one_d = [v for v in tiled if v.head_dim == ANY_D and v.precision == "auto" and not v.split]
+    masked = [variant for variant in one_d if variant.causal]
+    half = [variant for variant in masked if variant.size == HALF]
+    small_grids = {variant.size for variant in tiled if variant.kernel == "fwd_small_grid"}
+    split = [
+        replace(variant, split=True)
+        for variant in masked
+        if variant.kernel not in {"fwd_short_kv", "bwd_one_launch"}
+        and not (variant.kernel == "fwd" and variant.size in small_grids)
     ]
-    tiled += [
-        Variant(arch, kernel, 4, head_dim, tile, causal, tile.descriptors, split, "tf32")
-        for arch in ARCHITECTURES
-        for table in TABLES[arch].tf32
-        for (kernel, head_dim), tile in table.items()
-        for causal, split in product((False, True), (False, True))
-    ]
-    columns = [  # a single column is none of the tables' head dims: it takes the tiles of the least
-        Variant(arch, kernel, size, 1, tile, causal, describable, split)
-        for arch in ARCHITECTURES
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
-        if (head_dim, describable) == (HEAD_DIMS[0], False) and kernel not in OPTIONAL
-        for split in _ways(arch, kernel, size, 1, causal=causal)
-    ]
-    fixed = [
-        Variant(arch, kernel, size, head_dim, None, causal=False)
-        for arch, kernel, size, head_dim in product(ARCHITECTURES, FIXED, ELEMENTS, (1, *HEAD_DIMS))
-        if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
-    ]
-    fixed += [
-        replace(variant, precision="tf32")
-        for variant in fixed
-        if (variant.kernel, variant.arch) == ("decompose", "sm_90")
-    ]
-    dense = [
-        variant
-        for variant in tiled
-        if (variant.size, variant.head_dim, variant.split) == (2, 64, False)
-    ]
-    windowed = [replace(variant, window=True) for variant in dense]
-    windowed += [replace(variant, rows=True) for variant in dense if variant.causal]
-    capped = [  # which in the backward takes the tiles of full attention, see ``plan.portable``
-        replace(variant, softcap=True, causal=causal)
-        for variant, causal in product(dense, (False, True))
-        if variant.causal == (causal and variant.kernel not in steps.KERNELS)
+    capped = [  # in the backward with the tiles of full attention, see ``plan.portable``
+        replace(variant, softcap=True, causal=True)
+        for variant in one_d
+        if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
     ]
     scored = [  # likewise; a few
         replace(variant, softcap=False, alibi=True)
         for variant in capped
-        if variant.causal and variant.describable and variant.kernel in SCORED
+        if variant.describable and variant.kernel in SCORED
     ]
-    return [*tiled, *columns, *fixed, *windowed, *capped, *scored, *hopper.variants()]
+    return [
+        *split,
+        *(replace(variant, window=True) for variant in half),
+        *(replace(variant, rows=True) for variant in half),
+        *capped,
+        *scored,
+    ]
+
+
+def _columns(arch: str) -> list[Variant]:
+    """Return those of a single column, which takes the tiles of the least width."""
+    return [
+        Variant(arch, kernel, size, 1, tile, causal, describable, kernel in ALWAYS_SPLIT)
+        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
+        if (head_dim, causal, describable) == (HEAD_DIMS[0], True, False) and kernel not in OPTIONAL
+    ]
+
+
+def _untiled(arch: str) -> list[Variant]:
+    """Return the kernels that have one tile for all, of one column, of some and of the most."""
+    found = [
+        Variant(arch, kernel, size, head_dim, None, causal=False)
+        for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
+        if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
+    ]
+    decomposed = [variant for variant in found if variant.kernel == "decompose"]
+    return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]
+
+
+def variants() -> list[Variant | HopperVariant]:
+    """Return every kernel with every tile of the tables of every architecture."""
+    found: list[Variant | HopperVariant] = []
+    for arch in ARCHITECTURES:
+        tiled = _tiled(arch)
+        ways = _other_ways(tiled) if arch == ALL_WAYS else []
+        found += [*tiled, *ways, *_columns(arch), *_untiled(arch)]
+    return found + hopper.variants()

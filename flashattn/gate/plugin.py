@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 FEWEST_ROUNDS = 10  # with fewer, the 99% interval is the whole range
-INJECTED = (0.05, 0.10)  # slowdowns that the self-test must detect
 # A sound gate may miss one slowdown in 25 on a noisy machine: three in a row is below 1e-4.
 ATTEMPTS = 3
 FAILED, UNSETTLED = {SLOWER, MISSED}, {AMBIGUOUS, UNPROVEN, NEW}  # all others pass
@@ -74,8 +73,8 @@ class Gate:
         """Return the cases, each with the share by which to slow it down."""
         cases = {str(case): case for case in CASES[self._device.type]}
         compared = [] if self._revision is None else [(case, 0.0) for case in cases.values()]
-        chosen = SELFTEST[self._device.type] if self._selftest else ()
-        return compared + [(cases[name], share) for name in chosen for share in INJECTED]
+        injected = SELFTEST[self._device.type] if self._selftest else {}
+        return compared + [(cases[name], share) for name, share in injected.items()]
 
     def judge(self, case: Case, injected: float) -> Outcome:
         """Time a case until its verdict is settled; repeat while an injected slowdown is missed.

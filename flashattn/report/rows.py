@@ -26,6 +26,7 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
     "causal": (False, "top_left", "bottom_right"),
     "protocol": ("tokens", "one_head", "batch"),
     "values": ("normal",),
+    "method": ("keys", "keys, kept", "keys, contiguous", "heads"),
 }
 
 

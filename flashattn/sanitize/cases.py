@@ -60,22 +60,11 @@ PROBLEMS = {
 
 
 def cases(text: str = "", impl: str = "triton") -> dict[str, tuple[Problem, str]]:
-    """Return the cases that an implementation supports on this machine.
-
-    Args:
-        text: substring that the names must contain.
-        impl: a registered name.
-
-    Returns:
-        Problem and layout by name.
-    """
+    """Return problem and layout, by name, of the cases that an implementation supports here."""
     named = {f"{problem}-{layout}": (problem, layout) for problem, layout in PROBLEMS.items()}
-    can = get(impl)
-    return {
-        name: case
-        for name, case in named.items()
-        if text in name and can.why_not(case[0], HERE, grad=True) is None
-    }
+    asked = {name: case for name, case in named.items() if text in name}
+    able = get(impl).why_not
+    return {name: c for name, c in asked.items() if able(c[0], HERE, grad=True) is None}
 
 
 def main(text: str = "", impl: str = "triton") -> None:

@@ -1,7 +1,7 @@
 """Bugs that a fused attention may well have, each as a change to one place of the source.
 
-They are data: ``test_mutants.py`` applies one at a time to a copy of the package, in which some of
-the ordinary tests must then fail.
+They are data: ``test_mutants.py`` applies one at a time to a copy of the package, in which the
+ordinary test that it names must then fail.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ class Mutant:
         found: text that this file has exactly once.
         put: what stands there in the mutant.
         symptom: what a user would see.
-        likely: the function among the tests that is likely to see it, and runs first: this saves
-            minutes and decides nothing, as all others follow.
+        caught: the function among the tests that sees it.
     """
 
     name: str
@@ -28,7 +27,7 @@ class Mutant:
     found: str
     put: str
     symptom: str
-    likely: str = "tests/test_impls.py::test_cases"
+    caught: str = "tests/test_impls.py::test_cases"
 
     def __str__(self) -> str:
         """Return the name, for the test's id."""
@@ -67,8 +66,184 @@ COLUMNS = "tests/test_kernels.py::test_columns_come_together"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
 HALVES = "tests/test_kernels.py::test_tf32_in_two_terms"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
+SHARED = "tests/test_parallel_attention.py::test_ranks_share_the_whole"
+PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
+
+DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
+MASKS = "tests/test_masks.py::test_masks"
+DOCUMENT_CALLS = "tests/test_masks.py::test_documents_are_calls"
+NO_DOCUMENT = "tests/test_masks.py::test_rows_in_no_document"
 
 MUTANTS = [
+    # Masks of rows
+    Mutant(
+        "documents_begin_at_0",
+        "bounds.py",
+        "at = x + start - own[document]",
+        "at = x - own[document]",
+        "a causal document sees what it would if it were the first",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "documents_in_the_other_corner",
+        "bounds.py",
+        "    if bottom_right:\n",
+        "    if not bottom_right:\n",
+        "documents of more keys than queries are aligned at their other ends",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "documents_see_less_behind",
+        "bounds.py",
+        "at + after + 1, low)",
+        "at + after, low)",
+        "a causal query in a document does not see itself",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "documents_see_more_before",
+        "bounds.py",
+        "at - before, start)",
+        "at - before - 1, start)",
+        "a window in a document has a key more",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "rows_transposed_on_the_wrong_side",
+        "bounds.py",
+        "x.contiguous(), s, right=True)",
+        "x.contiguous(), s, right=False)",
+        "keys take what the query beside gives",
+        "tests/test_masks.py::test_bounds_of_rows",
+    ),
+    Mutant(
+        "masks_join",
+        "masks.py",
+        "torch.minimum(one[1], other[1])",
+        "torch.maximum(one[1], other[1])",
+        "of two masks a query sees what either lets it see",
+        MASKS,
+    ),
+    Mutant(
+        "padding_on_the_other_side",
+        "masks.py",
+        "return sizes.seq_kv - lengths, low + sizes.seq_kv",
+        "return low, lengths",
+        "left padding hides the last keys",
+        MASKS,
+    ),
+    Mutant(
+        "prefix_hides_oneself",
+        "masks.py",
+        "sizes.queries + 1, lengths)",
+        "sizes.queries, lengths)",
+        "a query behind the prefix does not see itself",
+        MASKS,
+    ),
+    Mutant(
+        "chunk_of_two",
+        "masks.py",
+        "return low, low + self.length",
+        "return low, low + 2 * self.length",
+        "a chunk sees the next",
+        MASKS,
+    ),
+    Mutant(
+        "lengths_that_changed_are_forgotten",
+        "masks.py",
+        "tuple((id(x), x._version) for x in tensors)",
+        "tuple(id(x) for x in tensors)",
+        "a batch has the documents of the batch before",
+        "tests/test_masks.py::test_bounds_are_kept",
+    ),
+    Mutant(
+        "bounds_outlive_lengths",
+        "masks.py",
+        "kept[key] = bounds, [ref(x) for x in tensors]",
+        "kept[key] = bounds, [lambda x=x: x for x in tensors]",
+        "lengths and bounds of every batch fill the memory",
+        "tests/test_masks.py::test_nothing_is_kept_alive",
+    ),
+    Mutant(
+        "row_falls_behind",
+        "masks.py",
+        "falls = (low.diff(dim=1) < 0) | ",
+        "falls = ",
+        "a mask that is none of rows is taken for one",
+        "tests/test_masks.py::test_bad_masks",
+    ),
+    Mutant(
+        "rows_have_no_first_key",
+        "kernels/portable/mask.py",
+        "    if band[0] is not None or band[2] is not None:\n        seen",
+        "    if band[0] is not None:\n        seen",
+        "a document sees those before it",
+        DOCUMENT_CALLS,
+    ),
+    Mutant(
+        "keys_have_no_first_query",
+        "kernels/portable/mask.py",
+        "    if band[1] is not None or band[2] is not None:\n        _, hi",
+        "    if band[1] is not None:\n        _, hi",
+        "keys of a document take what other documents give",
+        DOCUMENT_CALLS,
+    ),
+    Mutant(
+        "rows_of_the_first_batch",
+        "kernels/portable/mask.py",
+        "return bounds + batch.to(tl.int64) * stride",
+        "return bounds + batch.to(tl.int64) * 0",
+        "all batches have the padding of the first",
+        "tests/test_masks.py::test_every_mask",
+    ),
+    Mutant(
+        "values_behind_the_last_document",
+        "kernels/portable/forward.py",
+        "v_tile = keep_rows(v_tile, kept, CONFIG.TERMS)",
+        "pass",
+        "NaN behind the last document reaches all that is in its tile",
+        NO_DOCUMENT,
+    ),
+    Mutant(
+        "keys_behind_the_last_document",
+        "kernels/portable/gradients.py",
+        "ds = tl.where(p > 0.0, ds, 0.0)",
+        "pass",
+        "so do the gradients of queries",
+        NO_DOCUMENT,
+    ),
+    Mutant(
+        "queries_behind_the_last_document",
+        "kernels/portable/gradients.py",
+        "q_tile = keep_rows(q_tile, kept, CONFIG.TERMS)",
+        "pass",
+        "so do those of keys",
+        NO_DOCUMENT,
+    ),
+    Mutant(
+        "a_row_is_in_the_next_document",
+        "kernels/portable/document_bounds.py",
+        "document = tl.maximum(behind - 1, 0)",
+        "document = behind",
+        "queries see the next document",
+        "tests/test_masks.py::test_the_kernel_of_documents",
+    ),
+    Mutant(
+        "backward_forgets_the_rows",
+        "ops.py",
+        "options = _options(q.dtype, extras, *self.options)",
+        "options = _options(q.dtype, (), *self.options)\n            extras = ()",
+        "gradients are those without a mask",
+        "tests/test_impls.py::test_cases",
+    ),
+    Mutant(
+        "batches_of_one_kind",
+        "bounds.py",
+        "return found._replace(full=found.first, full_end=found.first)",
+        "return found",
+        "a tile that one batch sees whole is not masked in the others",
+        "tests/test_masks.py::test_tiles_of_intervals",
+    ),
     Mutant(
         "autocast_rounds_fp64",
         "api.py",
@@ -439,8 +614,8 @@ MUTANTS = [
     Mutant(
         "padding_keys_counted",
         "kernels/portable/mask.py",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv)",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv + 1)",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv)\n    last",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv + 1)\n    last",
         "one key that does not exist, of score 0, is in the sum of ragged rows",
     ),
     Mutant(
@@ -604,8 +779,8 @@ MUTANTS = [
     Mutant(
         "forward_heads_interleaved",
         "kernels/portable/forward.py",
-        "batch, head // group, start_q,\n        full_end, end",
-        "batch, head % (heads // group), start_q,\n        full_end, end",
+        "batch, head // group, start_q,\n        begin, stop",
+        "batch, head % (heads // group), start_q,\n        begin, stop",
         "query heads read the keys of other groups",
         LAYOUTS,
     ),
@@ -807,5 +982,54 @@ MUTANTS = [
         "row_lse.masked_fill(row_lse == -torch.inf, torch.inf)",
         "row_lse",
         "NaN gradients where a query sees no key",
+    ),
+    # Several ranks
+    Mutant(
+        "parallel_corner_forgotten",
+        "parallel/plan.py",
+        'if mask.corner == "bottom_right":',
+        'if mask.corner == "":',
+        "a rank's rows are masked from the wrong corner",
+        PLANNED,
+    ),
+    Mutant(
+        "parallel_parts_added",
+        "parallel/keys.py",
+        "o.mul_(before).addcmul_(part[0], added)",
+        "o.add_(part[0])",
+        "parts of a row are added up without their weights",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_lse_of_own_keys",
+        "parallel/keys.py",
+        "    lse.copy_(total)\n",
+        "",
+        "lse, and with it all gradients, are those of a rank's own keys",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_own_dv_forgotten",
+        "parallel/keys.py",
+        "dk.add_(of_own[1]), dv.add_(of_own[2])",
+        "dk.add_(of_own[1]), dv",
+        "the gradient of v lacks what a rank's own rows give it",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_documents_elsewhere",
+        "parallel/rows.py",
+        "limit = task.mask if documents is None or aligned else FULL",
+        "limit = task.mask",
+        "keys of documents that begin elsewhere than their queries are not fetched",
+        SHARED,
+    ),
+    Mutant(
+        "parallel_heads_in_sequence_order",
+        "parallel/heads.py",
+        "    chunks.sort(key=lambda y: y.rank)  # stable: a rank's stay in order\n",
+        "",
+        "rows go back to other ranks than they came from",
+        SHARED,
     ),
 ]

@@ -7,6 +7,7 @@
 import os
 import sys
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,14 @@ os.chdir(FOLDER)  # noqa: F821
 os.environ.update(ENVIRONMENT)  # noqa: F821
 sys.path.insert(0, FOLDER)  # noqa: F821 - before what is installed
 torch.set_num_threads(1)
+hypothesis.settings.register_profile(
+    "at once",
+    max_examples=20,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),  # but not Phase.shrink
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 with open("output.txt", "wb") as file:  # noqa: PTH123
     for stream in (1, 2):
         os.dup2(file.fileno(), stream)

@@ -16,7 +16,13 @@ SAID = (
     "flashattn.testing.accuracy.InaccurateError",
     "triton.runtime.errors.InterpreterError: RuntimeWarning('invalid value",
 )
-IN_PYTORCH = ("api.py", "mask.py", "tiled.py")  # what every implementation has would do
+IN_PYTORCH = (
+    "api.py",
+    "bounds.py",
+    "mask.py",
+    "masks.py",
+    "tiled.py",
+)  # what every implementation has would do
 MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
 
 
@@ -28,19 +34,26 @@ def test_mutants_apply():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 25
 
 
+def chosen(mutant):
+    """Return which implementation's tests are run."""
+    in_pytorch = mutant.path in IN_PYTORCH or mutant.path.startswith("parallel/")
+    return "tiled" if in_pytorch else "triton"
+
+
 @pytest.mark.mutants
-@pytest.mark.parametrize("chosen", ["triton", "tiled"])
-def test_unmutated(chosen, verdict):
+@pytest.mark.parametrize("name", ["triton", "tiled"])
+def test_unmutated(name, verdict):
     """The same tests pass on a copy that is not mutated: what they catch is the mutation."""
-    found = verdict(None, chosen)
+    caught = dict.fromkeys(mutant.caught for mutant in MUTANTS if chosen(mutant) == name)
+    found = verdict(caught, name)
     assert found.code == pytest.ExitCode.OK, found.output
 
 
 @pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant(mutant, verdict):
-    """A mutant is caught: by a test that says what is wrong, or that the process dies in."""
-    found = verdict(mutant, "tiled" if mutant.path in IN_PYTORCH else "triton")
+    """The test that a mutant names fails and says what is wrong, or the process dies in it."""
+    found = verdict([mutant.caught], chosen(mutant), mutant)
     assert found.code != pytest.ExitCode.OK, f"nobody sees that {mutant.symptom}"
     assert found.test, f"no test failed:\n{found.output}"
     died = found.code is not None and found.code < 0

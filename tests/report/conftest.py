@@ -143,6 +143,17 @@ def launch():
                 yield row("launch", micros * scale, dtype="bfloat16", **facts)
 
 
+def parallel():
+    """Return 1000 tokens on one GPU and two: ours 90% of linear, as predicted, a peer 50%."""
+    facts = {"problem": "p", "pass": "forward", "tokens": 1000}
+    for method, seconds in (("keys", 0.9), ("pytorch", 1.0)):
+        yield row("parallel", seconds, world=1, method=method, **facts)
+    more = {"predicted_seconds": 0.5, "peak_bytes": GIBI}
+    yield row("parallel", 0.5, world=2, method="keys", **facts, **more)
+    yield row("parallel", 1.0, world=2, method="pytorch", **facts)
+    yield row("parallel", None, "oom", world=2, method="heads", **facts)
+
+
 def accuracy():
     """Return the errors of two, one above its budget, and the clauses that they keep."""
     for impl, largest, verdict in (("triton", 1.0, "keeps"), ("naive", 3.0, "breaks")):
@@ -156,7 +167,8 @@ def accuracy():
 @pytest.fixture(scope="session")
 def made_run():
     """A run with rows of every study."""
-    makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, launch, accuracy)
+    makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, launch)
+    makers += (parallel, accuracy)
     return Run(
         machine={
             "accelerator": "nvidia-h200",

@@ -244,7 +244,7 @@ def dq_store(
                 i = schedule.query_tile(visit, end)
                 row = i * t.lines + WARPGROUP * LINE
                 value = turns.read(2 * n + WARPGROUP)
-                if mask.masked:  # cheaper to compute again than to keep
+                if mask.masked and not mask.rows:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 fence_acquire()
                 mbarrier.wait(sdQ.full.index(WARPGROUP), n & 1)
@@ -292,7 +292,7 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 @gluon.jit
 def mainloop_step(
     WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    mask, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    mask, bounds, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute the n-th tile of queries.
@@ -318,7 +318,7 @@ def mainloop_step(
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
-        p = mask.apply_transposed(p, start_q, start_kv, False)
+        p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
     if EARLY:
         row_delta = delta.load(gl.SliceLayout(0, S))
@@ -390,6 +390,7 @@ def consumer(
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
+        bounds = mask.query_bounds(start_kv, KEYS, S)
         dk_acc = zero_acc(t.d_lo, t.d_hi)
         dv_acc = zero_acc(t.d_lo, t.d_hi)
         keys.consumer_wait(kv_n)
@@ -406,13 +407,13 @@ def consumer(
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, scale_log2, t, COLUMNS, True, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, scale_log2, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, scale_log2, t, COLUMNS, False, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, scale_log2, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
         if splits.count is None:

@@ -102,7 +102,7 @@ def compute_p(
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     p = gl.exp2(s * scale_log2 - rows[None, :])
     if MASKED:
-        p = shape.mask.apply_transposed(p, start_q, start_kv, True)
+        p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
     # The n-th queries lie where those of two tiles before did, which dk released after it read P.
     sP.store(n, p)
     return pack(p, DTYPE)
@@ -327,7 +327,7 @@ def compute_p_ds(
     lse_log2, delta = stats
     s = mma_wait(s, 1, D_HI)
     if MASKED:
-        s = shape.mask.apply(s, start_q, start_kv, float("-inf"))
+        s = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
     p = gl.exp2(s * scale_log2 - lse_log2[:, None])
     dp = mma_wait(dp, 0, D_HI)
     values.consumer_release(n)

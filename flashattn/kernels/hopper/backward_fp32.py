@@ -107,7 +107,7 @@ def consumer_dv(
             s = mma_terms(k, transpose_terms(q, TERMS), S, TERMS)
             p = gl.exp2(s * scale_log2 - lse_log2_rows[None, :])
             if shape.mask.masked:
-                p = shape.mask.apply_transposed(p, i * WALKED, start_kv, True)
+                p = shape.mask.apply_transposed(p, i * WALKED, start_kv, (0, 0), True)
             # The n-th queries lie where those of two tiles before did, which dk released after it
             # read P.
             sP.store(n, p)
@@ -234,7 +234,7 @@ def consumer_p(
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         p = gl.exp2(s * scale_log2 - lse_log2_rows[:, None])
         # P of a key that pads a tile could be inf, and inf * 0 is NaN.
-        p = shape.mask.apply(p, start_q, i * WALKED, 0.0)
+        p = shape.mask.apply(p, start_q, i * WALKED, (0, 0), 0.0)
         sP.store(n, p)  # as in ``consumer_dv``, with keys in place of queries
         n += 1
 

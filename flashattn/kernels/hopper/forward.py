@@ -136,8 +136,8 @@ def softmax_first(s, scale_log2, DTYPE: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, q, keys, values, n, start_q, start_kv, mask, scale_log2, t, MASKED: gl.constexpr,
-    DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    state, q, keys, values, n, start_q, start_kv, mask, bounds, scale_log2, t,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the n-th P V, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
@@ -145,7 +145,7 @@ def mainloop_step(
     acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
     s = mma_wait(s, 1, t.d_hi)
     if MASKED:
-        s = mask.apply(s, start_q, start_kv, float("-inf"))
+        s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     finite = m_new
     if MASKED:
@@ -165,7 +165,7 @@ def mainloop_step(
 
 @gluon.jit
 def mainloop(
-    state, q, keys, values, n, start_q, tiles, mask, scale_log2, t, DTYPE: gl.constexpr,
+    state, q, keys, values, n, start_q, tiles, mask, bounds, scale_log2, t, DTYPE: gl.constexpr,
     LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Visit all key tiles but the last, of which P is known; return the state and n."""
@@ -179,14 +179,14 @@ def mainloop(
         if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
             for i in range(start - 1, stop - 1, -1):
                 acc, p, m, l = mainloop_step(
-                    (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, scale_log2,
-                    t, True, DTYPE, LAYOUT, OPERAND,
+                    (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
+                    scale_log2, t, True, DTYPE, LAYOUT, OPERAND,
                 )  # fmt: skip
                 n += 1
         for i in range(stop - 1, low - 1, -1):
             acc, p, m, l = mainloop_step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, scale_log2, t,
-                False, DTYPE, LAYOUT, OPERAND,
+                (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
+                scale_log2, t, False, DTYPE, LAYOUT, OPERAND,
             )  # fmt: skip
             n += 1
     return acc, p, m, l, n
@@ -210,17 +210,19 @@ def consumer(
         start_q = block * t.block_q + WARPGROUP * ROWS
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
+        bounds = mask.key_bounds(start_q, ROWS, S)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
         keys.consumer_release(n)
         if mask.masked or full_end < end:
-            s = mask.apply(s, start_q, (end - 1) * t.block_kv, float("-inf"))
+            s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
         p, m, l = softmax_first(s, scale_log2, o.dtype)
         acc = zero_acc(t.d_lo, t.d_hi)
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
         acc, p, m, l, n = mainloop(
-            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, scale_log2, t, o.dtype, S, P
-        )
+            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, scale_log2, t,
+            o.dtype, S, P,
+        )  # fmt: skip
         if t.dynamic:
             tile = next_tile.read(tile_n)
             tile_n += 1

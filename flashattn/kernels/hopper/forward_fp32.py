@@ -74,7 +74,7 @@ def consumer(
         q, k = queries.tile(WARPGROUP), keys.consumer_wait(n)
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         keys.consumer_release(n)
-        s = shape.mask.apply(s, start_q, i * WALKED, float("-inf"))
+        s = shape.mask.apply(s, start_q, i * WALKED, (0, 0), float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = gl.exp2(s * scale_log2 - finite[:, None])

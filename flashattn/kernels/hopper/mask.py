@@ -158,7 +158,28 @@ class Mask:
         return lo // BLOCK_Q, gl.cdiv(full_lo, BLOCK_Q), full_end, end
 
     @gluon.jit
-    def apply(self, x, start_q, start_kv, value: gl.constexpr):
+    def key_bounds(self, start_q, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return ``keys_of`` the rows of a tile [queries, keys] if they must be loaded.
+
+        Loaded before what a tile waits for they cost no time.
+        """
+        bounds = 0, 0
+        if self.rows:
+            bounds = self.keys_of(start_q + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))
+        return bounds
+
+    @gluon.jit
+    def query_bounds(self, start_kv, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return ``queries_of`` the rows of a tile [keys, queries] likewise."""
+        bounds = 0, 0
+        if self.rows:
+            bounds = self.queries_of(
+                start_kv + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT))
+            )
+        return bounds
+
+    @gluon.jit
+    def apply(self, x, start_q, start_kv, bounds, value: gl.constexpr):
         """Return a tile [queries, keys] with ``value`` where a query does not see a key.
 
         A band depends on t - s alone, so bounds are those of a tile at 0, shifted.
@@ -167,7 +188,7 @@ class Mask:
         keys = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
         rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
         if self.rows:
-            lo, hi = self.keys_of(start_q + rows)
+            lo, hi = bounds
             seen = (keys[None, :] < (hi - start_kv)[:, None]) & (
                 keys[None, :] >= (lo - start_kv)[:, None]
             )
@@ -184,7 +205,7 @@ class Mask:
         return gl.where(seen, x, value)
 
     @gluon.jit
-    def apply_transposed(self, x, start_q, start_kv, ALL_KEYS: gl.constexpr):
+    def apply_transposed(self, x, start_q, start_kv, bounds, ALL_KEYS: gl.constexpr):
         """Return a tile [keys, queries] with 0 where a query does not see a key.
 
         Unless all keys are there, no query sees those behind the last: their P could be inf.
@@ -194,17 +215,15 @@ class Mask:
         keys = start_kv + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
         lo = gl.full([x.shape[0]], 0, gl.int32, layout=gl.SliceLayout(1, layout))
         if self.rows:
-            lo, hi = self.queries_of(keys)
-            lo -= start_q
+            lo, hi = bounds
+            lo, hi = lo - start_q, hi - start_q
         if self.right is not None:
             lo = keys - self.right - start_q
         if not ALL_KEYS:
             lo = gl.where(keys < self.seq_kv, lo, x.shape[1])
         seen = queries[None, :] >= lo[:, None]
         if self.two_sided:
-            if self.rows:
-                hi -= start_q
-            else:
+            if not self.rows:
                 hi = keys - start_q + (self.left + 1)
             seen = seen & (queries[None, :] < hi[:, None])
         return gl.where(seen, x, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from triton.compiler import ASTSource
@@ -25,6 +26,7 @@ from flashattn.plan.tables.hopper import (
     DETERMINISTIC,
     FORWARD,
     FP32_BACKWARD,
+    FP32_BACKWARD_D,
     FP32_FORWARD_D,
 )
 from flashattn.plan.tile import (
@@ -37,8 +39,18 @@ from flashattn.plan.tile import (
 )
 
 FP32 = 4  # bytes
-WINDOW_D = 128, 256  # of kernels that are compiled in a window, too
-OF_ROWS = ("hopper_fwd", "hopper_bwd", "hopper_bwd_postprocess")  # which bounds of rows mask
+# How each kernel is compiled besides, under a mask, and with how many columns.
+MODES = {
+    "hopper_fwd": ("dynamic", "window", "rows"),
+    "hopper_bwd": ("gqa_split", "window", "rows"),
+    "hopper_bwd_postprocess": ("rows",),
+    "hopper_bwd_d256_dkdv": ("gqa_split", "window"),
+    "hopper_bwd_d256_dq": ("window",),
+    "hopper_fwd_fp32": ("tf32", "window"),
+    "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
+    "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),
+}
+MODE_D = {"hopper_bwd_d256_dkdv": 256, "hopper_bwd_d256_dq": 256}  # others: 128
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -204,42 +216,37 @@ def _source(
 
 
 def variants() -> list[HopperVariant]:
-    """Return the kernels with every config of the tables, and one of each with other masks."""
+    """Return the kernels with every config of the tables, and each once in each mode."""
     found = [
         *(
-            HopperVariant("hopper_fwd", d, config, causal, mode)
+            HopperVariant("hopper_fwd", d, config, causal)
             for (d, causal), configs in FORWARD.items()
             for config in configs.values()
-            for mode in (("", "dynamic") if causal else ("",))
         ),
         *(
-            HopperVariant("hopper_bwd", d, HopperBackwardTile(stages=config.stages), causal, mode)
+            HopperVariant("hopper_bwd", d, HopperBackwardTile(stages=config.stages), causal)
             for table in (BACKWARD, DETERMINISTIC)
             for (d, causal), configs in table.items()
             for config in configs.values()
-            for mode in ("", "gqa_split")
         ),
         *(HopperVariant("hopper_bwd_postprocess", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(), causal, mode)
-            for d, causal in BACKWARD_D256
-            for kernel, mode in (("dkdv", ""), ("dkdv", "gqa_split"), ("dq", ""))
+            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(), causal)
+            for (d, causal), kernel in product(BACKWARD_D256, ("dkdv", "dq"))
         ),
         *(
-            HopperVariant("hopper_fwd_fp32", d, None, causal, mode)
-            for d in FP32_FORWARD_D
-            for causal in (False, True)
-            for mode in ("", "tf32")
+            HopperVariant("hopper_fwd_fp32", d, None, causal)
+            for d, causal in product(FP32_FORWARD_D, (False, True))
         ),
         *(
-            HopperVariant(f"hopper_bwd_fp32_{kernel}", 128, None, causal, mode)
-            for kernel in ("dkdv", "dq")
-            for causal in (False, True)
-            for mode in ("", "split", "tf32", "split tf32")
+            HopperVariant(f"hopper_bwd_fp32_{kernel}", FP32_BACKWARD_D, None, causal)
+            for kernel, causal in product(("dkdv", "dq"), (False, True))
         ),
     ]
-    causal = [x for x in found if x.causal and not x.mode and x.head_dim in WINDOW_D]
-    one = {x.kernel: x for x in reversed(causal)}
-    others = [replace(x, mode="window") for x in one.values()]
-    others += [replace(x, mode="rows") for x in one.values() if x.kernel in OF_ROWS]
-    return list(dict.fromkeys([*found, *others]))
+    modes = [
+        replace(variant, mode=mode)
+        for variant in found
+        if variant.causal and variant.head_dim == MODE_D.get(variant.kernel, 128)
+        for mode in MODES.get(variant.kernel, ())
+    ]
+    return list(dict.fromkeys([*found, *modes]))

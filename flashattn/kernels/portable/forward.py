@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import HALF_BIT, SIZES
-from flashattn.kernels.portable.mask import apply_mask, keep_rows, key_tiles, of_batch, seen_keys
+from flashattn.kernels.portable.mask import (
+    apply_mask,
+    clean_keys,
+    keep_rows,
+    key_tiles,
+    of_batch,
+    seen_keys,
+)
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
@@ -39,11 +46,13 @@ def mainloop(
     band,
     score,
     MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Update the online softmax (acc, m, l, l_error) by keys ``first ... end``; m is in base 2.
 
-    In fp32 l_error is what rounding has added to l, a sum of as many terms as there are tiles.
+    Unless CLEAN, values that no query sees may be NaN. In fp32 l_error is what rounding has added
+    to l, a sum of as many terms as there are tiles.
     """
     acc, m, l, l_error = state
     scale = score[0]
@@ -73,7 +82,7 @@ def mainloop(
         else:
             l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        if MASKED and band[3] is not None:
+        if not CLEAN:
             kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
             v_tile = keep_rows(v_tile, kept, CONFIG.TERMS)
         acc = dot(p, v_tile, acc * alpha[:, None], CONFIG, HALF_BIT)
@@ -140,12 +149,22 @@ def flashattn_fwd(
     else:
         acc, m, l, l_error = mainloop(
             (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-            full_begin, full_end, seq_q, seq_kv, band, score, False, CONFIG,
+            full_begin, full_end, seq_q, seq_kv, band, score, False, True, CONFIG,
         )  # fmt: skip
+    begin, stop = full_end, end
+    if bounds[0] is not None:
+        begin, stop = clean_keys(full_end, end, band, seq_q, CONFIG.BLOCK_KV)
     acc, m, l, l_error = mainloop(
         (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-        full_end, end, seq_q, seq_kv, band, score, True, CONFIG,
+        begin, stop, seq_q, seq_kv, band, score, True, True, CONFIG,
     )  # fmt: skip
+    if bounds[0] is not None:
+        for side in range(2):
+            acc, m, l, l_error = mainloop(
+                (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
+                full_end if side == 0 else stop, begin if side == 0 else end, seq_q, seq_kv, band,
+                score, True, False, CONFIG,
+            )  # fmt: skip
     row = out_batch * heads + head
     if split_len is None:
         acc, m = normalized(acc, m, l)

@@ -20,6 +20,7 @@ from flashattn.kernels.constants import SIZES
 from flashattn.kernels.portable.mask import (
     apply_mask,
     apply_mask_transposed,
+    clean_keys,
     keep_rows,
     key_tiles,
     live_queries,
@@ -63,7 +64,8 @@ def dkdv_mainloop(
     """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
 
     The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one
-    product in the layout in which the next one takes them.
+    product in the layout in which the next one takes them. By bounds of rows, q and dO of queries
+    that see no key may be NaN.
     """
     dk, dv = state
     scale = score[0]
@@ -72,7 +74,7 @@ def dkdv_mainloop(
     for start_q in tl.range(first, end, BLOCK_Q):
         at = batch, head, start_q
         q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
-        if MASKED and band[2] is not None:
+        if band[2] is not None:
             kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
             q_tile = keep_rows(q_tile, kept, CONFIG.TERMS)
         lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
@@ -88,7 +90,7 @@ def dkdv_mainloop(
         do_tile = load_tile(
             grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
         )
-        if MASKED and band[2] is not None:
+        if band[2] is not None:
             do_tile = keep_rows(do_tile, kept, CONFIG.TERMS)
         dv = dot(p, do_tile, dv, CONFIG)
         dp = dot_transposed(v_tile, do_tile, CONFIG)
@@ -198,17 +200,22 @@ def dq_mainloop(
     band,
     score,
     MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Add what keys ``first ... end`` give to dq of a tile of queries."""
+    """Add what keys ``first ... end`` give to dq of a tile of queries.
+
+    Unless CLEAN, keys and values that no query sees may be NaN.
+    """
     scale = score[0]
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for start_kv in tl.range(first, end, BLOCK_KV):
         at = batch, kv_head, start_kv
         k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        if MASKED and band[3] is not None:
-            kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
-            k_tile = keep_rows(k_tile, kept, CONFIG.TERMS)
+        if not CLEAN:
+            k_tile = keep_rows(
+                k_tile, seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV), CONFIG.TERMS
+            )
         s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
         if scale.cap is not None:
             s = capped(s, scale.cap)
@@ -218,9 +225,9 @@ def dq_mainloop(
             p = apply_mask(p, start_q, start_kv, band, seq_q, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
         v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
         dp = dot_transposed(do_tile, v_tile, CONFIG)
-        if MASKED and band[3] is not None:
-            dp = tl.where(kept[None, :], dp, 0.0)
         ds = p * (dp - delta_rows[:, None])
+        if not CLEAN:
+            ds = tl.where(p > 0.0, ds, 0.0)
         if scale.cap is not None:
             ds = ds * (1 - s * s)
         dq = dot(ds, k_tile, dq, CONFIG)
@@ -283,12 +290,22 @@ def compute_dq(
     else:
         acc = dq_mainloop(
             acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-            start_q, full_begin, full_end, seq_q, seq_kv, band, score, False, CONFIG,
+            start_q, full_begin, full_end, seq_q, seq_kv, band, score, False, True, CONFIG,
         )  # fmt: skip
+    begin, stop = full_end, end
+    if band[2] is not None:
+        begin, stop = clean_keys(full_end, end, band, seq_q, CONFIG.BLOCK_KV)
     acc = dq_mainloop(
         acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-        start_q, full_end, end, seq_q, seq_kv, band, score, True, CONFIG,
+        start_q, begin, stop, seq_q, seq_kv, band, score, True, True, CONFIG,
     )  # fmt: skip
+    if band[2] is not None:
+        for side in range(2):
+            acc = dq_mainloop(
+                acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
+                start_q, full_end if side == 0 else stop, begin if side == 0 else end, seq_q,
+                seq_kv, band, score, True, False, CONFIG,
+            )  # fmt: skip
     store_tile(dq, layout.dq, out_at, seq_q, acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
 

@@ -80,6 +80,18 @@ def live_queries(start_q, band, seq_q, seq_kv, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def clean_keys(first, end, band, seq_q, BLOCK_KV: tl.constexpr):
+    """Return (begin, stop) of the tiles among first ... end that lie between keys that are seen.
+
+    The keys of others, at most one at each end, may be NaN: before the first that any query sees,
+    or behind the last.
+    """
+    seen, unseen = tl.load(band[2]), tl.load(band[2] + 2 * seq_q - 1)
+    begin = tl.minimum(tl.maximum(first, tl.cdiv(seen, BLOCK_KV) * BLOCK_KV), end)
+    return begin, tl.maximum(tl.minimum(end, unseen // BLOCK_KV * BLOCK_KV), begin)
+
+
+@triton.jit
 def key_tiles(
     start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
 ):

@@ -10,6 +10,7 @@ from flashattn.report.studies import (
     launch,
     lm,
     memory,
+    parallel,
     precision,
     profile,
     warmup,
@@ -18,5 +19,5 @@ from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
     *(lm, warmup, profile, precision, memory),
-    *(attention, compile, flash, launch, accuracy),
+    *(attention, compile, flash, launch, parallel, accuracy),
 )

@@ -80,9 +80,9 @@ def test_wrong_kernel(row):
 @pytest.mark.mutants
 @pytest.mark.parametrize("row", RIGHT, ids=str)
 def test_right_kernel(row):
-    """It passes all tests; those of many sizes, which take the longest, are asked of one in six."""
+    """It passes all tests; those of many sizes, which take the longest, are asked of the first."""
     for name, test in FOUND.items():
-        if name not in SIZES or RIGHT.index(row) % 6 == 0:
+        if name not in SIZES or row is RIGHT[0]:
             ask(test, row.impl)
 
 

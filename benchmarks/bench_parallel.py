@@ -1,0 +1,166 @@
+"""Several GPUs on one sequence: attention and a training step, beside PyTorch's context_parallel.
+
+    pytest benchmarks/bench_parallel.py
+
+measures on 1, 2, 4 and 8 GPUs, as many as there are; on a CPU with gloo on one process and on two,
+which shows that it runs and nothing else. Every result is verified before it is timed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn.parallel.placement import Placement
+from flashattn.problem import Problem
+from flashattn.testing.parallel_case import METHODS
+from flashattn.testing.ranks import Ranks
+from flashattn.testing.scaling import Machine, predict
+from flashattn.testing.sweep import grid
+
+CUDA = torch.cuda.is_available()
+WORLDS = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if CUDA else 2)]
+LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "causal": True, "dtype": "bfloat16"}
+BOTH = ["forward", "forward+backward"]
+ALONE = ("keys", "pytorch")  # on one GPU all methods of ours are one call
+SECONDS = 200  # that a case may take, and the start of its processes
+
+
+def cases(seq, passes, methods, **changes):
+    """Return attention of one sequence in 8 key and 32 query heads, as Llama 3 has them."""
+    problem = str(Problem(**LLAMA | {"seq_q": seq} | changes))
+    found = grid(world=WORLDS, problem=[problem], method=methods, **{"pass": passes})
+    return [case for case in found if case.world > 1 or case.method in ALONE]
+
+
+def steps(size, context, *, precision="bf16"):
+    """Return training steps on one sequence."""
+    return grid(world=WORLDS, size=[size], context=[context], precision=[precision])
+
+
+def rounds(tokens):
+    """Return how many samples a case gets: few where one takes seconds."""
+    return max(2, min(10, (5 << 17) // tokens))
+
+
+MIXED = tuple((n, n) for n in (16384, 8192, 4096, 2048, 1024, 1024))  # 32k tokens
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+DEFAULT = [
+    *cases(32768, BOTH, ["keys", "keys, kept", "heads", "pytorch"]),
+    *cases(131072, BOTH, ["keys", "keys, kept", "heads", "pytorch"]),
+    *cases(131072, BOTH, ["keys"], window=(4096, None)),
+    *cases(131072, BOTH, ["keys", "keys, kept"], documents=4 * MIXED),
+    # Which hides nothing, but lets less be exchanged.
+    *cases(131072, BOTH, ["keys", "keys, kept"], documents=4 * MIXED, window=(16384, None)),
+    *cases(1 << 20, ["forward"], ["keys"]),
+]
+SWEEPS = {
+    "smoke": {
+        "bench_attention": [
+            *cases(256, BOTH, ["keys", "heads"], **SMALL),
+            *cases(256, ["forward"], ["keys"], window=(20, None), **SMALL),
+            *cases(256, BOTH, ["keys"], documents=((200, 200), (56, 56)), **SMALL),
+        ],
+        "bench_step": steps("tiny", 64, precision="fp32"),
+    },
+    "default": {"bench_attention": DEFAULT, "bench_step": steps("small", 32768)},
+    "full": {
+        "bench_attention": [
+            *DEFAULT,
+            *cases(65536, BOTH, [*METHODS]),
+            *cases(131072, BOTH, ["keys", "keys, contiguous"], causal=False),
+            *cases(131072, BOTH, ["keys, contiguous"], window=(4096, None)),
+        ],
+        "bench_step": [*steps("small", 32768), *steps("small", 131072)],
+    },
+}
+for _sweep in SWEEPS.values():  # processes are started once for each number of GPUs
+    _sweep["bench_attention"].sort(key=lambda case: case.world)
+
+
+@pytest.fixture(scope="module")
+def ask(device):
+    """Return what lets some processes do a job; they stay for the next one."""
+    running = []
+
+    def ask(world, **job):
+        if not (running and running[0].world == world and running[0].alive):
+            stop()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            running.append(Ranks(world, device.type))
+        return running[0].ask(SECONDS, **job)
+
+    def stop():
+        while running:
+            running.pop().close()
+
+    yield ask
+    stop()
+
+
+@pytest.fixture(scope="module")
+def links(ask):
+    """Return what measures the links between some ranks, once."""
+    found = {}
+
+    def measured(world):
+        if world not in found:
+            found[world] = ask(world, job="link", rounds=10)
+        return found[world]
+
+    return measured
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return the seconds of one GPU, by problem, method and passes."""
+    return {}
+
+
+def prediction(case, passes, alone, links):
+    """Return the predicted seconds, where one GPU has been timed."""
+    problem, keep = Problem.parse(case.problem), case.method == "keys, kept"
+    forward = alone.get((case.problem, "keys", "forward"))
+    both = alone.get((case.problem, "keys", "forward+backward"))
+    if case.method not in ("keys", "keys, kept") or forward is None or case.world == 1:
+        return None
+    if problem.documents is not None:  # the model knows bands
+        return None
+    if passes != "forward" and both is None:
+        return None
+    machine = Machine(
+        forward=problem.flops("forward") / forward,
+        backward=problem.flops("backward") / (both - forward) if both else 0.0,
+        **links(case.world),
+    )
+    placement = Placement("zigzag", case.world)
+    return predict(problem, placement, machine, passes=passes, keep=keep)
+
+
+def bench_attention(device_benchmark, case, facts, ask, links, alone, left_out):
+    """Time attention on some GPUs; seconds are those of the slowest."""
+    passes, problem = facts["pass"], Problem.parse(case.problem)
+    facts |= {"tokens": problem.batch * problem.seq_q, "flops": problem.flops(passes)}
+    job = {"problem": case.problem, "method": case.method, "rounds": rounds(problem.seq_q)}
+    found = ask(case.world, job="attention", passes=passes, **job)
+    left_out(found.get("unsupported"))
+    wrong = "; ".join(found["wrong"])
+    if wrong and case.method == "pytorch":
+        left_out(wrong)
+    if wrong or not (found["repeats"] or case.method == "pytorch"):
+        pytest.fail(wrong or f"{case.method}: a second call gave other bits")
+    facts["peak_bytes"] = found["peak_bytes"]
+    facts["predicted_seconds"] = prediction(case, passes, alone, links)
+    device_benchmark.replay(found["samples"], tells="time of the slowest rank")
+    if case.world == 1:
+        alone[case.problem, case.method, passes] = facts.get("seconds")
+
+
+def bench_step(device_benchmark, case, facts, ask):
+    """Time a training step whose tokens and parameters are shared by some GPUs."""
+    axes = {name: getattr(case, name) for name in ("size", "context", "precision")}
+    found = ask(case.world, job="train", rounds=rounds(case.context), **axes)
+    facts |= {"tokens": case.context, "method": "keys", "pass": "train", "problem": None}
+    facts |= {"peak_bytes": found["peak_bytes"], "losses": found["losses"]}
+    device_benchmark.replay(found["samples"], tells="time of the slowest rank")

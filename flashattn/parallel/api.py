@@ -1,0 +1,299 @@
+"""attention(q, k, v, mesh=...): the rows of one attention shared by several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import pad
+
+from flashattn import api, registry
+from flashattn.gpus import fastest_family
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.masks import Documents, RowMask
+from flashattn.parallel import keys
+from flashattn.parallel.heads import to_heads, to_rows
+from flashattn.parallel.placement import Placement
+from flashattn.parallel.plan import Task
+from flashattn.parallel.rows import local_bounds
+from flashattn.plan.precision import PRECISIONS
+from flashattn.plan.spec import dense_strides
+from flashattn.problem import Problem, check_among, check_scale
+from flashattn.score import check_sink, with_sink
+
+IMPLS = ("auto", "triton", "hopper", "tiled")
+_NO_BOUNDS: list[torch.Tensor] = []
+STAYS = {Replicate(), Shard(0), Shard(1)}
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: DeviceMesh,
+    placement: str = "zigzag",
+    length: int | tuple[int, int] | None = None,
+    exchange: Literal["keys", "heads"] = "keys",
+    keep: bool = False,
+    causal: Causal = False,
+    window: Window = UNBOUNDED,
+    documents: Documents | None = None,
+    mask: RowMask | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    precision: str = "auto",
+    deterministic: bool = True,
+) -> Output:
+    """Compute ``flashattn.attention`` of sequences whose rows are shared by the ranks of a mesh.
+
+    Every rank calls it with its own rows, in the order of ``shard``, and gets its rows of the
+    result. Masks mean what they mean for the whole sequences.
+
+    Args:
+        q: [B, H, rows, D], this rank's rows, or [B, rows, D]; or DTensors, see below.
+        k: [B, G, rows, D], likewise.
+        v: [B, G, rows, Dv], likewise.
+        mesh: of one dimension, such as ``mesh["context"]`` of a larger one.
+        placement: "zigzag" or "contiguous", see ``shard``.
+        length: T, or (T, S), of the whole sequences; None where each rank has the same number of
+            rows.
+        exchange: "keys" fetches what a rank's rows see of others' keys and values. "heads" gives
+            each rank all rows of some heads; W must divide H and G.
+        keep: keep fetched keys for the backward, instead of fetching them again.
+        causal: see ``flashattn.attention``, as all that follows.
+        window: with a bound on both sides only keys in somebody's window are exchanged.
+        documents: likewise, of the whole sequences and the same on all ranks. If queries and keys
+            have the same, keys that ``window`` hides are not exchanged: say how long a document can
+            be, ``window=(longest, None)``.
+        mask: likewise.
+        softcap: likewise.
+        sink: likewise, the same on all ranks. Its gradient is that of this rank's rows (with
+            "heads", of its heads): add those of all ranks up.
+        scale: likewise.
+        return_lse: likewise.
+        impl: "auto", "triton", "hopper" or "tiled"; with ``exchange="heads"`` any.
+        precision: likewise.
+        deterministic: likewise.
+
+    Returns:
+        o [B, H, rows, Dv], and with ``return_lse`` lse [B, H, rows]. DTensors that are sharded over
+        batches or heads along other dimensions of their mesh, or over rows along ``mesh``, give
+        DTensors placed like q.
+
+    Raises:
+        ValueError: an argument that does not fit; the message names it.
+        NotImplementedError: on a second derivative.
+
+    Source: Dubey et al., 2024, "The Llama 3 Herd of Models", section 3.3.2.
+    """
+    asked: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    asked |= {"documents": documents, "mask": mask}
+    asked |= {"impl": impl, "precision": precision, "deterministic": deterministic}
+    how: dict[str, Any] = {"mesh": mesh, "placement": placement, "length": length, **asked}
+    how |= {"exchange": exchange, "keep": keep, "sink": sink, "return_lse": return_lse}
+    if any(isinstance(x, DTensor) for x in (q, k, v)):
+        return _of_dtensors(q, k, v, **how)
+    if q.ndim == 3:  # noqa: PLR2004 - [B, rows, D]
+        return _each(lambda x: x[:, 0], attention(*(x[:, None] for x in (q, k, v)), **how))
+    check_among("exchange", exchange, ("keys", "heads"))
+    where = Where.of(q, k, mesh, placement, length)
+    if where.placement.world == 1:
+        return api.attention(q, k, v, sink=sink, return_lse=return_lse, **asked)
+    dtype, plainly = _autocast(q)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    with plainly:
+        if exchange == "heads":
+            o, lse = _by_heads(q, k, v, where, sink, asked)
+        else:
+            o, lse = _by_keys(q, k, v, where, keep=keep, **asked)
+            if sink is not None:
+                o, lse = with_sink(o, lse, check_sink(sink, q.shape[1], q.device))
+    return (o, lse) if return_lse else o
+
+
+class Where(NamedTuple):
+    """Which rows are whose.
+
+    Args:
+        group: name of the process group.
+        rank: this one.
+        placement: of queries and keys.
+        seq_q: T, of the whole sequence.
+        seq_kv: S, likewise.
+    """
+
+    group: str
+    rank: int
+    placement: Placement
+    seq_q: int
+    seq_kv: int
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        mesh: DeviceMesh,
+        kind: str,
+        length: int | tuple[int, int] | None,
+    ) -> Where:
+        """Check that this rank has the rows that are its own.
+
+        Raises:
+            ValueError: it has more or fewer; or the mesh or the placement is wrong.
+        """
+        placement, rank = Placement.over(mesh, kind), mesh.get_local_rank()
+        if length is None:
+            length = placement.world * q.shape[2], placement.world * k.shape[2]
+        seq_q, seq_kv = (length, length) if isinstance(length, int) else length
+        for name, x, whole in (("q", q, seq_q), ("k", k, seq_kv)):
+            wanted = placement.lengths(whole)[rank]
+            if x.shape[2] != wanted:
+                raise ValueError(
+                    f"{name}: wanted {wanted} rows, as rank {rank} has of {whole}"
+                    f" ({kind}, see length), got {x.shape[2]}"
+                )
+        return cls(mesh.get_group().group_name, rank, placement, seq_q, seq_kv)
+
+    def task(self, mask: Mask) -> Task:
+        """Return what to plan for under a mask."""
+        return Task(mask, self.seq_q, self.seq_kv, self.placement)
+
+
+def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Output) -> Output:
+    """Change o, or o and lse."""
+    return (change(result[0]), change(result[1])) if isinstance(result, tuple) else change(result)
+
+
+def _autocast(q: torch.Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
+    """Return the dtype that autocast asks for, and what switches it off."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q.dtype, nullcontext()
+    return torch.get_autocast_dtype(kind), torch.autocast(kind, enabled=False)
+
+
+def _by_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: Where,
+    *,
+    keep: bool,
+    impl: str,
+    precision: str,
+    deterministic: bool,
+    scale: float | None,
+    documents: Documents | None,
+    mask: RowMask | None,
+    causal: Causal,
+    window: Window,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and lse of this rank's rows, without the sink."""
+    check_among("precision", precision, PRECISIONS)
+    scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
+    wide = max(q.shape[-1], columns)
+    q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+    by_rows = documents is not None or mask is not None
+    unknown: Any = "unknown" if by_rows else None
+    problem = Problem.of(q, k, v, softcap=softcap, documents=unknown)
+    task, bounds = where.task(Mask.of(causal, window)), _NO_BOUNDS
+    if by_rows:
+        task, bounds = local_bounds(q, task, where.rank, documents, mask)
+    family = _family(impl, problem, q.device)
+    o, lse, _ = torch.ops.flashattn.parallel_forward(
+        q if q.stride(-1) == 1 else q.contiguous(),
+        k,
+        v,
+        bounds,
+        *(where.group, where.rank, where.placement.world, where.placement.kind),
+        *(task.seq_q, task.seq_kv, task.mask.left, task.mask.right, task.mask.corner),
+        *(family, scale, problem.softcap, precision, deterministic, keep),
+    )
+    return o[..., :columns], lse
+
+
+def _family(impl: str, problem: Problem, device: torch.device) -> str:
+    """Return which kernels compute the parts.
+
+    Raises:
+        ValueError: they cannot, or have no backward that takes o and lse of whole rows.
+    """
+    if impl == "auto":
+        return (device.type == "cuda" and fastest_family(problem, device)) or keys.TILED
+    check_among("impl", impl, IMPLS)
+    reason = registry.get(impl).why_not(problem, device, grad=True, lse=True)
+    if reason is not None:
+        raise ValueError(f"impl: {reason}")
+    return impl
+
+
+def _by_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: Where,
+    sink: torch.Tensor | None,
+    asked: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and lse of this rank's rows.
+
+    Raises:
+        ValueError: the ranks do not divide the heads.
+    """
+    group, rank, placement, world = *where[:3], where.placement.world
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.shape[1] % world:
+            wanted = f"wanted a number of heads that {world} ranks divide, or exchange='keys'"
+            raise ValueError(f"{name}: {wanted}, got {x.shape[1]}")
+    if sink is not None:
+        sink = check_sink(sink, q.shape[1], q.device).chunk(world)[rank]
+    lengths = [where.seq_q, where.seq_kv, where.seq_kv]
+    q, k, v = (to_heads(x, n, placement, group) for x, n in zip((q, k, v), lengths, strict=True))
+    o, lse = api.attention(q, k, v, sink=sink, return_lse=True, **asked)
+    o, lse = (to_rows(x, placement, rank, group) for x in (o, lse[..., None]))
+    return o, lse[..., 0]
+
+
+def _of_dtensors(
+    *tensors: torch.Tensor, mesh: DeviceMesh, length: Any, sink: Any, **how: Any
+) -> Output:
+    """Attend with the local shards of q, k and v; what comes is placed like these.
+
+    Raises:
+        ValueError: they are placed in different ways, or in a way that shares more than batches,
+            heads and the rows of ``mesh``.
+    """
+    shared = [x for x in tensors if isinstance(x, DTensor)]
+    placed = {(x.device_mesh, x.placements) for x in shared}
+    if len(shared) < len(tensors) or len(placed) > 1:
+        raise ValueError(f"q, k, v: wanted DTensors placed alike, got {placed}")
+    q, k, _ = shared
+    names = q.device_mesh.mesh_dim_names or ()
+    for i, kind in enumerate(q.placements):
+        along, ways = names[i : i + 1] == (mesh.mesh_dim_names or ()), q.device_mesh.size(i)
+        length = (q.shape[2], k.shape[2]) if along and length is None else length
+        fits = kind in STAYS and not (kind == Shard(1) and k.shape[1] % ways)
+        if not (kind == Shard(2) if along else fits):
+            raise ValueError(
+                f"q, k, v: wanted batches or heads sharded evenly, or rows along mesh, got {kind}"
+            )
+    sink = sink.to_local() if isinstance(sink, DTensor) else sink
+    own = (x.to_local() for x in shared)
+
+    def wrap(x: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((*q.shape[:3], *x.shape[3:]))
+        options: Any = {"run_check": False, "shape": shape, "stride": dense_strides(shape)}
+        return DTensor.from_local(x, q.device_mesh, q.placements, **options)
+
+    return _each(wrap, attention(*own, mesh=mesh, length=length, sink=sink, **how))

@@ -1,0 +1,286 @@
+"""Attention over rows that other ranks share: keys are fetched, parts merged by their logsumexp.
+
+Two operators, which ``torch.compile`` keeps whole, with their collectives and streams. The backward
+needs o and lse of whole rows only: a part's weights are exp(S - lse), and gradients of parts add up
+(Liu et al., 2023, "Ring Attention with Blockwise Transformers").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import flashattn.ops  # noqa: F401 - defines the operators
+from flashattn.bounds import Bounds, Intervals
+from flashattn.mask import Mask
+from flashattn.parallel.exchange import beside, fetch, give_back, heads_first, join, rows_first
+from flashattn.parallel.placement import Placement
+from flashattn.parallel.plan import Plan, Task, plan, size
+from flashattn.tiled import tiled_backward, tiled_forward
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Seen = Mask | Bounds
+TILED = "tiled"
+
+# What both operators take beside rows: bounds of own keys and of the buffer, or none; where (group,
+# rank, placement), what (lengths of the whole, mask), how (see Kernels), and whether the fetched
+# keys are kept for the backward.
+_OPTIONS = (
+    "Tensor[] bounds, str group, int rank, int world, str placement, SymInt seq_q, SymInt seq_kv,"
+    " SymInt? left, SymInt? right, str corner, str family, float scale, float? softcap,"
+    " str precision, bool deterministic, bool keep"
+)
+
+
+class Kernels(NamedTuple):
+    """What computes a part.
+
+    Args:
+        family: of our kernels, see ``plan.spec``, or "tiled", the algorithm in PyTorch.
+        scale: factor on the scores.
+        softcap: bound on the scores; None is none.
+        precision: see ``attention``.
+        deterministic: see ``attention``.
+    """
+
+    family: str
+    scale: float
+    softcap: float | None
+    precision: str
+    deterministic: bool
+
+    def _options(self, seen: Seen, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+        how = self.scale, self.softcap, self.precision, self.family, self.deterministic
+        if isinstance(seen, Bounds):
+            return *seen, None, None, *how
+        band = seen.over(q.shape[2], k.shape[2])
+        return None, None, band.left, band.right, *how
+
+    def _of_tiled(self, seen: Seen) -> dict[str, Any]:
+        mask = Intervals(seen, dims=2) if isinstance(seen, Bounds) else seen
+        return {"mask": mask, "scale": self.scale, "softcap": self.softcap}
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> Outputs:
+        """Return o [B, H, T, D] and lse [B, H, T]."""
+        if self.family != TILED:
+            o, lse = torch.ops.flashattn.forward(q, k, v, *self._options(seen, q, k))
+            return o, lse
+        q, k, v = _finite(q, k, v, seen)
+        grouped = q.unflatten(1, (k.shape[1], -1))
+        o, lse = tiled_forward(grouped, k[:, :, None], v[:, :, None], **self._of_tiled(seen))
+        o = o.flatten(1, 2)
+        o = seen.without_fully_masked(o) if isinstance(seen, Bounds) else o
+        return o, lse.flatten(1, 2)
+
+    def backward(self, grads: Any, saved: tuple[torch.Tensor, ...], seen: Seen) -> Gradients:
+        """Return the gradients of q, k and v.
+
+        Args:
+            grads: of o, and of lse or None.
+            saved: q, k and v of the part, o and lse of whole rows.
+            seen: which keys of the part these rows see.
+        """
+        q, k, v, o, lse = saved
+        if self.family != TILED:
+            options = self._options(seen, q, k)
+            gradients: Gradients = torch.ops.flashattn.backward(*grads, *saved, *options)
+            return gradients
+        q, k, v = _finite(q, k, v, seen)
+        grouped: Any = [
+            None if x is None else x.unflatten(1, (k.shape[1], -1)) for x in (*grads, q, o, lse)
+        ]
+        saved = grouped[2], k[:, :, None], v[:, :, None], *grouped[3:]
+        dq, dk, dv = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
+        return dq.flatten(1, 2), dk[:, :, 0], dv[:, :, 0]
+
+
+def _finite(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return seen.without_unseen(q, k, v) if isinstance(seen, Bounds) else (q, k, v)
+
+
+class Given(NamedTuple):
+    """What an operator is given beside rows.
+
+    Args:
+        group: name of the process group.
+        plan: of this rank.
+        kernels: for all parts.
+        own: which of its own keys this rank's rows see, if these come first.
+        rest: which keys of the buffer they see, if that is one part by bounds.
+        keep: whether fetched keys are kept.
+    """
+
+    group: str
+    plan: Plan
+    kernels: Kernels
+    own: Seen | None
+    rest: Bounds | None
+    keep: bool
+
+    @classmethod
+    def of(cls, options: tuple[Any, ...]) -> Given:
+        """Read the operators' arguments."""
+        bounds, group, rank, world, kind, seq_q, seq_kv, left, right, corner, *how, keep = options
+        mask, placement = Mask(left, right, corner), Placement(kind, world)
+        ours = plan(Task(mask, seq_q, seq_kv, placement, bool(bounds)), rank)
+        own, rest = (Bounds(*bounds[:2]), Bounds(*bounds[2:])) if bounds else (ours.own, None)
+        return cls(group, ours, Kernels(*how), own, rest, keep)
+
+
+def _merge(o: torch.Tensor, lse: torch.Tensor, part: Outputs) -> None:
+    """Add a part's keys to o [B, H, T, D] and lse [B, H, T], in place."""
+    total = torch.logaddexp(lse, part[1])
+    finite = total.masked_fill(total == -torch.inf, 0)  # of a row that sees no key
+    before, added = ((x - finite).exp()[..., None] for x in (lse, part[1]))
+    o.mul_(before).addcmul_(part[0], added)
+    lse.copy_(total)
+
+
+def _like(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """Return x laid out as ``torch.empty_like(pattern)``, as the fake operators promise."""
+    there = torch.empty_like(pattern, dtype=x.dtype)
+    return x if x.stride() == there.stride() else there.copy_(x)
+
+
+def _lse_like(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op(
+    "flashattn::parallel_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return o, lse, and the fetched keys, of which there are none unless they are kept."""
+    group, ours, kernels, own, rest, keep = Given.of(options)
+    with beside(q.device):
+        kv = fetch(rows_first(k, v), ours, group)
+    o, lse = torch.empty_like(q), _lse_like(q)
+    if own is not None:
+        o, lse = kernels.forward(q, k, v, own)
+    join(q.device)
+    for rows, keys, mask in ours.parts:
+        found = kernels.forward(q[:, :, rows], *heads_first(kv[keys]), rest or mask)
+        if own is not None:
+            _merge(o[:, :, rows], lse[:, :, rows], found)
+        elif len(ours.parts) == 1:
+            o, lse = found
+        else:
+            o[:, :, rows], lse[:, :, rows] = found
+    return _like(o, q), lse.contiguous(), kv if keep else kv.new_empty(0)
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given, (batch, heads, _, width) = Given.of(options), k.shape
+    kept = (given.plan.keys, batch, heads, 2 * width) if given.keep else (0,)
+    del v
+    return torch.empty_like(q), _lse_like(q), k.new_empty(kept)
+
+
+@torch.library.custom_op(
+    "flashattn::parallel_backward",
+    mutates_args=(),
+    schema="(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    f" Tensor kept, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad_o: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor,
+    *options: Any,
+) -> Gradients:
+    """Return the gradients of q, k and v.
+
+    Own keys are computed while the others are fetched; where these were kept, while their gradients
+    are given back.
+    """
+    group, ours, kernels, own, rest, keep = Given.of(options)
+
+    def differentiate(rows: slice, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> Gradients:
+        of_o, of_lse = (None if x is None else x[:, :, rows] for x in (grad_o, grad_lse))
+        of_lse = None if of_lse is None else of_lse.contiguous()
+        saved = q[:, :, rows], k, v, o[:, :, rows], lse[:, :, rows].contiguous()
+        return kernels.backward((of_o, of_lse), saved, seen)
+
+    of_own, every = None, slice(0, q.shape[2])
+    with beside(q.device):
+        kv = kept if keep else fetch(rows_first(k, v), ours, group)
+    if own is not None and not keep:
+        of_own = differentiate(every, k, v, own)
+    join(q.device)
+    dkv, dqs = _through(ours, kv, rest, differentiate)
+    with beside(q.device):
+        total = give_back(dkv, ours, group)
+    if own is not None and keep:
+        of_own = differentiate(every, k, v, own)
+    join(q.device)
+    dq = torch.empty_like(q) if of_own is None else of_own[0]
+    for rows, x in dqs:
+        dq[:, :, rows] = x if of_own is None else dq[:, :, rows] + x
+    dk, dv = heads_first(total)
+    if of_own is not None:
+        dk, dv = dk.add_(of_own[1]), dv.add_(of_own[2])
+    return _like(dq, q), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+
+
+def _through(
+    ours: Plan, kv: torch.Tensor, rest: Bounds | None, differentiate: Callable[..., Gradients]
+) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
+    """Return the gradients of the buffer [keys, B, G, 2 D], and of q for each part's rows."""
+    whole = bool(ours.parts) and size(ours.parts[0].keys) == ours.keys
+    dkv, dqs = torch.empty_like(kv) if whole else torch.zeros_like(kv), []
+    for i, (rows, keys, mask) in enumerate(ours.parts):
+        dq, *gradients = differentiate(rows, *heads_first(kv[keys]), rest or mask)
+        for x, there in zip(gradients, heads_first(dkv[keys]), strict=True):
+            _ = there.copy_(x) if whole and i == 0 else there.add_(x)
+        dqs.append((rows, dq))
+    return dkv, dqs
+
+
+@_backward.register_fake
+def _(grad_o: object, grad_lse: object, *inputs: Any) -> Gradients:
+    del grad_o, grad_lse
+    q, k, v, *_ = inputs
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, bounds, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, *bounds)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None, _: object
+) -> tuple[Any, ...]:
+    q, k, v, o, lse, kept, *bounds = ctx.saved_tensors
+    grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+    gradients = torch.ops.flashattn.parallel_backward(
+        grad_o, grad_lse, q, k, v, o, lse, kept, bounds, *ctx.options
+    )
+    return *gradients, [None] * len(bounds), *[None] * len(ctx.options)
+
+
+def _once(ctx: Any, *grads: torch.Tensor) -> None:
+    del ctx, grads
+    raise NotImplementedError("parallel attention has no second derivative")
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_once)

@@ -1,0 +1,254 @@
+"""What a rank computes and exchanges: a function of mask, lengths, placement and rank alone.
+
+Every rank can plan for every other, so nothing is negotiated. A rank's rows are runs of consecutive
+queries. Each run is a problem of its own against the keys that it sees (``seen_by``). These lie in
+a buffer, in the order of the sequence.
+
+Where T = S and the mask is causal or full, a rank first attends from its own rows to its own keys.
+Both are in the order of the sequence, so the mask over them is causal or full, too. What it fetches
+meanwhile each run sees as a whole or not at all, so that no mask is left.
+
+Documents and other masks of rows (``bounds``) are numbers on the device, which no plan knows: all
+rows are one run, over own keys first and then over the buffer. Both keep the order of the sequence,
+so what a query sees of them is one interval again, whose ends ``placed`` counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from flashattn.mask import CAUSAL, FULL, Mask
+from flashattn.parallel.placement import Placement
+
+
+class Part(NamedTuple):
+    """One call of the kernels: which of a rank's rows, which keys of its buffer, and their mask."""
+
+    rows: slice
+    keys: slice
+    mask: Mask
+
+
+class Piece(NamedTuple):
+    """Some of a rank's keys: which of its own, and where they lie in a buffer and the sequence."""
+
+    rank: int
+    rows: slice
+    keys: slice
+    start: int
+
+
+def size(rows: slice) -> int:
+    """Return how many rows a slice has."""
+    return int(rows.stop - rows.start)
+
+
+def seen_by(mask: Mask, seq_q: int, seq_kv: int, rows: slice) -> tuple[slice, Mask]:
+    """Return which keys consecutive queries see, and the mask of these queries over these keys.
+
+    This is the one place that knows what a mask is. Bounds count from the first row and the first
+    key, or in the bottom-right corner from the last ones, so that none is negative.
+    """
+    band = mask.over(seq_q, seq_kv)
+    low, high = band.keys_of(rows.start)[0], band.keys_of(rows.stop - 1)[1]
+    if high <= low:
+        return slice(low, low), FULL
+    left = None if band.left is None else band.left - rows.start + low
+    right = None if band.right is None else band.right + rows.start - low
+    if mask.corner == "bottom_right":
+        shift = (high - low) - size(rows)
+        left = None if left is None else left + shift
+        right = None if right is None else right - shift
+    return slice(low, high), Mask(left, right, mask.corner)
+
+
+class Task(NamedTuple):
+    """A whole problem and where its rows lie.
+
+    Args:
+        mask: which keys a query sees; or may see, if bounds say the rest.
+        seq_q: T.
+        seq_kv: S.
+        placement: of queries and keys.
+        by_rows: whether bounds say the rest.
+    """
+
+    mask: Mask
+    seq_q: int
+    seq_kv: int
+    placement: Placement
+    by_rows: bool = False
+
+    @property
+    def own(self) -> Mask | None:
+        """The mask of a rank's rows over its own keys, where these come first; else None."""
+        if self.by_rows:
+            return FULL  # but for the bounds
+        band = self.mask.over(self.seq_q, self.seq_kv)
+        if self.seq_q != self.seq_kv or band.left is not None or band.right not in (None, 0):
+            return None
+        return FULL if band.right is None else CAUSAL
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all keys go to all ranks; a window on both sides sends only what is seen."""
+        band = self.mask.over(self.seq_q, self.seq_kv)
+        return band.left is None or band.right is None
+
+    def runs(self, rank: int) -> list[Part]:
+        """Return the runs of a rank, their keys by their places in the sequence."""
+        own, found = None if self.by_rows else self.own, []
+        if own == FULL:
+            every = slice(0, self.placement.lengths(self.seq_q)[rank])
+            return [Part(every, slice(0, self.seq_kv), FULL)] if every.stop else []
+        for chunk in self.placement.chunks(self.seq_q):
+            if chunk.rank == rank and chunk.start < chunk.stop:
+                keys, mask = slice(0, chunk.start), FULL
+                if own is None:
+                    rows = slice(chunk.start, chunk.stop)
+                    keys, mask = seen_by(self.mask, self.seq_q, self.seq_kv, rows)
+                found.append(Part(chunk.rows, keys, mask))
+        return found
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """Return the buffer of a rank: what any of its runs sees, in the order of the sequence."""
+        found, taken = [], 0
+        wanted = _union([run.keys for run in self.runs(rank)])
+        for chunk in self.placement.chunks(self.seq_kv):
+            if self.own is not None and chunk.rank == rank:
+                continue
+            for keys in wanted:
+                start, stop = max(chunk.start, keys.start), min(chunk.stop, keys.stop)
+                if start < stop:
+                    at, count = chunk.at + start - chunk.start, stop - start
+                    rows, keys_there = slice(at, at + count), slice(taken, taken + count)
+                    found.append(Piece(chunk.rank, rows, keys_there, start))
+                    taken += count
+        return found
+
+
+def _union(intervals: list[slice]) -> list[slice]:
+    """Return disjoint intervals in order."""
+    found: list[slice] = []
+    for x in sorted(intervals, key=lambda x: x.start):
+        if found and x.start <= found[-1].stop:
+            found[-1] = slice(found[-1].start, max(found[-1].stop, x.stop))
+        else:
+            found.append(x)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank does.
+
+    Args:
+        own: see ``Task``.
+        gathers: see ``Task``.
+        parts: calls on the buffer, that with the most keys first.
+        pieces: what the buffer consists of.
+        places: where each piece lies in what arrives, by rank.
+        sends: for each rank, which of this rank's keys are in that one's buffer.
+        arriving: how many keys arrive from each rank.
+        leaving: how many go to each.
+        own_pieces: this rank's keys, as pieces of themselves.
+    """
+
+    own: Mask | None
+    gathers: bool
+    parts: list[Part]
+    pieces: list[Piece]
+    places: list[slice]
+    sends: list[list[slice]]
+    arriving: list[int]
+    leaving: list[int]
+    own_pieces: list[Piece]
+
+    @property
+    def keys(self) -> int:
+        """Keys of the buffer."""
+        return self.pieces[-1].keys.stop if self.pieces else 0
+
+    @property
+    def rows(self) -> int:
+        """Keys that this rank has."""
+        return self.own_pieces[-1].keys.stop
+
+
+_PLANS: dict[tuple[Task, int], Plan] = {}  # functools.lru_cache would make torch.compile warn
+_MOST_PLANS = 1024  # lengths that keep changing must not fill the memory
+
+
+def plan(task: Task, rank: int) -> Plan:
+    """Return what a rank does of a task."""
+    if (task, rank) not in _PLANS:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[task, rank] = _plan(task, rank)
+    return _PLANS[task, rank]
+
+
+def _plan(task: Task, rank: int) -> Plan:
+    pieces, world = task.pieces(rank), range(task.placement.world)
+    parts = [
+        Part(
+            run.rows, slice(*(placed(x, pieces) for x in (run.keys.start, run.keys.stop))), run.mask
+        )
+        for run in task.runs(rank)
+    ]
+    if task.by_rows:
+        queries = task.placement.lengths(task.seq_q)[rank]
+        parts = [Part(slice(0, queries), slice(0, sum(size(x.rows) for x in pieces)), FULL)]
+    if task.own is not None:
+        parts = [part for part in parts if size(part.keys)]
+    sends = [[x.rows for x in task.pieces(r) if x.rank == rank] for r in world]
+    lengths = task.placement.lengths(task.seq_kv)
+    arriving = [sum(size(x.rows) for x in pieces if x.rank == r) for r in world]
+    leaving = [sum(map(size, rows)) for rows in sends]
+    if task.gathers:
+        arriving = leaving = [max(lengths)] * len(world)
+    return Plan(
+        own=task.own,
+        gathers=task.gathers,
+        parts=sorted(parts, key=lambda part: -size(part.keys)),
+        pieces=pieces,
+        places=_places(pieces, arriving, gathers=task.gathers),
+        sends=sends,
+        arriving=arriving,
+        leaving=leaving,
+        own_pieces=[
+            Piece(rank, x.rows, x.rows, x.start)
+            for x in task.placement.chunks(task.seq_kv)
+            if x.rank == rank
+        ],
+    )
+
+
+def placed(keys: Any, pieces: list[Piece]) -> Any:
+    """Return how many keys of pieces come before some of the sequence, ints or a tensor."""
+    spans: list[list[int]] = []  # pieces that touch are one
+    for piece in pieces:
+        if spans and spans[-1][1] == piece.start:
+            spans[-1][1] += size(piece.rows)
+        else:
+            spans.append([piece.start, piece.start + size(piece.rows)])
+    count = 0 * keys
+    for start, stop in spans:
+        beyond = keys - start
+        if isinstance(beyond, int):
+            count += max(0, min(beyond, stop - start))
+        else:
+            count = count + beyond.clamp(0, stop - start)
+    return count
+
+
+def _places(pieces: list[Piece], arriving: list[int], *, gathers: bool) -> list[slice]:
+    """Return where pieces arrive: one behind the other, or among all that their rank has."""
+    starts, found = list(accumulate([0, *arriving])), []
+    for piece in pieces:
+        at = starts[piece.rank] + (piece.rows.start if gathers else 0)
+        found.append(slice(at, at + size(piece.rows)))
+        starts[piece.rank] += 0 if gathers else size(piece.rows)
+    return found

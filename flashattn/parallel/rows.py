@@ -1,0 +1,58 @@
+"""Documents and masks of rows, for a rank that has some of the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flashattn.bounds import Bounds, of_rows
+from flashattn.dispatch import dispatch_is_trivial
+from flashattn.mask import FULL
+from flashattn.masks import Documents, RowMask, bounds_of
+from flashattn.parallel.plan import Plan, Task, placed, plan
+
+_KEPT: Any = WeakIdKeyDictionary()  # by the bounds of the whole, which a model's layers share
+
+
+def local_bounds(
+    q: torch.Tensor, task: Task, rank: int, documents: Documents | None, mask: RowMask | None
+) -> tuple[Task, list[torch.Tensor]]:
+    """Return what to plan for, and which keys this rank's rows see: of its own, of the buffer.
+
+    Args:
+        q: this rank's rows [B, H, rows, D].
+        task: the whole, but for documents and mask.
+        rank: this one.
+        documents: of the whole, see ``attention``.
+        mask: likewise.
+
+    Returns:
+        The task, and the tensors of two ``Bounds``.
+
+    Raises:
+        ValueError: the documents or the mask do not fit.
+    """
+    of_q, of_k = (q.new_empty(()).expand(q.shape[0], 1, n, 1) for n in (task.seq_q, task.seq_kv))
+    whole = bounds_of(of_q, of_k, task.mask, documents, mask)
+    # The mask counts from where a document begins, which may be elsewhere among queries and keys.
+    aligned = isinstance(documents, torch.Tensor) and task.seq_q == task.seq_kv
+    limit = task.mask if documents is None or aligned else FULL
+    task = task._replace(mask=limit, by_rows=True)
+    if not dispatch_is_trivial(q) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return task, _local(whole, task, plan(task, rank), rank)
+    kept = _KEPT.setdefault(whole.keys, {})
+    if (task, rank) not in kept:
+        kept[task, rank] = _local(whole, task, plan(task, rank), rank)
+    return task, kept[task, rank]
+
+
+def _local(whole: Bounds, task: Task, ours: Plan, rank: int) -> list[torch.Tensor]:
+    chunks = [x for x in task.placement.chunks(task.seq_q) if x.rank == rank]
+    ends = torch.cat([whole.keys[:, x.start : x.stop] for x in chunks], 1)
+    found: list[torch.Tensor] = []
+    for pieces, keys in ((ours.own_pieces, ours.rows), (ours.pieces, ours.keys)):
+        low, high = placed(ends, pieces).unbind(-1)
+        found += of_rows(low, high, keys)
+    return found

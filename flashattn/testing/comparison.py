@@ -1,0 +1,167 @@
+"""pytest plugin: a benchmark session is compared with the runs that were kept before."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from flashattn.report.compare import EXIT_INSIDE_NOISE, Limit, hold, report
+from flashattn.report.runs import Run, merge
+from flashattn.testing.kept import HEADER, JOURNAL, TOLD
+from flashattn.testing.swept import COLLECTED, study_and_name, sweep_name
+
+COMPARE = pytest.StashKey[Any]()  # name of a run, True for all, or False
+LIMITS = pytest.StashKey[list[Limit]]()
+BASELINE = pytest.StashKey[Run | None]()
+HELD_BACK = pytest.StashKey[list[tuple[pytest.Item, list[pytest.TestReport]]]]()
+INSIDE = pytest.StashKey[bool]()  # whether a limit proves nothing
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take comparing over from pytest-benchmark: that has no verdicts, and fails by traceback."""
+    option = config.option
+    config.stash[COMPARE] = option.benchmark_compare
+    config.stash[LIMITS] = option.benchmark_compare_fail or []
+    config.stash[HELD_BACK], config.stash[INSIDE] = [], False
+    option.benchmark_compare, option.benchmark_compare_fail = [], []
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load the baseline."""
+    session.config.stash[BASELINE] = _baseline(session.config)
+
+
+def _baseline(config: pytest.Config) -> Run | None:
+    """Return the clean runs that --benchmark-compare compares with as one, None if there is none.
+
+    Raises:
+        pytest.UsageError: no clean run has the name that was asked for, a run is another
+            accelerator's, or there is none to hold --benchmark-compare-fail against.
+    """
+    compare = config.stash[COMPARE]
+    named = isinstance(compare, str) and compare
+    storage = config._benchmarksession.storage  # type: ignore[attr-defined] # noqa: SLF001
+    found = [saved for _, saved in storage.load(*[compare] if named else [])] if compare else []
+    clean = [saved for saved in found if not saved.get("commit_info", {}).get("dirty")]
+    if named and not clean:
+        why = "has a clean commit, and others are no baseline" if found else f"is called {compare}"
+        raise pytest.UsageError(f"--benchmark-compare: no kept run {why}")
+    if config.stash[LIMITS] and not clean:
+        raise pytest.UsageError("--benchmark-compare-fail: wanted --benchmark-compare and a run")
+    ours = config.stash[HEADER]["machine_info"]["accelerator"]
+    for saved in clean:
+        theirs = saved["machine_info"].get("accelerator", "a machine it does not name")
+        if theirs != ours:
+            raise pytest.UsageError(
+                f"--benchmark-compare: wanted a run made on {ours}, got {theirs}"
+            )
+    if compare and not clean:
+        why = "every kept run has uncommitted changes" if found else "no run was kept before"
+        config.stash[TOLD].append(f"Compared with nothing: {why} on {ours}")
+    runs = []
+    for saved in clean:
+        rows = [
+            _with_stats(case["extra_info"], case["stats"])
+            for case in saved["benchmarks"]
+            if "study" in case["extra_info"]
+        ]
+        runs.append(Run.of(saved, rows + saved.get("unmeasured", [])))
+    return merge(runs) if runs else None
+
+
+def _with_stats(row: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
+    return {"q1": stats["q1"], "q3": stats["q3"], "stats": stats} | row
+
+
+def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
+    """Return what the kept runs have of this session's cases, or should have; and this session."""
+    stats = {
+        case.fullname: case.stats.as_dict()
+        for case in config._benchmarksession.benchmarks  # type: ignore[attr-defined] # noqa: SLF001
+        if case
+    }
+    rows = [
+        _with_stats(row, stats[row["fullname"]])
+        if row["status"] == "ok" and row["fullname"] in stats
+        else row
+        for row in config.stash[JOURNAL].rows
+    ]
+    measured, collected = {row["fullname"] for row in rows}, config.stash[COLLECTED]
+    whole = {name.partition("::")[0] for name in collected if "::" not in "".join(config.args)}
+
+    def gone(row: dict[str, Any]) -> bool:
+        ours = row.get("sweep") == sweep_name(config) and row["fullname"] not in collected
+        return ours and row["fullname"].partition("::")[0] in whole
+
+    belong = [row for row in before.rows if row["fullname"] in measured or gone(row)]
+    return replace(before, rows=belong), Run.of(config.stash[HEADER], rows)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """With a limit, hold back what passed: the noise is known once all controls are timed."""
+    if not item.config.stash[LIMITS]:
+        return None
+    item.config.get_terminal_writer().line(item.name)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    item.config.stash[HELD_BACK].append((item, reports))
+    if any(report.failed for report in reports):
+        _let_go(item.config, {})
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Fail the cases that break a limit, now that the noise is known."""
+    try:
+        return (yield)
+    finally:
+        config, broken = session.config, dict[tuple[str, str], str]()
+        before, limits = config.stash[BASELINE], config.stash[LIMITS]
+        if before and limits and config.stash[HELD_BACK]:
+            broken, inside = hold(*_compared(config, before), limits)
+            config.stash[INSIDE] = bool(inside)
+            config.stash[TOLD][:0] = inside
+        _let_go(config, broken)
+
+
+def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
+    """Report what was held back; a case in ``broken`` has failed."""
+    for item, reports in config.stash[HELD_BACK]:
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        complaint = broken.get(study_and_name(item))
+        for made in reports:
+            told = made
+            if complaint and made.when == "call":
+                fail = partial(pytest.fail, complaint, pytrace=False)
+                call = pytest.CallInfo.from_call(fail, "call")
+                told = pytest.TestReport.from_item_and_call(item, call)
+                crash = told.longrepr.reprcrash  # type: ignore[union-attr]
+                crash.message = complaint  # without "Failed: "
+            item.ihook.pytest_runtest_logreport(report=told)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    config.stash[HELD_BACK].clear()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
+    """Say by the status that a limit proved nothing."""
+    result = yield
+    if exitstatus == pytest.ExitCode.OK and session.config.stash[INSIDE]:
+        session.exitstatus = EXIT_INSIDE_NOISE
+    return result
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the comparison."""
+    before = config.stash[BASELINE]
+    if before and config.stash[JOURNAL].rows:
+        terminalreporter.section("compared with the runs kept before")
+        terminalreporter.write_line(report(*_compared(config, before), every=True))

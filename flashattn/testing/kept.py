@@ -1,0 +1,183 @@
+"""pytest plugin: a benchmark session is written down row by row, and kept if all of it is right."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryFile, mkdtemp
+from typing import Any
+
+import pytest
+from pytest_benchmark.utils import get_commit_info
+
+from flashattn.measure.device import accelerator, machine_info
+from flashattn.report.runs import Journal
+from flashattn.testing.swept import DEVICE, part_suffix
+
+JOURNAL = pytest.StashKey[Journal]()
+HEADER = pytest.StashKey[dict[str, Any]]()
+MADE_BEFORE = pytest.StashKey[dict[str, dict[str, Any]]]()
+TOLD = pytest.StashKey[list[str]]()  # sentences for the end
+STOCK_STORAGE = "file://./.benchmarks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare going on after a stop."""
+    parser.addoption(
+        "--resume", action="store_true", help="go on with the last run that was not finished"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep runs in a folder named by the accelerator, under the commit's name."""
+    option = config.option
+    folder = config.rootpath / ".benchmarks" / accelerator(DEVICE)
+    commit = _commit(get_commit_info())
+    sources = _sources(config)
+    facts = {"machine_info": _machine(), "commit_info": commit, "sources": sources}
+    said = " ".join(config.invocation_params.args).replace(str(config.rootpath), ".")
+    facts |= {"datetime": datetime.now(timezone.utc).isoformat(), "command": f"pytest {said}"}
+    config.stash[HEADER] = facts | {"roofs": {}, "clocks": {}}
+    config.stash[TOLD] = []
+    config.stash[JOURNAL] = _journal(config, _writable(folder, config))
+    made = config.stash[JOURNAL].rows
+    config.stash[MADE_BEFORE] = {r["fullname"]: r for r in made if r["status"] != "failed"}
+    if option.benchmark_storage == STOCK_STORAGE:
+        option.benchmark_storage = f"file://{folder}"
+    if not (option.benchmark_save or option.benchmark_autosave):
+        versioned = commit["id"] != "unknown"  # as where only the files were copied
+        name = commit["id"][:10] if versioned else f"sources-{sources[:10]}"
+        option.benchmark_autosave = name + "-dirty" * commit["dirty"] + part_suffix(config)
+    option.benchmark_quiet = True  # our tables have a column for each implementation
+
+
+@cache
+def _writable(folder: Path, config: pytest.Config) -> Path:
+    """Return a folder, or a temporary one in its place, with a sentence, if it is read-only."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        scratch = Path(mkdtemp(prefix="flashattn-benchmarks-"))
+        config.stash[TOLD].append(f"{folder} cannot be written ({error.strerror}): see {scratch}")
+        return scratch
+
+
+def _journal(config: pytest.Config, folder: Path) -> Journal:
+    """Return a new journal, or with --resume the last one of this part, checked to be ours.
+
+    Raises:
+        pytest.UsageError: what was left unfinished was measured by other code, or elsewhere.
+    """
+    name = f"unfinished{part_suffix(config)}-"
+    left = max(folder.glob(f"{name}[0-9]*.jsonl"), default=None)
+    if not config.getoption("--resume") or left is None:
+        stamp = time.strftime("%Y%m%dT%H%M%S")
+        return Journal(folder / f"{name}{stamp}-{os.getpid()}.jsonl")
+    journal, ours = Journal.resume(left), config.stash[HEADER]
+    if journal.header is None:  # killed before the first row was whole
+        return journal
+    for what in ("machine_info", "sources"):
+        if journal.header[what] != ours[what]:
+            raise pytest.UsageError(
+                f"--resume: {left.name} has another {what} than this session; start a new run,"
+                " or go on from the same commit on the same machine"
+            )
+    ours["roofs"] = journal.header["roofs"]
+    return journal
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Leave out the folder named by the Python version, and later any that cannot be written."""
+    storage = session.config._benchmarksession.storage  # type: ignore[attr-defined] # noqa: SLF001
+    storage.default_machine_id = None
+    yield
+    storage.path = _writable(storage.path, session.config)
+
+
+def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
+    """Replace the plugin's own, which names the host."""
+    return _machine()
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    return machine_info(DEVICE)
+
+
+def _commit(info: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: info[name] for name in ("id", "dirty", "time")}
+    return kept | ({"id": "unknown"} if kept["id"] == "unversioned" else {})
+
+
+def _sources(config: pytest.Config) -> str:
+    """Return a digest of all code that is measured or measures, also where git is not."""
+    digest = sha256()
+    for folder in ("flashattn", "benchmarks"):
+        for path in sorted((config.rootpath / folder).rglob("*.py")):
+            digest.update(path.relative_to(config.rootpath).as_posix().encode())
+            digest.update(path.read_bytes())
+    for name in config.option.impl or ():
+        path = config.invocation_params.dir / f"{name.partition('.py')[0]}.py"
+        digest.update(path.read_bytes() if path.is_file() else name.encode())
+    return digest.hexdigest()[:16]
+
+
+def rounded(samples: list[float]) -> list[float]:
+    """Return samples as they are kept."""
+    return [round(sample, 9) for sample in samples]  # no clock here tells less than a nanosecond
+
+
+def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
+    """Keep what says which code was measured; names of folders and branches do not."""
+    kept = _commit(commit_info)
+    commit_info.clear()
+    commit_info |= kept
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Add what describes the run, and the rows that were not measured."""
+    header = config.stash[HEADER]
+    output_json |= {name: header[name] for name in ("roofs", "clocks", "command", "sources")}
+    rows = config.stash[JOURNAL].rows
+    output_json["unmeasured"] = [row for row in rows if row["status"] != "ok"]
+    for case in output_json["benchmarks"]:
+        case["params"] = {name: str(value) for name, value in (case["params"] or {}).items()}
+        if "data" in case["stats"]:  # with --benchmark-save-data or --benchmark-json
+            case["stats"]["data"] = rounded(case["stats"]["data"])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
+    """Keep a run only when all of it is right."""
+    plugin = session.config._benchmarksession  # type: ignore[attr-defined] # noqa: SLF001
+    if exitstatus != pytest.ExitCode.OK or not plugin.benchmarks:
+        plugin.save = plugin.autosave = plugin.json = None
+    return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say where the run is."""
+    journal, plugin = config.stash[JOURNAL], config._benchmarksession  # type: ignore[attr-defined] # noqa: SLF001
+    if not journal.rows:
+        return
+    name = plugin.save or plugin.autosave
+    kept = max(plugin.storage.path.glob(f"*_{name}.json"), default=None) if name else None
+    if kept:
+        journal.path.unlink()  # all of it is in the kept run
+    path = os.path.relpath(kept or journal.path, config.rootpath)
+    verdict = "Kept in" if kept else "Not kept; every row is in"
+    dirty = ", of uncommitted code: no baseline" if kept and name.endswith("-dirty") else ""
+    told = [*config.stash[TOLD], f"{verdict} {path}{dirty}"]
+    terminalreporter.write_line("\n".join(["", *told]))

@@ -1,0 +1,318 @@
+"""What processes of a group measure together: attention, a training step, and the links.
+
+    python -m flashattn.testing.parallel_case RANK WORLD DEVICE STORE
+
+reads a job from each line of its input; the first rank prints the answers (see ``ranks``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F  # noqa: N812 - the conventional name
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashattn import parallel
+from flashattn.lm import SIZES
+from flashattn.masks import cumulative
+from flashattn.measure.device import out_of_memory
+from flashattn.measure.timing import DeviceClock, HostClock
+from flashattn.parallel.placement import Placement
+from flashattn.parallel.plan import seen_by
+from flashattn.problem import Problem
+from flashattn.testing.accuracy import Case, Expected
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.ranks import ANSWER
+from flashattn.training import Trainer
+
+# How each method calls ``flashattn.parallel.attention``; "pytorch" is context_parallel with cuDNN.
+METHODS: dict[str, dict[str, Any]] = {
+    "keys": {},
+    "keys, kept": {"keep": True},
+    "keys, contiguous": {"placement": "contiguous"},
+    "heads": {"exchange": "heads"},
+    "pytorch": {},
+}
+VERIFIED = 64  # of a rank's rows, the last
+PIECE = {"cuda": 1 << 26, "cpu": 1 << 20}  # bytes that each rank sends when links are measured
+Tensors = tuple[torch.Tensor, ...]
+
+
+def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, rounds: int) -> Any:
+    """Verify and time attention.
+
+    Args:
+        mesh: of one dimension.
+        problem: the name of the whole problem, whose lengths the ranks divide.
+        method: one of ``METHODS``.
+        passes: forward or forward+backward.
+        rounds: samples.
+
+    Returns:
+        ``samples``, seconds of the slowest rank; ``wrong``, a sentence for each broken budget;
+        ``peak_bytes`` of the rank with the most; ``repeats``, whether a second call gave the same
+        bits; or ``unsupported``, why PyTorch's cannot.
+    """
+    asked, device = Problem.parse(problem), mesh.device_type
+    whole = [*make_inputs(asked, device=device), make_grads(asked, device=device)[0]]
+    grad = passes != "forward"
+    with _rows(mesh, method, whole) as rows, torch.set_grad_enabled(grad):
+        leaves = [x.requires_grad_(grad) for x in rows[:3]]
+        attend = _attend(mesh, method, asked)
+
+        def call() -> Tensors:
+            o = attend(*leaves)
+            return (o, *torch.autograd.grad(o, leaves, rows[3])) if grad else (o,)
+
+        try:
+            got = call()
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            if method != "pytorch" or out_of_memory(error):
+                raise
+            return {"unsupported": f"PyTorch's context_parallel: {error}".splitlines()[0]}
+        wrong = _wrong(mesh, asked, method, [leaves[0].detach(), *whole[1:3], rows[3]], got)
+        repeats = all(map(torch.equal, got, call()))
+        del got
+        whole.clear()
+        facts = _timed(mesh, call, rounds)
+    facts |= {"wrong": [text for texts in _gathered(mesh, wrong) for text in texts]}
+    return facts | {"repeats": all(_gathered(mesh, repeats))}
+
+
+@contextmanager
+def _rows(mesh: DeviceMesh, method: str, whole: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Return this rank's rows, where PyTorch's context parallelism is on if it is asked for."""
+    if method != "pytorch" or mesh.size() == 1:
+        placement = METHODS[method].get("placement", "zigzag")
+        yield [parallel.shard(x, mesh, dim=2, placement=placement) for x in whole]
+        return
+    from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
+    from torch.distributed.tensor.experimental._attention import (  # noqa: PLC0415
+        set_rotate_method,
+    )
+
+    set_rotate_method("allgather")
+    buffers = [x.clone() for x in whole]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
+        yield [x.clone() for x in buffers]
+
+
+def _attend(mesh: DeviceMesh, method: str, problem: Problem) -> Callable[..., torch.Tensor]:
+    if method != "pytorch":
+        impl = "auto" if mesh.device_type == "cuda" else "tiled"
+        given = {**problem.keywords, **METHODS[method], "impl": impl}
+        if isinstance(problem.documents, tuple):
+            given["documents"] = cumulative(problem.documents, torch.device(mesh.device_type))[0]
+        ours: Any = partial(parallel.attention, mesh=mesh, **given)
+        return ours
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # looked up now: context_parallel replaces it
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=bool(problem.causal), enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+    return sdpa
+
+
+def _wrong(
+    mesh: DeviceMesh, problem: Problem, method: str, given: list[torch.Tensor], got: Tensors
+) -> list[str]:
+    """Return what is off its budget (see ``accuracy``) in the last of this rank's rows.
+
+    Args:
+        mesh: of one dimension.
+        problem: the whole.
+        method: one of ``METHODS``.
+        given: this rank's rows of q, whole k and v, this rank's rows of the gradient of o.
+        got: this rank's o and, if they were asked for, dq, dk and dv.
+    """
+    kind = METHODS[method].get("placement", "zigzag")
+    chunks = Placement(kind, mesh.size()).chunks(problem.seq_q)
+    chunk = [x for x in chunks if x.rank == mesh.get_local_rank()][-1]
+    keys, few = _last_rows(problem, slice(max(chunk.start, chunk.stop - VERIFIED), chunk.stop))
+    count = few.seq_q
+    found = []
+    for g in sorted({0, problem.kv_heads - 1}):
+        heads, own = slice(g * few.heads, (g + 1) * few.heads), slice(g, g + 1)
+        q, grad_o = (x[:1, heads, -count:] for x in (given[0], given[3]))
+        case = Case(
+            problem=few,
+            inputs=(q, given[1][:1, own, keys], given[2][:1, own, keys]),
+            scale=problem.head_dim**-0.5,
+            grad_o=grad_o if len(got) > 1 else None,
+        )
+        expected = Expected.of(case)
+        results = {
+            name: x[:1, heads, -count:].detach()
+            for name, x in zip(("o", "dq"), got[:2], strict=False)
+        }
+        if len(got) > 1 and problem.causal and chunk.stop == problem.seq_kv:
+            # Nobody else sees the last keys, which are the last of this rank's, too.
+            results |= dict(zip(("dk", "dv"), (x[:1, own, -count:] for x in got[2:]), strict=True))
+            cut = [
+                {n: x[..., -count:, :] for n, x in outputs.items() if n in results}
+                for outputs in (expected.exact, expected.stored)
+            ]
+            expected = replace(expected, exact=cut[0], stored=cut[1])
+        found += [f"{method}: {sentence}" for sentence in expected.failures(results)]
+    return found
+
+
+def _last_rows(problem: Problem, rows: slice) -> tuple[slice, Problem]:
+    """Return the keys that some rows see, and these as a problem of one group of heads.
+
+    Of rows of several documents only those of the last one count.
+    """
+    lengths = problem.documents if isinstance(problem.documents, tuple) else ()
+    start_q = start_kv = 0
+    for document_q, document_kv in lengths or ((problem.seq_q, problem.seq_kv),):
+        if start_q + document_q >= rows.stop:
+            break
+        start_q, start_kv = start_q + document_q, start_kv + document_kv
+    own = slice(max(0, rows.start - start_q), rows.stop - start_q)
+    keys, mask = seen_by(problem.mask, document_q, document_kv, own)
+    few = replace(
+        problem,
+        batch=1,
+        heads=problem.heads // problem.kv_heads,
+        kv_heads=1,
+        seq_q=own.stop - own.start,
+        seq_kv=keys.stop - keys.start,
+        causal=mask.causal,
+        window=mask.window,
+        documents=None,
+    )
+    return slice(keys.start + start_kv, keys.stop + start_kv), few
+
+
+def train(
+    mesh: DeviceMesh, *, size: str, context: int, precision: str, rounds: int
+) -> dict[str, Any]:
+    """Time a training step of the transformer on one sequence.
+
+    Args:
+        mesh: of one dimension, which shares tokens and parameters.
+        size: one of ``lm.SIZES``.
+        context: T.
+        precision: see ``Trainer``.
+        rounds: samples.
+
+    Returns:
+        ``samples`` and ``peak_bytes`` as ``attention`` does, and the ``losses`` of all steps.
+    """
+    device = mesh.device_type
+    impl = "auto" if device == "cuda" else "tiled"
+    attend: Any = partial(parallel.attention, mesh=mesh, length=context, causal=True, impl=impl)
+    config = replace(SIZES[size], longest=context)
+    shared = mesh if mesh.size() > 1 else None
+    facts: dict[str, Any] = {"batch": 1, "context": context, "precision": precision}
+    trainer = Trainer(config, attention=attend, device=device, mesh=shared, **facts)
+    losses: list[torch.Tensor] = []
+    measured = _timed(mesh, lambda: losses.append(trainer.train()), rounds)
+    mean = torch.stack(losses)
+    distributed.all_reduce(mean)
+    return measured | {"losses": (mean / mesh.size()).tolist()}
+
+
+def link(mesh: DeviceMesh, *, rounds: int) -> dict[str, float]:
+    """Measure what ``scaling.Machine`` wants to know of links and memory.
+
+    Args:
+        mesh: of one dimension.
+        rounds: samples of each.
+    """
+    device, world = mesh.device_type, mesh.size()
+    group = mesh.get_group().group_name
+    collectives = torch.ops._c10d_functional  # noqa: SLF001 - as the product calls them
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        arrived = collectives.all_gather_into_tensor(x, world, group)
+        return collectives.wait_tensor(arrived)
+
+    piece = torch.zeros(PIECE[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(piece)
+    least = {
+        name: min(_timed(mesh, call, rounds)["samples"])
+        for name, call in {
+            "latency": partial(gather, piece[:16]),
+            "gather": partial(gather, piece),
+            "copy": partial(target.copy_, piece),
+        }.items()
+    }
+    data = max(least["gather"] - least["latency"], 1e-9)
+    return {
+        "latency": least["latency"],
+        "link": (world - 1) * len(piece) / data,
+        "copy": 2 * len(piece) / least["copy"],
+    }
+
+
+def _timed(mesh: DeviceMesh, call: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Return seconds of the slowest rank for each call, and the largest peak of memory.
+
+    All ranks begin a call together. Caches stay warm: what is timed is larger than they are.
+    """
+    device = torch.device(mesh.device_type)
+    token = torch.zeros(1, device=device)
+    together = partial(distributed.all_reduce, token)
+    for _ in range(2):
+        call()
+    samples: list[float] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        event = partial(torch.cuda.Event, enable_timing=True)
+        clock = DeviceClock(event, together, torch.cuda.synchronize)
+        samples, _ = clock.samples(call, rounds)
+    else:
+        for _ in range(rounds):
+            together()
+            samples += HostClock().samples(call, 1)[0]
+    slowest = torch.tensor(samples, device=device, dtype=torch.float64)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    peaks = [x for x in _gathered(mesh, peak) if x is not None]
+    return {"samples": slowest.tolist(), "peak_bytes": max(peaks, default=None)}
+
+
+def _gathered(mesh: DeviceMesh, x: Any) -> list[Any]:
+    """Return what all ranks have."""
+    found: list[Any] = [None] * mesh.size()
+    distributed.all_gather_object(found, x, mesh.get_group())
+    return found
+
+
+JOBS: dict[str, Callable[..., Any]] = {"attention": attention, "train": train, "link": link}
+
+
+def main(rank: int, world: int, device: str, store: str) -> None:
+    """Do each job that comes."""
+    limit, backend = timedelta(seconds=300), "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit
+    )
+    mesh = init_device_mesh(device, (world,))
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer = JOBS[job.pop("job")](mesh, **job)
+        if rank == 0:
+            sys.stdout.write(f"{ANSWER}{json.dumps(answer)}\n")
+            sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,105 @@
+"""How long a pass takes on several GPUs, predicted from what one GPU and the links between do.
+
+The kernels keep the speed that they have on one GPU, a byte from another rank takes as long as in a
+large all-gather, and copies run at the memory's speed. What is exchanged beside kernels takes no
+time of its own until it takes longer than they do. The slowest rank counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashattn.mask import Mask
+from flashattn.parallel.placement import Placement
+from flashattn.parallel.plan import Plan, Task, plan, size
+from flashattn.problem import DTYPES, Problem
+
+
+class Machine(NamedTuple):
+    """What is measured.
+
+    Args:
+        forward: FLOP/s of the forward on one GPU.
+        backward: FLOP/s of the backward on one GPU.
+        link: bytes per second that arrive at a rank from all others.
+        copy: bytes per second that a GPU reads and writes.
+        latency: seconds that a collective takes without data.
+    """
+
+    forward: float
+    backward: float
+    link: float
+    copy: float
+    latency: float
+
+
+def predict(
+    problem: Problem,
+    placement: Placement,
+    machine: Machine,
+    *,
+    passes: str = "forward+backward",
+    keep: bool = False,
+) -> float:
+    """Return the seconds that ``flashattn.parallel.attention`` takes.
+
+    Args:
+        problem: of the whole sequence.
+        placement: of its rows.
+        machine: see there.
+        passes: forward, backward or forward+backward.
+        keep: whether fetched keys are kept for the backward.
+    """
+    task = Task(problem.mask, problem.seq_q, problem.seq_kv, placement)
+    each = {"forward": _forward, "backward": _backward}
+    ranks = [
+        sum(
+            each[name](problem, placement, plan(task, rank), rank, machine, keep=keep)
+            for name in passes.split("+")
+        )
+        for rank in range(placement.world)
+    ]
+    return max(ranks)
+
+
+def _kernels(problem: Problem, ours: Plan, rows: int, flops: float) -> tuple[float, float]:
+    """Return the seconds of the own part and of the others; flops are those of a pair, a second."""
+
+    def pairs(mask: Mask | None, queries: int, keys: int) -> int:
+        heads = problem.batch * problem.heads
+        return 0 if mask is None else heads * mask.over(queries, keys).pairs
+
+    rest = sum(pairs(part.mask, size(part.rows), size(part.keys)) for part in ours.parts)
+    return pairs(ours.own, rows, ours.rows) / flops, rest / flops
+
+
+def _exchange(problem: Problem, ours: Plan, rank: int, machine: Machine) -> float:
+    """Return the seconds of one exchange: packed, sent, and brought into order."""
+    wide = 2 * DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.kv_heads
+    arriving = sum(ours.arriving) - ours.arriving[rank]
+    copied = 2 * (ours.rows + ours.keys) * wide
+    return machine.latency + arriving * wide / machine.link + copied / machine.copy
+
+
+def _forward(
+    problem: Problem, placement: Placement, ours: Plan, rank: int, machine: Machine, *, keep: bool
+) -> float:
+    del keep
+    rows = placement.lengths(problem.seq_q)[rank]
+    own, rest = _kernels(problem, ours, rows, machine.forward / (4 * problem.head_dim))
+    if placement.world == 1:
+        return own + rest
+    wide = DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.heads
+    merged = 5 * sum(size(part.rows) for part in ours.parts) * wide if ours.own else 0
+    return max(own, _exchange(problem, ours, rank, machine)) + rest + merged / machine.copy
+
+
+def _backward(
+    problem: Problem, placement: Placement, ours: Plan, rank: int, machine: Machine, *, keep: bool
+) -> float:
+    rows = placement.lengths(problem.seq_q)[rank]
+    own, rest = _kernels(problem, ours, rows, machine.backward / (10 * problem.head_dim))
+    if placement.world == 1:
+        return own + rest
+    exchanged = _exchange(problem, ours, rank, machine)
+    return max(own, exchanged) + rest + (0 if keep else exchanged)

@@ -1,0 +1,302 @@
+"""Context parallelism on four processes and gloo: what ranks share is the whole, in both passes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import all_reduce, barrier, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import flashattn
+from flashattn import attention, masks
+from flashattn.lm import Config
+from flashattn.masks import cumulative
+from flashattn.parallel import attention as shared
+from flashattn.parallel import positions, shard, unshard
+from flashattn.problem import Problem
+from flashattn.testing.accuracy import Sample, expected_of
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.patching import patch_interpreter
+from flashattn.training import Trainer
+
+WORLD, SECONDS, TIMEOUT = 4, 120, timedelta(seconds=20)
+DIES, STATUS = 3, 7  # which rank, and how
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 40, "head_dim": 16, "causal": True}
+CASES = {
+    "zigzag": ({}, {}),
+    "contiguous": ({}, {"placement": "contiguous"}),
+    "uneven": ({"seq_q": 37}, {}),
+    "uneven, contiguous": ({"seq_q": 37}, {"placement": "contiguous"}),
+    "fewer rows than ranks": ({"seq_q": 3}, {}),
+    "kept": ({"seq_q": 37}, {"keep": True}),
+    "full": ({"causal": False}, {}),
+    "cross": ({"causal": False, "seq_kv": 29}, {"placement": "contiguous"}),
+    "top left": ({"seq_q": 53, "seq_kv": 30}, {}),
+    "bottom right": ({"seq_kv": 61, "causal": "bottom_right"}, {}),
+    "rows without keys": ({"seq_kv": 21, "causal": "bottom_right"}, {}),
+    "window": ({"window": (6, None)}, {}),
+    "window, contiguous": ({"window": (6, None)}, {"placement": "contiguous"}),
+    "wide window": ({"window": (25, 3), "causal": False, "seq_q": 37}, {"keep": True}),
+    "window at the corner": ({"seq_kv": 61, "window": (6, 2), "causal": False}, {}),
+    "one bound": ({"window": (None, 5), "causal": False}, {}),
+    "capped": ({"softcap": 2.0}, {}),
+    "bf16": ({"dtype": "bfloat16"}, {}),
+    "bf16, window": ({"dtype": "bfloat16", "window": (6, None)}, {}),
+    "documents": ({"documents": ((9, 9), (0, 0), (1, 1), (20, 20), (7, 7)), "seq_q": 37}, {}),
+    "documents, cross": ({"documents": ((3, 9), (20, 14)), "seq_q": 29, "seq_kv": 23}, {}),
+    "documents, window": (
+        {"documents": ((9, 9), (28, 28)), "seq_q": 40, "window": (6, None)},
+        {"placement": "contiguous", "keep": True},
+    ),
+    "documents, heads": (
+        {"documents": ((9, 9), (28, 28)), "seq_q": 37, "kv_heads": 4},
+        {"exchange": "heads"},
+    ),
+    "documents, triton": (
+        {"documents": ((9, 9), (28, 28)), "seq_q": 37, "batch": 1},
+        {"impl": "triton"},
+    ),
+    "triton": ({"seq_q": 37, "batch": 1, "softcap": 2.0}, {"impl": "triton"}),
+    "triton, rows without keys": (
+        {"batch": 1, "seq_kv": 21, "causal": "bottom_right"},
+        {"impl": "triton"},
+    ),
+    "triton, window": ({"batch": 1, "window": (6, None)}, {"impl": "triton", "keep": True}),
+    "heads": ({"kv_heads": 4, "seq_q": 37}, {"exchange": "heads"}),
+    "heads, window": ({"kv_heads": 4, "window": (6, None)}, {"exchange": "heads"}),
+}
+
+
+def run(mesh, problem, inputs, grads, **how):
+    """Return this rank's o, lse, and gradients of its q, k and v."""
+    cut = partial(shard, mesh=mesh, dim=2, placement=how.get("placement", "zigzag"))
+    leaves = [cut(x).detach().requires_grad_() for x in inputs]
+    length = problem.seq_q, problem.seq_kv
+    given = {**problem.keywords, "length": length, "return_lse": True, "impl": "tiled", **how}
+    if problem.documents is not None:
+        given["documents"] = cumulative(problem.documents, "cpu")
+        if all(t == s for t, s in problem.documents):
+            given["documents"] = given["documents"][0]
+    outputs = shared(*leaves, mesh=mesh, **given)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [cut(x) for x in grads])]
+
+
+def gathered(mesh, problem, results, placement="zigzag"):
+    """Return the whole of o, lse, dq, dk and dv by their names."""
+    lengths = [problem.seq_q] * 3 + [problem.seq_kv] * 2
+    found = [
+        unshard(x, mesh, dim=2, length=n, placement=placement)
+        for x, n in zip(results, lengths, strict=True)
+    ]
+    return dict(zip(("o", "lse", "dq", "dk", "dv"), found, strict=True))
+
+
+def check_case(mesh, case):
+    """Hold what all ranks have together to the budgets of one call; ask twice for the same bits."""
+    sizes, how = CASES[case]
+    problem = Problem(**SIZES | sizes)
+    inputs, grads = make_inputs(problem), make_grads(problem)
+    results = run(mesh, problem, inputs, grads, **how)
+    assert all(map(torch.equal, results, run(mesh, problem, inputs, grads, **how)))
+    got = gathered(mesh, problem, results, how.get("placement", "zigzag"))
+    if mesh.get_rank() == 0:
+        failures = expected_of(Sample(problem=problem)).failures(got)
+        assert not failures, failures
+
+
+def check_rest(mesh):
+    """Compare sinks, values of another width, one head, scale, dtypes and autocast with a call."""
+    problem = Problem(**SIZES | {"seq_q": 37})
+    q, k, v = make_inputs(problem)
+    sink = torch.linspace(-1, 2, 4, requires_grad=True)
+    cut = partial(shard, mesh=mesh, dim=2)
+    for how in ({}, {"exchange": "heads"}):
+        inputs = [q, *(x.repeat_interleave(2, 1) for x in (k, v))] if how else [q, k, v]
+        inputs = [*inputs[:2], inputs[2][..., :12]]
+        given = {"causal": True, "scale": 0.3, "sink": sink, "impl": "tiled"}
+        wanted = attention(*inputs, **given)
+        got = shared(*map(cut, inputs), mesh=mesh, length=37, **given, **how)
+        torch.testing.assert_close(unshard(got, mesh, dim=2, length=37), wanted)
+        (of_sink,) = torch.autograd.grad(got.sum(), sink)
+        all_reduce(of_sink)
+        torch.testing.assert_close(of_sink, torch.autograd.grad(wanted.sum(), sink)[0])
+    one = [x[:, 0] for x in (q, k, v)]
+    got = shared(*(shard(x, mesh, dim=1) for x in one), mesh=mesh, length=37, impl="tiled")
+    torch.testing.assert_close(unshard(got, mesh, dim=1, length=37), attention(*one, impl="tiled"))
+    lengths = torch.tensor([37, 20])
+    for mask in (masks.padding(lengths), masks.chunked(9) & masks.padding(lengths, side="left")):
+        wanted = attention(q, k, v, window=(12, 3), mask=mask, impl="tiled")
+        given = {"window": (12, 3), "mask": mask, "length": 37, "impl": "tiled"}
+        got = shared(*map(cut, (q, k, v)), mesh=mesh, **given)
+        torch.testing.assert_close(unshard(got, mesh, dim=2, length=37), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shared(*map(cut, (q, k, v)), mesh=mesh, length=37).dtype == torch.bfloat16
+    assert torch.equal(positions(37, mesh), shard(torch.arange(37), mesh, dim=0))
+
+
+def check_refusals(mesh, both):
+    """Say in a sentence what does not fit, on every rank alike, before anything is exchanged."""
+    q = torch.randn(1, 3, 8, 16)
+    refused = {
+        "mesh: wanted one dimension": {"mesh": both},
+        "placement: wanted one of contiguous, zigzag": {"placement": "striped"},
+        "exchange: wanted one of keys, heads": {"exchange": "rows"},
+        "q: wanted 10 rows": {"length": 40},
+        "documents: wanted": {"documents": torch.tensor([0, 99])},
+        "mask: wanted": {"mask": q},
+        "impl: wanted one of auto": {"impl": "sdpa"},
+        "impl: hopper": {"impl": "hopper"},
+        "q: wanted a number of heads that 4": {"exchange": "heads"},
+        "window: wanted": {"window": (-1, 0)},
+        "sink: wanted shape": {"sink": torch.zeros(2)},
+    }
+    for sentence, how in refused.items():
+        with pytest.raises((ValueError, NotImplementedError), match=f"^{sentence}"):
+            shared(q, q, q, **{"mesh": mesh, **how})
+
+
+def check_tensor_parallel(both):
+    """Rows along one dimension of a mesh and heads along the other, as DTensors of both."""
+    problem = Problem(**SIZES | {"seq_q": 37})
+    inputs, (grad, _) = make_inputs(problem), make_grads(problem)
+    whole = [x.clone().requires_grad_() for x in inputs]
+    wanted = attention(*whole, causal=True, impl="tiled")
+    wanted = [wanted, *torch.autograd.grad(wanted, whole, grad)]
+
+    def placed(x, *placements):
+        return distribute_tensor(x, both, placements, src_data_rank=None)
+
+    leaves = [placed(x, Shard(2), Shard(1)).requires_grad_() for x in inputs]
+    how = {"mesh": both["rows"], "placement": "contiguous", "causal": True, "impl": "tiled"}
+    got = shared(*leaves, **how)
+    assert got.placements == (Shard(2), Shard(1))
+    got = [got, *torch.autograd.grad(got, leaves, placed(grad, Shard(2), Shard(1)))]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    for kinds in ((Shard(1), Shard(2)), (Shard(2), Shard(3)), (Replicate(), Shard(1))):
+        with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
+            shared(*(placed(x, *kinds) for x in inputs), **how)
+
+
+def check_compiled(mesh):
+    """A compiled graph is whole, and gives the same bits, of tensors laid out as models do."""
+    problem = Problem(**SIZES)
+    inputs = [shard(x, mesh, dim=2).transpose(1, 2).contiguous() for x in make_inputs(problem)]
+
+    def call(*rows, **how):
+        q, k, v = (x.transpose(1, 2) for x in rows)
+        return shared(q, k, v, mesh=mesh, causal=True, impl="tiled", **how) * 2
+
+    for how in ({}, {"keep": True, "documents": torch.tensor([0, 9, 37])}):
+        results = []
+        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            o = function(*leaves, **how)
+            results.append([o, *torch.autograd.grad(o.square().sum(), leaves)])
+        assert all(map(torch.equal, *results))
+
+
+def check_second_derivative(mesh):
+    """It is refused by a sentence."""
+    q = torch.randn(1, 2, 4, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(
+        shared(q, q, q, mesh=mesh, length=16).square().sum(), q, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def check_training(mesh):
+    """A transformer whose tokens and parameters are shared learns as one that has them whole."""
+    config = Config(width=32, hidden=48, layers=2, heads=4, vocab=97, longest=32)
+    facts = {"batch": 2, "precision": "fp32", "device": "cpu"}
+    for context, checkpoint in ((32, False), (29, True)):
+        alone = partial(attention, causal=True, impl="tiled")
+        both = partial(shared, mesh=mesh, causal=True, length=context, impl="tiled")
+        one = Trainer(config, attention=alone, context=context, **facts)
+        many = Trainer(
+            config, attention=both, context=context, mesh=mesh, checkpoint=checkpoint, **facts
+        )
+        share = sum(x.to_local().numel() for x in many.model.parameters())
+        assert share < 0.3 * config.parameters
+        for _ in range(2):
+            loss, part = one.train(), many.train()
+            all_reduce(part)
+            torch.testing.assert_close(part / WORLD, loss)
+        for a, b in zip(many.model.parameters(), one.model.parameters(), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-3, atol=1e-5)
+
+
+def check_death(mesh):
+    """When a rank has died the others end with an error, well before they would time out."""
+    barrier()
+    if mesh.get_rank() == DIES:
+        os._exit(STATUS)
+    start = time.monotonic()
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(RuntimeError):
+        shared(q, q, q, mesh=mesh, causal=True)
+    assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
+
+
+def work(rank, store):
+    """Check everything, as one of the processes."""
+    torch.set_num_threads(1)
+    patch_interpreter()
+    init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
+    mesh = init_device_mesh("cpu", (WORLD,))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
+    for case in CASES:
+        sys.stderr.write(f"{case}\n")
+        check_case(mesh, case)
+    checks = (check_rest, check_compiled, check_second_derivative, check_training)
+    for check in checks:
+        sys.stderr.write(f"{check.__name__}\n")
+        check(mesh)
+    sys.stderr.write("meshes of two dimensions\n")
+    check_refusals(mesh, both)
+    check_tensor_parallel(both)
+    sys.stderr.write("death\n")
+    check_death(mesh)
+    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+
+
+def test_ranks_share_the_whole(tmp_path):
+    """Four processes get what one gets, and end when one of them has died."""
+    root = Path(flashattn.__file__).parents[1]
+    env = os.environ | {
+        "PYTHONPATH": str(root),
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    wanted = [STATUS if rank == DIES else 0 for rank in range(WORLD)]
+    assert [process.returncode for process in processes] == wanted, "\n".join(said)
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), sys.argv[2])

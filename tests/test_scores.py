@@ -48,16 +48,18 @@ def assert_like(got, wanted, given, grads):
 
 
 @OURS
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("of_batches", [False, True])
-def test_alibi(name, of_batches, device):
+def test_alibi(name, of_batches, causal, device):
     """It takes slope * |t + S - T - s| off a score, behind the softcap and before the mask."""
     given = [x.requires_grad_() for x in tensors(device)]
     slopes = torch.linspace(0, 1.5, 8 if of_batches else 4, device=device)
     slopes = slopes.view(-1, 4) if of_batches else slopes
-    how = {"causal": True, "softcap": 2.0, "return_lse": True}
+    how = {"causal": causal, "softcap": 2.0, "return_lse": True}
     got = attention(*given, alibi_slopes=slopes, **how, impl=name)
     t, s = (torch.arange(n, device=device) for n in (20, 26))
-    wanted = written_out(*given, hidden=s > t[:, None], softcap=2.0, slopes=slopes)
+    hidden = s > t[:, None] if causal else None
+    wanted = written_out(*given, hidden=hidden, softcap=2.0, slopes=slopes)
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 

@@ -21,7 +21,13 @@ from flashattn.plan.plan import Plan
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import Family, TensorSpec, signature
 from flashattn.problem import Problem, check_among, check_scale
-from flashattn.score import check_alibi_slopes, check_sink, with_sink
+from flashattn.score import (
+    Relative,
+    check_alibi_slopes,
+    check_bias,
+    check_sink,
+    dimensions,
+)
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -33,11 +39,11 @@ FASTEST_FIRST = {
 FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
 OURS = (
     *(registry.ASKED - {"bounds"}),
-    *("documents", "mask", "sink", "return_lse", "impl", "precision", "deterministic"),
+    *("documents", "mask", "return_lse", "impl", "precision", "deterministic"),
 )
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
-    "attn_mask": "use mask=flashattn.masks.of(attn_mask)",
+    "attn_mask": "use mask=flashattn.masks.of(attn_mask), or bias=attn_mask",
     "cu_seqlens": "use documents",
     "cu_seqlens_q": "use documents=(cu_seqlens_q, cu_seqlens_k)",
     "dropout_p": "there is no dropout",
@@ -59,6 +65,7 @@ def attention(
     mask: RowMask | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | Relative | None = None,
     sink: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -69,7 +76,7 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale * q @ k.T + mask) @ v without holding the score matrix.
 
-    Scores are made in this order: scale, softcap, ALiBi, mask, sink (see ``flashattn.score``).
+    Scores are made in this order: scale, softcap, ALiBi, bias, mask, sink (see ``score``).
 
     Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
     sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
@@ -99,9 +106,12 @@ def attention(
             None is none.
         alibi_slopes: fp32 [H] or [B, H], flash-attn's: takes slope * |t + S - T - s| off the score
             of query t and key s; no gradient. Not with ``documents``.
+        bias: what broadcasts to [B, H, T, S] ([B, T, S] for one head), in q's dtype or fp32; added
+            to the scores, differentiable, read by strides of 0 where it is broadcast. Or, for a
+            bias of s - t alone, ``relative(vector)``. -inf hides a key.
         sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
-            gpt-oss; differentiable. It is applied to o and lse behind the kernels, so that ``impl``
-            must return the logsumexp.
+            gpt-oss; differentiable. "hopper" and others than ours have it applied to o and lse
+            behind them, so that these must return the logsumexp.
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
@@ -134,16 +144,15 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    lse_wanted = return_lse or sink is not None
     tensors: dict[str, Any] = {}
-    given = causal, window, documents, mask, alibi_slopes
+    given = causal, window, documents, mask, alibi_slopes, bias, sink
     if documents is not None or mask is not None:
         tensors["bounds"] = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
         causal, window = False, UNBOUNDED
-    if alibi_slopes is not None:
-        tensors["alibi_slopes"] = _slopes(q, k, v, alibi_slopes, documents)
+    if alibi_slopes is not None or bias is not None or sink is not None:
+        tensors |= _scored(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
     key = _key(
-        q, k, v, causal, window, tensors, softcap, scale, lse_wanted, impl, precision,
+        q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, precision,
         deterministic, options,
     )  # fmt: skip
     try:
@@ -153,13 +162,12 @@ def attention(
     if attend is None:
         dtype = _autocast_dtype(q)
         if dtype is not None:
-            names = "causal", "window", "documents", "mask", "alibi_slopes"
+            names = "causal", "window", "documents", "mask", "alibi_slopes", "bias", "sink"
             options |= zip(names, given, strict=True)
             options |= {
                 "softcap": softcap,
                 "scale": scale,
                 "impl": impl,
-                "sink": sink,
                 "return_lse": return_lse,
                 "precision": precision,
                 "deterministic": deterministic,
@@ -172,17 +180,13 @@ def attention(
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
         attend = _prepare(
-            q, k, v, causal, window, tensors, softcap, scale, lse_wanted, impl, options
+            q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
         )
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
             _PLANS[key] = attend
-    if sink is not None:
-        check_sink(sink, _heads(q), q.device)
     o, lse = attend(q, k, v, **tensors)
-    if sink is not None and lse is not None:
-        o, lse = with_sink(o, lse, sink)
     return o if lse is None or not return_lse else (o, lse)
 
 
@@ -197,6 +201,8 @@ def explain(
     mask: RowMask | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | Relative | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     impl: str = "auto",
     precision: str = "auto",
@@ -219,6 +225,8 @@ def explain(
         mask: likewise.
         softcap: likewise.
         alibi_slopes: likewise; all that is asked is whether there are some.
+        bias: likewise; its gradient is wanted.
+        sink: likewise; of impl="hopper" and "auto" it is applied behind the kernels.
         scale: likewise.
         impl: "triton", "hopper", or "auto", for each pass the faster one.
         precision: likewise.
@@ -235,8 +243,9 @@ def explain(
     rows = documents is not None or mask is not None
     if rows:
         causal, window = False, UNBOUNDED
+    scored = _scored(q, k, v, alibi_slopes, bias, sink if impl == "triton" else None, packed=False)
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, alibi=alibi_slopes is not None,
+        q, k, v, causal=causal, window=window, softcap=softcap, **_facts(scored),
         documents=_unknown(rows),
     )  # fmt: skip
     check_among("impl", impl, FAMILIES)
@@ -291,12 +300,15 @@ def _key(
     try:
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
+        grad = q.requires_grad or k.requires_grad or v.requires_grad
         for name, x in tensors.items():
             one = x.keys if isinstance(x, Bounds) else x  # as it lies, so does the other
             named = *named, name, *signature(one)
+            if not isinstance(x, Bounds):
+                grad = grad or x.requires_grad
         return (
             signature(q, k, v),
-            q.requires_grad or k.requires_grad or v.requires_grad,
+            grad,
             causal, softcap, type(softcap), scale, type(scale), return_lse, precision,
             deterministic, named,
             impl if impl == "auto" else registry.get(impl),
@@ -334,10 +346,11 @@ def _prepare(
 
         return narrowed
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, alibi="alibi_slopes" in tensors,
+        q, k, v, causal=causal, window=window, softcap=softcap, **_facts(tensors),
         documents=_unknown("bounds" in tensors),
     )  # fmt: skip
-    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
+    grad = any(x.requires_grad for x in (q, k, v, *learned))
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
     scale = check_scale(scale, q.shape[-1])
@@ -369,29 +382,46 @@ def _bounds(
     return bounds_of(q, k, mask, documents, rows)
 
 
-def _slopes(
+def _scored(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    alibi_slopes: torch.Tensor,
-    documents: Documents | None,
-) -> torch.Tensor:
-    """Return the slopes that the arguments of ``attention`` ask for, [B or 1, H]."""
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | Relative | None,
+    sink: torch.Tensor | None,
+    *,
+    packed: bool,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that scores are made with, as implementations take them.
+
+    Raises:
+        ValueError: one that does not fit; or slopes of packed documents.
+    """
     _check_sizes(q, k, v)
-    if documents is not None:
-        msg = "alibi_slopes: not with documents: positions are those of the whole"
-        raise ValueError(msg)
-    return check_alibi_slopes(alibi_slopes, q.shape[0], _heads(q), q.device)
+    found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
+    if alibi_slopes is not None:
+        if packed:
+            msg = "alibi_slopes: not with documents: positions are those of the whole"
+            raise ValueError(msg)
+        slopes = check_alibi_slopes(alibi_slopes, q.shape[0], heads, q.device)
+        found["alibi_slopes"] = slopes
+    if bias is not None:
+        found["bias"] = check_bias(bias, (q.shape[0], heads, q.shape[-2], k.shape[-2]), q)
+    if sink is not None:
+        found["sink"] = check_sink(sink, heads, q)
+    return found
+
+
+def _facts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return what a problem knows of the tensors that scores are made with."""
+    named = dimensions(tensors.get("bias"))
+    return {"alibi": "alibi_slopes" in tensors, "bias": named, "sink": "sink" in tensors}
 
 
 def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check as much as other arguments need, which are checked first."""
     if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
         Problem.of(q, k, v)  # which says what is wrong
-
-
-def _heads(q: torch.Tensor) -> int:
-    return 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
 
 
 def _unknown(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001

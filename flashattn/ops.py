@@ -22,14 +22,16 @@ from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Family, Options, Signature, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
+from flashattn.score import of_keys
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 EXTRAS = len(Extras._fields)
 FORWARD, BACKWARD = 3 + EXTRAS, 7 + EXTRAS  # tensors that an operator takes
+BIAS = 4 + Extras._fields.index("bias")  # its place among the arguments of an autograd function
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[..., Outputs]  # of q, k and v, and of tensors besides by name
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, ...]  # of q, k and v; then of a bias and of sinks, if asked for
 Differentiate = Callable[..., Gradients]
 
 
@@ -55,7 +57,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    f" {_EXTRAS}, {_HOW}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" {_EXTRAS}, {_HOW}, bool bias_grad)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward = torch.ops.flashattn.forward.default
@@ -78,11 +81,37 @@ def _launch_backward(
     lse: torch.Tensor,
     *inputs: Any,
 ) -> Gradients:
-    extras, how = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    extras, (*how, bias_grad) = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    options = _options(q.dtype, extras, *how)._replace(bias_grad=bias_grad)
     prepared: Differentiate = _execute().prepare_backward(
-        (grad_o, grad_lse), (q, k, v, o, lse), _options(q.dtype, extras, *how)
+        (grad_o, grad_lse), (q, k, v, o, lse), options
     )
-    return prepared(q, k, v, grad_o, o, lse, grad_lse, *extras)
+    dq, dk, dv, *others = prepared(q, k, v, grad_o, o, lse, grad_lse, *extras)
+    return dq, dk, dv, *_all_others(others, q, *inputs[:EXTRAS][-2:], bias_grad=bias_grad)
+
+
+def _all_others(
+    given: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    *,
+    bias_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dbias and dsink as an operator does: without elements if not asked for."""
+    rest, wanted = list(given), (bias is not None and bias_grad, sink is not None)
+    dbias, dsink = (
+        rest.pop(0) if there else q.new_empty(0, dtype=torch.float32) for there in wanted
+    )
+    return dbias, dsink
+
+
+def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradients:
+    """Return the gradients that are asked for, of those that an operator returns."""
+    dq, dk, dv, dbias, dsink = gradients
+    wanted = {"dbias": bias_grad, "dsink": extras.sink is not None}
+    others = {"dbias": dbias, "dsink": dsink}
+    return dq, dk, dv, *(others[name] for name, there in wanted.items() if there)
 
 
 def _extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -128,10 +157,17 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *_: object,
+    o: object,
+    lse: object,
+    *inputs: Any,
 ) -> Gradients:
-    del grad_o, grad_lse
-    return _like_dense(q), _like_dense(k), _like_dense(v)
+    del grad_o, grad_lse, o, lse
+    *_, bias, sink = inputs[:EXTRAS]
+    bias_grad = inputs[-1]
+    made = [bias.new_empty(bias.shape)] if bias is not None and bias_grad else []
+    made += [] if sink is None else [sink.new_empty(sink.shape)]
+    others = _all_others(made, q, bias, sink, bias_grad=bias_grad)
+    return _like_dense(q), _like_dense(k), _like_dense(v), *others
 
 
 def _run_forward(*inputs: Any) -> Outputs:
@@ -182,14 +218,24 @@ class Prepared:
             scored: others of ``Extras``.
         """
         extras = Extras(*bounds, **scored) if scored or bounds[0] is not None else ()
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or any(x is not None and x.requires_grad for x in extras)
+        ):
             return _apply_directly(self, q, k, v, *extras)
         return self.attend(q, k, v, *extras)
 
     def backward(
-        self, grads: Any, saved: Any, extras: Sequence[torch.Tensor | None] = ()
+        self,
+        grads: Any,
+        saved: Any,
+        extras: Sequence[torch.Tensor | None] = (),
+        *,
+        bias_grad: bool = False,
     ) -> Gradients:
-        """Return the gradients of q, k and v.
+        """Return the gradients of q, k and v, then of a bias if it is wanted, and of sinks.
 
         Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
         them to the CPU and back, may change strides and addresses; torch's setting for fp32
@@ -197,7 +243,9 @@ class Prepared:
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
         if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved, *extras):
-            return _backward(*grads, *saved, *(extras or Extras()), *self.options)
+            given = Extras(*extras)
+            found = _backward(*grads, *saved, *given, *self.options, bias_grad)
+            return _asked(found, given, bias_grad=bias_grad)
         key = (
             q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
             v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
@@ -206,13 +254,16 @@ class Prepared:
             grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
             q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         )  # fmt: skip
-        plan = self._backwards.get(key)
+        lies: tuple[object, ...] = ()
+        if extras and (bias := extras[-2]) is not None:
+            lies = bias.stride(), bias.data_ptr() % ALIGNMENT, bias_grad
+        plan = self._backwards.get((key, lies))
         if plan is None:
-            options = _options(q.dtype, extras, *self.options)
+            options = _options(q.dtype, extras, *self.options)._replace(bias_grad=bias_grad)
             plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
-            self._backwards[key] = plan
+            self._backwards[key, lies] = plan
         return plan(q, k, v, grad_o, o, lse, grad_lse, *extras)
 
 
@@ -224,8 +275,9 @@ class _Dispatched(NamedTuple):
     def attend(self, *inputs: torch.Tensor | None) -> Outputs:
         return _below_autograd(_forward, *inputs, *self.options)
 
-    def backward(self, grads: Any, saved: Any, extras: Any) -> Gradients:
-        return _backward(*grads, *saved, *extras, *self.options)
+    def backward(self, grads: Any, saved: Any, extras: Any, *, bias_grad: bool) -> Gradients:
+        found = _backward(*grads, *saved, *extras, *self.options, bias_grad)
+        return _asked(found, Extras(*extras), bias_grad=bias_grad)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -254,8 +306,15 @@ class _Differentiable(torch.autograd.Function):
         given = iter(saved[5:])
         extras = tuple([next(given) if there else None for there in ctx.extras])
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        gradients = ctx.prepared.backward((grad_o, grad_lse), saved[:5], extras)
-        return None, *gradients, *(None for _ in extras)
+        bias_grad = bool(extras) and ctx.needs_input_grad[BIAS]
+        dq, dk, dv, *others = ctx.prepared.backward(
+            (grad_o, grad_lse), saved[:5], extras, bias_grad=bias_grad
+        )
+        if not extras:
+            return None, dq, dk, dv
+        dbias = others.pop(0) if bias_grad else None
+        dsink = others.pop(0) if others else None
+        return None, dq, dk, dv, *[None] * (EXTRAS - 2), dbias, dsink
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
@@ -326,21 +385,34 @@ def _vmap(op: Any, *, q: int, tensors: int) -> Any:
         tensors: how many it takes, extras last.
     """
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
         size, batch = info.batch_size, args[q].shape[0 if in_dims[q] != 0 else 1]
+        bias, sink = args[tensors - 2 : tensors]
 
-        def fold(x: torch.Tensor | None, dim: int | None, i: int) -> torch.Tensor | None:
-            extra = i >= tensors - EXTRAS
-            if x is None or (extra and dim is None and x.shape[0] == 1):
+        def fold(x: torch.Tensor | None, dim: int | None, name: str) -> torch.Tensor | None:
+            # Gradients are those of each example.
+            learned = op is _backward and name in ("bias", "sink")
+            if x is None or (name and dim is None and x.shape[0] == 1 and not learned):
                 return x  # one for all batches
             x = x[None] if dim is None else x.movedim(dim, 0)
             x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
-            return x.contiguous() if extra else x
+            return x if name in ("", "bias") else x.contiguous()
 
-        given = zip(args[:tensors], in_dims, range(tensors), strict=False)
+        def unfold(x: torch.Tensor, like: torch.Tensor | None, dim: int | None) -> Any:
+            if like is None or x.numel() == 0:
+                return x, None
+            x, own = x.unflatten(0, (size, -1)), like.shape[0 if dim != 0 else 1]
+            return x.sum(1, keepdim=True) if own == 1 < batch else x, 0
+
+        names = ("",) * (tensors - EXTRAS) + Extras._fields
+        given = zip(args, in_dims, names, strict=False)
         results = op(*(fold(*x) for x in given), *args[tensors:])
-        split = tuple(x.unflatten(0, (size, -1)) for x in results)
-        return split, (0,) * len(split)
+        plain = tuple(x.unflatten(0, (size, -1)) for x in results[:3])
+        if op is _forward:
+            return plain, (0, 0)
+        learned = zip(results[3:], (bias, sink), in_dims[tensors - 2 : tensors], strict=True)
+        others, dims = zip(*(unfold(*x) for x in learned), strict=True)
+        return (*plain, *others), (0, 0, 0, *dims)
 
     return rule
 
@@ -363,6 +435,8 @@ def prepare(
     bounds: Bounds | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
@@ -371,7 +445,7 @@ def prepare(
     """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
 
     The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
-    and by their names those of ``bounds`` and ``alibi_slopes`` that were given; it returns
+    and by their names the bounds and what scores are made with, if they were given; it returns
     o [B, H, T, D] and lse [B, H, T], and has no second derivative.
 
     Args:
@@ -382,7 +456,9 @@ def prepare(
         window: see ``attention``.
         bounds: all of the mask, in their place.
         softcap: see ``attention``.
-        alibi_slopes: fp32 [B or 1, H], dense.
+        alibi_slopes: see ``Extras``, as for the next two.
+        bias: likewise.
+        sink: likewise.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
@@ -396,19 +472,21 @@ def prepare(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, softcap, precision, family, deterministic
     diagonal = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
-    extras = _extras((*(bounds or (None, None)), alibi_slopes))
+    scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
     if bounds is not None:
-        return _attend(q, k, v, extras, None, None, diagonal, *how)
+        return _attend(q, k, v, Extras(*bounds, **scored), None, None, diagonal, *how)
     seen = mask.over(q.shape[2], k.shape[2]).seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
     if not every:  # what no query sees may be NaN
-        k, v = k[:, :, seen], v[:, :, seen]
+        k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
         diagonal -= 0 if alibi_slopes is None else seen.start
-    band = mask.over(q.shape[2], k.shape[2])
+    band, extras = mask.over(q.shape[2], k.shape[2]), _extras(Extras(**scored))
     attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
     if every:
         return attend
-    return lambda q, k, v, **scored: attend(q, k[:, :, seen], v[:, :, seen], **scored)
+    return lambda q, k, v, **scored: attend(
+        q, k[:, :, seen], v[:, :, seen], **of_keys(scored, seen, q.shape[2])
+    )
 
 
 def _attend(
@@ -474,5 +552,5 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        grads = _backward(grad_o, None, *saved, *Extras(), *ctx.options)
-        return *(x.squeeze(1) for x in grads), None
+        dq, dk, dv, *_ = _backward(grad_o, None, *saved, *Extras(), *ctx.options, False)  # noqa: FBT003
+        return *(x.squeeze(1) for x in (dq, dk, dv)), None

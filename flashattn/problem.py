@@ -25,6 +25,7 @@ Lengths = tuple[tuple[int, int], ...]
 Documents = Lengths | Literal["unknown"] | None
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
+BIAS = "([b1][h1]([t1][s1]|r))?"
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -46,6 +47,9 @@ class Problem:
             query sees, and costs are those without documents.
         softcap: bound on the scores, see ``score``; None is none.
         alibi: whether each head has a slope, see ``score``.
+        bias: dimensions of the bias, each its letter or 1, as "1hts" or "b11s"; "bhr" is relative,
+            see ``score``; "" is none.
+        sink: whether each head has a sink, see ``score``.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
@@ -64,6 +68,8 @@ class Problem:
     documents: Documents = None
     softcap: float | None = None
     alibi: bool = False
+    bias: str = ""
+    sink: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -81,6 +87,8 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
+        if not re.fullmatch(BIAS, self.bias):
+            raise ValueError(f"bias: wanted dimensions like 1hts, 11ts, bhr, got {self.bias!r}")
         _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask
         object.__setattr__(self, "causal", mask.causal)
@@ -98,6 +106,8 @@ class Problem:
         window: Window = UNBOUNDED,
         softcap: float | None = None,
         alibi: bool = False,
+        bias: str = "",
+        sink: bool = False,
         documents: Documents = None,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
@@ -110,6 +120,8 @@ class Problem:
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
             alibi: as above.
+            bias: as above.
+            sink: as above.
             documents: as above.
 
         Raises:
@@ -136,6 +148,8 @@ class Problem:
             documents=documents,
             softcap=softcap,
             alibi=alibi,
+            bias=bias,
+            sink=sink,
             dtype=str(q.dtype).removeprefix("torch."),
         )
 
@@ -146,7 +160,8 @@ class Problem:
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
         docs = "" if self.documents is None else f"-docs{_listed(self.documents)}"
         cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
-        score = f"{cap}{'-alibi' * self.alibi}"
+        bias = f"-bias{self.bias}" if self.bias else ""
+        score = f"{cap}{'-alibi' * self.alibi}{bias}{'-sink' * self.sink}"
         return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{score}"
 
     @classmethod
@@ -158,12 +173,12 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            f" -window70+0, then -docs40+30x20, -cap50, -alibi), got {name!r}"
+            f" -window70+0, then -docs40+30x20, -cap50, -alibi, -bias1hts, -sink), got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
             r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)"
-            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap([^-]+))?(-alibi)?",
+            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap([^-]+))?(-alibi)?(?:-bias([^-]+))?(-sink)?",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -183,6 +198,8 @@ class Problem:
             documents=documents,
             softcap=softcap,
             alibi=found[11] is not None,
+            bias=found[12] or "",
+            sink=found[13] is not None,
             dtype=dtypes[found[1]],
         )
         if str(problem) != name:
@@ -212,7 +229,14 @@ class Problem:
     @property
     def added(self) -> bool:
         """Whether something is added to the scores."""
-        return self.alibi
+        return self.alibi or self.bias != ""
+
+    @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        """Sizes of the bias, None if there is none."""
+        sizes = {"b": self.batch, "h": self.heads, "t": self.seq_q, "s": self.seq_kv, "1": 1}
+        sizes["r"] = max(self.seq_q + self.seq_kv - 1, 0)
+        return tuple(sizes[x] for x in self.bias) if self.bias else None
 
     @property
     def band(self) -> Band:

@@ -29,6 +29,7 @@ from flashattn.claims import Claims
 from flashattn.mask import UNBOUNDED, Mask
 from flashattn.masks import bounds_of, cumulative
 from flashattn.problem import Lengths, Problem
+from flashattn.score import with_sink
 
 WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
@@ -37,7 +38,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 Attend = Callable[..., Pair]  # of q, k and v, and of those of TENSORS that were given, by name
 
 ENTRY_POINTS = "flashattn.impls"
-TENSORS = ("bounds", "alibi_slopes")  # that a call may have besides q, k and v
+TENSORS = ("bounds", "alibi_slopes", "bias", "sink")  # that a call may have besides q, k and v
 ASKED = frozenset({"causal", "window", "softcap", "scale", *TENSORS})  # no one's own options
 
 
@@ -55,15 +56,15 @@ class Impl(Claims):
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
             there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
-            likewise ``softcap=``, a float, ``bounds=``, which ``intervals`` claims, and
-            ``alibi_slopes=``.
+            likewise ``softcap=``, a float, ``bounds=``, which ``intervals`` claims,
+            ``alibi_slopes=``, ``bias=`` and ``sink=``.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
-        prepares: ``call`` returns no result but a callable of q, k and v, and of bounds and slopes
-            by their names if it was given some, which gives the (o, lse) of these and of all like
-            them, so that the host need not think again. Like are tensors of the same sizes,
+        prepares: ``call`` returns no result but a callable of q, k and v, and by their names of
+            those of ``TENSORS`` that it was given, which gives the (o, lse) of these and of all
+            like them, so that the host need not think again. Like are tensors of the same sizes,
             strides, dtype, device and distance from a multiple of 16 bytes, of which any or none
             needs gradients, under the same settings of torch for deterministic algorithms and fp32
             products. Where the compiler, a mode, or a function transform looks on, it is asked
@@ -130,6 +131,8 @@ class Impl(Claims):
 
     def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Attend:
         """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
+        if options.get("sink") is not None and not self.sink:
+            return _behind(self.prepared(q, k, v, **options | {"sink": None}), self.name)
         given = {name: options.pop(name, None) for name in TENSORS}
         if self.prepares:
             there = {name: x for name, x in given.items() if x is not None}
@@ -137,6 +140,20 @@ class Impl(Claims):
             return attend
         call = partial(self.call, **options)
         return lambda q, k, v, **tensors: _pair(call(q, k, v, **tensors))
+
+
+def _behind(attend: Attend, name: str) -> Attend:
+    """Return what applies a sink behind an implementation that takes none."""
+
+    def sunk(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sink: torch.Tensor, **tensors: Any
+    ) -> Pair:
+        o, lse = attend(q, k, v, **tensors)
+        if lse is None:
+            raise ValueError(f"sink: {name} takes none, and returns no logsumexp")
+        return with_sink(o, lse, sink)
+
+    return sunk
 
 
 def _options(call: Callable[..., Any]) -> frozenset[str] | None:

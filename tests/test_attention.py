@@ -304,7 +304,7 @@ def test_bad_sinks(sink, words, device):
     """They are refused before any launch."""
     with pytest.raises(ValueError, match=words):
         attention(*tensors(device), sink=sink, impl="triton")
-    with pytest.raises(ValueError, match="sdpa does not return the logsumexp"):
+    with pytest.raises(ValueError, match="sdpa takes no sink, and returns no logsumexp"):
         attention(*tensors(device), sink=torch.ones(2, device=device), impl="sdpa")
 
 
@@ -355,7 +355,7 @@ def test_a_name_never_falls_back(device):
     q, k, v = tensors(device, dtype="float64")
     with pytest.raises(ValueError, match="triton takes fp32, fp16 and bf16"):
         attention(q, k, v, impl="triton")
-    with pytest.raises(ValueError, match="sdpa does not return the logsumexp"):
+    with pytest.raises(ValueError, match="sdpa takes no sink, and returns no logsumexp"):
         attention(q, k, v, impl="sdpa", return_lse=True)
     with pytest.raises(ValueError, match="impl: wanted one of triton, hopper, tiled, reference"):
         attention(q, k, v, impl="nobody")

@@ -23,7 +23,7 @@ from flashattn import attention, gpus
 from flashattn.integrations import dtensor
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.patching import patch_interpreter
 
 WORLD, SECONDS = 2, 120
@@ -54,30 +54,42 @@ def sharded(x, mesh, placement):
     return distribute_tensor(x, mesh, [placement], src_data_rank=None)
 
 
+def attend(q, k, v, bias, sink, slopes, **options):
+    """Return attention whose scores are made with all there is."""
+    made = {"bias": bias, "sink": sink, "alibi_slopes": slopes}
+    return attention(q, k, v, **made, **options, impl="triton")
+
+
 def check_case(mesh, case):
     """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
-    problem = Problem(**SIZES | sizes)
+    problem = Problem(**SIZES | sizes, alibi=True, bias="1hts", sink=True)
     torch.manual_seed(0)
     for options in OPTIONS:
         lse = options["return_lse"]
         grads = make_grads(problem)[: 1 + lse]
         whole = [x.requires_grad_() for x in make_inputs(problem)]
-        slopes = torch.rand(problem.heads)
-        wanted = attention(*whole, **options, alibi_slopes=slopes, impl="triton")
+        scored = make_scored(problem)
+        whole += [scored["bias"].requires_grad_(), scored["sink"][0].requires_grad_()]
+        slopes = scored["alibi_slopes"][0]
+        wanted = attend(*whole, slopes, **options)
         given = [
             sharded(x.detach(), mesh, placed).requires_grad_()
-            for x, placed in zip(whole, (of_q, of_k, of_k), strict=True)
+            for x, placed in zip(whole[:3], (of_q, of_k, of_k), strict=True)
         ]
-        slopes = sharded(slopes, mesh, Shard(0) if of_q == HEADS else R)
+        of_heads = of_q if of_q in (HEADS, R) else R
+        first = Shard(0) if of_heads == HEADS else R
+        slopes = sharded(slopes, mesh, first)
+        for x, placed in zip(whole[3:], (of_heads, first), strict=True):
+            given.append(sharded(x.detach(), mesh, placed).requires_grad_())
         with CommDebugMode() as communication:
-            outputs = attention(*given, **options, alibi_slopes=slopes, impl="triton")
+            outputs = attend(*given, slopes, **options)
             outputs, wanted = (x if lse else (x,) for x in (outputs, wanted))
             got = torch.autograd.grad(outputs, given, [sharded(x, mesh, of_o) for x in grads])
         assert all(x.placements == (of_o,) for x in outputs), outputs[0].placements
         if case in QUIET:
             assert communication.get_total_counts() == 0, communication.get_comm_counts()
-            assert all(x.placements == (of_o,) for x in got)
+            assert all(x.placements == (of_o,) for x in got[:3])
         exact = torch.autograd.grad(wanted, whole, grads)
         for a, b in zip((*outputs, *got), (*wanted, *exact), strict=True):
             torch.testing.assert_close(a.full_tensor(), b)
@@ -169,13 +181,13 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
         SimpleNamespace(mesh=mesh, placements=placed, shape=(4, n, 9, 16))
         for n, placed in zip((heads[0], heads[1], heads[1]), placements, strict=True)
     )
-    none = [None] * len(Extras._fields)
+    none, absent = [None] * len(Extras._fields), [R, R]
     options = None, 0, 0, 0.25, None, "auto", "triton", True
     rule = dtensor._forward(q, k, v, *none, *options)
     kinds, rest = [R, BATCH, *[HEADS] * offered], none + [None] * len(options)
     assert rule == [([x] * 2, [x] * 3 + rest) for x in kinds]
-    rule = dtensor._backward(q, None, q, k, v, q, q, *none, *options)
-    assert rule == [([x] * 3, [x, None, *[x] * 5, *rest]) for x in kinds]
+    rule = dtensor._backward(q, None, q, k, v, q, q, *none, *options, False)
+    assert rule == [([x] * 3 + absent, [x, None, *[x] * 5, *rest, None]) for x in kinds]
 
 
 if __name__ == "__main__":

@@ -52,6 +52,13 @@ EXTRAS = {  # of q [B, H, T, D] and k
     "slopes": lambda q, k: Extras(
         alibi_slopes=torch.linspace(0, 1, q.shape[1], device=q.device)[None]
     ),
+    "bias": lambda q, k: Extras(
+        bias=torch.randn(1, q.shape[1], q.shape[2], k.shape[2], device=q.device)
+    ),
+    "relative bias and sinks": lambda q, k: Extras(
+        bias=torch.randn(1, q.shape[1], q.shape[2] + k.shape[2] - 1, device=q.device),
+        sink=torch.linspace(-1, 1, q.shape[1], device=q.device)[None],
+    ),
 }
 
 
@@ -59,7 +66,9 @@ EXTRAS = {  # of q [B, H, T, D] and k
 def test_opcheck_with_extras(device, extras):
     """So where there are tensors besides q, k and v."""
     q, k, v = arguments(device)
-    given = q, k, v, *EXTRAS[extras](q, k), None, None, *OPTIONS
+    given = [q, k, v, *EXTRAS[extras](q, k), None, None, *OPTIONS]
+    for i in (ops.FORWARD - 2, ops.FORWARD - 1):
+        given[i] = None if given[i] is None else given[i].requires_grad_()
     torch.library.opcheck(torch.ops.flashattn.forward, given)
 
 
@@ -72,7 +81,7 @@ def test_opcheck_backward(device, extras):
     o, lse = torch.ops.flashattn.forward(q, k, v, *how)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for gradient in (grad_lse, None) if extras is None else (grad_lse,):
-        saved = (grad_o, gradient, q, k, v, o, lse, *how)
+        saved = (grad_o, gradient, q, k, v, o, lse, *how, True)
         torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
 
 
@@ -169,7 +178,7 @@ def test_vmap_of_tiled(dim, device):
     q, k, v = (x.detach() for x in arguments(device))
 
     def attend(k):
-        return tiled._Tiled.apply(q[:, :2], k, v, None, FULL, 0.25, None, 0)
+        return tiled._Tiled.apply(q[:, :2], k, v, *[None] * 4, FULL, 0.25, None, 0, q.shape[2])
 
     many = torch.stack([k, -k], dim=dim)
     wanted = [torch.stack(x) for x in zip(*map(attend, (k, -k)), strict=True)]

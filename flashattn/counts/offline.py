@@ -18,23 +18,25 @@ from flashattn.counts.resources import SHARED_LIMIT, Resources, resources_of
 from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, steps
+from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, score_gradients, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.gpu import Gpu
-from flashattn.plan.portable import terms_of
+from flashattn.plan.portable import dbias_tile, terms_of
 from flashattn.plan.precision import TERMS, input_precision
 from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
 from flashattn.plan.tables import rows_of
-from flashattn.plan.tile import HALF, Tile, block_d, padding
+from flashattn.plan.tile import HALF, VECTOR, Tile, block_d, padding
 
-Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce"]
+Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce", "bwd_dsink"]
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
     "decompose": bf16x3.flashattn_decompose,
     "bwd_preprocess": preprocess.flashattn_bwd_preprocess,
     "bwd_reduce": combine.flashattn_bwd_reduce,
+    "bwd_dsink": score_gradients.flashattn_bwd_dsink,
+    "bwd_dbias": score_gradients.flashattn_bwd_dbias,
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
@@ -42,6 +44,7 @@ FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where 
     "decompose": (bf16x3.BLOCK, bf16x3.WARPS),
     "bwd_preprocess": (preprocess.BLOCK, preprocess.WARPS),
     "bwd_reduce": (combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
+    "bwd_dsink": (score_gradients.SINK_BLOCK, score_gradients.SINK_WARPS),
 }
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -70,11 +73,12 @@ class Variant:
         window: whether the mask has a left bound, too.
         softcap: whether scores are capped.
         rows: whether the mask is bounds of rows.
-        alibi: whether heads have slopes.
+        scored: what scores are made with besides: "alibi", "bias" of each head, "relative" bias,
+            or "sink"; in bwd_dq the bias is one of each score, whose gradient is stored.
     """
 
     arch: str
-    kernel: Kernel | Untiled
+    kernel: Kernel | Untiled | Literal["bwd_dbias"]
     size: int
     head_dim: int
     tile: Tile | None
@@ -85,7 +89,7 @@ class Variant:
     window: bool = False
     softcap: bool = False
     rows: bool = False
-    alibi: bool = False
+    scored: str = ""
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -96,7 +100,7 @@ class Variant:
         loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
         bounds = ("full", "causal"), ("left", "window")
         mask = "rows" if self.rows else bounds[self.window][self.causal]
-        score = f"{' softcap' * self.softcap}{' alibi' * self.alibi}"
+        score = f"{' softcap' * self.softcap}{self.scored and f' {self.scored}'}"
         return f"{name} {mask} {loading}{' split' * self.split}{score}{asked}"
 
     @property
@@ -131,7 +135,8 @@ class Variant:
         if self.tile is None:
             raise ValueError(f"{self} has no tile")
         precision = input_precision(self.precision, DTYPES[self.size])
-        return Config.of(self.tile, self.head_dim, [], precision, self.terms)
+        vector = VECTOR if self.scored == "bias" else 1
+        return Config.of(self.tile, self.head_dim, [], precision, self.terms, vector)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -142,6 +147,8 @@ class Variant:
             "BLOCK": self._fixed[0],
             "BLOCK_D": block_d(self.head_dim),
             "TERMS": TERMS.get(precision, 0),
+            "SHARED": True,
+            "sink_stride": None,
         }
 
 
@@ -181,6 +188,9 @@ def _types(variant: Variant) -> dict[str, Any]:
             "partials": (FP32,) * 3,
             "grads": (given,) * 3,
             "strides": (strides,) * (4 if variant.kernel == "decompose" else 3),
+            "partial": FP32,
+            "dsink": FP32,
+            "sinks": (None, None),
         }
     written = FP32 if variant.split else given
     types: dict[str, Any] = {
@@ -191,21 +201,22 @@ def _types(variant: Variant) -> dict[str, Any]:
         "left": INT if variant.window else None,
         "right": INT if variant.causal and not variant.rows else None,
         "bounds": (INTS, INTS) if variant.rows else (None, None),
-        "scored": (FP32 if variant.alibi else None,),
+        "scored": _scored(variant, given),
+        "lies": _score_layout(variant),
+        "dbias": given,
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
     cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None
-    score = ScoreLayout(INT, INT) if variant.alibi else None
-    if variant.kernel not in steps.KERNELS:
-        layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between, score)
+    if variant.kernel not in (*steps.KERNELS, "bwd_dbias"):
+        layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between)
         return types | {"layout": layout, "scale": Scale(FLOAT, None, None, cap)}
-    grads = steps.WRITTEN[variant.kernel]  # type: ignore[index]
+    grads = steps.WRITTEN.get(variant.kernel, ())
     o = variant.kernel == "bwd_one_launch"
     layout = BackwardLayout._make(
         (
             *(strides, strides, strides, strides),
             *(strides if name in grads else None for name in steps.GRADS),
-            *(strides if o else None, columns, Type("i32", aligned=True), between, score),
+            *(strides if o else None, columns, Type("i32", aligned=True), between),
         )
     )
     return types | {
@@ -214,6 +225,27 @@ def _types(variant: Variant) -> dict[str, Any]:
         "layout": layout,
         "scale": Scale(FLOAT, FLOAT, None, cap),
     }
+
+
+def _scored(variant: Variant, given: Type) -> tuple[Type | None, ...]:
+    """Return the types of what scores are made with; the last is a sink, or a bias's gradient."""
+    bias = given if variant.scored in ("bias", "relative") else None
+    sink = FP32 if variant.scored == "sink" else None
+    last = bias if variant.kernel == "bwd_dq" else sink
+    return FP32 if variant.scored == "alibi" else None, bias, last
+
+
+def _score_layout(variant: Variant) -> ScoreLayout:
+    """Return the types of how these lie; rows of a bias are aligned, and all batches share it."""
+    rows = Type("i32", aligned=True)
+    made: dict[str, dict[str, Any]] = {
+        "": {},
+        "alibi": {"slopes": INT, "diagonal": INT},
+        "bias": {"head": rows, "query": rows, "key": 1},
+        "relative": {"head": rows, "query": INT, "key": 1, "origin": INT},
+        "sink": {"sink": INT},
+    }
+    return ScoreLayout(**made[variant.scored])
 
 
 def _operand(variant: Variant, rows: int) -> Type:
@@ -227,7 +259,8 @@ def _operand(variant: Variant, rows: int) -> Type:
 def _source(variant: Variant) -> ASTSource:
     """Return the kernel with the argument types that a launch on aligned tensors gives it."""
     fn = KERNELS[variant.kernel]
-    known = variant.constants if variant.tile is None else {"CONFIG": variant.config}
+    known: dict[str, Any] = {"RELATIVE": variant.scored == "relative"}
+    known |= variant.constants if variant.tile is None else {"CONFIG": variant.config}
     types = _types(variant) | dict.fromkeys(known)
     constants: dict[Any, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -236,8 +269,8 @@ def _source(variant: Variant) -> ASTSource:
         if isinstance(kind, tuple):
             parts = [signature(x, (*path, i)) for i, x in enumerate(kind)]
             return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
-        if kind is None:
-            constants[path] = value
+        if kind is None or isinstance(kind, int):
+            constants[path] = value if kind is None else kind
             return "constexpr"
         if kind.aligned:
             attributes[path] = [["tt.divisibility", 16]]
@@ -313,9 +346,13 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
     ]
     scored = [  # likewise; a few
-        replace(variant, softcap=False, alibi=True)
-        for variant in capped
-        if variant.describable and variant.kernel in SCORED
+        replace(variant, softcap=False, scored=scored)
+        for variant, scored in product(capped, ("alibi", "bias", "sink"))
+        if variant.describable and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
+    ]
+    scored += [
+        Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
+        for size, d, scored in product((2, 4), (64, 256), ("bias", "relative"))
     ]
     return [
         *split,
@@ -341,6 +378,7 @@ def _untiled(arch: str) -> list[Variant]:
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
         if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
+        if kernel != "bwd_dsink" or (arch, size, head_dim) == (ALL_WAYS, HALF, ANY_D)
     ]
     decomposed = [variant for variant in found if variant.kernel == "decompose"]
     return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]

@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with masks as block masks, and softcap and ALiBi as its score_mod."""
+"""FlexAttention, compiled: masks are block masks, softcap, ALiBi and bias its score_mod."""
 
 from __future__ import annotations
 
@@ -53,10 +53,8 @@ def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
 @lru_cache(maxsize=4)
 def _modify(
     softcap: float | None, alibi_slopes: torch.Tensor | None, diagonal: int
-) -> Callable[..., torch.Tensor] | None:
-    """Return the score_mod; of the same kind it is compiled once, whatever the tensors hold."""
-    if softcap is None and alibi_slopes is None:
-        return None
+) -> Callable[..., torch.Tensor]:
+    """Return the score_mod of a softcap and of slopes."""
     batches = 0 if alibi_slopes is None else alibi_slopes.shape[0]
 
     def modify(
@@ -68,6 +66,22 @@ def _modify(
         return given
 
     return modify
+
+
+def _biased(
+    modify: Callable[..., torch.Tensor] | None, bias: torch.Tensor, seq_q: int
+) -> Callable[..., torch.Tensor]:
+    """Return a score_mod with a bias besides; its gradient is summed by atomic additions."""
+    several = [n > 1 for n in bias.shape]
+
+    def biased(
+        given: torch.Tensor, b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor
+    ) -> torch.Tensor:
+        at = (b, h, s - t + seq_q - 1) if len(several) == len("bhr") else (b, h, t, s)
+        given = given if modify is None else modify(given, b, h, t, s)
+        return given + bias[tuple(x if n else 0 for x, n in zip(at, several, strict=True))]
+
+    return biased
 
 
 def _limits(problem: Problem, device: torch.device) -> str | None:
@@ -96,6 +110,7 @@ def _group(problem: Problem) -> int:
     intervals=True,
     softcap=True,
     alibi=True,
+    bias=True,
     strict=False,
     compiles=True,
 )
@@ -109,6 +124,7 @@ def _attend(
     bounds: Bounds | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     mask = Mask.of(causal, window)
@@ -116,5 +132,9 @@ def _attend(
     if bounds is not None:
         blocks = _block_mask_of(bounds, q.shape[0])
     grouped = q.shape[1] != k.shape[1]
-    modify = _modify(softcap, alibi_slopes, k.shape[2] - q.shape[2])
+    modify = None
+    if softcap is not None or alibi_slopes is not None:
+        modify = _modify(softcap, alibi_slopes, k.shape[2] - q.shape[2])
+    if bias is not None:
+        modify = _biased(modify, bias, q.shape[2])
     return _flex()(q, k, v, modify, blocks, scale=scale, enable_gqa=grouped)

@@ -7,7 +7,7 @@ nothing is computed, or held for backward, that the three lines everybody writes
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +31,7 @@ def naive_attention(
     scale: float,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
@@ -38,7 +39,8 @@ def naive_attention(
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
-    scores = Terms.of(q, k, alibi_slopes).added(scores, *(slice(0, x.shape[2]) for x in (q, k)))
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+    scores = Terms.of(q, k, alibi_slopes, bias).added(scores, *whole)
     if bounds is not None:
         scores = scores.masked_fill(~bounds.seen[:, None], -torch.inf)
     elif mask != FULL:
@@ -69,6 +71,7 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     intervals=True,
     softcap=True,
     alibi=True,
+    bias=True,
     strict=False,
 )
 def naive(
@@ -79,12 +82,17 @@ def naive(
     causal: Causal,
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
-    **scored: Any,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    return naive_attention(q, k, v, mask=mask, scale=scale, bounds=bounds, **scored)
+    return naive_attention(
+        q, k, v, mask=mask, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, bounds=bounds,
+    )  # fmt: skip
 
 
 @register(
@@ -94,6 +102,7 @@ def naive(
     intervals=True,
     softcap=True,
     alibi=True,
+    bias=True,
     strict=False,
     compiles=True,
 )
@@ -105,9 +114,14 @@ def compiled(
     causal: Causal,
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
-    **scored: Any,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    return _compiled_naive()(q, k, v, mask=mask, scale=scale, bounds=bounds, **scored)
+    return _compiled_naive()(
+        q, k, v, mask=mask, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, bounds=bounds,
+    )  # fmt: skip

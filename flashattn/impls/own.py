@@ -24,6 +24,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
     intervals=True,
     softcap=True,
     alibi=True,
+    bias=True,
+    sink=True,
     lse=True,
     denormals=False,
 )
@@ -37,6 +39,8 @@ def triton(
     bounds: Bounds | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
 ) -> ops.Attend:
@@ -50,6 +54,8 @@ def triton(
         bounds=bounds,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        bias=bias,
+        sink=sink,
         scale=scale,
         precision=precision,
     )
@@ -70,6 +76,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     intervals=True,
     softcap=True,
     alibi=True,
+    bias=True,
     lse=True,
 )
 def _hopper(
@@ -82,6 +89,7 @@ def _hopper(
     bounds: Bounds | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
@@ -107,6 +115,7 @@ def _hopper(
         bounds=bounds,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        bias=bias,
         scale=scale,
         precision=precision,
         family=family,
@@ -115,13 +124,24 @@ def _hopper(
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Leave to others on a CPU what is dense; of other masks only the tiles are computed."""
-    dense = problem.window == UNBOUNDED and problem.documents is None
+    """Leave to others on a CPU what is dense; of other masks only the tiles are computed.
+
+    And no scores are held where these have more to them than PyTorch's own knows.
+    """
+    dense = problem.window == UNBOUNDED and problem.documents is None and not problem.added
     return None if device.type == "cpu" and dense else {}
 
 
 @register(
-    "tiled", fastest=_fastest, windows=True, intervals=True, softcap=True, alibi=True, lse=True
+    "tiled",
+    fastest=_fastest,
+    windows=True,
+    intervals=True,
+    softcap=True,
+    alibi=True,
+    bias=True,
+    sink=True,
+    lse=True,
 )
 def _tiled(
     q: torch.Tensor,
@@ -133,15 +153,26 @@ def _tiled(
     bounds: Bounds | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
     return tiled.tiled_attention(
         q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap,
-        alibi_slopes=alibi_slopes, scale=scale,
+        alibi_slopes=alibi_slopes, bias=bias, sink=sink, scale=scale,
     )  # fmt: skip
 
 
-@register("reference", windows=True, intervals=True, softcap=True, alibi=True, lse=True)
+@register(
+    "reference",
+    windows=True,
+    intervals=True,
+    softcap=True,
+    alibi=True,
+    bias=True,
+    sink=True,
+    lse=True,
+)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -152,12 +183,14 @@ def _reference(
     bounds: Bounds | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     scale = check_scale(scale, q.shape[-1])
     o, lse = reference_attention(
         *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bounds=bounds,
+        alibi_slopes=alibi_slopes, bias=bias, sink=sink, bounds=bounds,
     )  # fmt: skip
     return o.to(q.dtype), lse

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import flashattn.ops  # noqa: F401 - defines the operators
@@ -32,25 +32,32 @@ def register() -> None:
 
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Rule:
-    return _rule((q, k, v), rest, outputs=2, grouped=(q, k))
+    return _rule((q, k, v), rest, outputs=2, grouped=(q, k), learned=())
 
 
 def _backward(
     grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any
 ) -> Rule:
-    return _rule((grad_o, grad_lse, q, k, v, o, lse), rest, outputs=3, grouped=(q, k))
+    inputs, learned = (grad_o, grad_lse, q, k, v, o, lse), ("bias", "sink")
+    return _rule(inputs, rest, outputs=3, grouped=(q, k), learned=learned)
 
 
 def _rule(
-    inputs: tuple[Any, ...], rest: tuple[Any, ...], *, outputs: int, grouped: tuple[Any, Any]
+    inputs: tuple[Any, ...],
+    rest: tuple[Any, ...],
+    *,
+    outputs: int,
+    grouped: tuple[Any, Any],
+    learned: tuple[str, ...],
 ) -> Rule:
     """Return how outputs are placed when inputs are, for each dimension of the mesh by itself.
 
     Args:
         inputs: what DTensor knows of each tensor, or None where there is none.
         rest: likewise of ``Extras``, then further arguments of the operator.
-        outputs: how many there are.
+        outputs: how many there are that are placed as q.
         grouped: those of the inputs that must keep their heads together.
+        learned: those of ``Extras`` whose gradients come behind the outputs.
     """
     placed = [x.placements for x in inputs if x is not None]
     mesh = grouped[0].mesh
@@ -61,15 +68,13 @@ def _rule(
     kinds: list[Placement] = [Replicate(), BATCH, *([HEADS] if divisible else [])]
     extras = dict(zip(Extras._fields, rest, strict=False))
     options: Placements = [None] * (len(rest) - len(extras))
-    return [
-        (
-            [kind] * outputs,
-            [None if x is None else kind for x in inputs]
-            + [None if x is None else _part(name, x, kind) for name, x in extras.items()]
-            + options,
-        )
-        for kind in kinds
-    ]
+    rule: Rule = []
+    for kind in kinds:
+        placed_as: Placements = [None if x is None else kind for x in inputs]
+        parts = [None if x is None else _part(name, x, kind) for name, x in extras.items()]
+        gradients = [_gradient(name, extras[name], kind) for name in learned]
+        rule.append(([*[kind] * outputs, *gradients], [*placed_as, *parts, *options]))
+    return rule
 
 
 def _part(name: str, x: Any, kind: Placement) -> Placement:
@@ -77,6 +82,15 @@ def _part(name: str, x: Any, kind: Placement) -> Placement:
     whole = kind == HEADS and name in BOUNDS
     split = isinstance(kind, Shard) and not whole and x.shape[kind.dim] > 1
     return kind if split else Replicate()
+
+
+def _gradient(name: str, x: Any, kind: Placement) -> Placement:
+    """Return how the gradient of one of ``Extras`` is placed: a sum if all shards share it.
+
+    So is what has no elements where it is not wanted.
+    """
+    part = Replicate() if x is None else _part(name, x, kind)
+    return Partial() if part != kind and x is not None else part
 
 
 def _stays(kinds: tuple[Any, ...]) -> bool:

@@ -7,7 +7,7 @@ longer than a whole SDPA call. So a bound plan keeps its launches, and these wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +24,6 @@ from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, 
 BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Grads = tuple[torch.Tensor, torch.Tensor | None]
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -91,15 +90,29 @@ def _gather(
     return lambda tensors: tuple([pick(tensors) for pick in picks])
 
 
-def _sees_nothing(q: torch.Tensor, *_: object) -> Outputs:
+def _sees_nothing(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: torch.Tensor | None
+) -> Outputs:
     """Answer without a launch: there is no query, or none that sees a key."""
+    del k, v
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
-    return torch.zeros_like(q), lse
+    sink = Extras(*extras).sink
+    return torch.zeros_like(q), lse if sink is None else torch.maximum(lse, sink[..., None])
 
 
-def _no_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Gradients:
-    """Answer without a launch: there is no query, or no key."""
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+def _no_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, bias_grad: bool
+) -> tuple[torch.Tensor, ...]:
+    """Answer without a launch: there is no query, or no key; a sink is then all of lse."""
+    _, _, _, grad_lse, *given = others
+    bias, sink = Extras(*given)[3:]
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    if bias is not None and bias_grad:
+        found.append(torch.zeros_like(bias, memory_format=torch.contiguous_format))
+    if sink is not None:
+        of_rows = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum(2)
+        found.append(of_rows.sum_to_size(sink.shape))
+    return tuple(found)
 
 
 def _steps(family: str) -> Any:
@@ -137,7 +150,8 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
 def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
     """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse, and grad_lse or None for it.
 
-    Extras, if there are some, come last.
+    Extras, if there are some, come last. Behind the results come dbias, if the options want it, and
+    dsink, if there are sinks.
 
     Args:
         given: signatures of these, the last one if there is one.
@@ -149,12 +163,26 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     check_device(device)
     plan = choose_backward(specs, gpu_of(device), options, **instead)
     if plan.kernel == "none":
-        return _no_gradients
+        return partial(_no_gradients, bias_grad=options.bias_grad)
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}
     inputs = (*NAMES, *(Extras._fields if options.extras else ()))
-    return Bound(inputs, likes, [], plan, steps, device)
+    return Bound(inputs, likes, _other_gradients(plan, specs, options), plan, steps, device)
+
+
+def _other_gradients(
+    plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options
+) -> list[Workspace]:
+    """Return the gradients of what scores are made with."""
+    found = []
+    if options.bias is not None and options.bias_grad:
+        hidden = plan.dbias is None and options.causal  # tiles that nobody visits
+        shape, dtype = tuple(options.bias.shape), options.bias.dtype
+        found.append(Workspace("dbias", shape, dtype, zeroed=hidden))
+    if options.sink:
+        found.append(Workspace("dsink", (options.sink, specs[0].shape[1])))
+    return found
 
 
 def forward(
@@ -207,9 +235,10 @@ def backward(
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
+    bias_grad: bool = False,
     **instead: Any,
-) -> Gradients:
-    """Return the gradients of q, k and v, in their dtype.
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v, in their dtype, and of a bias and sinks.
 
     Args:
         grads: of o [B, H, T, D], and of lse [B, H, T] or None.
@@ -223,14 +252,15 @@ def backward(
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
+        bias_grad: see ``Options``.
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
     options = Options(right, scale, precision, family, deterministic, left, softcap)
-    options = options._replace(diagonal=diagonal).given(extras)
+    options = options._replace(diagonal=diagonal, bias_grad=bias_grad).given(extras)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
-    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse, *extras)
+    gradients: tuple[torch.Tensor, ...] = run(q, k, v, grad_o, o, lse, grad_lse, *extras)
     return gradients
 
 

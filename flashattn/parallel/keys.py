@@ -87,14 +87,14 @@ class Kernels(NamedTuple):
         q, k, v, o, lse = saved
         if self.family != TILED:
             options = self._options(seen, q, k)
-            gradients: Gradients = torch.ops.flashattn.backward(*grads, *saved, *options)
-            return gradients
+            dq, dk, dv, *_ = torch.ops.flashattn.backward(*grads, *saved, *options, False)  # noqa: FBT003
+            return dq, dk, dv
         q, k, v = _finite(q, k, v, seen)
         grouped: Any = [
             None if x is None else x.unflatten(1, (k.shape[1], -1)) for x in (*grads, q, o, lse)
         ]
         saved = grouped[2], k[:, :, None], v[:, :, None], *grouped[3:]
-        dq, dk, dv = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
+        dq, dk, dv, *_ = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
         return dq.flatten(1, 2), dk[:, :, 0], dv[:, :, 0]
 
 

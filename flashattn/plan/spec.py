@@ -89,11 +89,15 @@ class Extras(NamedTuple):
         key_bounds: see ``bounds.Bounds``.
         query_bounds: likewise.
         alibi_slopes: fp32 [B or 1, H], dense.
+        bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1], see ``score``.
+        sink: fp32 [B or 1, H], dense.
     """
 
     key_bounds: torch.Tensor | None = None
     query_bounds: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -112,6 +116,9 @@ class Options(NamedTuple):
             of all batches.
         alibi: batches for which there are slopes, likewise.
         diagonal: for ALiBi, query t stands at key t + diagonal.
+        bias: its spec; None is none.
+        bias_grad: whether its gradient is wanted.
+        sink: batches for which there are sinks, as of bounds.
     """
 
     right: int | None
@@ -124,23 +131,31 @@ class Options(NamedTuple):
     bounds: int = 0
     alibi: int = 0
     diagonal: int = 0
+    bias: TensorSpec | None = None
+    bias_grad: bool = False
+    sink: int = 0
 
     def given(self, extras: Sequence[torch.Tensor | None]) -> Options:
         """Return these options with what they say of extras, all or none."""
         if not extras:
             return self
-        bounds, _, alibi_slopes = extras
-        return self._replace(bounds=_batches(bounds), alibi=_batches(alibi_slopes))
+        bounds, _, alibi_slopes, bias, sink = extras
+        return self._replace(
+            bounds=_batches(bounds),
+            alibi=_batches(alibi_slopes),
+            bias=None if bias is None else TensorSpec.of(bias),
+            sink=_batches(sink),
+        )
 
     @property
     def scored(self) -> tuple[bool, ...]:
         """Whether there is each of ``Extras`` but the bounds."""
-        return (self.alibi > 0,)
+        return self.alibi > 0, self.bias is not None, self.sink > 0
 
     @property
     def added(self) -> bool:
         """Whether something is added to the scores."""
-        return self.alibi > 0
+        return self.alibi > 0 or self.bias is not None
 
     @property
     def extras(self) -> bool:
@@ -151,6 +166,11 @@ class Options(NamedTuple):
     def causal(self) -> bool:
         """Whether there is a mask."""
         return self.right is not None or self.left is not None or self.bounds > 0
+
+
+def is_relative(bias: TensorSpec | torch.Tensor) -> bool:
+    """Return whether a bias has an element for each distance, see ``score.relative``."""
+    return len(bias.shape) == len(("batch", "head", "distance"))
 
 
 def _batches(x: torch.Tensor | None) -> int:

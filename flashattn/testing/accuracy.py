@@ -51,8 +51,16 @@ The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings s
 tanh: its own, and those of the product and the quotient with the cap. So the slope is off by
 2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
 
-What ALiBi adds is rounded, and so are the scores before and behind it, in base 2: P changes by the
-factor 1 + eps32 * |(S, the terms)|, which o and c have besides.
+What ALiBi and a bias add is rounded, and so are the scores before and behind it, in base 2: P
+changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. The gradient of a
+bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
+queries of -p * delta, p = exp(sink - lse)::
+
+    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + (P * c * (dP - delta)) ** 2
+    stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
+
+Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
+of the ratio larger, and divided by it.
 
 In half precision eps is larger than all of this.
 
@@ -97,6 +105,7 @@ from flashattn.testing.values import ALIKE
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Outputs = dict[str, torch.Tensor]
 
+LEARNED = ("bias", "sink")  # of what scores are made with: has a gradient
 KEPT = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept
 POOL = 4096
 POOL_SCORES = 1 << 22  # that further draws may have, at the most
@@ -204,10 +213,14 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
         dtype: cast them first; None leaves them as they are.
     """
     q, k, v = (x.detach() if dtype is None else x.detach().to(dtype) for x in case.inputs)
+    scored = {name: x.detach() for name, x in case.scored.items()}
+    learned = [name for name in LEARNED if name in scored]
+    scored |= {name: scored[name].to(dtype) for name in learned if dtype is not None}
     if case.grad_o is not None:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
+        scored |= {name: scored[name].requires_grad_() for name in learned}
     with torch.set_grad_enabled(case.grad_o is not None):
-        o, lse = call(q, k, v, **case.scored)
+        o, lse = call(q, k, v, **scored)
     results = {"o": o}
     if case.lse and lse is not None:
         results["lse"] = lse
@@ -216,8 +229,10 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
     outputs, grads = [o], [case.grad_o.to(o.dtype)]
     if case.grad_lse is not None and lse is not None:
         outputs, grads = [o, lse], [*grads, case.grad_lse.to(lse.dtype)]
-    gradients = torch.autograd.grad(outputs, (q, k, v), grads)
-    results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    inputs = q, k, v, *(scored[name] for name in learned)
+    gradients = torch.autograd.grad(outputs, inputs, grads)
+    names = "dq", "dk", "dv", *(f"d{name}" for name in learned)
+    results |= dict(zip(names, gradients, strict=True))
     return {name: x.detach() for name, x in results.items()}
 
 
@@ -337,7 +352,8 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     scores, terms = _with_terms(case, scores)
     sizes = torch.hypot(sizes, terms).masked_fill(~seen, 0.0)
     scores = scores.masked_fill(~seen, -torch.inf)
-    p, lse = scores.softmax(-1).nan_to_num(), scores.logsumexp(-1)
+    sink = case.scored.get("sink")
+    p, lse = _softmax(scores, sink)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
     found = {}
     if rounded_again:
@@ -367,15 +383,44 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     dq = a * exact["dq"].abs() + abs(case.scale) * (
         b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
     )
-    return found | {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+    found |= {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+    if "bias" in case.scored:
+        of_bias = (p * (a * dp + b)).square() + (p * dp * off).square()
+        found["dbias"] = _on_bias(case, of_bias).sqrt()
+    if sink is not None:
+        of_sinks = _sink_shares(sink, lse) * (a * delta.abs() + b)[..., 0]
+        found["dsink"] = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
+    return found
+
+
+def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return P, with 0 in rows that see no key, and lse."""
+    lse = scores.logsumexp(-1)
+    lse = lse if sink is None else torch.logaddexp(lse, sink.double()[..., None])
+    return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp(), lse
+
+
+def _sink_shares(sink: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return the shares of sinks in rows of the softmax, [B, H, T]."""
+    return (sink.double()[..., None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
 
 
 def _with_terms(case: Case, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores with what is added to them, and how large that is in all."""
     q, k, _ = case.inputs
-    terms = Terms.of(q, k, case.scored.get("alibi_slopes"))
+    terms = Terms.of(q, k, case.scored.get("alibi_slopes"), case.scored.get("bias"))
     whole = slice(0, q.shape[2]), slice(0, k.shape[2])
     return terms.added(scores, *whole), terms.added(torch.zeros_like(scores), *whole).abs()
+
+
+def _on_bias(case: Case, of_scores: torch.Tensor) -> torch.Tensor:
+    """Return the sums of numbers of scores over those that share an element of the bias."""
+    q, k, _ = case.inputs
+    bias = case.scored["bias"]
+    total = torch.zeros(bias.shape, dtype=of_scores.dtype, device=bias.device)
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+    Terms.of(q, k, bias=bias).add_gradient(total, of_scores, *whole)
+    return total
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:
@@ -408,6 +453,7 @@ class Expected:
         if enlarged is not None:
             more = run_reference(enlarged, torch.float64)
             others, larger = naive_errors(enlarged, more), largest(more)
+            others, larger = _of_one_sample(case, enlarged, others, larger)
             naive = {name: error.joined(others[name]) for name, error in naive.items()}
             sizes = {name: max(size, larger[name]) for name, size in sizes.items()}
         flushed = FLUSHED if case.inputs[0].is_cuda or not case.denormals else 0.0
@@ -448,6 +494,16 @@ class Expected:
         return budgets
 
 
+def _of_one_sample(
+    case: Case, enlarged: Case, errors: dict[str, Error], sizes: dict[str, float]
+) -> tuple[dict[str, Error], dict[str, float]]:
+    """Return the errors and sizes of larger batches, of sums over these those of a sample's."""
+    ratio = max(enlarged.problem.batch, 1) / max(case.problem.batch, 1)
+    shared = [f"d{name}" for name, x in case.scored.items() if name in LEARNED and x.shape[0] == 1]
+    errors = errors | {name: errors[name].scaled(ratio**-0.5) for name in shared if name in errors}
+    return errors, sizes | {name: 0.0 for name in shared if name in sizes}
+
+
 def expected_of(sample: Sample) -> Expected:
     """Compute what results are held against; a CPU keeps small ones for the next implementation.
 
@@ -476,7 +532,7 @@ def run_checked(call: Call, case: Case) -> Outputs:
         return o, lse
 
     outputs = run(checked, case)
-    check_form(case.inputs, outputs)
+    check_form(case.inputs, outputs, scored=case.scored)
     return outputs
 
 

@@ -26,10 +26,17 @@ class Config:
     DESCRIPTORS: tl.constexpr  # whether tiles are loaded by tensor descriptors
     PRECISION: tl.constexpr  # of fp32 products, as ``precision.input_precision`` returns it
     TERMS: tl.constexpr  # bf16 terms that the operands were decomposed into; 0: they were not
+    VECTOR: tl.constexpr  # keys of a bias that come together, see ``score.vector``
 
     @classmethod
     def of(
-        cls, tile: Tile, head_dim: int, strides: Sequence[Sequence[int]], precision: str, terms: int
+        cls,
+        tile: Tile,
+        head_dim: int,
+        strides: Sequence[Sequence[int]],
+        precision: str,
+        terms: int,
+        vector: int = 1,
     ) -> Config:
         """Return the constants of a tile.
 
@@ -39,18 +46,18 @@ class Config:
             strides: of batches, heads and rows of all tensors; columns are dense.
             precision: as ``precision.input_precision`` returns it.
             terms: bf16 terms that the operands were decomposed into; 0: they were not.
+            vector: keys of a bias that come together.
         """
         options = tile.options(head_dim, strides)
         names = ("BLOCK_Q", "BLOCK_KV", "BLOCK_D", "PADDED", "DESCRIPTORS")
-        values = (*(options[name] for name in names), precision, terms)
+        values = (*(options[name] for name in names), precision, terms, vector)
         return cls(*map(tl.constexpr, values))
 
 
 class ForwardLayout(NamedTuple):
     """The strides of each tensor, and the columns of all.
 
-    ``bounds`` are the distances of two batches in those of the keys and of the queries, if any;
-    ``score`` is a ``score.ScoreLayout``, if something is added to the scores.
+    ``bounds`` are the distances of two batches in those of the keys and of the queries, if any.
     """
 
     q: Any
@@ -59,14 +66,12 @@ class ForwardLayout(NamedTuple):
     o: Any
     head_dim: Any
     bounds: Any
-    score: Any
 
 
 class BackwardLayout(NamedTuple):
     """The strides of each tensor, None of those that a kernel does not take; columns of all.
 
-    ``stats`` is the distance of two heads in lse_log2 and delta; ``bounds`` and ``score`` as
-    forward.
+    ``stats`` is the distance of two heads in lse_log2 and delta; ``bounds`` as forward.
     """
 
     q: Any
@@ -80,4 +85,3 @@ class BackwardLayout(NamedTuple):
     head_dim: Any
     stats: Any
     bounds: Any
-    score: Any

@@ -12,8 +12,9 @@ import triton.language as tl
 from flashattn.kernels.constants import LOG2E, SIZES
 from flashattn.kernels.portable.memory import load_by_pointers, load_rows, store_rows
 from flashattn.kernels.portable.scheduler import tile_coord
+from flashattn.plan.portable import STATS_BLOCK
 
-BLOCK, WARPS = 64, 4  # rows of o and dO that a program of flashattn_bwd_preprocess reduces
+BLOCK, WARPS = STATS_BLOCK, 4
 
 
 @triton.jit
@@ -45,17 +46,23 @@ def flashattn_bwd_preprocess(
     grad_lse,
     lse_log2,
     delta,
+    sinks,
     o_strides,
     grad_o_strides,
     heads,
     seq_q,
     seq_q_rounded,
     head_dim,
+    sink_stride,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write lse_log2 and delta; a program takes BLOCK rows of one head."""
+    """Write lse_log2 and delta; a program takes BLOCK rows of one head.
+
+    ``sinks`` are the sinks, ``sink_stride`` from batch to batch, and what the rows of a program
+    give to their gradient; or None.
+    """
     block, batch, head = tile_coord(
         tl.program_id(0), None, seq_q_rounded // BLOCK, heads, False, False
     )
@@ -69,6 +76,10 @@ def flashattn_bwd_preprocess(
     delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK)
     store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows, BLOCK)
     store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
+    if sinks[0] is not None:
+        logit = tl.load(sinks[0] + batch * sink_stride + head) * LOG2E
+        given = tl.sum(tl.exp2(logit - lse_log2_rows) * delta_rows)
+        tl.store(sinks[1] + row.to(tl.int64) * (seq_q_rounded // BLOCK) + block, -given)
 
 
 @triton.jit

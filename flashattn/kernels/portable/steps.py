@@ -7,14 +7,14 @@ from typing import Any, cast
 
 from flashattn.kernels.launch import Launch, Name, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
-from flashattn.kernels.portable import combine, gradients, preprocess
+from flashattn.kernels.portable import combine, gradients, preprocess, score_gradients
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
-from flashattn.kernels.portable.score import Scale, ScoreLayout
+from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
-from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
+from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows, shares_bias
 from flashattn.plan.rows import FUSED, Kernel
-from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides
+from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides, is_relative
 from flashattn.plan.splits import cdiv
 from flashattn.plan.tile import Tile, block_d, padding
 
@@ -25,6 +25,7 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dq": gradients.flashattn_bwd_dq,
 }
 BOUNDS, SCORED = Extras._fields[:2], Extras._fields[2:]
+BACKWARD_SCORED = (*SCORED[:2], "dbias")
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
 WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
     **dict.fromkeys(FUSED, GRADS),
@@ -56,18 +57,16 @@ def forward(
         ],
         (
             *absent,
-            ForwardLayout._make(
-                (
-                    *(*strides, head_dim, bounds_strides(options, seq_q, seq_kv)),
-                    score_layout(options, heads),
-                )
-            ),
+            ScoreLayout.of(options, heads, seq_q, seq_kv),
+            ForwardLayout._make((*strides, head_dim, bounds_strides(options, seq_q, seq_kv))),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
             Scale.of(options, forward=True),
         ),
         {
-            "CONFIG": Config.of(tile, head_dim, strides, plan.precision, plan.terms),
+            "CONFIG": Config.of(
+                tile, head_dim, strides, plan.precision, plan.terms, vector(options.bias, seq_kv)
+            ),
             **tile.compiler_options(),
         },
     )
@@ -89,8 +88,14 @@ def forward(
     ]
 
 
-def extra_names(options: Options) -> tuple[tuple[Name, ...], tuple[tuple[None, ...], ...]]:
+def extra_names(
+    options: Options, scored: Sequence[str | None] | None = None
+) -> tuple[tuple[Name, ...], tuple[tuple[None, ...], ...]]:
     """Return the names of the bounds, and of what scores are made with, as kernels take them.
+
+    Args:
+        options: what is asked.
+        scored: the latter, in place of ``SCORED`` that there are.
 
     Returns:
         The names, and what a launch has as numbers where there are no such tensors.
@@ -98,16 +103,10 @@ def extra_names(options: Options) -> tuple[tuple[Name, ...], tuple[tuple[None, .
     absent = (None,) * len(BOUNDS), (None,) * len(SCORED)
     if not options.extras:
         return (), absent
-    given = zip(SCORED, options.scored, strict=True)
-    scored = tuple(name if there else None for name, there in given)
-    return (BOUNDS if options.bounds else absent[0], scored), ()
-
-
-def score_layout(options: Options, heads: int) -> ScoreLayout | None:
-    """Return how the tensors lie that scores are made with, None where there are none."""
-    if not options.added:
-        return None
-    return ScoreLayout(heads if options.alibi > 1 else 0, options.diagonal)
+    if scored is None:
+        given = zip(SCORED, options.scored, strict=True)
+        scored = [name if there else None for name, there in given]
+    return (BOUNDS if options.bounds else absent[0], tuple(scored)), ()
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:
@@ -175,21 +174,44 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     decomposing, *_ = terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
     of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
     summing = sum_partials({"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)})
-    return [preprocessing(o, grad_o), *decomposing, *passes, *summing]
+    if plan.dbias is not None:
+        summing.append(dbias_pass(plan.dbias, specs, plan.precision, options))
+    if options.sink:
+        summing.append(sum_sinks(o, options))
+    return [preprocessing(o, grad_o, options.sink), *decomposing, *passes, *summing]
 
 
-def preprocessing(o: TensorSpec, grad_o: TensorSpec) -> Step:
-    """Return the launch that fills lse_log2 and delta."""
+def preprocessing(o: TensorSpec, grad_o: TensorSpec, sink: int = 0) -> Step:
+    """Return the launch that fills lse_log2 and delta, and what rows give to dsink, if any."""
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
     launch = Launch(
         preprocess.flashattn_bwd_preprocess,
         rows // preprocess.BLOCK * batch * heads,
-        [None] * 6,
-        (*strides, heads, seq_q, rows),
-        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS),
+        [None] * (7 if sink else 6),
+        (*(() if sink else ((None, None),)), *strides, heads, seq_q, rows),
+        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS)
+        | {"sink_stride": None if not sink else heads if sink > 1 else 0},
     )
-    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta"))
+    sinks = (("sink", "dsink_partial"),) if sink else ()
+    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta", *sinks))
+
+
+def sum_sinks(o: TensorSpec, options: Options) -> Step:
+    """Return the launch that adds up the gradient of sinks."""
+    batch, heads, seq_q, _ = o.shape
+    launch = Launch(
+        score_gradients.flashattn_bwd_dsink,
+        options.sink * heads,
+        [None] * 2,
+        (heads, batch, padded_rows(seq_q) // preprocess.BLOCK),
+        {
+            "SHARED": options.sink == 1,
+            "BLOCK": score_gradients.SINK_BLOCK,
+            "num_warps": score_gradients.SINK_WARPS,
+        },
+    )
+    return Step(launch, ("dsink_partial", "dsink"))
 
 
 def written(
@@ -230,10 +252,12 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         (
             *(*read, *lies, o.strides[:3] if whole else None, head_dim, padded_rows(seq_q)),
             bounds_strides(options, seq_q, seq_kv),
-            score_layout(options, heads),
         )
     )
-    extras, absent = extra_names(options)
+    stored = "dq" in grads and options.bias_grad and not shares_bias(q, k, options)
+    alibi, bias, _ = options.scored
+    there = zip(BACKWARD_SCORED, (alibi, bias, stored and bias), strict=True)
+    extras, absent = extra_names(options, [name if x else None for name, x in there])
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     strides = [*read, *write, o.strides[:3]]
     launch = Launch(
@@ -242,6 +266,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         [*loads, *[None] * (2 + len(extras))],
         (
             *absent,
+            ScoreLayout.of(options, heads, seq_q, seq_kv),
             layout,
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
@@ -249,11 +274,47 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             Scale.of(options, forward=False),
         ),
         {
-            "CONFIG": Config.of(tile, head_dim, strides, precision, one.terms),
+            "CONFIG": Config.of(
+                tile, head_dim, strides, precision, one.terms, vector(options.bias, seq_kv)
+            ),
             **tile.compiler_options(),
         },
     )
     return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *extras))
+
+
+def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options) -> Step:
+    """Return the launch for the gradient of a bias that several scores share; args as above."""
+    (q, k, v, grad_o, _), tile = specs[:5], cast("Tile", one.tile)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    strides = [x.strides[:3] for x in (q, k, v, grad_o)]
+    layout = BackwardLayout._make(
+        (
+            *(*strides, None, None, None, None, head_dim, padded_rows(seq_q)),
+            bounds_strides(options, seq_q, seq_kv),
+        )
+    )
+    scored = ("alibi_slopes" if options.alibi else None, "bias", None)
+    extras, _ = extra_names(options, scored)
+    launch = Launch(
+        score_gradients.flashattn_bwd_dbias,
+        sum(one.programs),
+        [None] * (6 + len(extras)),
+        (
+            ScoreLayout.of(options, heads, seq_q, seq_kv),
+            *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
+            Scale.of(options, forward=False),
+        ),
+        {
+            "RELATIVE": is_relative(cast("TensorSpec", options.bias)),
+            "CONFIG": Config.of(
+                tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv)
+            ),
+            **tile.compiler_options(),
+        },
+    )
+    names = (*INPUTS, ("lse_log2", "delta", None), "dbias")
+    return Step(launch, (*names, *extras))
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:

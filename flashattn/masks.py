@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -214,9 +214,38 @@ def rows(low: torch.Tensor, high: torch.Tensor) -> RowMask:
     if low.shape != high.shape:
         raise ValueError(f"high: wanted low's shape, {list(low.shape)}, got {list(high.shape)}")
     for name, x in {"low": low, "high": high}.items():
-        if _readable(x) and (x.diff(dim=-1) < 0).any():
+        if readable(x) and (x.diff(dim=-1) < 0).any():
             raise ValueError(f"{name}: wanted numbers that never fall from one query to the next")
     return _Rows(*found)
+
+
+@dataclass(frozen=True, eq=False)
+class _OfBounds(RowMask):
+    bounds: Bounds
+
+    def rows(self, sizes: Sizes) -> Rows:
+        low, high = self.checked(sizes).keys.unbind(-1)
+        return low, high
+
+    def checked(self, sizes: Sizes) -> Bounds:
+        keys, queries = self.bounds
+        wanted, got = (sizes.seq_q, sizes.seq_kv), (keys.shape[1], queries.shape[1])
+        if got != wanted or keys.shape[0] not in (1, sizes.batch):
+            raise ValueError(
+                f"mask: wanted one for B, T, S = {[sizes.batch, *wanted]}, got one for"
+                f" {[keys.shape[0], *got]}"
+            )
+        _on(keys, "bounds", sizes)
+        return self.bounds
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.bounds)
+
+
+def of_bounds(bounds: Bounds) -> RowMask:
+    """Return the mask of bounds that are made already: a call that asks for no more takes them."""
+    return _OfBounds(bounds)
 
 
 class _Head:
@@ -242,11 +271,11 @@ class _Of(RowMask):
         batches = torch.vmap(queries, (0, None, None, None))
         step = max(1, EVALUATED // max(1, sizes.batch * sizes.seq_kv))
         parts = [
-            _runs(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
+            runs_of(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
             for t in sizes.queries[0].split(step)
         ]
         low, high = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
-        return _monotone(low, high)
+        return monotone(low, high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +286,7 @@ class _OfTensor(RowMask):
         if tuple(self.seen.shape[1:]) != (sizes.seq_q, sizes.seq_kv):
             wanted, got = [sizes.seq_q, sizes.seq_kv], list(self.seen.shape[1:])
             raise ValueError(f"mask: wanted a bool tensor for T, S = {wanted}, got {got}")
-        return _monotone(*_runs(_on(self.seen, "bool tensor", sizes), 0))
+        return monotone(*runs_of(_on(self.seen, "bool tensor", sizes), 0))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -288,7 +317,7 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
     return _Of(predicate)
 
 
-def _runs(seen: torch.Tensor, first: int) -> Rows:
+def runs_of(seen: torch.Tensor, first: int) -> Rows:
     """Return the run of keys [B, T] that each query sees, (S, 0) of those that see none."""
     s = torch.arange(seen.shape[-1], device=seen.device)
     low = s.where(seen, seen.shape[-1]).amin(-1) if len(s) else seen.sum(-1)
@@ -303,7 +332,7 @@ def _runs(seen: torch.Tensor, first: int) -> Rows:
     return low, high
 
 
-def _monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
+def monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
     """Return runs of which no end falls, those of queries that see nothing placed between others.
 
     Raises:
@@ -319,11 +348,22 @@ def _monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
     return low, most
 
 
-def check_documents(documents: object, q: torch.Tensor, k: torch.Tensor) -> Rows:
+def check_documents(
+    documents: object,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    names: tuple[str, str] = ("documents", "documents"),
+) -> Rows:
     """Return the cumulative lengths of the queries and of the keys.
 
     Their values are checked on a CPU. On a GPU that would make the host wait; there a length that
     falls counts as the largest before it, and what lies outside of the rows as their nearest end.
+
+    Args:
+        documents: cu, or (cu_q, cu_k).
+        q: [..., T, D].
+        k: [..., S, D].
+        names: of cu_q and cu_k in messages.
 
     Raises:
         ValueError: no integers [N + 1] on q's device; values that fall, or do not begin at 0.
@@ -331,16 +371,16 @@ def check_documents(documents: object, q: torch.Tensor, k: torch.Tensor) -> Rows
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     if len(pair) != 2:  # noqa: PLR2004 - of queries and keys
         raise ValueError(f"documents: wanted cu or (cu_q, cu_k), got {len(pair)} of them")
-    cu_q, cu_k = (_integers("documents", x, 1) for x in pair)
-    for x, rows in ((cu_q, q.shape[-2]), (cu_k, k.shape[-2])):
+    cu_q, cu_k = (_integers(name, x, 1) for name, x in zip(names, pair, strict=True))
+    for name, x, rows in zip(names, (cu_q, cu_k), (q.shape[-2], k.shape[-2]), strict=True):
         if x.device != q.device:
-            raise ValueError(f"documents: wanted q's device, {q.device}, got {x.device}")
+            raise ValueError(f"{name}: wanted q's device, {q.device}, got {x.device}")
         if len(x) < 2 or len(x) != len(cu_q):  # noqa: PLR2004 - one document
             lengths = [len(cu_q), len(cu_k)]
-            raise ValueError(f"documents: wanted [N + 1] of queries and of keys, got {lengths}")
-        if _readable(x) and (x[0] != 0 or x[-1] > rows or (x.diff() < 0).any()):
+            raise ValueError(f"{name}: wanted [N + 1] of queries and of keys, got {lengths}")
+        if readable(x) and (x[0] != 0 or x[-1] > rows or (x.diff() < 0).any()):
             wanted = f"numbers from 0 to {rows} at the most that never fall"
-            raise ValueError(f"documents: wanted {wanted}, got {x.tolist()}")
+            raise ValueError(f"{name}: wanted {wanted}, got {x.tolist()}")
     return cu_q, cu_k
 
 
@@ -373,22 +413,44 @@ def bounds_of(
         raise ValueError(msg)
     sizes = Sizes(q.shape[0], q.shape[-2], k.shape[-2], q.device)
     cu = None if documents is None else check_documents(documents, q, k)
-    owner = given if given is not None else cu[0] if cu else None
+    if isinstance(given, _OfBounds) and cu is None and mask == Mask():
+        return given.checked(sizes)
     tensors = (*(given.tensors if given is not None else ()), *(cu or ()))
-    if not _keeps(q, tensors):
-        return _make(sizes, mask, cu, given)
-    key = sizes, mask, tuple((id(x), x._version) for x in tensors)  # noqa: SLF001 - no public name
-    kept = _KEPT.setdefault(owner, {})
-    bounds, made_from = kept.get(key, (None, ()))
-    if bounds is None or any(x() is None for x in made_from):  # another may have its id by now
-        if len(kept) >= KEPT:
-            kept.clear()
-        bounds = _make(sizes, mask, cu, given)
-        kept[key] = bounds, [ref(x) for x in tensors]
-    return bounds
+    owner = tensors[0] if given is None or isinstance(given, _OfBounds) else given
+    return kept(q, owner, tensors, (sizes, mask), lambda: _make(sizes, mask, cu, given))
 
 
+Made = TypeVar("Made")
 _KEPT: Any = WeakIdKeyDictionary()
+
+
+def kept(
+    q: torch.Tensor,
+    owner: object,
+    tensors: tuple[torch.Tensor, ...],
+    key: tuple[object, ...],
+    make: Callable[[], Made],
+) -> Made:
+    """Return what ``make`` makes of tensors, or what it made of them before, unchanged as they are.
+
+    Args:
+        q: for whom it is made.
+        owner: with whom it goes.
+        tensors: that are read.
+        key: of all else that it depends on.
+        make: is called where there is none, or where none may be kept.
+    """
+    if not _keeps(q, tensors):
+        return make()
+    key = *key, tuple((id(x), x._version) for x in tensors)  # noqa: SLF001 - no public name
+    of_owner = _KEPT.setdefault(owner, {})
+    made, made_from = of_owner.get(key, (None, ()))
+    if made is None or any(x() is None for x in made_from):  # another may have its id by now
+        if len(of_owner) >= KEPT:
+            of_owner.clear()
+        made = make()
+        of_owner[key] = made, [ref(x) for x in tensors]
+    return cast("Made", made)
 
 
 def _keeps(q: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> bool:
@@ -433,6 +495,6 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim > 1 else x[None]
 
 
-def _readable(x: torch.Tensor) -> bool:
+def readable(x: torch.Tensor) -> bool:
     """Whether the host can look at values without waiting for a device or a compiler."""
     return x.device.type == "cpu" and dispatch_is_trivial(x)

@@ -46,6 +46,7 @@ MOVED = {  # DTensor has to redistribute first
 OPTIONS = (
     {"causal": True, "return_lse": True},
     {"causal": "bottom_right", "window": (5, None), "scale": 0.7, "return_lse": False},
+    {"documents": ([0, 4, 9], [0, 7, 11]), "causal": "bottom_right", "return_lse": True},
 )
 
 
@@ -64,22 +65,26 @@ def check_case(mesh, case):
     """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
     problem = Problem(**SIZES | sizes, alibi=True, bias="1hts", sink=True)
-    torch.manual_seed(0)
-    for options in OPTIONS:
+    for asked in OPTIONS:
+        options = dict(asked)
         lse = options["return_lse"]
         grads = make_grads(problem)[: 1 + lse]
         whole = [x.requires_grad_() for x in make_inputs(problem)]
         scored = make_scored(problem)
         whole += [scored["bias"].requires_grad_(), scored["sink"][0].requires_grad_()]
-        slopes = scored["alibi_slopes"][0]
+        cu = tuple(torch.tensor(x) for x in options.get("documents", ()))
+        slopes = None if cu else scored["alibi_slopes"][0]
+        options |= {"documents": cu} if cu else {}
         wanted = attend(*whole, slopes, **options)
+        if cu:
+            options["documents"] = tuple(sharded(x, mesh, R) for x in cu)
         given = [
             sharded(x.detach(), mesh, placed).requires_grad_()
             for x, placed in zip(whole[:3], (of_q, of_k, of_k), strict=True)
         ]
         of_heads = of_q if of_q in (HEADS, R) else R
         first = Shard(0) if of_heads == HEADS else R
-        slopes = sharded(slopes, mesh, first)
+        slopes = None if cu else sharded(slopes, mesh, first)
         for x, placed in zip(whole[3:], (of_heads, first), strict=True):
             given.append(sharded(x.detach(), mesh, placed).requires_grad_())
         with CommDebugMode() as communication:
@@ -184,9 +189,15 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
     none, absent = [None] * len(Extras._fields), [R, R]
     options = None, 0, 0, 0.25, None, "auto", "triton", True
     rule = dtensor._forward(q, k, v, *none, *options)
-    kinds, rest = [R, BATCH, *[HEADS] * offered], none + [None] * len(options)
-    assert rule == [([x] * 2, [x] * 3 + rest) for x in kinds]
+    kinds, rest = [R, BATCH, *[HEADS] * offered], [None] * len(options)
+    assert rule == [([x] * 2, [x] * 3 + none + rest) for x in kinds]
+    one, each = (SimpleNamespace(placements=placements[0], shape=(n, 9, 2)) for n in (1, 4))
+    for bounds, of_batch in ((one, R), (each, BATCH)):
+        rule = dtensor._forward(q, k, v, bounds, bounds, *none[2:], *options)
+        ends = [[of_batch if x == BATCH else R] * 2 + none[2:] + rest for x in kinds]
+        assert rule == [([x] * 2, [x] * 3 + end) for x, end in zip(kinds, ends, strict=True)]
     rule = dtensor._backward(q, None, q, k, v, q, q, *none, *options, False)
+    rest = none + rest
     assert rule == [([x] * 3 + absent, [x, None, *[x] * 5, *rest, None]) for x in kinds]
 
 

@@ -60,8 +60,6 @@ REFUSED = {
     "alibi_slopes": "scores have no bias",
     "block_table": "keys and values are not read from pages",
     "page_table": "keys and values are not read from pages",
-    "seqused_q": "documents are used whole",
-    "seqused_k": "documents are used whole",
     "score_mod": "scores are not modified",
     "mask_mod": "the only masks are causal and window_size",
     "block_sparse_tensors": "the only masks are causal and window_size",
@@ -293,9 +291,9 @@ def test_deterministic_is_passed_on(name, device, monkeypatch):
     assert set(asked) == {False, True}
 
 
-@pytest.mark.parametrize("name", [name for name in POSITIONAL if "varlen" not in name])
+@EVERY
 def test_nothing_is_copied(name, device, monkeypatch):
-    """The kernels read q, k and v where they lie and write out where it is returned."""
+    """One call reads q, k and v where they lie and writes out where it is returned."""
     seen = []
 
     def spy(*tensors, **options):
@@ -306,7 +304,8 @@ def test_nothing_is_copied(name, device, monkeypatch):
     given = leading(name, *make_inputs(usual(name), device=device, layout="sequence_first"))
     out = getattr(flash_attn, name)(*given)
     *read, written = seen
-    packed = [[x] if x.ndim == 4 else x.unbind(2) for x in given]
+    given = [x[None] if "varlen" in name else x for x in given if isinstance(x, torch.Tensor)]
+    packed = [[x] if x.ndim == 4 else x.unbind(2) for x in given if x.ndim > 2]
     wanted = [x.transpose(1, 2) for tensors in packed for x in tensors]
     places = [[(x.data_ptr(), x.shape, x.stride()) for x in tensors] for tensors in (read, wanted)]
     assert places[0] == places[1]
@@ -377,13 +376,46 @@ def test_documents(documents, mask, device):
         assert Expected.of(case, more).failures(part) == []
 
 
-def test_no_documents(device):
-    """Where all tokens are behind, out is zero."""
-    q, k, cu = torch.ones(5, 4, 16), torch.ones(3, 2, 16), torch.zeros(1, dtype=torch.int32)
-    q, k, cu = (x.to(device) for x in (q, k, cu))
-    o, lse = flash_attn.flash_attn_varlen_func(q, k, k, cu, cu, 0, 0, return_lse=True)
-    assert torch.equal(o, torch.zeros_like(q))
-    assert torch.equal(lse, torch.full((4, 5), -torch.inf, device=device))
+@pytest.mark.parametrize("sides", ["q", "k", "qk"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_used(sides, mask, device):
+    """What of a document is not used may be NaN and is none: the mask lies over the rest."""
+    queries, keys, behind = [9, 0, 20, 5], [12, 4, 9, 3], (2, 2)
+    problem = Problem(heads=4, kv_heads=2, head_dim=16)
+    inputs, grads, ends = packed(problem, queries, keys, behind, device)
+    used = {
+        "q": torch.tensor([7, 0, 20, 0] if "q" in sides else queries, device=device),
+        "k": torch.tensor([5, 9, 0, 3] if "k" in sides else keys, device=device),
+    }
+    places = {"q": [], "k": []}
+    for side, starts in zip("qk", ends, strict=True):
+        for start, end, n in zip(starts, starts[1:], used[side], strict=False):
+            places[side].append(slice(int(start), int(torch.minimum(start + n, end))))
+    q, k, v = inputs
+    with torch.no_grad():
+        for i, (start, end) in enumerate(zip(ends[1], ends[1][1:], strict=False)):
+            k[places["k"][i].stop : end] = v[places["k"][i].stop : end] = torch.nan
+            del start
+        for i, end in enumerate(ends[0][1:]):
+            q[places["q"][i].stop : end] = torch.nan
+    given = {f"seqused_{side}": used[side] for side in sides} | MASKS[mask]
+    got = flash_attn.flash_attn_varlen_func(*inputs, *ends, 0, 0, return_lse=True, **given)
+    got = *got, *torch.autograd.grad(got, inputs, grads)
+    wanted = [torch.zeros_like(x) for x in (q, got[1], *inputs)]
+    wanted[1].fill_(-torch.inf)
+    for rows, columns in zip(places["q"], places["k"], strict=True):
+        own = [x[part].detach()[None].requires_grad_() for x, part in zip(
+            inputs, (rows, columns, columns), strict=True)]  # fmt: skip
+        o, lse = flash_attn.flash_attn_func(*own, return_lse=True, **MASKS[mask])
+        slopes = torch.autograd.grad((o, lse), own, (grads[0][None, rows], grads[1][None, :, rows]))
+        wanted[1][:, rows] = lse.detach()[0]
+        parts = (
+            (wanted[0], rows, o),
+            *zip(wanted[2:], (rows, columns, columns), slopes, strict=True),
+        )
+        for x, part, result in parts:
+            x[part] = result.detach()[0]
+    torch.testing.assert_close(got, tuple(wanted))
 
 
 ONES = {n: torch.ones(*[2] * n) for n in range(1, 7)}
@@ -409,14 +441,30 @@ ENDS = torch.tensor([0, 2], dtype=torch.int32)
         (
             "varlen_func",
             (*[ONES[3]] * 3, ENDS, ENDS[:1], 2, 2),
-            "cu_seqlens_k: wanted as many .* 2 ",
+            r"cu_seqlens_k: wanted \[N \+ 1\] .* got \[2, 1\]",
         ),
         ("varlen_func", (*[ONES[3]] * 3, ENDS, ENDS.clamp(1), 2, 2), r"cu_seqlens_k: .*\[1, 2\]"),
-        ("varlen_func", (*[ONES[3]] * 3, 2 * ENDS, ENDS, 2, 2), "cu_seqlens_q: .* up to 2, got"),
+        (
+            "varlen_func",
+            (*[ONES[3]] * 3, 2 * ENDS, ENDS, 2, 2),
+            "cu_seqlens_q: .* 0 to 2 at the most",
+        ),
         ("varlen_func", (*[ONES[3]] * 3, ENDS.flip(0), ENDS, 2, 2), r"cu_seqlens_q: .*\[2, 0\]"),
-        ("varlen_func", (*[ONES[3]] * 3, ENDS.float(), ENDS, 2, 2), r"cu_seqlens_q: .*\[0.0, 2.0"),
-        ("varlen_func", (*[ONES[3]] * 3, ENDS[1], ENDS, 2, 2), "cu_seqlens_q: .*, got 2"),
-        ("varlen_func", (*[ONES[3]] * 3, ENDS[:0], ENDS, 2, 2), r"cu_seqlens_q: .*, got \[\]"),
+        (
+            "varlen_func",
+            (*[ONES[3]] * 3, ENDS.float(), ENDS, 2, 2),
+            r"cu_seqlens_q: .* int32 or int64 .*float32",
+        ),
+        (
+            "varlen_func",
+            (*[ONES[3]] * 3, ENDS[1], ENDS, 2, 2),
+            r"cu_seqlens_q: .* torch.int32 \[\]",
+        ),
+        (
+            "varlen_func",
+            (*[ONES[3]] * 3, ENDS[:0], ENDS, 2, 2),
+            r"cu_seqlens_q: wanted \[N \+ 1\] .* \[0, 2\]",
+        ),
         ("varlen_qkvpacked_func", (ONES[4], ENDS, 2), r"qkv: wanted .*\[total, 3, nheads, headdim"),
     ],
 )

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from flashattn import attention, explain, gpus, registry
 from flashattn.api import FASTEST_FIRST
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import backward_fp32, steps
 from flashattn.kernels.hopper.offline import variants
+from flashattn.kernels.hopper.score import tanh_approx
 from flashattn.mask import Mask
 from flashattn.plan import hopper
 from flashattn.plan.choose import choose_backward, choose_forward
@@ -191,6 +194,45 @@ def test_documents(device, head_dim, packed, mask):
             if deterministic:
                 one, other = run(attend, case), run(attend, case)
                 assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+@pytest.mark.parametrize("values", ["normal", "extreme", "negative"])
+@pytest.mark.parametrize("mask", ["causal", "window70+30", "full"])
+@pytest.mark.parametrize("cap", [0.7, 5.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@on_hopper
+def test_softcap(device, head_dim, cap, mask, values):
+    """So are capped scores and their gradients, which have the same bits again."""
+    asked = Mask.parse(mask)
+    for dtype, group in (("bfloat16", 1), ("float16", 2)):
+        problem = Problem(
+            batch=2, heads=4, kv_heads=4 // group, seq_q=700, seq_kv=900, head_dim=head_dim,
+            causal=asked.causal, window=asked.window, softcap=cap, dtype=dtype,
+        )  # fmt: skip
+        sample = Sample(problem=problem, device=device, values=values)
+        attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+        assert_accurate(attend, sample)
+        one, other = run(attend, sample.draw()), run(attend, sample.draw())
+        assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+@gluon.jit
+def tanh_kernel(x, y):
+    """Write tanh_approx of 128 numbers."""
+    at = gl.program_id(0) * 128 + gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(y + at, tanh_approx(gl.load(x + at)))
+
+
+@on_hopper
+def test_tanh_is_as_it_is_emulated(device):
+    """The GPU's tanh is off by 2^-16 of itself at most, and 1 from 10 on."""
+    x = torch.cat([torch.logspace(-30, 4, 1 << 20, base=2.0), torch.tensor([10.0, 1e9, torch.inf])])
+    x = torch.cat([x, -x, torch.zeros(128 - 2 * x.numel() % 128)]).to(device)
+    y = torch.empty_like(x)
+    tanh_kernel[(x.numel() // 128,)](x, y, num_warps=4)
+    exact = x.double().tanh()
+    assert ((y - exact).abs() <= 2**-16 * exact.abs()).all()
+    assert torch.equal(y[x.abs() >= 10], x[x.abs() >= 10].sign())
 
 
 def windowed(problem, *, deterministic):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import runpy
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import emulated
 from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
+from flashattn.emulate.source import STAND_INS
 from flashattn.kernels import execute
+from flashattn.kernels.hopper import score
 from flashattn.kernels.hopper.tma import Tiles
 from flashattn.masks import cumulative
 from flashattn.plan import hopper
@@ -54,7 +58,8 @@ def attend(problem, config, how=None, precision="auto"):
         "hopper",
         how.pop("deterministic"),
         None if bounds else band.left,
-        bounds=int(bool(bounds)),
+        problem.softcap,
+        int(bool(bounds)),
     )
 
     class Attend(torch.autograd.Function):
@@ -307,6 +312,67 @@ def test_shares(problem, count, how, divide):
     assert all(map(torch.equal, *grads))
 
 
+CAPS = 0.7, 50.0  # most scores are capped; hardly one is
+CAPPED = [
+    *(
+        (problem, config, None, at_once, cap)
+        for (problem, config, at_once), cap in zip(FORWARDS, cycle(CAPS))
+    ),
+    *(
+        (bf16(head_dim=head_dim, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2, cap)
+        for (shape, head_dim), cap in product(zip(WINDOWS, cycle((64, 128))), CAPS)
+    ),
+    *(
+        (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once, cap)
+        for (problem, config, deterministic, at_once), cap in zip(BACKWARDS[:4], cycle(CAPS))
+    ),
+    *(
+        (problem, WIDE, {"tile": HopperD256Tile(section=2)}, at_once, cap)
+        for (problem, at_once), cap in zip(WIDE_BACKWARDS, cycle(CAPS))
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "config", "how", "at_once", "cap"), CAPPED, ids=str)
+def test_softcap(problem, config, how, at_once, cap):
+    """Capped scores are within the budgets as well, and their gradients."""
+    problem = replace(problem, softcap=cap)
+    with emulated(multiprocessors=at_once):
+        assert_accurate(attend(problem, config, how), Sample(problem=problem, grad=how is not None))
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("shape", [0, 1, 4], ids=lambda i: str(SHARES[i][0]))
+def test_shares_of_capped(shape, cap, divide):
+    """So are those of heads that are divided among programs."""
+    problem, count, how = SHARES[shape]
+    divide(count)
+    problem = replace(problem, softcap=cap)
+    config = SMALL if problem.head_dim <= 128 else WIDE
+    with emulated(multiprocessors=3):
+        assert_accurate(attend(problem, config, dict(how)), Sample(problem=problem))
+
+
+def promised(x):
+    """Return tanh(x) as wrong as PTX allows ``tanh.approx.f32`` to be."""
+    up = x.contiguous().view(torch.int32) & 1
+    return x.tanh() * (1 + (2.0 * up - 1) * 2.0**-11)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp16_takes_the_exact_tanh(head_dim, monkeypatch):
+    """What PTX promises of the other is too little for fp16, where tanh is nearly flat."""
+    monkeypatch.setitem(STAND_INS, id(score.tanh_approx), promised)
+    how = {"tile": TURNED if head_dim <= 128 else HopperD256Tile()}
+    for dtype, right in (("float16", True), ("bfloat16", False)):
+        problem = Problem(
+            dtype=dtype, heads=2, seq_q=200, seq_kv=140, head_dim=head_dim, softcap=0.7
+        )
+        sample = Sample(problem=problem, values="negative")
+        with emulated(), nullcontext() if right else pytest.raises(InaccurateError):
+            assert_accurate(attend(problem, WIDE, how), sample)
+
+
 def test_far_below_zero():
     """Where P of a key that only pads a tile would be inf, it is hidden."""
     problem, how = bf16(seq_q=70, seq_kv=70), {"tile": HopperBackwardTile(), "deterministic": True}
@@ -330,6 +396,23 @@ def test_the_same_bits(deterministic, causal, left):
             answers.append((o, lse, *torch.autograd.grad(o, (k, v, q), case.grad_o)))
     same = [all(map(partial(torch.equal, x[0]), x)) for x in zip(*answers, strict=True)]
     assert same == [True] * 4 + [deterministic]
+
+
+@pytest.mark.parametrize("accumulators", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
+    """Whatever the workspace of the semaphores held before, no program waits in vain."""
+    monkeypatch.setattr(hopper, "dq_accumulators", lambda *_, **__: accumulators)
+    empty = torch.empty
+
+    def used(*args, **how):
+        x = empty(*args, **how)
+        return x.fill_(-7) if x.dtype == torch.int32 else x
+
+    monkeypatch.setattr(torch, "empty", used)
+    problem = bf16(batch=2, heads=3, seq_q=330, seq_kv=400, causal=True, head_dim=head_dim)
+    with emulated(multiprocessors=3):
+        assert_accurate(attend(problem, WIDE, TURNS), Sample(problem=problem))
 
 
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
@@ -473,6 +556,13 @@ ASKED = {
     ),
     "wide window": (bf16(seq_q=330, window=(150, 3), head_dim=136), "normal", WIDE, WIDE_PASSES),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
+    "capped": (bf16(heads=2, seq_q=300, window=(70, 0), softcap=0.7), "normal", SMALL, TURNS),
+    "wide capped": (
+        bf16(heads=4, kv_heads=2, seq_q=200, head_dim=136, causal=True, softcap=0.7),
+        "normal",
+        WIDE,
+        WIDE_PASSES,
+    ),
     "cut": (Problem(heads=2, kv_heads=1, seq_q=130, seq_kv=150, head_dim=128), "normal", None, {}),
     "cut causal": (
         Problem(seq_q=200, seq_kv=150, head_dim=72, causal="bottom_right"),
@@ -633,8 +723,8 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = mma_wait(s, 1, t.d_hi)\n    if MASKED",
-            "    s = mma_wait(s, 2, t.d_hi)\n    if MASKED",
+            "    s = score.capped(mma_wait(s, 1, t.d_hi))\n",
+            "    s = score.capped(mma_wait(s, 2, t.d_hi))\n",
             "scores are used before they are there",
         ),
         UNFINISHED,
@@ -1043,6 +1133,107 @@ PLANTED = [
             "            lo = gl.where(keys < self.seq_kv, lo, x.shape[1])\n",
             "            pass\n",
             "inf * 0 in dq where lse is far below zero",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
+            "first_tile_not_capped",
+            FORWARD,
+            "        s = score.capped(s)\n",
+            "",
+            "a tile of keys has products for scores",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
+            "masked_tile_not_capped",
+            FORWARD,
+            "    s = score.capped(mma_wait(s, 1, t.d_hi))\n",
+            "    s = mma_wait(s, 1, t.d_hi)\n    if not MASKED:\n        s = score.capped(s)\n",
+            "likewise tiles on the mask's edge",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
+            "masked_gradient_not_capped",
+            BACKWARD,
+            "    s = score.capped(s)\n",
+            "    if not MASKED:\n        s = score.capped(s)\n",
+            "P of such a tile is not what the forward had",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
+            "slope_forgotten",
+            BACKWARD,
+            "    p = score.with_slope(p, s)\n",
+            "",
+            "dq and dk are too large where scores are capped",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
+            "slope_in_dv",
+            BACKWARD,
+            "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n"
+            "    p = score.with_slope(p, s)\n",
+            "    p = score.with_slope(p, s)\n"
+            "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n",
+            "dv is too small there",
+        ),
+        WRONG,
+    ),
+    (
+        "capped",
+        Mutant(
+            "slope_of_the_root",
+            "kernels/hopper/score.py",
+            "p * (1 - s * s)",
+            "p * (1 - s)",
+            "dq and dk have the wrong sizes",
+        ),
+        WRONG,
+    ),
+    (
+        "wide capped",
+        Mutant(
+            "slope_not_shared",
+            WIDE_BACKWARD,
+            "sP.store(n, score.with_slope(p, s))",
+            "sP.store(n, p)",
+            "dk is too large where scores are capped",
+        ),
+        WRONG,
+    ),
+    (
+        "wide capped",
+        Mutant(
+            "slope_of_hidden_scores",
+            WIDE_BACKWARD,
+            "lse_log2[:, None]), s)",
+            "lse_log2[:, None]), seen)",
+            "dq is 0 * inf where keys are hidden",
+        ),
+        WRONG,
+    ),
+    (
+        "wide capped",
+        Mutant(
+            "slope_forgotten_in_dq",
+            WIDE_BACKWARD,
+            "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)",
+            "gl.exp2(seen * score.log2 - lse_log2[:, None])",
+            "dq is too large where scores are capped",
         ),
         WRONG,
     ),

@@ -274,6 +274,27 @@ def seen_of_documents(cu):
     return (document[:, None] == document)[None]
 
 
+def test_bounds_that_are_made_already():
+    """They are taken as they are; a window, documents and other masks hide more."""
+    q, k, cu = torch.zeros(2, 1, 12, 4), torch.zeros(2, 1, 12, 4), torch.tensor([0, 5, 12])
+    made = of_rows((T[:, 0] - 6)[None], (T[:, 0] + 2)[None], 12)
+    mask = masks.of_bounds(made)
+    assert bounds_of(q, k, Mask(), None, mask) is made
+    window = (S >= T - 3) & (S <= T + 1)
+    assert torch.equal(bounds_of(q, k, Mask(3), None, mask).seen[0], window)
+    padded = bounds_of(q, k, Mask(), None, mask & masks.padding(LENGTHS))
+    assert torch.equal(padded.seen, made.seen & SHORT)
+    packed = bounds_of(q, k, Mask(), cu, mask)
+    assert torch.equal(packed.seen, made.seen & seen_of_documents(cu))
+    assert bounds_of(q, k, Mask(), cu, masks.of_bounds(made)) is packed
+    for x, y in ((q[:, :, :5], k), (q, k[:, :, :5])):
+        with pytest.raises(ValueError, match="mask: wanted one for B, T, S = "):
+            bounds_of(x, y, Mask(), None, mask)
+    three = of_rows(*(x.expand(3, -1) for x in made.keys.unbind(-1)), 12)
+    with pytest.raises(ValueError, match=r"\[2, 12, 12\], got one for \[3, 12, 12\]"):
+        bounds_of(q, k, Mask(), None, masks.of_bounds(three))
+
+
 def test_nothing_is_kept_alive():
     """Bounds go with the lengths they were made from."""
     from flashattn.masks import _KEPT  # noqa: PLC0415

@@ -27,10 +27,10 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa_of_torch
 from torch.utils._pytree import tree_map_only
 
-from flashattn import attention, gpus
+from flashattn import attention, gpus, masks
+from flashattn.bounds import of_documents
 from flashattn.integrations import operators, sdpa
 from flashattn.mask import Mask
-from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
@@ -312,7 +312,23 @@ def documents(device):
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)], ids=str)
+def packed(of_q, of_k, window, used=None):
+    """Return which keys a query sees, bool [T, S]: each document has a mask of its own."""
+    left, right = (None if x < 0 else x for x in window)
+    seen = torch.zeros(43, 33, dtype=torch.bool, device=of_q.device)
+    for i, (queries, whole) in enumerate(LENGTHS):
+        keys = whole if used is None else min(whole, int(used[i]))
+        t, s = (torch.arange(n, device=seen.device) for n in (queries, keys))
+        band = Mask(left, right, "bottom_right").over(queries, keys)
+        inside = band.sees(t[:, None], s).expand(queries, keys)
+        seen[of_q[i] : of_q[i + 1], of_k[i] : of_k[i] + keys] = inside
+    return seen
+
+
+WINDOWS = pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)], ids=str)
+
+
+@WINDOWS
 def test_varlen(device, active, window):
     """Each document is answered by itself; what is in none is 0 and gets no gradient."""
     (q, k, v), (of_q, of_k) = documents(device)
@@ -330,25 +346,43 @@ def test_varlen(device, active, window):
     )
     grad = torch.randn_like(o)
     gradients = torch.autograd.grad(o, (q, k, v), grad)
-    left, right = (None if x < 0 else x for x in window)
-    wanted = [torch.zeros_like(x) for x in (q, q, k, v)]
-    wanted_lse = torch.full((4, 43), -torch.inf, device=device)
-    mask = Mask(left, right, "bottom_right")
-    for i, (length_q, length_k) in enumerate(LENGTHS):
-        rows, keys = slice(of_q[i], of_q[i + 1]), slice(of_k[i], of_k[i + 1])
-        own = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys], grad[rows])]
-        band = mask.over(length_q, length_k)
-        scale, family = 16**-0.5, "auto" if q.is_cuda else "triton"
-        options = *Extras(), band.left, band.right, 0, scale, None, "auto", family, True
-        with torch.no_grad():
-            own_o, own_lse = torch.ops.flashattn.forward(*own[:3], *options)
-            saved = own[3], None, *own[:3], own_o, own_lse.contiguous()
-            results = own_o, *torch.ops.flashattn.backward(*saved, *options, False)[:3]
-        wanted_lse[:, rows] = own_lse[0]
-        for x, part, result in zip(wanted, (rows, rows, keys, keys), results, strict=True):
-            x[part] = result[0].transpose(0, 1)
-    assert_same([o, *gradients, lse], [*wanted, wanted_lse])
+    own = [x.detach().transpose(0, 1)[None] for x in (q, k, v, grad)]
+    wanted_o, wanted_lse, *slopes = ours(*own, mask=masks.of(packed(of_q, of_k, window)))
+    wanted = [x[0].transpose(0, 1) for x in (wanted_o, *slopes)]
+    assert_same([o, *gradients, lse], [*wanted, wanted_lse[0]])
     assert active == ["_flash_attention_forward", "_flash_attention_backward"]
+
+
+@WINDOWS
+def test_varlen_of_used_keys(device, active, window):
+    """Where only the first keys of a document are used, the mask lies over these."""
+    (q, k, v), starts = documents(device)
+    used = torch.tensor([3, 9, 0, 12], dtype=torch.int32, device=device)
+    args = *starts, 20, 13, 0.0, False, False
+    left, right = window
+    windows = {"window_size_left": left, "window_size_right": right}
+    with torch.no_grad():
+        o, lse, *_ = aten._flash_attention_forward(q, k, v, *args, **windows, seqused_k=used)
+    own = [x.detach().transpose(0, 1)[None] for x in (q, k, v)]
+    wanted_o, wanted_lse = ours(*own, mask=masks.of(packed(*starts, window, used)))
+    assert_same([o, lse], [wanted_o[0].transpose(0, 1), wanted_lse[0]])
+    assert active == ["_flash_attention_forward"]
+
+
+def test_layers_share_bounds(device, active, monkeypatch):
+    """Those of the same lengths are made once for both passes of all layers."""
+    made = []
+
+    def spy(*args):
+        made.append(of_documents(*args))
+        return made[-1]
+
+    monkeypatch.setattr(masks, "of_documents", spy)
+    (q, k, v), (of_q, of_k) = documents(device)
+    for _ in range(2):
+        varlen_attn(q, k, v, of_q, of_k, 20, 13, **GROUPED).sum().backward()
+    assert len(active) == 4
+    assert len(made) == 1
 
 
 def test_varlen_layouts(device, active):
@@ -453,8 +487,11 @@ def unsupported(q, starts):
     yield efficient, (q.expand(-1, 2, -1, -1), q, q, None, True), {}
     gradient = dense, q, q, q, bias, q, lse, lse, lse, 0.0, [True] * 4
     yield f"{efficient}_backward", gradient, {}
-    for name in ("seqused_k", "alibi_slopes", "block_table"):
+    for name in ("alibi_slopes", "block_table"):
         yield "_flash_attention_forward", varlen, {name: starts[0]}
+    yield "_flash_attention_forward", varlen, {"num_splits": 1}
+    batch = *(x.transpose(1, 2) for x in (q, q, q)), None, None, *varlen[5:]
+    yield "_flash_attention_forward", batch, {"seqused_k": starts[0]}
 
 
 def test_every_operator_has_a_way_on(device, calls):

@@ -5,6 +5,7 @@ They run on the CPU: what is tested is which mask and scores a model asks for, n
 
 from __future__ import annotations
 
+import re
 from inspect import signature
 from types import SimpleNamespace
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashattn import masks as masks_of_ours
+from flashattn.bounds import Bounds, of_rows
 from flashattn.testing.accuracy import Error
 
 transformers = pytest.importorskip("transformers", reason="the extra integrations is not installed")
@@ -140,10 +144,18 @@ def inputs_of(mode, seed=1):
         inputs["attention_mask"] = torch.ones_like(ids)
         inputs["attention_mask"][0, :PADDING] = 0
         inputs["labels"][0, : PADDING + 1] = -100  # no loss of the last one's next token either
-    if mode == "packed":
+    if mode in ("packed", "documents"):
         positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1)
         inputs |= {"position_ids": positions, "use_cache": False}
     return inputs
+
+
+def by_lengths(inputs):
+    """Return packed inputs of which the lengths say where documents begin, not the positions."""
+    cu = torch.tensor([0, *DOCUMENTS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    shown = torch.ones_like(inputs["input_ids"])
+    most = dict.fromkeys(("max_length_q", "max_length_k"), max(DOCUMENTS))
+    return inputs | {"attention_mask": shown, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu} | most
 
 
 def step(model, inputs, attention, run=None):
@@ -156,28 +168,39 @@ def step(model, inputs, attention, run=None):
     return out.logits.detach()[inputs["labels"] != -100].double(), torch.cat(grads)
 
 
-def assert_as_eager(model, mode, run=None):
+def assert_as_eager(model, mode, run=None, ours=lambda inputs: inputs):
     """No error is larger than attention's own budget allows, for eager as its naive.
 
     Its errors are those of a whole model, one chain of roundings whose largest is small by luck in
     some draws. So eager is run on further tokens, as naive is of a small problem.
     """
     draws = [inputs_of(mode, seed) for seed in range(1, 1 + DRAWS)]
-    got = step(model, draws[0], "fattn", run)
+    if mode == "documents":
+        draws = [{x: y if x == "use_cache" else y[:1] for x, y in one.items()} for one in draws]
+    got = step(model, ours(draws[0]), "fattn", run)
     naive = [step(model, inputs, "eager") for inputs in draws]
     model.double()
     truth = [step(model, inputs, "exact") for inputs in draws]
     eps = torch.finfo(torch.float32).eps
-    for i, ours in enumerate(got):
+    for i, one in enumerate(got):
         errors = [Error.of(x[i], exact[i]).max for x, exact in zip(naive, truth, strict=True)]
         size = max(exact[i].abs().max().item() for exact in truth)
-        assert Error.of(ours, truth[0][i]).max <= 2.0 * max(errors) + eps * size
+        assert Error.of(one, truth[0][i]).max <= 2.0 * max(errors) + eps * size
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_training_step(name, mode):
     """Logits and gradients are those of eager attention."""
     assert_as_eager(model_of(name), mode)
+
+
+@pytest.mark.parametrize("name", [x for x in DECODERS if x not in ("GptOss", "Llama4")])
+def test_documents_by_lengths(name):
+    """Documents of which the lengths are given are those that transformers finds by positions.
+
+    In gpt-oss it looks for none, and Llama 4 counts chunks from the first token of all.
+    """
+    assert_as_eager(model_of(name), "documents", ours=by_lengths)
 
 
 def not_generated(name, cache):
@@ -238,7 +261,7 @@ def test_lengths_share_a_graph(mode):
         padding[0, :PADDING] = mode == "plain"
         mask = drop_in._make_mask(2, length, length, attention_mask=padding)
         q, k, v = (torch.randn(2, 2, length, 8) for _ in range(3))
-        attend(None, q, k, v, mask)
+        attend(None, q, k, v, mask, impl="sdpa")  # "tiled" has a graph for each number of tiles
     assert counter.frame_count == 2
 
 
@@ -247,7 +270,8 @@ FUNCTIONS = {
     "full": lambda w: (masking_utils.bidirectional_mask_function, None),
     "window": lambda w: (masking_utils.sliding_window_causal_mask_function(w), w),
     "two-sided": lambda w: (masking_utils.sliding_window_bidirectional_mask_function(w), w),
-    "chunks": lambda w: (masking_utils.chunked_causal_mask_function(w, torch.zeros(2).long()), w),
+    "chunks": lambda w: (masking_utils.chunked_causal_mask_function(w, torch.tensor([0, 2])), w),
+    "prefix": lambda w: (lambda b, h, t, s: (s <= t) | (s < w), None),
     "dilated": lambda w: (lambda b, h, t, s: (t - s) % (w + 1) == 0, None),
 }
 
@@ -276,8 +300,32 @@ def masks(draw):
     return asked
 
 
+def packed(function, positions):
+    """Return what transformers makes of a mask function where documents are packed."""
+    documents = masking_utils.find_packed_sequence_indices(positions)
+    documents = torch.zeros_like(positions) if documents is None else documents
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(function, positions, documents)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
+
+
+@st.composite
+def packed_masks(draw):
+    """Draw a mask of packed documents."""
+    names = ["causal", "full", "window", "two-sided", "chunks"]
+    function, size = FUNCTIONS[draw(st.sampled_from(names))](draw(st.integers(1, 6)))
+    length = draw(st.integers(1, 12))
+    ends = st.sets(st.integers(1, length))
+    rows = []
+    for _ in range(2):
+        starts = [0, *sorted(draw(ends) - {length}), length]
+        rows.append(torch.cat([torch.arange(n) for n in torch.tensor(starts).diff().tolist()]))
+    asked = {"batch_size": 2, "q_length": length, "kv_length": length, "device": "cpu"}
+    return asked | {"mask_function": packed(function, torch.stack(rows)), "local_size": size}
+
+
 @hypothesis.settings(max_examples=100)
-@hypothesis.given(asked=masks(), most=st.sampled_from([1, 20, 1 << 26]))
+@hypothesis.given(asked=masks() | packed_masks(), most=st.sampled_from([1, 20, 1 << 26]))
 def test_masks_are_those_of_transformers(asked, most):
     """Recognised or evaluated, a mask shows what transformers' own shows."""
     with pytest.MonkeyPatch.context() as patch:
@@ -285,10 +333,14 @@ def test_masks_are_those_of_transformers(asked, most):
         got = drop_in._make_mask(**asked)
     seen = got.dense() if isinstance(got, drop_in.KeyRanges) else got
     assert torch.equal(seen, exact_mask(**asked))
+    if isinstance(got, drop_in.KeyRanges) and got.call is None:
+        bounds = Bounds(got.key_bounds, got.query_bounds)
+        assert torch.equal(bounds.seen[:, None].expand(got.shape), seen)
+        assert torch.equal(bounds.unseen_keys.expand(2, -1), ~seen.any(2)[:, 0])
 
 
 @hypothesis.settings(max_examples=200)
-@hypothesis.given(asked=masks(), data=st.data())
+@hypothesis.given(asked=masks() | packed_masks(), data=st.data())
 def test_scores_are_those_of_transformers(asked, data):
     """Whatever the mask, caps, sinks, biases, grouped heads and wider values mean the same."""
     draw = data.draw
@@ -316,34 +368,105 @@ def test_scores_are_those_of_transformers(asked, data):
         torch.testing.assert_close(x, y)
 
 
+LONG = 1 << 20
+
+
+@pytest.fixture
+def _not_evaluated(monkeypatch):
+    """Let no mask be evaluated."""
+
+    def refuse(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(drop_in, "sdpa_mask", refuse)
+
+
+@pytest.mark.usefixtures("_not_evaluated")
 @pytest.mark.parametrize(
     ("name", "offset", "call"),
     [
-        ("causal", 0, (1 << 20, "bottom_right", (None, None))),
-        ("causal", 5, ((1 << 20) + 5, "bottom_right", (None, None))),
-        ("window", 0, (1 << 20, "bottom_right", (3, None))),
-        ("causal", 9, (None, "bottom_right", (None, None))),
-        ("two-sided", 0, (None, False, (4, 4))),
-        ("full", 0, (None, False, (None, None))),
+        ("causal", 0, ("bottom_right", (None, None), LONG)),
+        ("causal", 5, ("bottom_right", (None, None), LONG + 5)),
+        ("window", 0, ("bottom_right", (3, None), LONG)),
+        ("causal", 9, ("bottom_right", (None, None), None)),
+        ("two-sided", 0, (False, (4, 4), None)),
+        ("full", 0, (False, (None, None), None)),
     ],
 )
-def test_usual_masks_are_not_evaluated(name, offset, call):
+def test_usual_masks_are_calls(name, offset, call):
     """A million queries and keys need no score matrix."""
     function, local = FUNCTIONS[name](4)
-    length = 1 << 20
-    mask = drop_in._make_mask(
-        1, length, length + 9, torch.tensor(offset), 0, function, local_size=local
-    )
+    mask = drop_in._make_mask(1, LONG, LONG + 9, offset, 0, function, local_size=local)
     assert mask.call == call
     assert mask.contiguous() is mask
+
+
+@pytest.mark.usefixtures("_not_evaluated")
+@pytest.mark.parametrize("name", ["causal", "window", "two-sided", "full", "chunks", "packed"])
+@pytest.mark.parametrize("offset", [0, 5, torch.tensor(5)], ids=str)
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_known_masks_are_not_evaluated(name, offset, side):
+    """Nor where sequences are padded, documents packed, or the offset lies on the device."""
+    queries, keys = 4096, 5000
+    if name == "packed":
+        queries, offset = keys, 0
+        positions = (torch.arange(keys) % 1000).expand(2, -1)
+        function = packed(FUNCTIONS["window"](4)[0], positions)
+    else:
+        function, _ = FUNCTIONS[name](4)
+    padding = None if side is None else torch.arange(keys)[None] < torch.tensor([[7], [keys]])
+    padding = ~padding if side == "left" else padding
+    mask = drop_in._make_mask(2, queries, keys, offset, 0, function, padding)
+    assert isinstance(mask, drop_in.KeyRanges)
+    assert mask.contiguous() is mask
+
+
+class Unread(TorchDispatchMode):
+    """Let nobody read a value of a tensor, as on a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Refuse the operator behind ``item`` and ``bool``."""
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
 
 
 def test_padding_is_a_range():
     """Padded queries see no keys, which is a range, too; every other key is none."""
     padding = torch.tensor([[False, False, True], [True, True, False]])
     assert isinstance(drop_in._make_mask(2, 3, 3, attention_mask=padding), drop_in.KeyRanges)
+    with Unread():
+        drop_in._make_mask(2, 3, 3, attention_mask=padding)
     padding[1, 1:] = torch.tensor([False, True])
     assert not isinstance(drop_in._make_mask(2, 3, 3, attention_mask=padding), drop_in.KeyRanges)
+    with Unread(), pytest.raises(RuntimeError, match=re.escape(drop_in.HOLES)):
+        drop_in._make_mask(2, 3, 3, attention_mask=padding)
+    with Unread(), pytest.raises(AssertionError):
+        drop_in._make_mask(2, 3, 3, attention_mask=padding, holes=True)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_layers_share_masks(name, monkeypatch):
+    """Bounds are made once for all layers of a kind."""
+    made = []
+
+    def spy(*args):
+        made.append(of_rows(*args))
+        return made[-1]
+
+    monkeypatch.setattr(drop_in, "of_rows", spy)
+    monkeypatch.setattr(masks_of_ours, "of_rows", spy)
+    model = model_of(name)
+    step(model, inputs_of("padded"), "fattn")
+    assert len(made) == (2 if name == "Gemma3" else 1)
+    assert model.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(("name", "rows"), [("prefix", True), ("dilated", False)])
+def test_other_masks_are_evaluated(name, rows):
+    """They are bounds of rows where they can be."""
+    function, _ = FUNCTIONS[name](2)
+    mask = drop_in._make_mask(2, 9, 9, mask_function=function)
+    assert isinstance(mask, drop_in.KeyRanges) == rows
 
 
 def test_mask_is_a_boolean_tensor():
@@ -353,6 +476,10 @@ def test_mask_is_a_boolean_tensor():
     assert (mask.dtype, mask.shape) == (wanted.dtype, wanted.shape)
     assert torch.equal(mask[..., 1:], wanted[..., 1:])
     assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(wanted, 0.0, 1.0))
+
+
+CU = torch.tensor([0, 1, 3])
+PADDED = drop_in._make_mask(1, 3, 3, attention_mask=torch.tensor([[True, True, False]]))
 
 
 def attend(t=3, s=3, mask=None, **options):
@@ -374,6 +501,13 @@ def attend(t=3, s=3, mask=None, **options):
         ({"position_bias": torch.zeros(1, 1, 3, 3)}, [0, 2, 4]),
         ({"mask": torch.zeros(1, 1, 3, 3), "sliding_window": 2}, [4, 4, 4]),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, [0, 2, 4]),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, [0, 4, 6]),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 3]), "is_causal": False}, [0, 6, 6]),
+        ({"cu_seq_lens_q": CU, "position_bias": torch.zeros(1, 1, 3, 3)}, [0, 4, 6]),
+        ({"cu_seq_lens_q": CU, "mask": torch.zeros(1, 1, 3, 3)}, [0, 6, 6]),
+        ({"cu_seq_lens_q": CU, "mask": torch.ones(1, 1, 3, 3) > 0}, [0, 6, 6]),
+        ({"cu_seq_lens_q": CU, "cu_seq_lens_k": torch.tensor([0, 2, 3])}, [0, 8, 8]),
+        ({"cu_seq_lens_q": CU, "mask": PADDED}, [0, 4, 4]),
         ({"s": 5, "mask": drop_in._make_mask(1, 3, 5)}, [0, 2, 4]),
     ],
 )
@@ -391,7 +525,6 @@ def test_without_our_mask(asked, wanted):
         {"sinks": torch.zeros(1, 1, 3, 1)},
         {"indices": torch.zeros(1)},
         {"block_indices": torch.zeros(1)},
-        {"cu_seq_lens_q": torch.tensor([0, 1, 3])},
     ],
 )
 def test_refuses_what_it_cannot(asked):
@@ -400,6 +533,13 @@ def test_refuses_what_it_cannot(asked):
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         attend(**asked)
     attend(**{name: 0.0 if name == "dropout" else None})
+
+
+def test_documents_of_a_batch():
+    """They are those of a batch of 1."""
+    q = torch.ones(2, 1, 3, 4)
+    with pytest.raises(NotImplementedError, match=r"^cu_seq_lens_q: documents are packed in a"):
+        drop_in._attend(None, q, q, q, None, cu_seq_lens_q=CU)
 
 
 def test_name():

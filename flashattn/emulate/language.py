@@ -144,6 +144,18 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return torch.where(condition, a, b)
 
 
+def capped(s: Registers, cap: float) -> torch.Tensor:
+    """Return tanh(s * cap)."""
+    return (s * cap).tanh()
+
+
+def tanh_approx(x: Registers) -> torch.Tensor:
+    """Return tanh(x) as far off as a GPU's: by 2^-16 of itself up or down, and 1 from 10 on."""
+    exact, up = x.tanh(), x.contiguous().view(torch.int32) & 1
+    rounded = exact * (1 + (2.0 * up - 1) * 2.0**-16)
+    return torch.where(x.abs() < 10, rounded, exact).clamp(-1, 1)  # noqa: PLR2004
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> Registers:
     """Return zeros."""
     return registers(torch.zeros(shape, dtype=dtype))

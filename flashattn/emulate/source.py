@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 
 from flashattn.emulate import barriers, language, mma, tma
-from flashattn.kernels.hopper import backward, bf16x3, compat, registers, semaphore
+from flashattn.kernels.hopper import backward, bf16x3, compat, registers, score, semaphore
 
 Edit = Callable[[str, str], str]
 STAND_INS: dict[int, Any] = {
@@ -33,6 +33,8 @@ STAND_INS: dict[int, Any] = {
     id(registers.pack): mma.pack,
     id(registers.unpack): mma.unpack,
     id(registers.compiler_barrier): mma.compiler_barrier,
+    id(score.capped): language.capped,
+    id(score.tanh_approx): language.tanh_approx,
     id(backward.consumer_barrier): barriers.consumer_barrier,
     id(semaphore.wait_eq): tma.wait_eq,
     id(semaphore.fence_acquire): tma.fence_acquire,

@@ -26,9 +26,10 @@ BOUNDS = ("key_bounds", "query_bounds")
 
 
 def register() -> None:
-    """Tell DTensor how the operators ``flashattn::forward`` and ``::backward`` are sharded."""
+    """Tell DTensor how the operators of ``flashattn`` are sharded."""
     register_sharding(torch.ops.flashattn.forward.default)(_forward)
     register_sharding(torch.ops.flashattn.backward.default)(_backward)
+    register_sharding(torch.ops.flashattn.document_bounds.default)(_document_bounds)
 
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Rule:
@@ -40,6 +41,11 @@ def _backward(
 ) -> Rule:
     inputs, learned = (grad_o, grad_lse, q, k, v, o, lse), ("bias", "sink")
     return _rule(inputs, rest, outputs=3, grouped=(q, k), learned=learned)
+
+
+def _document_bounds(*given: Any) -> Rule:
+    lengths: Placements = [Replicate() if hasattr(x, "placements") else None for x in given]
+    return [([Replicate()] * 2, lengths)]
 
 
 def _rule(

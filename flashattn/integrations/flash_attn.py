@@ -11,33 +11,41 @@ query that sees no key has softmax_lse = -inf, where flash-attn 2 has +inf.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from flashattn.api import attention
-from flashattn.problem import check_among
+from flashattn.integrations.arguments import (
+    DENSE,
+    PACKED,
+    WindowSize,
+    check_shapes,
+    keywords,
+    unpacked,
+)
+from flashattn.integrations.kvcache import flash_attn_with_kvcache
+from flashattn.integrations.packed import (
+    Used,
+    bounds_of_packed,
+    heads_first,
+    tokens_first,
+)
+from flashattn.mask import UNBOUNDED, Mask
+from flashattn.masks import of_bounds, rows
 
-WindowSize = tuple[int | None, int | None]
+Bound = int | None
 Returned = tuple[torch.Tensor, ...] | tuple[torch.Tensor, torch.Tensor, None] | torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor | None]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-DENSE = ("batch", "seqlen", "nheads", "headdim")
-PACKED = ("total", "nheads", "headdim")
-UNSUPPORTED = {
-    "dropout_p": "there is no dropout",
-    "alibi_slopes": "scores have no bias",
-    "block_table": "keys and values are not read from pages",
-    "page_table": "keys and values are not read from pages",
-    "seqused_q": "documents are used whole",
-    "seqused_k": "documents are used whole",
-    "score_mod": "scores are not modified",
-    "mask_mod": "the only masks are causal and window_size",
-    "block_sparse_tensors": "the only masks are causal and window_size",
-}
+__all__ = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+)
 
 
 def flash_attn_func(
@@ -89,13 +97,13 @@ def flash_attn_func(
         NotImplementedError: an argument of flash-attn's that we lack; the message names it.
         ValueError: an argument that does not fit.
     """
-    how = _keywords(
+    how = keywords(
         softmax_scale, causal, window_size, deterministic, return_attn_probs or return_lse,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
         learnable_sink=learnable_sink, score_mod=score_mod, mask_mod=mask_mod,
         block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
-    _check_shapes(q, k, v, DENSE)
+    check_shapes({"q": q, "k": k, "v": v}, DENSE)
     return _returned(_attend(q, k, v, **how), return_attn_probs)
 
 
@@ -112,7 +120,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Returned:
     """Attend as ``flash_attn_func`` to kv [batch, seqlen_k, 2, nheads_k, headdim]."""
-    k, v = _unpacked("kv", kv, 2, DENSE)
+    k, v = unpacked("kv", kv, 2, DENSE)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -131,7 +139,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Returned:
     """Attend as ``flash_attn_func`` to qkv [batch, seqlen, 3, nheads, headdim]."""
-    q, k, v = _unpacked("qkv", qkv, 3, DENSE)
+    q, k, v = unpacked("qkv", qkv, 3, DENSE)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -168,9 +176,9 @@ def flash_attn_varlen_func(
     """Attend within each of the documents that lie one behind the other.
 
     Document i has the queries cu_seqlens_q[i] ... cu_seqlens_q[i + 1] - 1 and likewise the keys;
-    any may be empty. This reads both cu_seqlens on the host, which waits for the GPU, and launches
-    once for each document. Tokens behind the last document have out = 0, softmax_lse = -inf, and
-    pass no gradient.
+    any may be empty. All are one launch, and the host does not wait for the GPU, where lengths are
+    not checked (see ``masks.check_documents``). Tokens in no document, and those that are not used,
+    have out = 0, softmax_lse = -inf, and pass no gradient.
 
     Args:
         q: [total_q, nheads, headdim].
@@ -189,8 +197,9 @@ def flash_attn_varlen_func(
         deterministic: likewise.
         return_attn_probs: likewise.
         block_table: None.
-        seqused_q: None.
-        seqused_k: None.
+        seqused_q: integers [documents], how many queries of each document are used, the first ones;
+            the last of them stands at the last key that is used. None is all.
+        seqused_k: likewise of the keys.
         page_table: None.
         learnable_sink: see ``flash_attn_func``.
         score_mod: None.
@@ -206,15 +215,15 @@ def flash_attn_varlen_func(
         ValueError: likewise.
     """
     del max_seqlen_q, max_seqlen_k
-    how = _keywords(
+    how = keywords(
         softmax_scale, causal, window_size, deterministic, return_attn_probs or return_lse,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
-        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
-        learnable_sink=learnable_sink, score_mod=score_mod, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors,
+        page_table=page_table, learnable_sink=learnable_sink, score_mod=score_mod,
+        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
-    _check_shapes(q, k, v, PACKED)
-    pair = _attend_documents(q, k, v, cu_seqlens_q, cu_seqlens_k, **how)
+    check_shapes({"q": q, "k": k, "v": v}, PACKED)
+    lengths, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
+    pair = _attend_packed(q, k, v, lengths, used, **how)
     return _returned(pair, return_attn_probs)
 
 
@@ -235,7 +244,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Returned:
     """Attend as ``flash_attn_varlen_func`` to kv [total_k, 2, nheads_k, headdim]."""
-    k, v = _unpacked("kv", kv, 2, PACKED)
+    k, v = unpacked("kv", kv, 2, PACKED)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -256,144 +265,54 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Returned:
     """Attend as ``flash_attn_varlen_func`` to qkv [total, 3, nheads, headdim]."""
-    q, k, v = _unpacked("qkv", qkv, 3, PACKED)
+    q, k, v = unpacked("qkv", qkv, 3, PACKED)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
-def _keywords(
-    scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    deterministic: bool,
-    return_lse: bool,
-    **features: Any,
-) -> dict[str, Any]:
-    """Check what is no tensor; return the keywords of ``_attend``."""
-    on = {name: x for name, x in features.items() if x is not None and not _is_zero(x)}
-    for name in on:
-        if name in UNSUPPORTED:
-            raise NotImplementedError(f"{name}: {UNSUPPORTED[name]}")
-    check_among("causal", causal, (False, True))
-    bounds = list(window_size) if isinstance(window_size, (tuple, list)) else []
-    if list(map(_is_bound, bounds)) != [True, True]:
-        wanted = "wanted (left, right), each an int from 0 on, or -1 or None for no bound"
-        raise ValueError(f"window_size: {wanted}, got {window_size!r}")
-    left, right = (None if x == -1 else x for x in bounds)
-    on["sink"] = on.pop("learnable_sink", None)
-    options = {"scale": scale, "deterministic": deterministic, "return_lse": return_lse, **on}
-    return {"left": left, "right": 0 if causal else right, **options}
-
-
-def _is_bound(x: object) -> bool:
-    return x is None or (isinstance(x, int) and not isinstance(x, bool) and x >= -1)
-
-
-def _is_zero(x: object) -> bool:
-    return isinstance(x, (int, float)) and x == 0
-
-
-def _check_shapes(q: object, k: object, v: object, layout: tuple[str, ...]) -> None:
-    """Check here what ``attention`` would describe in its own order of dimensions."""
-    tensors = []
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(x, torch.Tensor) or x.ndim != len(layout):
-            raise ValueError(f"{name}: wanted a tensor [{', '.join(layout)}], got {_shown(x)}")
-        tensors.append(x)
-    *batch, _, _, headdim = tensors[0].shape
-    wanted = [*batch, *tensors[1].shape[-3:-1], headdim]
-    for name, x in zip("kv", tensors[1:], strict=True):
-        wanted[-1] = headdim if name == "k" else x.shape[-1]  # values may have a width of their own
-        if list(x.shape) != wanted:
-            raise ValueError(f"{name}: wanted shape {wanted}, got {_shown(x)}")
-
-
-def _unpacked(name: str, x: object, count: int, layout: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the tensors that are stacked before the last two dimensions, as views."""
-    if isinstance(x, torch.Tensor) and x.ndim == len(layout) + 1 and x.shape[-3] == count:
-        return x.unbind(-3)
-    wanted = ", ".join((*layout[:-2], str(count), *layout[-2:]))
-    raise ValueError(f"{name}: wanted a tensor [{wanted}], got {_shown(x)}")
-
-
-def _shown(x: object) -> str:
-    return str(list(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__
-
-
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    left: int | None,
-    right: int | None,
-    sink: torch.Tensor | None,
-    **options: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, left: Bound, right: Bound, **options: Any
 ) -> Pair:
     """Return out [B, T, H, D] and lse [B, H, T] or None; positions are aligned at the bottom right.
 
-    Without ``causal``, ``attention`` aligns a window at the top left, S - T keys earlier. A bound
-    there cannot be negative: keys before every query's window, or else queries that see no key, are
-    cut off, which leaves a window of 0 on that side.
+    ``attention`` aligns a window so only with ``causal``; another is given as rows.
     """
-    dead = 0
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    queries, keys = q.shape[2], k.shape[2]
     if right == 0:
         options |= {"causal": "bottom_right", "window": (left, None)}
+    elif queries == keys or (left, right) == UNBOUNDED:
+        options |= {"window": (left, right)}
     else:
-        shift = k.shape[1] - q.shape[1]
-        dead = 0 if right is None else max(0, -shift - right)
-        hidden = 0 if left is None else max(0, shift - left)
-        q, k, v = q[:, dead:], k[:, hidden:], v[:, hidden:]
-        shift += dead - hidden
-        window = (None if left is None else left - shift, None if right is None else right + shift)
-        options |= {"window": window}
-    result = attention(*(x.transpose(1, 2) for x in (q, k, v)), sink=sink, **options)
-    o, lse = result if isinstance(result, tuple) else (result, None)
-    o = o.transpose(1, 2).contiguous()  # as it is where o lies as q does
-    if dead:
-        o = pad(o, (0, 0, 0, 0, dead, 0))
-        lse = None if lse is None else pad(lse, (dead, 0), value=-torch.inf)
-        if lse is not None and sink is not None:
-            lse = torch.where(lse == -torch.inf, sink.to(lse.dtype)[:, None], lse)
-    return o, lse
+        t = torch.arange(queries, device=q.device)
+        ends = Mask(left, right, "bottom_right").over(queries, keys).keys_of(t)
+        options["mask"] = rows(*(x + torch.zeros_like(t) for x in ends))
+    o, lse = _pair(attention(q, k, v, **options))
+    return o.transpose(1, 2).contiguous(), lse  # as it is where o lies as q does
 
 
-def _attend_documents(
+def _attend_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    **how: Any,
+    lengths: tuple[torch.Tensor, torch.Tensor],
+    used: tuple[Used, Used],
+    *,
+    left: Bound,
+    right: Bound,
+    **options: Any,
 ) -> Pair:
-    """Return out [total, H, D] and lse [H, total] or None: one document after the other."""
-    queries = _lengths("cu_seqlens_q", cu_seqlens_q, len(q))
-    keys = _lengths("cu_seqlens_k", cu_seqlens_k, len(k))
-    if len(keys) != len(queries):
-        got = f"{len(queries)} and {len(keys)}"
-        raise ValueError(f"cu_seqlens_k: wanted as many numbers as cu_seqlens_q has, got {got}")
-    *documents, (behind, _, _) = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    pairs = [_attend(*(x[None] for x in document), **how) for document in documents]
-    o = torch.cat([*(o[0] for o, _ in pairs), behind.new_zeros((*behind.shape[:-1], v.shape[-1]))])
-    lse = [x[0] for _, x in pairs if x is not None]
-    if not how["return_lse"]:
-        return o, None
-    no_lse = torch.full(behind.shape[1::-1], -torch.inf, device=q.device)
-    return o, torch.cat([*lse, no_lse], dim=1)
+    """Return out [total, H, D] and lse [H, total] or None."""
+    q, k, v = map(heads_first, (q, k, v))
+    bounds = bounds_of_packed(q, k, lengths, Mask(left, right, "bottom_right"), used)
+    o, lse = _pair(attention(q, k, v, mask=of_bounds(bounds), **options))
+    return tokens_first(o).contiguous(), None if lse is None else lse[0]
 
 
-def _lengths(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
-    """Return the lengths of all documents, and of what is behind the last, on the host."""
-    ends = cu_seqlens.tolist()
-    wanted = f"wanted a list of integers that begins with 0 and never falls, up to {total}"
-    if not (isinstance(ends, list) and ends and all(isinstance(x, int) for x in ends)):
-        raise ValueError(f"{name}: {wanted}, got {ends!r}")
-    lengths = [after - before for before, after in pairwise([*ends, total])]
-    if ends[0] != 0 or min(lengths) < 0:
-        raise ValueError(f"{name}: {wanted}, got {ends}")
-    return lengths
+def _pair(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Pair:
+    return result if isinstance(result, tuple) else (result, None)
 
 
 def _returned(pair: Pair, return_attn_probs: bool) -> Returned:

@@ -6,20 +6,22 @@ its results as its fake kernel does. What our kernels cannot solve raises ``Unsu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn import gpus, ops
+from flashattn.bounds import Bounds
+from flashattn.integrations.packed import bounds_of_packed, heads_first, tokens_first
 from flashattn.mask import CAUSAL, FULL, Mask
-from flashattn.plan.spec import Signature, TensorSpec, signature
+from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
 from flashattn.problem import Problem, check_scale
 
 LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
+ONE_BATCH = Bounds(*(torch.empty(1, 0, 2, dtype=torch.int32, device="meta") for _ in range(2)))
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of its lse to a multiple of it
 
 
@@ -34,13 +36,13 @@ def _leave(*reasons: object) -> None:
 
 @lru_cache(1024)
 def _bind(
-    given: tuple[Signature, ...], mask: Mask, scale: float | None, fp32_precision: object
+    given: tuple[Signature, ...], mask: Mask | None, scale: float | None, fp32_precision: object
 ) -> ops.Prepared | None:
     """Return our kernels for q, k and v with these signatures, or None where ours cannot.
 
     Args:
         given: signatures of q [B, H, T, D], k and v [B, G, S, D].
-        mask: which keys a query sees.
+        mask: which keys a query sees; None is bounds of rows, for one batch.
         scale: factor on the scores; None is D ** -0.5.
         fp32_precision: torch's setting, on which the kernels of fp32 depend.
     """
@@ -48,39 +50,54 @@ def _bind(
     q, k, v = (TensorSpec(*x) for x in given)
     if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
         return None
+    asked: dict[str, Any] = {"documents": "unknown"}
+    if mask is not None:
+        asked = {"causal": mask.causal, "window": mask.window}
     try:
-        problem = Problem.of(q.meta, k.meta, v.meta, causal=mask.causal, window=mask.window)
+        problem = Problem.of(q.meta, k.meta, v.meta, **asked)
         scale = check_scale(scale, problem.head_dim)
     except ValueError:
         return None
     family = gpus.fastest_family(problem, q.device)
     if family is None:
         return None
+    how = scale, None, "auto", family, True
+    if mask is None:
+        return ops.bind(given, None, None, 0, *how, extras=Extras(*ONE_BATCH))
     band = mask.over(problem.seq_q, problem.seq_kv)
-    return ops.bind(given, band.left, band.right, 0, scale, None, "auto", family, True)  # noqa: FBT003
+    return ops.bind(given, band.left, band.right, 0, *how)
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> ops.Prepared:
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
+) -> ops.Prepared:
     tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
-    prepared = _bind(signature(q, k, v), mask, scale, tf32)
+    prepared = _bind(signature(q, k, v), mask if isinstance(mask, Mask) else None, scale, tf32)
     if prepared is None:
         raise UnsupportedError
     return prepared
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> ops.Outputs:
+def _extras(mask: Mask | Bounds) -> Sequence[Tensor | None]:
+    """Return what kernels take besides q, k and v: bounds of rows, or nothing."""
+    return () if isinstance(mask, Mask) else Extras(*mask)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
+) -> ops.Outputs:
     """Return o, laid out like q, and lse [B, H, T]."""
-    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v)
+    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v, *_extras(mask))
     return _like(o, q), lse
 
 
 def _differentiate(
-    grad_o: Tensor, saved: tuple[Tensor, ...], mask: Mask, scale: float | None
+    grad_o: Tensor, saved: tuple[Tensor, ...], mask: Mask | Bounds, scale: float | None
 ) -> ops.Gradients:
     """Return the gradients of q, k and v, laid out like these; ``saved`` is q, k, v, o, lse."""
     q, k, v, o, lse = saved
-    prepared = _prepared(q, k, v, mask, scale)
-    dq, dk, dv = prepared.backward((grad_o, None), (q, k, v, o, lse.contiguous()))
+    prepared, saved = _prepared(q, k, v, mask, scale), (q, k, v, o, lse.contiguous())
+    dq, dk, dv = prepared.backward((grad_o, None), saved, _extras(mask))
     return _like(dq, q), _like(dk, k), _like(dv, v)
 
 
@@ -252,21 +269,22 @@ def _flash_attention_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Attend within documents, or with none to [B, T, H, D]; ``num_splits`` is a hint."""
-    _leave(dropout_p, return_debug_mask)
-    _leave(*(x is not None for x in (seqused_k, alibi_slopes, block_table)))
+    """Attend within documents, or with none to [B, T, H, D].
+
+    ``max_q``, ``max_k`` and ``num_splits`` change nothing, but 1 split asks for the same bits
+    whatever the other documents are, which tiles across documents do not give.
+    """
+    _leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
+    _leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
     mask = _window(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         o, lse = _attend(q, k, v, mask, scale)
         return o.transpose(1, 2), lse, *_flash_rest(query)
-    o = torch.zeros_like(query)
-    lse = query.new_full((query.shape[1], query.shape[0]), -torch.inf, dtype=torch.float32)
-    for rows, keys in _documents(cum_seq_q, cum_seq_k):
-        q, k, v = _heads(query[rows]), _heads(key[keys]), _heads(value[keys])
-        own_o, own_lse = _attend(q, k, v, mask, scale)
-        o[rows], lse[:, rows] = own_o[0].transpose(0, 1), own_lse[0]
-    return o, lse, *_flash_rest(query)
+    q, k, v = map(heads_first, (query, key, value))
+    bounds = _bounds(q, k, cum_seq_q, cum_seq_k, mask, seqused_k)
+    o, lse = _attend(q, k, v, bounds, scale)
+    return tokens_first(o), lse[0], *_flash_rest(query)
 
 
 def _flash_attention_forward_no_dropout_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -301,37 +319,32 @@ def _flash_attention_backward(
         grad_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         gradients = _differentiate(grad_o, (q, k, v, o, logsumexp), mask, scale)
         return tuple(x.transpose(1, 2) for x in gradients)
-    dq, dk, dv = map(torch.zeros_like, (query, key, value))
-    for rows, keys in _documents(cum_seq_q, cum_seq_k):
-        grad_o, q, o = (_heads(x[rows]) for x in (grad_out, query, out))
-        saved = q, _heads(key[keys]), _heads(value[keys]), o, logsumexp[None, :, rows]
-        own = _differentiate(grad_o, saved, mask, scale)
-        dq[rows], dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in own)
-    return dq, dk, dv
+    grad_o, q, k, v, o = map(heads_first, (grad_out, query, key, value, out))
+    bounds = _bounds(q, k, cum_seq_q, cum_seq_k, mask)
+    gradients = _differentiate(grad_o, (q, k, v, o, logsumexp[None]), bounds, scale)
+    return tuple(map(tokens_first, gradients))
 
 
-def _heads(x: Tensor) -> Tensor:
-    """Return a document [T, H, D] as [1, H, T, D]."""
-    return x.transpose(0, 1)[None]
+def _bounds(
+    q: Tensor,
+    k: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor | None,
+    mask: Mask,
+    seqused_k: Tensor | None = None,
+) -> Bounds:
+    """Return the bounds of packed documents, each with a mask of its own."""
+    if cum_seq_k is None:
+        raise UnsupportedError
+    return bounds_of_packed(
+        q, k, (cum_seq_q, cum_seq_k), mask, (None, seqused_k), ("cum_seq_q", "cum_seq_k")
+    )
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
     """Return the mask of FlashAttention's arguments, where a negative bound is none."""
     left, right = (None if x is None or x < 0 else x for x in (left, right))
     return Mask(left, 0 if is_causal else right, "bottom_right")
-
-
-def _documents(cum_seq_q: Tensor, cum_seq_k: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Return which queries and which keys belong together, document by document.
-
-    The lengths lie on the device and the host waits for them, once a pass, and each document is a
-    launch of its own: right for any lengths, and slow for many short documents. A CUDA graph cannot
-    be captured so; PyTorch's own kernels can, and are.
-    """
-    if cum_seq_k is None or (cum_seq_q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        raise UnsupportedError
-    bounds = torch.stack((cum_seq_q, cum_seq_k)).tolist()
-    return zip(*((slice(*x) for x in pairwise(row)) for row in bounds), strict=True)
 
 
 def _scaled_dot_product_flash_attention_for_cpu(

@@ -6,7 +6,7 @@ and all that is built on them (``torch.compile``, context parallelism, nested te
 wherever they would have called FlashAttention, cuDNN or the memory-efficient kernel.
 
 What our kernels cannot solve goes on to PyTorch's own: dropout, biases and mask tensors, values of
-another width than the keys, head dimensions above 256, ALiBi, paged and partly filled caches.
+another width than the keys, head dimensions above 256, ALiBi, paged caches.
 """
 
 from __future__ import annotations

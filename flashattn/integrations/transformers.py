@@ -2,35 +2,33 @@
 
 A model asks twice: once per forward pass for a mask, then in each layer for attention. Our mask is
 a ``KeyRanges``, a tensor without storage: causal masks, windows and full attention are a ``Call``,
-the keywords of one call of ``attention``; all others are the range of keys that each query sees.
-What is no range is a boolean tensor, as transformers' own for PyTorch's SDPA.
+the keywords of one call of ``attention``; all others are the bounds of ``attention(mask=...)``.
+Neither is read by the host where transformers' mask function is known. What is no run of keys for
+each query is a boolean tensor, as transformers' own for PyTorch's SDPA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 from typing_extensions import Self
 
 from flashattn.api import attention
+from flashattn.bounds import Bounds, of_rows
+from flashattn.integrations.runs import meet, parts_of, shown_by, window_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.masks import bounds_of, monotone, of_bounds, readable, runs_of
 
 MOST_PAIRS = 1 << 26  # of queries and keys, whose mask is evaluated at once: 64 MiB
+HOLES = "attention_mask hides keys between others: register(holes=True) takes such masks"
 # Keywords of a few models that change the answer, and why we do not take them.
 REFUSED = {
     "block_indices": "block-sparse attention is not supported",
@@ -41,12 +39,14 @@ REFUSED = {
 }
 
 
-def register(name: str = "fattn", *, impl: str = "auto") -> None:
+def register(name: str = "fattn", *, impl: str = "auto", holes: bool = False) -> None:
     """Make ``attn_implementation=name`` compute with ``flashattn.attention``.
 
     Args:
         name: what models are loaded with. Registering a name again replaces it.
         impl: as in ``attention``.
+        holes: whether an ``attention_mask`` may hide tokens between others. On a GPU the host then
+            waits for each; without it such a mask stops the program by an assertion on the GPU.
 
     Raises:
         ValueError: the name contains "flash", which transformers takes for a kernel on its Hub.
@@ -54,46 +54,49 @@ def register(name: str = "fattn", *, impl: str = "auto") -> None:
     if "flash" in name:
         raise ValueError(f'name: wanted one without "flash", got {name!r}')
     AttentionInterface.register(name, partial(_attend, impl=impl))
-    AttentionMaskInterface.register(name, _make_mask)
+    AttentionMaskInterface.register(name, partial(_make_mask, holes=holes))
 
 
 class Call(NamedTuple):
-    """A mask as a call of ``attention``: the first ``keys`` keys, ``causal`` and ``window``.
+    """A mask as a call of ``attention``: ``causal`` and ``window`` over the first ``keys`` keys.
 
     ``keys=None`` is all: torch.compile compiles again for each other number.
     """
 
-    keys: int | None
     causal: Causal
     window: Window
+    keys: int | None
 
 
 class KeyRanges(torch.Tensor):
-    """A boolean mask [B, 1, T, S] that is kept as the keys low ... high - 1 of each query.
+    """A boolean mask [B, 1, T, S] of which each query sees one run of keys.
 
     Operators that are applied to it get the boolean tensor.
 
     Args:
-        low: int32 [B or 1, T].
-        high: likewise.
+        key_bounds: int32 [B or 1, T, 2], the first key that a query sees, and one past the last.
+        rest: the same mask as a call; or the other half of its ``Bounds``, of keys.
         size: (B, 1, T, S).
-        call: the same mask as keywords of ``attention``, or None.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
-    low: torch.Tensor
-    high: torch.Tensor
+    key_bounds: torch.Tensor
+    query_bounds: torch.Tensor | None
     call: Call | None
 
     def __new__(
-        cls, low: torch.Tensor, high: torch.Tensor, size: tuple[int, ...], call: Call | None
+        cls, key_bounds: torch.Tensor, rest: Call | torch.Tensor, size: tuple[int, ...]
     ) -> Self:
         """Make a tensor of that size, without storage."""
         made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001
-            cls, size, dtype=torch.bool, device=low.device
+            cls, size, dtype=torch.bool, device=key_bounds.device
         )
-        made.low, made.high, made.call = low, high, call
+        made.key_bounds, made.query_bounds, made.call = key_bounds, None, None
+        if isinstance(rest, torch.Tensor):
+            made.query_bounds = rest
+        else:
+            made.call = rest
         return made
 
     @classmethod
@@ -102,8 +105,7 @@ class KeyRanges(torch.Tensor):
         queries = torch.arange(size[2], device=device, dtype=torch.int32)[None]
         keys = size[3] if call.keys is None else call.keys
         bounds = Mask.of(call.causal, call.window).over(size[2], keys).keys_of(queries)
-        low, high = (torch.zeros_like(queries) + x for x in bounds)
-        return cls(low, high, size, call)
+        return cls(torch.stack([torch.zeros_like(queries) + x for x in bounds], -1), call, size)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what the mask is without computing it: torch.compile logs its inputs."""
@@ -111,13 +113,13 @@ class KeyRanges(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """Return the boolean tensor, True where a query sees a key."""
-        keys = torch.arange(self.shape[3], device=self.low.device)
-        seen = (self.low[..., None] <= keys) & (keys < self.high[..., None])
+        keys = torch.arange(self.shape[3], device=self.key_bounds.device)
+        seen = (self.key_bounds[..., :1] <= keys) & (keys < self.key_bounds[..., 1:])
         return seen[:, None].expand(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Call | None]:
         """Tell torch.compile what the mask is made of."""
-        return ["low", "high"], self.call
+        return ["key_bounds", "query_bounds"][: 2 - (self.call is not None)], self.call
 
     @staticmethod
     def __tensor_unflatten__(
@@ -128,7 +130,7 @@ class KeyRanges(torch.Tensor):
     ) -> KeyRanges:
         """Make it of these again."""
         del stride
-        return KeyRanges(inner["low"], inner["high"], size, call)
+        return KeyRanges(inner["key_bounds"], call or inner["query_bounds"], size)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -152,15 +154,17 @@ def _make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
     use_vmap: bool = False,  # noqa: FBT001, FBT002 - transformers' signature
     device: torch.device | str = "cpu",
+    *,
+    holes: bool = False,
     **_: Any,
 ) -> torch.Tensor:
     """Return the mask of queries at ``q_offset`` + t and keys at ``kv_offset`` + s.
 
-    It reads values of device tensors, once a forward pass, unless it is traced, or the offset of a
-    single query lies on the device: then steps of a static cache shall share a graph.
+    Where the mask function is not known it is evaluated, and the host waits, unless it is traced,
+    or the offset of a single query lies on the device: then steps of a static cache shall share a
+    graph.
     """
 
     def evaluate(start: int = 0, count: int = q_length) -> torch.Tensor:
@@ -178,80 +182,74 @@ def _make_mask(
         )
         return seen
 
-    tracing = is_tracing(attention_mask)
-    if isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1):
+    size, tracing = (batch_size, 1, q_length, kv_length), is_tracing(attention_mask)
+    on_device = isinstance(q_offset, torch.Tensor)
+    aligned = not on_device and (q_length, q_offset, kv_offset) == (kv_length, 0, 0)
+    parts = None if use_vmap else parts_of(mask_function, aligned=aligned)
+    if parts and attention_mask is None and not on_device:
+        call = _call_of(window_of(parts), q_length, kv_length, int(q_offset) - kv_offset)
+        if call is not None:
+            return KeyRanges.of(call, size, device)
+    if parts and not (holes and attention_mask is not None and tracing):
+        at = torch.arange(q_length, device=device)[None]
+        runs = [part.rows(at + q_offset, kv_offset) for part in parts]
+        if attention_mask is None or _take(attention_mask, kv_offset, kv_length, runs, holes=holes):
+            return _of_rows(*meet(runs, at, kv_length), size)
+    if tracing or (on_device and q_length == 1):
         return evaluate()
-    size = batch_size, 1, q_length, kv_length
-    call = _call_of(mask_function, local_size, q_length, kv_length, int(q_offset) - kv_offset)
-    if call is not None:
-        if attention_mask is None:
-            return KeyRanges.of(call, size, device)
-        keys = kv_length if call.keys is None else call.keys
-        padding = attention_mask[:, kv_offset : kv_offset + keys]
-        if not tracing and padding.shape[1] == keys and padding.all():
-            return KeyRanges.of(call, size, device)
-    ranges = None if tracing else _ranges_of(evaluate, size)
-    return evaluate() if ranges is None else KeyRanges(*ranges, size, None)
+    try:
+        return _of_rows(*_evaluated(evaluate, size), size)
+    except ValueError:  # some query's keys are no run, or one before another's
+        return evaluate()
 
 
-def _call_of(
-    mask_function: object, local_size: int | None, q_length: int, kv_length: int, shift: int
-) -> Call | None:
-    """Return the call for one of transformers' mask functions, query t standing at key t + shift.
+def _of_rows(low: torch.Tensor, high: torch.Tensor, size: tuple[int, ...]) -> KeyRanges:
+    keys, queries = of_rows(low, high, size[3])
+    return KeyRanges(keys, queries, size)
 
-    Source: ``sliding_window`` counts the query itself where it is causal, and does not otherwise.
-    """
-    known: list[tuple[object, Window]] = [
-        (causal_mask_function, (None, 0)),
-        (bidirectional_mask_function, UNBOUNDED),
-    ]
-    if local_size is not None:
-        known += [
-            (sliding_window_causal_mask_function(local_size), (local_size - 1, 0)),
-            (sliding_window_bidirectional_mask_function(local_size), (local_size, local_size)),
-        ]
-    for function, (left, right) in known:
-        if not _same_code(mask_function, function):
-            continue
-        if right == 0 and 0 < q_length + shift <= kv_length:
-            keys = None if q_length + shift == kv_length else q_length + shift
-            return Call(keys, "bottom_right", (left, None))
-        if shift == 0 or (left, right) == UNBOUNDED:
-            return Call(None, False, (left, right))  # noqa: FBT003
+
+def _take(
+    attention_mask: torch.Tensor, kv_offset: int, keys: int, runs: list[Any], *, holes: bool
+) -> bool:
+    """Add the keys that a 2-D mask shows to runs; return whether they are runs themselves."""
+    shown = attention_mask[:, kv_offset : kv_offset + keys]
+    run, intact = shown_by(pad(shown, (0, keys - shown.shape[1])))
+    runs.append(run)
+    if holes or readable(intact):
+        return bool(intact)
+    torch._assert_async(intact, HOLES)  # noqa: SLF001 - it has no other name
+    return True
+
+
+def _call_of(window: Window | None, q_length: int, kv_length: int, shift: int) -> Call | None:
+    """Return the call for a window around queries t that stand at keys t + shift."""
+    if window is None:
+        return None
+    left, right = window
+    if right == 0 and 0 < q_length + shift <= kv_length:
+        keys = None if q_length + shift == kv_length else q_length + shift
+        return Call("bottom_right", (left, None), keys)
+    if shift == 0 or window == UNBOUNDED:
+        return Call(False, window, None)  # noqa: FBT003
     return None
 
 
-def _same_code(x: object, y: object) -> bool:
-    """Return whether two functions have the same code, and so have those that they close over.
-
-    torch.compile cannot read closures: traced windows are evaluated.
-    """
-    if x is y or torch.compiler.is_compiling():
-        return x is y
-    if isinstance(x, FunctionType) and isinstance(y, FunctionType):
-        cells = (tuple(c.cell_contents for c in f.__closure__ or ()) for f in (x, y))
-        return x.__code__ is y.__code__ and _same_code(*cells)
-    if isinstance(x, tuple) and isinstance(y, tuple):
-        return len(x) == len(y) and all(map(_same_code, x, y))
-    return type(x) is type(y) is int and x == y
-
-
-def _ranges_of(
+def _evaluated(
     evaluate: Callable[[int, int], torch.Tensor], size: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (low, high) [B, T] if each query sees the keys low ... high - 1, else None."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (low, high) [B, T]: each query sees the keys low ... high - 1.
+
+    Raises:
+        ValueError: the mask is none of rows (see ``masks.of``).
+    """
     batch, _, q_length, kv_length = size
     step = max(1, MOST_PAIRS // max(1, batch * kv_length))
-    lows, highs, contiguous = [], [], []
-    for start in range(0, q_length, step):
-        seen = evaluate(start, min(step, q_length - start))[:, 0].byte()
-        count = seen.sum(-1)
-        low, high = seen.argmax(-1), kv_length - seen.flip(-1).argmax(-1)
-        high = torch.where(count > 0, high, low)
-        lows.append(low.int())
-        highs.append(high.int())
-        contiguous.append((high - low == count).all())
-    return (torch.cat(lows, 1), torch.cat(highs, 1)) if all(contiguous) else None
+    parts = [
+        runs_of(evaluate(start, min(step, q_length - start))[:, 0], start)
+        for start in range(0, q_length, step)
+    ]
+    low, high = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
+    return monotone(low, high)
 
 
 def _attend(
@@ -268,6 +266,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     *,
     impl: str = "auto",
     **options: Any,
@@ -288,7 +287,9 @@ def _attend(
         softcap: cap of the scores.
         s_aux: [H], a logit of each head that takes its share of the softmax and has no value.
         position_bias: [B or 1, H or 1, T, S], added to the scores.
-        cu_seq_lens_q: must agree with the mask: more than one document needs ``position_ids``.
+        cu_seq_lens_q: integers [N + 1], where documents that are packed in a batch of 1 begin and
+            end: a query sees nothing of the others, whatever the mask.
+        cu_seq_lens_k: likewise of the keys; None is ``cu_seq_lens_q``.
         impl: as in ``attention``.
         options: those of ``REFUSED`` must not be set; all others change nothing.
 
@@ -298,6 +299,43 @@ def _attend(
     Raises:
         NotImplementedError: a keyword that is not supported.
     """
+    _refuse(dropout, options)
+    documents = _documents(cu_seq_lens_q, cu_seq_lens_k, len(query))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = attention_mask
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        call: Any = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
+    else:
+        call = _asked(mask) if isinstance(mask, KeyRanges) else None
+    if call is not None and position_bias is None:
+        causal, window, keys = call if isinstance(call, Call) else (False, UNBOUNDED, None)
+        o: Any = attention(
+            query, key[:, :, :keys], value[:, :, :keys], causal=causal, window=window,
+            mask=None if isinstance(call, Call) else of_bounds(call), documents=documents,
+            softcap=softcap, sink=s_aux, scale=scale, impl=impl,
+        )  # fmt: skip
+    else:
+        if mask is None:
+            size = len(query), 1, query.shape[2], key.shape[2]
+            mask = KeyRanges.of(call, size, query.device)
+        seen = mask.dense() if isinstance(mask, KeyRanges) else mask
+        if documents is not None:
+            others = ~bounds_of(query, key, Mask(), documents, None).seen[:, None]
+            seen = seen.masked_fill(others, False if seen.dtype == torch.bool else -torch.inf)
+        o = _attend_masked(query, key, value, seen, scale, softcap, s_aux, position_bias)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _asked(mask: KeyRanges) -> Call | Bounds:
+    """Return what ``attention`` takes; of a method torch.compile would see the result alone."""
+    if mask.query_bounds is not None:
+        return Bounds(mask.key_bounds, mask.query_bounds)
+    return cast("Call", mask.call)
+
+
+def _refuse(dropout: float, options: Mapping[str, object]) -> None:
+    """Refuse keywords that would change the answer."""
     for name in REFUSED.keys() & options.keys():
         if options[name] is not None and options[name] is not False:
             raise NotImplementedError(f"{name}: {REFUSED[name]}")
@@ -305,36 +343,24 @@ def _attend(
         raise NotImplementedError(
             f"dropout: attention has none, got {dropout}; set attention_dropout=0 in the config"
         )
-    mask, call = attention_mask, None
-    if isinstance(mask, KeyRanges):
-        call = mask.call
-    elif mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        call = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
-    if call is not None and cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:  # noqa: PLR2004
-        raise NotImplementedError(
-            "cu_seq_lens_q: documents are told apart by position_ids that begin anew in each"
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if call is not None and position_bias is None:
-        o: Any = attention(
-            query, key[:, :, : call.keys], value[:, :, : call.keys], causal=call.causal,
-            window=call.window, softcap=softcap, sink=s_aux, scale=scale, impl=impl,
-        )  # fmt: skip
-    else:
-        if mask is None and call is not None:
-            size = len(query), 1, query.shape[2], key.shape[2]
-            mask = KeyRanges.of(call, size, query.device)
-        seen = mask.dense() if isinstance(mask, KeyRanges) else mask
-        o = _attend_masked(query, key, value, seen, scale, softcap, s_aux, position_bias)
-    return o.transpose(1, 2).contiguous(), None
+
+
+def _documents(
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, batch: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if cu_q is None:
+        return None
+    if batch != 1:
+        msg = f"cu_seq_lens_q: documents are packed in a batch of 1, got {batch}"
+        raise NotImplementedError(msg)
+    return cu_q, cu_q if cu_k is None else cu_k
 
 
 def _call_without_mask(q_length: int, *, causal: bool, sliding_window: int | None) -> Call:
     """Return the call of a layer that gets no mask, as transformers' own implementations do."""
     corner: Causal = "bottom_right" if q_length == 1 else "top_left"
     side = None if sliding_window is None else sliding_window - 1
-    return Call(None, causal and corner, (side, None if causal else side))
+    return Call(causal and corner, (side, None if causal else side), None)
 
 
 def _attend_masked(

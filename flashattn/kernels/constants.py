@@ -8,6 +8,7 @@ import triton.language as tl
 # Sizes that change from call to call: one compiled kernel serves them all.
 SIZES = ["heads", "kv_heads", "group", "seq_q", "seq_kv", "left", "right", "batches", "rows"]
 SIZES += ["split_len", "split_len_kv", "num_splits", "num_splits_kv", "dkdv_programs"]
+SIZES += ["num_counters"]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HIGH_BITS = tl.constexpr(-65536)  # of an fp32: those of a bf16

@@ -84,8 +84,8 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
 
 def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
-    if options.softcap is not None:
-        return "the portable kernels: Hopper's have no softcap"
+    if options.softcap is not None and q.dtype == torch.float32:
+        return "the portable kernels: Hopper's in fp32 have no softcap"
     if options.added:
         return "the portable kernels: Hopper's add nothing to scores, no ALiBi and no bias"
     if options.sink:
@@ -259,7 +259,7 @@ def _backward_half(
             *portable.row_workspaces(q),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
-            Workspace("dq_semaphore", (semaphores,), torch.int32, zeroed=True),
+            Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it
         ),
         why=tuple(why),
     )

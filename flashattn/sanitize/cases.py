@@ -18,7 +18,7 @@ import torch
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import get
-from flashattn.testing.accuracy import Sample, run
+from flashattn.testing.sample import Sample, run
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POINTERS = "misaligned"  # not TMA-compatible, so the kernels load by pointers

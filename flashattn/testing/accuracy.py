@@ -59,6 +59,8 @@ queries of -p * delta, p = exp(sink - lse)::
     stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + (P * c * (dP - delta)) ** 2
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
+Where the keys of a row share an element, a and b are carried along the row: a * |sum dS| + b * sum P
+in place of each key's.
 Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
 of the ratio larger, and divided by it.
 
@@ -74,8 +76,8 @@ so on a CPU the scores are summed one by one as well, and o and lse may be as wr
 the two.
 
 A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
-run on further draws of a small problem, until there are ``POOL`` elements; where all scores of a
-row are alike, so are the rows of o, and those of a head count as one. And a mean is judged
+run on further draws of a small problem, until there are ``sample.POOL`` elements; where all scores
+of a row are alike, so are the rows of o, and those of a head count as one. And a mean is judged
 only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
 4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 
@@ -85,169 +87,30 @@ eps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import torch
 
 from flashattn import score
-from flashattn.bounds import Bounds, of_documents
-from flashattn.masks import cumulative
-from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.score import Terms
-from flashattn.testing.form import check_form
-from flashattn.testing.inputs import make_grads, make_inputs, make_scored
-from flashattn.testing.poison import guard
-from flashattn.testing.values import ALIKE
+from flashattn.testing.sample import (
+    LEARNED,
+    Call,
+    Case,
+    Outputs,
+    Sample,
+    run,
+    run_checked,
+    run_guarded,
+    run_reference,
+)
 
-Call = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-Outputs = dict[str, torch.Tensor]
-
-LEARNED = ("bias", "sink")  # of what scores are made with: has a gradient
 KEPT = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept
-POOL = 4096
-POOL_SCORES = 1 << 22  # that further draws may have, at the most
 MEAN_SAMPLE = 1024
 TF32_STEP = 8  # terms that a tensor core adds at once
 FLUSHED = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """What is drawn: a problem, and how its inputs are made.
-
-    Args:
-        problem: shapes, mask and dtype.
-        seed: of the draw.
-        device: where.
-        values: a key of ``values.VALUES``.
-        layout: a key of ``layouts.LAYOUTS``.
-        grad_layout: a key of ``layouts.GRAD_LAYOUTS``: how the gradients of o and lse lie.
-        scale: factor on the scores; None is D ** -0.5.
-        grad: whether the gradients are asked for, too.
-        lse: whether the logsumexp (and, with ``grad``, its gradient) is.
-        denormals: whether they must not be flushed; a GPU may.
-    """
-
-    problem: Problem
-    seed: int = 0
-    device: torch.device | str = "cpu"
-    values: str = "normal"
-    layout: str = "contiguous"
-    grad_layout: str = "contiguous"
-    scale: float | None = None
-    grad: bool = True
-    lse: bool = True
-    denormals: bool = True
-
-    def draw(self) -> Case:
-        """Make the inputs and gradients."""
-        inputs = make_inputs(
-            self.problem, seed=self.seed, device=self.device, values=self.values, layout=self.layout
-        )
-        grad_o, grad_lse = make_grads(
-            self.problem, seed=self.seed, device=self.device, layout=self.grad_layout
-        )
-        return Case(
-            problem=self.problem,
-            inputs=inputs,
-            scored=make_scored(self.problem, seed=self.seed, device=self.device),
-            scale=check_scale(self.scale, self.problem.head_dim),
-            grad_o=grad_o if self.grad else None,
-            grad_lse=grad_lse if self.grad and self.lse else None,
-            lse=self.lse,
-            denormals=self.denormals,
-        )
-
-    def enlarged(self) -> Sample:
-        """Return the same problem in larger batches, ``POOL`` elements in all."""
-        p = self.problem
-        rows, scores = min(p.seq_q, p.seq_kv), p.batch * p.heads * p.seq_q * p.seq_kv
-        alike = self.values in ALIKE and rows > 0
-        elements = p.batch * (p.kv_heads if alike else p.heads * rows) * p.head_dim
-        copies = -(-POOL // elements) if elements else 1
-        if alike and elements:
-            copies = max(1, min(copies, POOL_SCORES // scores))
-        return replace(self, problem=replace(p, batch=p.batch * copies), seed=self.seed + 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A drawn sample: inputs, what scores are made with, gradients where they are asked for."""
-
-    problem: Problem
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    scale: float
-    scored: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    grad_o: torch.Tensor | None = None
-    grad_lse: torch.Tensor | None = None
-    lse: bool = True
-    denormals: bool = True
-
-    @property
-    def bounds(self) -> Bounds | None:
-        """The bounds of documents that are packed, None if none are."""
-        p, device = self.problem, self.inputs[0].device
-        if p.documents is None or p.documents == "unknown":
-            return None
-        return of_documents(*cumulative(p.documents, device), p.seq_q, p.seq_kv, p.mask)
-
-    @property
-    def seen(self) -> torch.Tensor:
-        """Whether a query sees a key, bool [T, S]."""
-        if (bounds := self.bounds) is not None:
-            return bounds.seen[0]
-        t, s = (torch.arange(x.shape[2], device=x.device) for x in self.inputs[:2])
-        seen: torch.Tensor = self.problem.band.sees(t[:, None], s).expand(len(t), -1)
-        return seen
-
-
-def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
-    """Return what ``call(q, k, v, **scored)`` gives: o, lse and gradients as the case asks.
-
-    Args:
-        call: the implementation, with its mask and scale bound.
-        case: inputs and gradients.
-        dtype: cast them first; None leaves them as they are.
-    """
-    q, k, v = (x.detach() if dtype is None else x.detach().to(dtype) for x in case.inputs)
-    scored = {name: x.detach() for name, x in case.scored.items()}
-    learned = [name for name in LEARNED if name in scored]
-    scored |= {name: scored[name].to(dtype) for name in learned if dtype is not None}
-    if case.grad_o is not None:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        scored |= {name: scored[name].requires_grad_() for name in learned}
-    with torch.set_grad_enabled(case.grad_o is not None):
-        o, lse = call(q, k, v, **scored)
-    results = {"o": o}
-    if case.lse and lse is not None:
-        results["lse"] = lse
-    if case.grad_o is None:
-        return results
-    outputs, grads = [o], [case.grad_o.to(o.dtype)]
-    if case.grad_lse is not None and lse is not None:
-        outputs, grads = [o, lse], [*grads, case.grad_lse.to(lse.dtype)]
-    inputs = q, k, v, *(scored[name] for name in learned)
-    gradients = torch.autograd.grad(outputs, inputs, grads)
-    names = "dq", "dk", "dv", *(f"d{name}" for name in learned)
-    results |= dict(zip(names, gradients, strict=True))
-    return {name: x.detach() for name, x in results.items()}
-
-
-def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
-    """Return the reference's outputs in ``dtype``: fp64 for exact, None for naive."""
-    p, bounds = case.problem, case.bounds
-
-    def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **scored: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference_attention(
-            q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap, bounds=bounds, **scored
-        )
-
-    return run(call, case, dtype=dtype)
 
 
 def relative_errors(call: Call, case: Case) -> dict[str, float]:
@@ -350,8 +213,8 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     sizes = scores.abs()
     slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)
     scores, terms = _with_terms(case, scores)
-    sizes = torch.hypot(sizes, terms).masked_fill(~seen, 0.0)
     scores = scores.masked_fill(~seen, -torch.inf)
+    sizes = torch.hypot(sizes, terms).masked_fill(scores == -torch.inf, 0.0)
     sink = case.scored.get("sink")
     p, lse = _softmax(scores, sink)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
@@ -374,7 +237,8 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
     if case.problem.added:
         off = torch.hypot(off, sizes * accumulated.eps)
-    dp = (do @ v.mT - delta).abs()
+    dp = do @ v.mT - delta
+    ds, dp = p * dp, dp.abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
     of_scores = (p * dp).square() * ((slope * off).square() + of_slope.square())  # of each dS
     dk = ((slope * p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
@@ -385,7 +249,11 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     )
     found |= {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
     if "bias" in case.scored:
-        of_bias = (p * (a * dp + b)).square() + (p * dp * off).square()
+        carried = p * (a * dp + b)
+        if case.scored["bias"].shape[-1] == 1:  # the keys of a row share an element
+            of_row = a * ds.sum(-1, keepdim=True).abs() + b * p.sum(-1, keepdim=True)
+            carried = of_row / max(k.shape[2], 1) ** 0.5  # whose squares add up to the row's
+        of_bias = carried.square() + (p * dp * off).square()
         found["dbias"] = _on_bias(case, of_bias).sqrt()
     if sink is not None:
         of_sinks = _sink_shares(sink, lse) * (a * delta.abs() + b)[..., 0]
@@ -518,34 +386,6 @@ def expected_of(sample: Sample) -> Expected:
 @lru_cache(maxsize=128)  # a test asks all its samples of one implementation, then of the next
 def _expected(sample: Sample) -> Expected:
     return Expected.of(sample.draw(), sample.enlarged().draw())
-
-
-def run_checked(call: Call, case: Case) -> Outputs:
-    """Run, and check that what comes are such tensors as were promised (see ``form``)."""
-
-    def checked(
-        *inputs: torch.Tensor, **scored: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        o, lse = call(*inputs, **scored)
-        given = {"o": o} if lse is None or not case.lse else {"o": o, "lse": lse}
-        check_form(inputs, given, grad=case.grad_o is not None)
-        return o, lse
-
-    outputs = run(checked, case)
-    check_form(case.inputs, outputs, scored=case.scored)
-    return outputs
-
-
-def run_guarded(call: Call, case: Case) -> Outputs:
-    """Run among poison: see ``poison.guard``, which raises when memory outside is written to."""
-    grads = [x for x in (case.grad_o, case.grad_lse) if x is not None]
-    with guard(*case.inputs, *case.scored.values(), *grads) as (q, k, v, *others):
-        given = iter(others)
-        scored = {name: next(given) for name in case.scored}
-        grad_o = None if case.grad_o is None else next(given)
-        grad_lse = None if case.grad_lse is None else next(given)
-        case = replace(case, inputs=(q, k, v), scored=scored, grad_o=grad_o, grad_lse=grad_lse)
-        return run_checked(call, case)
 
 
 class InaccurateError(AssertionError):

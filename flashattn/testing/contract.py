@@ -25,8 +25,9 @@ import torch
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import Impl, get
-from flashattn.testing.accuracy import Case, Expected, Outputs, Sample, run
+from flashattn.testing.accuracy import Expected
 from flashattn.testing.inputs import LAYOUTS, make_grads, make_inputs
+from flashattn.testing.sample import Case, Outputs, Sample, run
 
 KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
 LONGEST = 150  # characters of an error that are told

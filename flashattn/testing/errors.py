@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Case, Error, Expected, Outputs, Sample, run
+from flashattn.testing.accuracy import Error, Expected
+from flashattn.testing.sample import Case, Outputs, Sample, run
 
 # Names of ``values.VALUES``: what is usual, one key that takes all, a logsumexp below -88.7, where
 # exp() of it is 0 in fp32, values far larger than weights, and scores that are all alike.

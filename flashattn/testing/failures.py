@@ -12,8 +12,8 @@ import pytest
 from flashattn import registry
 from flashattn.problem import Problem
 from flashattn.testing import repro
-from flashattn.testing.accuracy import Sample
 from flashattn.testing.plugin_file import asked
+from flashattn.testing.sample import Sample
 from flashattn.testing.seed import Seed
 
 if TYPE_CHECKING:

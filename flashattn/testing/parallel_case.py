@@ -31,9 +31,10 @@ from flashattn.measure.timing import DeviceClock, HostClock
 from flashattn.parallel.placement import Placement
 from flashattn.parallel.plan import seen_by
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Case, Expected
+from flashattn.testing.accuracy import Expected
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.ranks import ANSWER
+from flashattn.testing.sample import Case
 from flashattn.training import Trainer
 
 # How each method calls ``flashattn.parallel.attention``; "pytorch" is context_parallel with cuDNN.

@@ -21,9 +21,10 @@ if not torch.cuda.is_available():
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.problem import Problem, check_scale
-from flashattn.testing.accuracy import InaccurateError, Sample, assert_accurate
+from flashattn.testing.accuracy import InaccurateError, assert_accurate
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.plugin_file import asked, choose
+from flashattn.testing.sample import Sample
 from flashattn.testing.shrink import shrink
 from flashattn.testing.values import VALUES
 

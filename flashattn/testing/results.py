@@ -15,7 +15,8 @@ import hypothesis
 import torch
 
 from flashattn.registry import Impl
-from flashattn.testing.accuracy import Case, Expected, Outputs, Sample, run_guarded
+from flashattn.testing.accuracy import Expected
+from flashattn.testing.sample import Case, Outputs, Sample, run_guarded
 
 Change = Callable[[Case], Case]
 Back = Callable[[torch.Tensor], torch.Tensor]

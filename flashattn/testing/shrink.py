@@ -11,7 +11,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from flashattn.mask import UNBOUNDED
-from flashattn.testing.accuracy import Sample
+from flashattn.testing.sample import Sample
 from flashattn.testing.strategies import MASKS, fitted
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.problem import Lengths, Problem
-from flashattn.testing.accuracy import Sample
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
+from flashattn.testing.sample import Sample
 from flashattn.testing.values import VALUES
 
 WHOLE_HEAD_DIMS = st.sampled_from((16, 32, 64, 128))

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Case, Expected
+from flashattn.testing.accuracy import Expected
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.sample import Case
 
 SCORES_VERIFIED = 1 << 26  # of all heads; in fp64, several copies at once: a few GiB
 SCORES_OF_A_GROUP = 1 << 29

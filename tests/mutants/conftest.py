@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("suite.py")
 PATIENCE = 240  # seconds, less than a test may take; a verdict takes a few
 CHOSEN = {
     "triton": "triton or test_kernels or kernel_of_documents",
-    "tiled": "tiled or test_mask or test_parallel",
+    "tiled": "tiled or test_mask or test_parallel or test_flash or test_kvcache or transformers",
 }
 # Tests are named before they run. The first failure is enough: nobody needs it made small, and
 # nobody reads a rewritten assertion.

@@ -73,6 +73,8 @@ DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
 MASKS = "tests/test_masks.py::test_masks"
 DOCUMENT_CALLS = "tests/test_masks.py::test_documents_are_calls"
 NO_DOCUMENT = "tests/test_masks.py::test_rows_in_no_document"
+USED = "tests/test_flash_attn_api.py::test_used"
+RECOGNISED = "tests/test_transformers.py::test_masks_are_those_of_transformers"
 
 MUTANTS = [
     # Masks of rows
@@ -159,10 +161,58 @@ MUTANTS = [
     Mutant(
         "bounds_outlive_lengths",
         "masks.py",
-        "kept[key] = bounds, [ref(x) for x in tensors]",
-        "kept[key] = bounds, [lambda x=x: x for x in tensors]",
+        "of_owner[key] = made, [ref(x) for x in tensors]",
+        "of_owner[key] = made, [lambda x=x: x for x in tensors]",
         "lengths and bounds of every batch fill the memory",
         "tests/test_masks.py::test_nothing_is_kept_alive",
+    ),
+    Mutant(
+        "unused_keys_are_seen",
+        "integrations/packed.py",
+        "of_k = torch.stack((cu_k[:-1], to_k, to_k), dim=1).flatten()",
+        "of_k = torch.stack((cu_k[:-1], cu_k[1:], cu_k[1:]), dim=1).flatten()",
+        "seqused_k hides nothing",
+        USED,
+    ),
+    Mutant(
+        "unused_queries_see_unused_keys",
+        "integrations/packed.py",
+        "of_q = torch.stack((cu_q[:-1], to_q, cu_q[1:]), dim=1).flatten()",
+        "of_q = torch.stack((cu_q[:-1], to_q, to_q), dim=1).flatten()",
+        "a query that is not used has a result",
+        USED,
+    ),
+    Mutant(
+        "new_keys_are_not_counted",
+        "integrations/kvcache.py",
+        "return _rows(ends + new,",
+        "return _rows(ends,",
+        "a step of decoding does not see its own key",
+        "tests/test_kvcache.py::test_numbers",
+    ),
+    Mutant(
+        "holes_are_seen",
+        "integrations/transformers.py",
+        "return bool(intact)",
+        "return True",
+        "tokens that an attention_mask hides between others are seen",
+        "tests/test_transformers.py::test_padding_is_a_range",
+    ),
+    Mutant(
+        "chunks_are_counted_from_the_first_document",
+        "integrations/runs.py",
+        "positions = at if self.positions is None else self.positions",
+        "positions = at",
+        "chunks of a packed document begin elsewhere than its own would",
+        RECOGNISED,
+    ),
+    Mutant(
+        "dropped_keys_count",
+        "integrations/runs.py",
+        "shift = at - positions - first",
+        "shift = at - positions",
+        "a cache that has dropped keys shows others",
+        RECOGNISED,
     ),
     Mutant(
         "row_falls_behind",

@@ -36,7 +36,7 @@ def test_mutants_apply():
 
 def chosen(mutant):
     """Return which implementation's tests are run."""
-    in_pytorch = mutant.path in IN_PYTORCH or mutant.path.startswith("parallel/")
+    in_pytorch = mutant.path in IN_PYTORCH or mutant.path.startswith(("parallel/", "integrations/"))
     return "tiled" if in_pytorch else "triton"
 
 

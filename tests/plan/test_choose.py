@@ -54,7 +54,7 @@ backward
   scheduler       lpt, sections of 32 heads
   workspaces      lse_log2 [32, 2048] float32; delta [32, 2048] float32; \
 dk_partial [4, 8, 2048, 128] float32; dv_partial [4, 8, 2048, 128] float32; \
-dq_accum [1, 32, 4096, 64] float32; dq_semaphore [2048] int32, zeros
+dq_accum [1, 32, 4096, 64] float32; dq_semaphore [2048] int32
   - Hopper's kernels: 1365 tiles for 132 SMs, Hopper's need 1 each
   - one pass: programs own keys, and add to dq
   - 4 GQA splits: few programs would have much to do each"""
@@ -70,6 +70,8 @@ dq_accum [1, 32, 4096, 64] float32; dq_semaphore [2048] int32, zeros
         ({"head_dim": 256}, ("sm90", "sm90_d256"), "two passes: "),
         ({"dtype": "float32"}, ("sm90_fp32", "sm90_fp32"), "fp32 is decomposed beforehand"),
         ({"deterministic": False}, ("sm90", "sm90"), "one pass: "),
+        ({"softcap": 50.0}, ("sm90", "sm90"), "one pass: "),
+        ({"softcap": 50.0, "dtype": "float32"}, ("portable", "portable"), "fp32 have no softcap"),
         ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is not positive"),
         ({"seq_q": 0}, ("none", "none"), "there is no query"),
     ],

@@ -47,6 +47,7 @@ from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, sto
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.registers import opaque
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
+from flashattn.kernels.hopper.score import Score
 from flashattn.kernels.hopper.semaphore import (
     DqSemaphore,
     arrive_inc,
@@ -292,7 +293,7 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
 @gluon.jit
 def mainloop_step(
     WARPGROUP: gl.constexpr, state, keys, values, queries, grads, sdS, sdQ, n, start_q, start_kv,
-    mask, bounds, scale_log2, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    mask, bounds, score, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute the n-th tile of queries.
@@ -316,10 +317,12 @@ def mainloop_step(
     else:
         s = mma_wait(s, 1, t.d_hi)
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
-    p = gl.exp2(s * scale_log2 - row_lse[None, :])
+    s = score.capped(s)
+    p = gl.exp2(s * score.log2 - row_lse[None, :])
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
+    p = score.with_slope(p, s)
     if EARLY:
         row_delta = delta.load(gl.SliceLayout(0, S))
         dp = mma_wait(dp, 0, t.d_hi)
@@ -375,7 +378,7 @@ def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask,
 @gluon.jit
 def consumer(
     WARPGROUP: gl.constexpr, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits,
-    shape, scale, scale_log2, t,
+    shape, scale, score, t,
 ):  # fmt: skip
     """Compute dk and dv of this warpgroup's keys, and its parts of dq."""
     COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE  # of a part of dq
@@ -407,13 +410,13 @@ def consumer(
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, bounds, scale_log2, t, COLUMNS, True, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, score, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, bounds, scale_log2, t, COLUMNS, False, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, score, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
         if splits.count is None:
@@ -459,7 +462,7 @@ def flashattn_hopper_bwd(
     q, k, v, grad_o, lse_log2, delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, tiles,
     blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered,
     num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride, scale, scale_log2,
-    BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
+    cap, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
@@ -473,6 +476,7 @@ def flashattn_hopper_bwd(
     gl.static_assert(t.lines <= 2 * LINE)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
     shape = Shape(group, mask, keys_stride, queries_stride)
+    score = Score(scale_log2, cap, q.dtype == gl.float16)
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
@@ -489,9 +493,9 @@ def flashattn_hopper_bwd(
     gl.warp_specialize(
         [
             (consumer, (0, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
-                        scale, scale_log2, t)),
+                        scale, score, t)),
             (consumer, (1, dk, dv, keys, values, queries, grads, sdS, sdQ, scheduler, splits, shape,
-                        scale, scale_log2, t)),
+                        scale, score, t)),
             (producer, (q, k, v, grad_o, lse_log2, delta, keys, values, queries, grads, scheduler,
                         splits, wave_size, stagger, shape, t)),
             (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),

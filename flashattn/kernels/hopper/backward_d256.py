@@ -41,6 +41,7 @@ from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, sto
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import opaque, pack, unpack
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, TileScheduler
+from flashattn.kernels.hopper.score import Score
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
 PAIR = gl.constexpr(128)  # queries of both warpgroups
@@ -95,22 +96,23 @@ def producer_dkdv(x, row_stats, own, pipeline, own_pipeline, scheduler, splits, 
 
 @gluon.jit
 def compute_p(
-    s, lse_log2, sP, n, start_q, start_kv, shape, scale_log2, MASKED: gl.constexpr,
+    s, lse_log2, sP, n, start_q, start_kv, shape, score, MASKED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return 2^14 P of the n-th tile of queries, packed, and share it."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
-    p = gl.exp2(s * scale_log2 - rows[None, :])
+    s = score.capped(s)
+    p = gl.exp2(s * score.log2 - rows[None, :])
     if MASKED:
         p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
     # The n-th queries lie where those of two tiles before did, which dk released after it read P.
-    sP.store(n, p)
+    sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
 
 @gluon.jit
 def dv_step(
-    state, k, queries, grads, sP, n, start_q, start_kv, shape, scale_log2, D_LO: gl.constexpr,
+    state, k, queries, grads, sP, n, start_q, start_kv, shape, score, D_LO: gl.constexpr,
     D_HI: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
@@ -122,7 +124,7 @@ def dv_step(
     dv = acc_wait(dv, 1, D_HI)
     grads.consumer_release(n - 1)
     s = mma_wait(s, 0, D_HI)
-    p = compute_p(s, lse_log2, sP, n, start_q, start_kv, shape, scale_log2, MASKED, do.dtype)
+    p = compute_p(s, lse_log2, sP, n, start_q, start_kv, shape, score, MASKED, do.dtype)
     return dv, p
 
 
@@ -146,7 +148,7 @@ def store_grad(
 
 @gluon.jit
 def consumer_dv(
-    dv, keys, queries, grads, sP, scheduler, splits, shape, scale_log2, D_LO: gl.constexpr,
+    dv, keys, queries, grads, sP, scheduler, splits, shape, score, D_LO: gl.constexpr,
     D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute P, and dv; the keys are this warpgroup's own."""
@@ -163,7 +165,7 @@ def consumer_dv(
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_wait(mma_qk(k, q, D_LO, D_HI, S), 0, D_HI)
     p = compute_p(
-        s, lse_log2, sP, n, first * BLOCK, start_kv, shape, scale_log2, shape.mask.masked, k.dtype
+        s, lse_log2, sP, n, first * BLOCK, start_kv, shape, score, shape.mask.masked, k.dtype
     )
     n += 1
     acc = zero_acc(D_LO, D_HI)
@@ -175,13 +177,13 @@ def consumer_dv(
         if shape.mask.masked:
             for i in range(begin, masked_end):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, scale_log2,
+                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score,
                     D_LO, D_HI, True, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(gl.maximum(begin, masked_end), full_end):
             acc, p = dv_step(
-                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, scale_log2, D_LO,
+                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score, D_LO,
                 D_HI, False, S, P,
             )  # fmt: skip
             n += 1
@@ -262,10 +264,11 @@ def consumer_dk(
 def flashattn_hopper_bwd_d256_dkdv(
     q, k, v, grad_o, lse_log2, delta, dk, dv, tiles, blocks, split_heads, gqa_splits, head_dim,
     strides, section_heads, group, seq_q, seq_kv, left, right, scale, scale_log2,
-    D_LO: gl.constexpr, D_HI: gl.constexpr,
+    cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; all tensors are descriptors, but for these where heads are split."""
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
+    score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ORDER)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
@@ -277,7 +280,7 @@ def flashattn_hopper_bwd_d256_dkdv(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dv, (dv, keys, queries, grads, sP, scheduler, splits, shape, scale_log2, D_LO,
+            (consumer_dv, (dv, keys, queries, grads, sP, scheduler, splits, shape, score, D_LO,
                            D_HI)),
             (consumer_dk, (dk, values, queries, grads, sP, scheduler, splits, shape, scale, D_LO,
                            D_HI)),
@@ -320,15 +323,16 @@ def opaque_tile(pipeline, n):
 
 @gluon.jit
 def compute_p_ds(
-    s, dp, values, n, stats, start_q, start_kv, shape, scale_log2, D_HI: gl.constexpr,
+    s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI: gl.constexpr,
     MASKED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
     lse_log2, delta = stats
-    s = mma_wait(s, 1, D_HI)
+    s = score.capped(mma_wait(s, 1, D_HI))
+    seen = s
     if MASKED:
-        s = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
-    p = gl.exp2(s * scale_log2 - lse_log2[:, None])
+        seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
+    p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
     dp = mma_wait(dp, 0, D_HI)
     values.consumer_release(n)
     return pack(p * (dp - delta[:, None]), DTYPE)
@@ -337,7 +341,7 @@ def compute_p_ds(
 @gluon.jit
 def dq_step(
     WARPGROUP: gl.constexpr, state, queries, grads, stats, keys, values, n, start_q, start_kv,
-    shape, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr,
+    shape, score, D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr,
     LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
@@ -351,7 +355,7 @@ def dq_step(
     dq = acc_wait(dq, 2, D_HI)
     keys.consumer_release(n - 1)
     ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, start_kv, shape, scale_log2, D_HI, MASKED, k.dtype
+        s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI, MASKED, k.dtype
     )
     return dq, ds
 
@@ -359,7 +363,7 @@ def dq_step(
 @gluon.jit
 def consumer_dq(
     WARPGROUP: gl.constexpr, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-    pitch, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    pitch, scale, score, D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dq of 64 queries of the tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -380,7 +384,7 @@ def consumer_dq(
     do = opaque_tile(grads, WARPGROUP)
     dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, S)
     ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, scale_log2, D_HI, True, q.dtype
+        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, score, D_HI, True, q.dtype
     )
     n += 1
     acc = zero_acc(D_LO, D_HI)
@@ -393,13 +397,13 @@ def consumer_dq(
             for i in range(start - 1, stop - 1, -1):
                 acc, ds = dq_step(
                     WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
-                    i * BLOCK, shape, scale_log2, D_LO, D_HI, True, S, P,
+                    i * BLOCK, shape, score, D_LO, D_HI, True, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(stop - 1, low - 1, -1):
             acc, ds = dq_step(
                 WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
-                shape, scale_log2, D_LO, D_HI, False, S, P,
+                shape, score, D_LO, D_HI, False, S, P,
             )  # fmt: skip
             n += 1
     k = keys.tile(n - 1)
@@ -426,10 +430,11 @@ def consumer_dq(
 )
 def flashattn_hopper_bwd_d256_dq(
     q, k, v, grad_o, lse_log2, delta, dq, tiles, blocks, heads, section_heads, group, seq_q, seq_kv,
-    pitch, left, right, scale, scale_log2, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    pitch, left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse_log2 and delta are descriptors."""
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
+    score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2, 1)
@@ -440,9 +445,9 @@ def flashattn_hopper_bwd_d256_dq(
     gl.warp_specialize(
         [
             (consumer_dq, (0, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-                           pitch, scale, scale_log2, D_LO, D_HI)),
+                           pitch, scale, score, D_LO, D_HI)),
             (consumer_dq, (1, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-                           pitch, scale, scale_log2, D_LO, D_HI)),
+                           pitch, scale, score, D_LO, D_HI)),
             (producer_dq, (q, k, v, grad_o, queries, grads, keys, values, scheduler, shape)),
         ],
         [4, 1],

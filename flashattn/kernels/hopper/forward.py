@@ -33,6 +33,7 @@ from flashattn.kernels.hopper.mma import (
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
+from flashattn.kernels.hopper.score import Score
 
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
 # may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).
@@ -126,32 +127,32 @@ def thread_row_sums(p):
 
 
 @gluon.jit
-def softmax_first(s, scale_log2, DTYPE: gl.constexpr):
+def softmax_first(s, score, DTYPE: gl.constexpr):
     """Return P of the first tile of keys, the row maxima, and the row sums."""
-    m = gl.max(s, 1) * scale_log2
+    m = gl.max(s, 1) * score.log2
     finite = gl.where(m == float("-inf"), 0.0, m)
-    p = gl.exp2(s * scale_log2 - finite[:, None])
+    p = gl.exp2(s * score.log2 - finite[:, None])
     return pack(p, DTYPE), m, thread_row_sums(p)
 
 
 @gluon.jit
 def mainloop_step(
-    state, q, keys, values, n, start_q, start_kv, mask, bounds, scale_log2, t,
+    state, q, keys, values, n, start_q, start_kv, mask, bounds, score, t,
     MASKED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the n-th P V, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
     s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi, LAYOUT)
     acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
-    s = mma_wait(s, 1, t.d_hi)
+    s = score.capped(mma_wait(s, 1, t.d_hi))
     if MASKED:
         s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.maximum(m, gl.max(s, 1) * score.log2)
     finite = m_new
     if MASKED:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
-    p_fp32 = gl.exp2(s * scale_log2 - finite[:, None])
+    p_fp32 = gl.exp2(s * score.log2 - finite[:, None])
     sums = thread_row_sums(p_fp32)
     rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
@@ -165,7 +166,7 @@ def mainloop_step(
 
 @gluon.jit
 def mainloop(
-    state, q, keys, values, n, start_q, tiles, mask, bounds, scale_log2, t, DTYPE: gl.constexpr,
+    state, q, keys, values, n, start_q, tiles, mask, bounds, score, t, DTYPE: gl.constexpr,
     LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Visit all key tiles but the last, of which P is known; return the state and n."""
@@ -180,13 +181,13 @@ def mainloop(
             for i in range(start - 1, stop - 1, -1):
                 acc, p, m, l = mainloop_step(
                     (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
-                    scale_log2, t, True, DTYPE, LAYOUT, OPERAND,
+                    score, t, True, DTYPE, LAYOUT, OPERAND,
                 )  # fmt: skip
                 n += 1
         for i in range(stop - 1, low - 1, -1):
             acc, p, m, l = mainloop_step(
                 (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
-                scale_log2, t, False, DTYPE, LAYOUT, OPERAND,
+                score, t, False, DTYPE, LAYOUT, OPERAND,
             )  # fmt: skip
             n += 1
     return acc, p, m, l, n
@@ -195,7 +196,7 @@ def mainloop(
 @gluon.jit
 def consumer(
     WARPGROUP: gl.constexpr, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-    scale_log2, t,
+    score, t,
 ):  # fmt: skip
     """Attend to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
@@ -214,13 +215,14 @@ def consumer(
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
         keys.consumer_release(n)
+        s = score.capped(s)
         if mask.masked or full_end < end:
             s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
-        p, m, l = softmax_first(s, scale_log2, o.dtype)
+        p, m, l = softmax_first(s, score, o.dtype)
         acc = zero_acc(t.d_lo, t.d_hi)
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
         acc, p, m, l, n = mainloop(
-            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, scale_log2, t,
+            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, score, t,
             o.dtype, S, P,
         )  # fmt: skip
         if t.dynamic:
@@ -283,7 +285,7 @@ def store_lse(m, l, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexp
 )
 def flashattn_hopper_fwd(
     q, k, v, o, lse, tile_counter, key_bounds, tiles, blocks, heads, section_heads, group, seq_q,
-    seq_kv, left, right, keys_stride, scale_log2, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
+    seq_kv, left, right, keys_stride, scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
     D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
     OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
 ):  # fmt: skip
@@ -294,6 +296,7 @@ def flashattn_hopper_fwd(
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
+    score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)
@@ -308,9 +311,9 @@ def flashattn_hopper_fwd(
         gl.warp_specialize(
             [
                 (consumer, (0, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            scale_log2, t)),
+                            score, t)),
                 (consumer, (1, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            scale_log2, t)),
+                            score, t)),
                 (producer, (q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
                             shape, t)),
             ],
@@ -321,11 +324,11 @@ def flashattn_hopper_fwd(
         gl.warp_specialize(
             [
                 (consumer, (0, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            scale_log2, t)),
+                            score, t)),
                 (consumer, (1, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            scale_log2, t)),
+                            score, t)),
                 (consumer, (2, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            scale_log2, t)),
+                            score, t)),
                 (producer, (q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
                             shape, t)),
             ],

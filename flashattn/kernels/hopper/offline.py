@@ -41,11 +41,11 @@ from flashattn.plan.tile import (
 FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
-    "hopper_fwd": ("dynamic", "window", "rows"),
-    "hopper_bwd": ("gqa_split", "window", "rows"),
+    "hopper_fwd": ("dynamic", "window", "rows", "softcap"),
+    "hopper_bwd": ("gqa_split", "window", "rows", "softcap"),
     "hopper_bwd_postprocess": ("rows",),
-    "hopper_bwd_d256_dkdv": ("gqa_split", "window"),
-    "hopper_bwd_d256_dq": ("window",),
+    "hopper_bwd_d256_dkdv": ("gqa_split", "window", "softcap"),
+    "hopper_bwd_d256_dq": ("window", "softcap"),
     "hopper_fwd_fp32": ("tf32", "window"),
     "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
     "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),
@@ -66,8 +66,8 @@ class HopperVariant:
         causal: whether scores are masked.
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
-            "gqa_split", where query heads are split; of any "window", which a left bound masks, or
-            "rows", by bounds of rows.
+            "gqa_split", where query heads are split; of any "window", which a left bound masks,
+            "rows", by bounds of rows, or "softcap", where scores are capped.
     """
 
     kernel: str
@@ -171,7 +171,7 @@ class HopperVariant:
 
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
-    modes = {"tile_counter": "dynamic", "left": "window"}
+    modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
@@ -210,7 +210,7 @@ def _source(
         elif name == "head_dim":
             signature[name], attributes[(i,)] = "i32", ALIGNED
         else:
-            signature[name] = "fp32" if name.startswith("scale") else "i32"
+            signature[name] = "fp32" if name.startswith(("scale", "cap")) else "i32"
     kind = GluonASTSource if types else ASTSource
     return kind(function, signature, constants, attributes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper import backward as half
 from flashattn.kernels.hopper import backward_d256 as d256
 from flashattn.kernels.hopper import backward_fp32 as fp32
@@ -14,6 +13,7 @@ from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
 from flashattn.kernels.hopper.tma import WARPS, Numbers, Tiles
 from flashattn.kernels.launch import Described, Launch, Step
 from flashattn.kernels.portable import steps as portable
+from flashattn.kernels.portable.score import Scale
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
@@ -47,7 +47,7 @@ def forward(
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    group, scale_log2 = heads // kv_heads, options.scale * LOG2E.value
+    group, scale = heads // kv_heads, Scale.of(options, forward=True)
     left, right = options.left, options.right
     tile = plan.tile
     if isinstance(tile, HopperFp32Tile):
@@ -58,7 +58,7 @@ def forward(
             [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
             (
                 *(q.like().strides[:3], heads, group, seq_q, seq_kv, left, right),
-                *(scale_log2, head_dim),
+                *(scale.log2, head_dim),
             ),
             forward_fp32_constants(head_dim, terms=plan.terms),
         )
@@ -72,7 +72,8 @@ def forward(
         [queries, keys, keys, queries, *[None] * 3],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
-            *(seq_q, seq_kv, left, right, bounds_strides(options, seq_q, seq_kv)[0], scale_log2),
+            *(seq_q, seq_kv, left, right, bounds_strides(options, seq_q, seq_kv)[0]),
+            *(scale.log2, scale.cap),
         ),
         forward_constants(tile, head_dim, dynamic=dynamic),
     )
@@ -120,7 +121,9 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
         options: what is asked.
     """
     q, k, v, grad_o, o, *_ = specs
-    rows, splits = portable.preprocessing(o, grad_o), plan.gqa_splits
+    splits = plan.gqa_splits
+    counters = next((x for x in plan.workspaces if x.name == "dq_semaphore"), None)
+    rows = portable.preprocessing(o, grad_o, counters=counters)
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
     if isinstance(tile, HopperBackwardTile):
@@ -159,6 +162,7 @@ def _one_pass(
     """Return the launch of flashattn_hopper_bwd."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     splits, grads = _gqa(k, plan.gqa_splits)
+    scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     (programs,) = plan.passes[0].programs
     block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
@@ -178,7 +182,7 @@ def _one_pass(
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *bounds_strides(options, seq_q, seq_kv),
-            *(options.scale, options.scale * LOG2E.value),
+            *(scale.factor, scale.log2, scale.cap),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
         backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
@@ -237,6 +241,7 @@ def _d256_dkdv(
     """Return the launch of flashattn_hopper_bwd_d256_dkdv."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     splits, grads = _gqa(k, plan.gqa_splits)
+    scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
     launch = _launch(
@@ -246,7 +251,7 @@ def _d256_dkdv(
         (
             *(blocks * batch * owners, blocks, owners, *splits, tile.section),
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
-            *(options.scale, options.scale * LOG2E.value),
+            *(scale.factor, scale.log2, scale.cap),
         ),
         d256_constants(head_dim),
     )
@@ -259,6 +264,7 @@ def _d256_dq(
     """Return the launch of flashattn_hopper_bwd_d256_dq."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
+    scale = Scale.of(options, forward=False)
     launch = _launch(
         d256.flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),
@@ -266,7 +272,7 @@ def _d256_dq(
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
             *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
-            *(options.scale, options.scale * LOG2E.value),
+            *(scale.factor, scale.log2, scale.cap),
         ),
         d256_constants(head_dim),
     )
@@ -283,7 +289,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
     """Return the launch of flashattn_hopper_bwd_fp32_dkdv, or of flashattn_hopper_bwd_fp32_dq."""
     (q, k, v), tile = specs[:3], cast("HopperFp32Tile", one.tile)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    own, other = Tiles(tile.own), Tiles(tile.other)
+    own, other, scale = Tiles(tile.own), Tiles(tile.other), Scale.of(options, forward=False)
     function, loads = fp32.flashattn_hopper_bwd_fp32_dkdv, [other, own, own, other]
     if one.kernel.endswith("_dq"):
         function, loads = fp32.flashattn_hopper_bwd_fp32_dq, [own, other, other, own]
@@ -296,7 +302,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
             *(strides for _, strides in grads),
             *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q)),
             *(options.left, options.right, batch, one.splits[0].length),
-            *(options.scale, options.scale * LOG2E.value, head_dim),
+            *(scale.factor, scale.log2, head_dim),
         ),
         fp32_constants(split=one.splits[0].num > 1, terms=one.terms),
     )

@@ -1,7 +1,8 @@
 """flashattn_bwd_preprocess: two numbers a row that the backward needs.
 
 lse_log2 = lse * log2(e); it is +inf for fully masked rows, and for those that only pad: their P is
-0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf.
+0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf. Counters that a later kernel needs
+at 0 are cleared besides, which saves a launch.
 """
 
 from __future__ import annotations
@@ -46,19 +47,22 @@ def flashattn_bwd_preprocess(
     grad_lse,
     lse_log2,
     delta,
+    counters,
     sinks,
     o_strides,
     grad_o_strides,
     heads,
     seq_q,
     seq_q_rounded,
+    num_counters,
     head_dim,
     sink_stride,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ):
-    """Write lse_log2 and delta; a program takes BLOCK rows of one head.
+    """Write lse_log2 and delta of BLOCK rows of one head, and clear COUNTERS of all counters.
 
     ``sinks`` are the sinks, ``sink_stride`` from batch to batch, and what the rows of a program
     give to their gradient; or None.
@@ -80,6 +84,9 @@ def flashattn_bwd_preprocess(
         logit = tl.load(sinks[0] + batch * sink_stride + head) * LOG2E
         given = tl.sum(tl.exp2(logit - lse_log2_rows) * delta_rows)
         tl.store(sinks[1] + row.to(tl.int64) * (seq_q_rounded // BLOCK) + block, -given)
+    if COUNTERS > 0:
+        own = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
+        tl.store(counters + own, 0, mask=own < num_counters)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from flashattn.kernels.portable import combine, gradients, preprocess, score_gra
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
 from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
-from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
+from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows, shares_bias
 from flashattn.plan.rows import FUSED, Kernel
 from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides, is_relative
@@ -178,23 +178,35 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
         summing.append(dbias_pass(plan.dbias, specs, plan.precision, options))
     if options.sink:
         summing.append(sum_sinks(o, options))
-    return [preprocessing(o, grad_o, options.sink), *decomposing, *passes, *summing]
+    return [preprocessing(o, grad_o, sink=options.sink), *decomposing, *passes, *summing]
 
 
-def preprocessing(o: TensorSpec, grad_o: TensorSpec, sink: int = 0) -> Step:
-    """Return the launch that fills lse_log2 and delta, and what rows give to dsink, if any."""
+def preprocessing(
+    o: TensorSpec, grad_o: TensorSpec, *, sink: int = 0, counters: Workspace | None = None
+) -> Step:
+    """Return the launch that fills lse_log2 and delta.
+
+    Args:
+        o: spec.
+        grad_o: spec.
+        sink: batches for which there are sinks: rows give their parts of dsink, too.
+        counters: that are cleared, if there are some.
+    """
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
+    programs = rows // preprocess.BLOCK * batch * heads
+    (cleared,), name = (counters.shape, counters.name) if counters else ((0,), None)
+    each = 1 << (cdiv(cleared, programs) - 1).bit_length() if cleared else 0
     launch = Launch(
         preprocess.flashattn_bwd_preprocess,
-        rows // preprocess.BLOCK * batch * heads,
-        [None] * (7 if sink else 6),
-        (*(() if sink else ((None, None),)), *strides, heads, seq_q, rows),
+        programs,
+        [None] * (8 if sink else 7),
+        (*(() if sink else ((None, None),)), *strides, heads, seq_q, rows, cleared),
         _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS)
-        | {"sink_stride": None if not sink else heads if sink > 1 else 0},
+        | {"sink_stride": None if not sink else heads if sink > 1 else 0, "COUNTERS": each},
     )
     sinks = (("sink", "dsink_partial"),) if sink else ()
-    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta", *sinks))
+    return Step(launch, ("o", "grad_o", "lse", "grad_lse", "lse_log2", "delta", name, *sinks))
 
 
 def sum_sinks(o: TensorSpec, options: Options) -> Step:

@@ -251,15 +251,17 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, slopes, bias, relative, sink, *ctx.how = inputs
-        ctx.save_for_backward(q, k, v, *output, slopes, bias, relative, sink)
+        q, k, v, *scored = inputs[:7]
+        ctx.how, ctx.scored = inputs[7:], [x is not None for x in scored]
+        ctx.save_for_backward(q, k, v, *output, *(x for x in scored if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved, scored = ctx.saved_tensors[:5], iter(ctx.saved_tensors[5:])
+        saved = *saved, *(next(scored) if there else None for there in ctx.scored)
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
         _, bias, relative, sink = saved[5:]
         bias_grad = any(ctx.needs_input_grad[4:6])

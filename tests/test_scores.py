@@ -245,7 +245,9 @@ def test_gradients_under_transforms(name, shared, device):
     several += [x if shared else torch.stack([x, -x]) for x in (bias, sink)]
     dims = (0, None, None) if shared else (0, 0, 0)
     got = torch.vmap(gradients, in_dims=dims)(*several)
-    each = [[x if dim is None else x[i] for x, dim in zip(several, dims)] for i in range(2)]
+    each = [
+        [x if dim is None else x[i] for x, dim in zip(several, dims, strict=True)] for i in range(2)
+    ]
     wanted = [torch.stack(x) for x in zip(*(gradients(*x) for x in each), strict=True)]
     torch.testing.assert_close(got, tuple(wanted), atol=1e-4, rtol=1e-4)
     given = [x.requires_grad_() for x in each[0]]

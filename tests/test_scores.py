@@ -15,10 +15,12 @@ from flashattn.gpus import gpu_of
 from flashattn.kernels.execute import backward, forward
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
+from flashattn.registry import get
 from flashattn.score import dimensions
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
 from flashattn.testing.live_bytes import Live
+from flashattn.testing.poison import guard
 from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=20, seq_kv=26, head_dim=16)
@@ -152,11 +154,11 @@ def test_alibi_is_not_for_documents(device):
 
 SHAPES = {  # of B, H, T, S = 2, 4, 20, 26
     "all": (2, 4, 20, 26),
-    "a head": (4, 20, 26),
-    "a batch": (2, 1, 20, 26),
+    "a_head": (4, 20, 26),
+    "a_batch": (2, 1, 20, 26),
     "rows": (20, 1),
     "columns": (26,),
-    "columns of heads": (4, 1, 26),
+    "columns_of_heads": (4, 1, 26),
     "heads": (4, 1, 1),
     "one": (),
 }
@@ -360,6 +362,87 @@ def test_padding_around_a_bias_is_not_read(seed, device):
     o, lse = attention(*given[:3], causal=True, bias=given[3], return_lse=True, impl="triton")
     for x in (o, lse, *torch.autograd.grad(o.sum() + lse.sum(), given)):
         assert x.isfinite().all()
+
+
+@OURS
+@pytest.mark.parametrize("shape", ["all", "a_head", "rows", "columns", "one", "relative"])
+def test_bias_and_sink_of_documents(name, shape, device):
+    """Scores of packed documents have them, too: those of keys that a query does not see do not."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    torch.manual_seed(0)
+    given.append(torch.randn(SHAPES.get(shape, (4, 45)), device=device).requires_grad_())
+    given.append(torch.linspace(-2, 3, 4, device=device).requires_grad_())
+    far = shape == "relative"
+    cu_q, cu_k = (torch.tensor(x, device=device) for x in ([0, 7, 7, 19], [0, 9, 14, 25]))
+    got = attention(
+        *given[:3], documents=(cu_q, cu_k), bias=relative(given[3]) if far else given[3],
+        sink=given[4], return_lse=True, impl=name,
+    )  # fmt: skip
+    of_q, of_k = (
+        torch.searchsorted(cu, torch.arange(n, device=device), right=True)
+        for cu, n in ((cu_q, 20), (cu_k, 26))
+    )
+    hidden = (of_q[:, None] != of_k) | (of_q[:, None] == 4) | (of_k == 4)
+    bias = matrix(given[3], 20, 26) if far else given[3]
+    wanted = written_out(*given[:3], hidden=hidden, bias=bias, sink=given[4])
+    assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
+
+
+@pytest.mark.parametrize("name", ["triton"])
+@pytest.mark.parametrize("shape", [(2, 4, 130, 150), (4, 130, 150), (4, 279)])
+def test_hidden_scores_give_a_bias_nothing(name, shape, device):
+    """Its gradient is 0 where a mask hides whole tiles, whatever was in its memory."""
+    given = *tensors(device, seq_q=130, seq_kv=150), torch.randn(shape, device=device)
+    far = len(shape) == 2
+    with guard(*given) as (q, k, v, bias):
+        bias.requires_grad_()
+        window = {"causal": True, "window": (9, 0)}
+        added = relative(bias) if far else bias
+        o = attention(q, k, v, bias=added, **window, impl=name)
+        (gradient,) = torch.autograd.grad(o.sum(), bias)
+    if far:
+        apart = torch.arange(279, device=device) - 129
+    else:
+        t, s = (torch.arange(n, device=device) for n in (130, 150))
+        apart = s - t[:, None]
+    hidden = (apart > 0) | (apart < -9)
+    assert not gradient[..., hidden].any()
+    assert gradient[..., ~hidden].any()
+
+
+@pytest.mark.parametrize("family", ["triton"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_of_split_keys(family, causal, device):
+    """It is in the first part of the keys alone, however many there are."""
+    q, k, v = tensors(device, seq_kv=300)
+    sink = torch.linspace(-2, 3, 8, device=device).view(2, 4)
+    how = {"right": 250 if causal else None, "scale": 0.25, "extras": Extras(sink=sink)}
+    how |= {"family": family}
+    whole, parts = (forward(q, k, v, num_splits=n, **how) for n in (1, 3))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("name", ["triton"])
+def test_a_sink_behind(name, device):
+    """To an implementation that takes none it is applied by lse, with the same gradients.
+
+    So it is where a query sees no key, or neither key nor sink.
+    """
+    given = [x.requires_grad_() for x in tensors(device, seq_kv=12)]
+    sink = torch.tensor([[-torch.inf, -2.0, 0.0, 3.0]], device=device)
+    given.append(sink.requires_grad_())
+    how = {"causal": "bottom_right", "scale": 0.25}
+    inside, behind = get(name), replace(get(name), name="behind", sink=False)
+    grads, results = make_grads(PROBLEM, device=device), []
+    for impl in (inside, behind):
+        outputs = impl(*given[:3], sink=given[3], **how)
+        *gradients, of_sink = torch.autograd.grad(outputs, given, grads)
+        assert of_sink.isfinite().all()
+        results.append((*outputs, *gradients, of_sink[:, 1:]))  # of -inf a limit, not the same one
+    torch.testing.assert_close(*results)
+    without = replace(behind, lse=False, prepares=False, call=lambda q, *_, **__: q)
+    with pytest.raises(ValueError, match="sink: behind takes none, and returns no logsumexp"):
+        without(*given[:3], sink=given[3], **how)
 
 
 def test_plans_say_what_scores_are_made_with(device):

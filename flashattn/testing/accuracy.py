@@ -258,15 +258,13 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
         b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
     )
     found |= {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
-    alike = a.max() if a.numel() else 0.0
     if "bias" in case.scored:
-        own = _of_bias(case, p, do @ v.mT - delta, a, b, off)
-        found["dbias"] = own + alike * exact["dbias"].abs()
+        found["dbias"] = _of_bias(case, p, do @ v.mT - delta, a, b, off)
     if sink is not None:
         of_sinks = _sink_shares(sink, lse) * (a * delta.abs() + b)[..., 0]
-        own = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
-        found["dsink"] = own + alike * exact["dsink"].abs()
-    return found
+        found["dsink"] = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
+    alike = a.max() if a.numel() else 0.0
+    return found | {n: found[n] + alike * exact[n].abs() for n in ("dbias", "dsink") if n in found}
 
 
 def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, sco
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.gpu import Gpu
-from flashattn.plan.portable import dbias_tile, terms_of
+from flashattn.plan.portable import RELATIVE_KEYS, dbias_tile, terms_of
 from flashattn.plan.precision import TERMS, input_precision
 from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
 from flashattn.plan.tables import rows_of
@@ -352,6 +352,10 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         for variant, scored in product(capped, ("alibi", "bias", "sink"))
         if variant.describable and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
     ]
+    scored += [
+        replace(variant, tile=replace(variant.tile, block_kv=RELATIVE_KEYS), scored="relative")
+        for variant in scored if variant.scored == "sink" and variant.tile
+    ]  # fmt: skip
     scored += [
         Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
         for size, d, scored in product((2, 4), (64, 256), ("bias", "relative"))

@@ -17,6 +17,7 @@ from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
 
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
+RELATIVE_KEYS = 32  # of a forward tile beside a relative bias, whose numbers each have an address
 LARGE_BIAS = 128 * 64  # scores of a tile up to which a bias fits beside all stages
 STATS_BLOCK = 64  # rows of o and dO that a program of the preprocess reduces
 
@@ -162,6 +163,8 @@ def forward(
         usual: Kernel = "decode" if q.shape[2] <= tables.rows_of(gpu).limits.decode_q else "fwd"
         row, why = row or usual, "the tile was given"
     tile = beside_bias(tile, q, options)
+    if options.bias is not None and is_relative(options.bias):
+        tile = replace(tile, block_kv=RELATIVE_KEYS)
     most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
     keys = split(k.shape[2], tile.block_kv, most)
     terms = terms_of(tile, q.dtype, precision)

@@ -56,12 +56,14 @@ changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. 
 bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
 queries of -p * delta, p = exp(sink - lse)::
 
-    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + (P * c * (dP - delta)) ** 2
+    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
-Where the keys of a row share an element, it has a * |sum dS| + b * sum P, as a and b are carried
-along the row. And where rows share one, whose lse may be alike and lie as far from the scores, a is
-carried from row to row: the largest a * |dbias| is added, and a * |dsink|.
+The scores that share an element may all be alike, so their c are added up as they are; they are
+four times as large where the terms of a score have one sign, too (see below). Where the keys of a
+row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where rows
+do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and a *
+|dsink|.
 
 Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
 of the ratio larger, and divided by it.
@@ -112,6 +114,7 @@ from flashattn.testing.sample import (
 KEPT = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept
 MEAN_SAMPLE = 1024
 TF32_STEP = 8  # terms that a tensor core adds at once
+ONE_SIGN = 4  # how much more wrong a sum may be whose terms have one sign
 FLUSHED = torch.finfo(torch.float32).tiny
 
 
@@ -311,11 +314,11 @@ def _of_bias(
     if bias.shape[-1] == 1 and k.shape[2] > 0:  # the keys of a row share an element
         of_row = a * (p * dp).sum(-1, keepdim=True).abs() + b * p.sum(-1, keepdim=True)
         carried = of_row / k.shape[2] ** 0.5  # whose squares add up to the row's
-    total = torch.zeros(bias.shape, dtype=p.dtype, device=p.device)
-    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
-    of_scores = carried.square() + (p * dp * off).square()
-    Terms.of(q, k, bias=bias).add_gradient(total, of_scores, *whole)
-    return total.sqrt()
+    squares, alike = (torch.zeros(bias.shape, dtype=p.dtype, device=p.device) for _ in range(2))
+    whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
+    terms.add_gradient(squares, carried.square().expand_as(p), *whole)
+    terms.add_gradient(alike, p * dp.abs() * off, *whole)
+    return squares.sqrt() + ONE_SIGN * alike
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:

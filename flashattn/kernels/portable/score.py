@@ -123,12 +123,16 @@ def bias_of(bias, lies, batch, head, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_bias(
-    bias, lies, queries, keys, seq_q, seq_kv, ALL_KEYS: tl.constexpr, VECTOR: tl.constexpr
-):
+    bias, lies, start_q, start_kv, queries, keys, seq_q, seq_kv, ALL_KEYS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
     """Load the bias of a tile, or of its rows or columns; ALL_KEYS says that all keys exist."""
-    if lies.query is not None:
+    if lies.origin is not None:  # addresses in a tile differ by constants, and spill otherwise
+        bias += tl.cast(start_kv - start_q, tl.int64) * lies.key + (keys - queries) * lies.key
+    queries, keys = queries + start_q, keys + start_kv
+    if lies.origin is None and lies.query is not None:
         bias += queries.to(tl.int64) * multiple(lies.query, VECTOR)
-    if lies.key is not None:
+    if lies.origin is None and lies.key is not None:
         bias += keys.to(tl.int64) * lies.key
     CHECKED: tl.constexpr = lies.key is not None and not ALL_KEYS
     there = keys // VECTOR < seq_kv // VECTOR
@@ -164,8 +168,10 @@ def in_base_2(
         x -= slope * tl.abs(at.to(tl.float32) - keys.to(tl.float32))
     if bias is not None:
         # A tile begins with a multiple of its size; of a loop's variable Triton does not know.
-        queries, keys = queries + start_q, keys + multiple(start_kv, CONFIG.BLOCK_KV)
-        x += LOG2E * load_bias(bias, lies, queries, keys, seq_q, seq_kv, ALL_KEYS, CONFIG.VECTOR)
+        x += LOG2E * load_bias(
+            bias, lies, start_q, multiple(start_kv, CONFIG.BLOCK_KV), queries, keys, seq_q, seq_kv,
+            ALL_KEYS, CONFIG.VECTOR,
+        )  # fmt: skip
     return x
 
 

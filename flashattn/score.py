@@ -127,7 +127,9 @@ class Terms(NamedTuple):
         if self.bias is not None:
             part = self.bias[..., _within(self.bias, -2, rows), _within(self.bias, -1, keys)]
             scores = scores + part.to(scores.dtype)
-        if self.relative is not None:
+        if self.relative is not None and rows.stop == rows.start:
+            scores = scores + self.relative[..., :0, None].to(scores.dtype)
+        elif self.relative is not None:
             width = keys.stop - keys.start  # row t is the window that begins at T - 1 - t
             windows = self.relative[..., self._diagonals(rows, keys)].unfold(-1, width, 1)
             scores = scores + windows.flip(-2).to(scores.dtype)
@@ -138,7 +140,7 @@ class Terms(NamedTuple):
         if self.bias is not None:
             part = dbias[..., _within(dbias, -2, rows), _within(dbias, -1, keys)]
             part += ds.sum_to_size(part.shape)
-        elif self.relative is not None:
+        elif self.relative is not None and rows.stop > rows.start:
             part = dbias[..., self._diagonals(rows, keys)]
             part += _along_diagonals(ds).sum_to_size(part.shape)
 

@@ -194,6 +194,22 @@ def test_relative_bias(name, shape, window, device):
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 
+@OURS
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 1), (0, 5), (1, 0), (5, 0)])
+def test_empty_problems(name, sizes, device):
+    """Without queries or keys lse is the sink's, a bias adds nothing, and gradients are zeros."""
+    given = [x.requires_grad_() for x in tensors(device, seq_q=sizes[0], seq_kv=sizes[1])]
+    sink = torch.linspace(-1, 1, 4, device=device).requires_grad_()
+    vector = torch.zeros(4, max(sum(sizes) - 1, 0), device=device).requires_grad_()
+    full = torch.zeros(4, *sizes, device=device).requires_grad_()
+    for x, bias in ((vector, relative(vector)), (full, full)):
+        o, lse = attention(*given, bias=bias, sink=sink, return_lse=True, impl=name)
+        assert torch.equal(lse, sink[:, None].expand_as(lse))
+        gradients = torch.autograd.grad((o.sum() + lse.sum()), (*given, x, sink))
+        assert not any(y.any() for y in (o, *gradients[:-1]))
+        assert torch.equal(gradients[-1], torch.full_like(sink, 2 * sizes[0]))
+
+
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 def test_bias_and_sink_under_transforms(name, device):
     """Compiled, mapped, cast and differentiated attention has them, after one without."""

@@ -210,6 +210,20 @@ def test_empty_problems(name, sizes, device):
         assert torch.equal(gradients[-1], torch.full_like(sink, 2 * sizes[0]))
 
 
+@OURS
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (40, 1)])
+def test_relative_bias_of_one_row(name, sizes, device):
+    """One query, or one key, has a bias of each distance, too; nothing beyond it is read."""
+    problem = Problem(**vars(PROBLEM) | dict(zip(("seq_q", "seq_kv"), sizes, strict=True)))
+    drawn = *make_inputs(problem, device=device), torch.randn(4, sum(sizes) - 1, device=device)
+    with guard(*drawn) as given:
+        for x in given:
+            x.requires_grad_()
+        got = attention(*given[:3], bias=relative(given[3]), return_lse=True, impl=name)
+        wanted = written_out(*given[:3], bias=matrix(given[3], *sizes))
+        assert_like(got, wanted, given, make_grads(problem, device=device))
+
+
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 def test_bias_and_sink_under_transforms(name, device):
     """Compiled, mapped, cast and differentiated attention has them, after one without."""

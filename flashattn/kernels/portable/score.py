@@ -77,7 +77,7 @@ class ScoreLayout(NamedTuple):
     sink: Any = None
 
     @classmethod
-    def of(cls, options: Options, heads: int, seq_q: int, seq_kv: int) -> ScoreLayout:
+    def of(cls, options: Options, heads: int, seq_q: int) -> ScoreLayout:
         """Return how they lie; all is None where there are none."""
         made: dict[str, int | None] = {}
         if options.alibi:
@@ -87,11 +87,12 @@ class ScoreLayout(NamedTuple):
         if options.bias is not None:
             relative = is_relative(options.bias)
             batch, head, *others, key = options.bias.strides
-            sizes = (*options.bias.shape[:2], seq_q, seq_kv) if relative else options.bias.shape
+            shared = [n == 1 for n in options.bias.shape]
+            shared[2:] = [False, False] if relative else shared[2:]
             strides = batch, head, *((-key,) if relative else others), key
             names = ("batch", "head", "query", "key")
-            given = zip(names, sizes, strides, strict=True)
-            made |= {name: stride if n > 1 else None for name, n, stride in given}
+            given = zip(names, shared, strides, strict=True)
+            made |= {name: None if one else stride for name, one, stride in given}
             made["origin"] = (seq_q - 1) * key if relative else None
         return cls(**made)
 

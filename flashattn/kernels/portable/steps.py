@@ -57,7 +57,7 @@ def forward(
         ],
         (
             *absent,
-            ScoreLayout.of(options, heads, seq_q, seq_kv),
+            ScoreLayout.of(options, heads, seq_q),
             ForwardLayout._make((*strides, head_dim, bounds_strides(options, seq_q, seq_kv))),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
@@ -278,7 +278,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         [*loads, *[None] * (2 + len(extras))],
         (
             *absent,
-            ScoreLayout.of(options, heads, seq_q, seq_kv),
+            ScoreLayout.of(options, heads, seq_q),
             layout,
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
@@ -313,7 +313,7 @@ def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: 
         sum(one.programs),
         [None] * (6 + len(extras)),
         (
-            ScoreLayout.of(options, heads, seq_q, seq_kv),
+            ScoreLayout.of(options, heads, seq_q),
             *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             Scale.of(options, forward=False),
         ),

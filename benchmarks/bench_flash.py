@@ -11,11 +11,9 @@ from functools import partial
 from itertools import product
 
 import pytest
-import torch
 
 from flashattn.measure.device import memory_bytes
 from flashattn.problem import DTYPES, Problem
-from flashattn.testing.inputs import make_grads, make_inputs
 
 
 def tokens(
@@ -123,79 +121,19 @@ def admitted(verifier, left_out, facts, device, interpreted):
     return admit
 
 
-@pytest.fixture
-def check(verifier):
-    """Return a function that checks outputs; errors of peers are expected failures."""
-
-    def check(**outputs):
-        try:
-            verifier.check(**outputs)
-        except AssertionError as error:
-            if verifier.impl.strict:
-                raise
-            pytest.xfail(str(error))
-
-    return check
-
-
-def bench_forward(device_benchmark, impl, problem, device, admitted, check):
+def bench_forward(admitted, time_pass):
     """Time the forward pass without gradients."""
     admitted("forward")
-    q, k, v = make_inputs(problem, device=device)
-    forward = partial(impl, q, k, v, **problem.keywords, scale=problem.head_dim**-0.5)
-    o, lse = forward()
-    check(o=o, lse=lse)
-    device_benchmark.time(forward)
+    time_pass("forward")
 
 
-class Graph:
-    """The autograd graph of an implementation, built untimed.
-
-    Args:
-        impl: the implementation.
-        problem: the problem.
-        device: where to run.
-    """
-
-    def __init__(self, impl, problem, device):
-        """Create the inputs and the gradient of o."""
-        self.inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
-        self.grad_o, _ = make_grads(problem, device=device)
-        # Compiled code reuses the buffers of the graph, so each call needs a new graph.
-        self.keep = not impl.compiles
-        self._call = partial(impl, *self.inputs, **problem.keywords, scale=problem.head_dim**-0.5)
-
-    def forward(self):
-        """Return o as a tuple of arguments for ``backward``."""
-        return (self._call()[0],)
-
-    def backward(self, o):
-        """Return dq, dk and dv."""
-        return torch.autograd.grad(o, self.inputs, self.grad_o, retain_graph=self.keep)
-
-    def both(self):
-        """Return dq, dk and dv through a new graph."""
-        (o,) = self.forward()
-        return torch.autograd.grad(o, self.inputs, self.grad_o)
-
-
-def bench_backward(device_benchmark, impl, problem, device, admitted, check):
-    """Time the backward pass alone, not as a difference of two times."""
+def bench_backward(admitted, time_pass):
+    """Time the backward pass alone."""
     admitted("backward")
-    graph = Graph(impl, problem, device)
-    (o,) = graph.forward()
-    dq, dk, dv = graph.backward(o)
-    check(dq=dq, dk=dk, dv=dv)
-    if graph.keep:
-        device_benchmark.time(partial(graph.backward, o))
-    else:
-        device_benchmark.time(graph.backward, setup=graph.forward)
+    time_pass("backward")
 
 
-def bench_forward_backward(device_benchmark, impl, problem, device, admitted, check):
-    """Time both passes together, with a new graph for each call."""
+def bench_forward_backward(admitted, time_pass):
+    """Time both passes together."""
     admitted("forward+backward")
-    graph = Graph(impl, problem, device)
-    dq, dk, dv = graph.both()
-    check(dq=dq, dk=dk, dv=dv)
-    device_benchmark.time(graph.both)
+    time_pass("forward+backward")

@@ -23,6 +23,7 @@ from flashattn.report.gate import ROUNDS
 from flashattn.report.runs import Run
 from flashattn.report.table import tables
 from flashattn.testing import comparison, kept, swept
+from flashattn.testing.graph import Graph
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE, rounded
 from flashattn.testing.swept import DEVICE, study_and_name, sweep_name
@@ -249,6 +250,47 @@ def verifier(
     yield Verifier(impl, problem, device, device_benchmark.extra_info)
     if impl.compiles:
         torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
+
+
+@pytest.fixture
+def time_pass(
+    device_benchmark: DeviceBenchmark,
+    impl: Impl,
+    problem: Problem,
+    device: torch.device,
+    verifier: Verifier,
+) -> Callable[[str], None]:
+    """Return what checks a pass of an implementation and times it.
+
+    The backward pass is timed alone, not as a difference of two times; both passes together get a
+    new graph for each call. Errors of peers are expected failures.
+    """
+
+    def check(**outputs: torch.Tensor | None) -> None:
+        try:
+            verifier.check(**outputs)
+        except AssertionError as error:
+            if verifier.impl.strict:
+                raise
+            pytest.xfail(str(error))
+
+    def time(passes: str) -> None:
+        if passes == "forward":
+            inputs = make_inputs(problem, device=device)
+            call = partial(impl, *inputs, **problem.keywords, scale=problem.head_dim**-0.5)
+            check(**dict(zip(("o", "lse"), call(), strict=True)))
+            device_benchmark.time(call)
+            return
+        graph = Graph(impl, problem, device)
+        o = graph.forward() if passes == "backward" else ()
+        call = graph.backward if passes == "backward" else graph.both
+        check(**dict(zip(("dq", "dk", "dv"), call(*o), strict=True)))
+        if o and not graph.keep:
+            device_benchmark.time(call, setup=graph.forward)
+        else:
+            device_benchmark.time(partial(call, *o))
+
+    return time
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,13 +14,14 @@ from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.masks import Documents, RowMask, bounds_of
+from flashattn.masks import RowMask
 from flashattn.plan.choose import choose
 from flashattn.plan.gpu import CARDS, Gpu
 from flashattn.plan.plan import Plan
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import Family, TensorSpec, signature
 from flashattn.problem import Problem, check_among, check_scale
+from flashattn.resolve import Documents, bounds_of
 from flashattn.score import (
     Relative,
     check_alibi_slopes,
@@ -100,7 +101,7 @@ def attention(
             behind the other, flash-attn's ``cu_seqlens``. Document i has queries cu_q[i] ...
             cu_q[i + 1] - 1 and sees keys cu_k[i] ... cu_k[i + 1] - 1, among these as ``causal`` and
             ``window`` say. Queries behind the last document see nothing. On a GPU the values are
-            not checked (see ``masks.check_documents``), nor waited for.
+            not checked (see ``resolve.check_documents``), nor waited for.
         mask: an object of ``flashattn.masks``, which hides more keys.
         softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
             None is none.

@@ -100,11 +100,7 @@ class Intervals:
             end = -(-size // block)
             return Tiles(0, 0, 0, end)
         least, most = self._rows[side]
-        first, last = (least[start][0], most[start][1]), (least[stop - 1][0], most[stop - 1][1])
-        found = tiles_between(first, last, block, size)
-        if len(least) and least is not most:  # batches differ: of none is a tile known to be whole
-            return found._replace(full=found.first, full_end=found.first)
-        return found
+        return tiles_between(least[start], most[stop - 1], block, size)
 
 
 def _extremes(x: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:

@@ -14,6 +14,7 @@ flash-attn since 2.1). The corners differ only where T != S.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -228,7 +229,7 @@ def _clamp(x: Index, most: int) -> Index:
     return x.clamp(0, most) if isinstance(x, torch.Tensor) else max(0, min(x, most))
 
 
-def tiles_between(first: tuple[int, int], last: tuple[int, int], block: int, size: int) -> Tiles:
+def tiles_between(first: Sequence[int], last: Sequence[int], block: int, size: int) -> Tiles:
     """Return the tiles between the bounds of the first row and those of the last."""
     (low, high), (last_low, last_high) = first, last
     start = low // block

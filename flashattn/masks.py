@@ -1,8 +1,7 @@
-"""Masks that a window cannot say: padding, prefixes, chunks, rows, any predicate, packed documents.
+"""Masks that a window cannot say: padding, prefixes, chunks, rows, any predicate.
 
 ``attention(mask=...)`` takes a ``RowMask``. Each query sees one run of keys, of which neither end
-falls from one query to the next; ``&`` lets it see what both sides let it see. A mask keeps what it
-has made for a call, so that the layers of a model share it.
+falls from one query to the next; ``&`` lets it see what both sides let it see.
 """
 
 from __future__ import annotations
@@ -10,24 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
-from weakref import ref
+from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from flashattn.bounds import Bounds, of_documents, of_rows
+from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial
-from flashattn.mask import Mask
-from flashattn.problem import Lengths
 
-Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor]
 Predicate = Callable[..., torch.Tensor]
 
 INTEGERS = (torch.int32, torch.int64)
 EVALUATED = 1 << 24  # elements of a predicate that are evaluated at a time
-KEPT = 8  # bounds of one mask or tensor, as a model has few kinds of layers
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class _Both(RowMask):
     other: RowMask
 
     def rows(self, sizes: Sizes) -> Rows:
-        return _meet(self.one.rows(sizes), self.other.rows(sizes))
+        return meet(self.one.rows(sizes), self.other.rows(sizes))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -95,7 +88,8 @@ class _Both(RowMask):
         return self.one.looks_ahead or self.other.looks_ahead
 
 
-def _meet(one: Rows, other: Rows) -> Rows:
+def meet(one: Rows, other: Rows) -> Rows:
+    """Return the keys that both let a query see."""
     return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
 
 
@@ -128,7 +122,7 @@ def padding(lengths: torch.Tensor, *, side: str = "right") -> RowMask:
     """
     if side not in ("right", "left"):
         raise ValueError(f"side: wanted right or left, got {side!r}")
-    return _Padding(_integers("lengths", lengths, 1), side == "left")
+    return _Padding(integers("lengths", lengths, 1), side == "left")
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +152,7 @@ def prefix(lengths: torch.Tensor) -> RowMask:
     Raises:
         ValueError: no such lengths.
     """
-    return _Prefix(_integers("lengths", lengths, 1))
+    return _Prefix(integers("lengths", lengths, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +204,7 @@ def rows(low: torch.Tensor, high: torch.Tensor) -> RowMask:
     Raises:
         ValueError: no such tensors; or an end falls.
     """
-    found = [_integers(name, x, 1, 2) for name, x in {"low": low, "high": high}.items()]
+    found = [integers(name, x, 1, 2) for name, x in {"low": low, "high": high}.items()]
     if low.shape != high.shape:
         raise ValueError(f"high: wanted low's shape, {list(low.shape)}, got {list(high.shape)}")
     for name, x in {"low": low, "high": high}.items():
@@ -220,14 +214,22 @@ def rows(low: torch.Tensor, high: torch.Tensor) -> RowMask:
 
 
 @dataclass(frozen=True, eq=False)
-class _OfBounds(RowMask):
+class OfBounds(RowMask):
+    """Bounds that are made already."""
+
     bounds: Bounds
 
     def rows(self, sizes: Sizes) -> Rows:
+        """Return those of the queries."""
         low, high = self.checked(sizes).keys.unbind(-1)
         return low, high
 
     def checked(self, sizes: Sizes) -> Bounds:
+        """Return them.
+
+        Raises:
+            ValueError: they were made for other sizes.
+        """
         keys, queries = self.bounds
         wanted, got = (sizes.seq_q, sizes.seq_kv), (keys.shape[1], queries.shape[1])
         if got != wanted or keys.shape[0] not in (1, sizes.batch):
@@ -240,12 +242,13 @@ class _OfBounds(RowMask):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The numbers of the queries and of the keys."""
         return tuple(self.bounds)
 
 
 def of_bounds(bounds: Bounds) -> RowMask:
     """Return the mask of bounds that are made already: a call that asks for no more takes them."""
-    return _OfBounds(bounds)
+    return OfBounds(bounds)
 
 
 class _Head:
@@ -348,136 +351,12 @@ def monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
     return low, most
 
 
-def check_documents(
-    documents: object,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    names: tuple[str, str] = ("documents", "documents"),
-) -> Rows:
-    """Return the cumulative lengths of the queries and of the keys.
-
-    Their values are checked on a CPU. On a GPU that would make the host wait; there a length that
-    falls counts as the largest before it, and what lies outside of the rows as their nearest end.
-
-    Args:
-        documents: cu, or (cu_q, cu_k).
-        q: [..., T, D].
-        k: [..., S, D].
-        names: of cu_q and cu_k in messages.
+def integers(name: str, x: object, *dims: int) -> torch.Tensor:
+    """Return x.
 
     Raises:
-        ValueError: no integers [N + 1] on q's device; values that fall, or do not begin at 0.
+        ValueError: it is no tensor of integers that has one of these numbers of dimensions.
     """
-    pair = documents if isinstance(documents, tuple) else (documents, documents)
-    if len(pair) != 2:  # noqa: PLR2004 - of queries and keys
-        raise ValueError(f"documents: wanted cu or (cu_q, cu_k), got {len(pair)} of them")
-    cu_q, cu_k = (_integers(name, x, 1) for name, x in zip(names, pair, strict=True))
-    for name, x, rows in zip(names, (cu_q, cu_k), (q.shape[-2], k.shape[-2]), strict=True):
-        if x.device != q.device:
-            raise ValueError(f"{name}: wanted q's device, {q.device}, got {x.device}")
-        if len(x) < 2 or len(x) != len(cu_q):  # noqa: PLR2004 - one document
-            lengths = [len(cu_q), len(cu_k)]
-            raise ValueError(f"{name}: wanted [N + 1] of queries and of keys, got {lengths}")
-        if readable(x) and (x[0] != 0 or x[-1] > rows or (x.diff() < 0).any()):
-            wanted = f"numbers from 0 to {rows} at the most that never fall"
-            raise ValueError(f"{name}: wanted {wanted}, got {x.tolist()}")
-    return cu_q, cu_k
-
-
-def cumulative(documents: Lengths, device: torch.device) -> Rows:
-    """Return the cumulative lengths of documents, int32 [N + 1] of the queries and of the keys."""
-    lengths = torch.tensor([(0, 0), *documents], dtype=torch.int32, device=device)
-    cu_q, cu_k = lengths.cumsum(0, dtype=torch.int32).T.contiguous()
-    return cu_q, cu_k
-
-
-def bounds_of(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask, documents: Documents | None, given: object
-) -> Bounds:
-    """Return the bounds of all that hides keys, kept for the next call that asks for the same.
-
-    Args:
-        q: [B, H, T, D], or [B, T, D].
-        k: [B, G, S, D], or [B, S, D].
-        mask: over the whole, or over each document.
-        documents: see ``attention``.
-        given: a ``RowMask``, or None.
-
-    Raises:
-        ValueError: an argument that does not fit.
-    """
-    if given is not None and not isinstance(given, RowMask):
-        raise ValueError(f"mask: wanted an object of flashattn.masks, got {type(given).__name__}")
-    if isinstance(given, RowMask) and given.looks_ahead and mask.causal:
-        msg = "mask: it lets queries see keys after them, which causal hides: leave causal out"
-        raise ValueError(msg)
-    sizes = Sizes(q.shape[0], q.shape[-2], k.shape[-2], q.device)
-    cu = None if documents is None else check_documents(documents, q, k)
-    if isinstance(given, _OfBounds) and cu is None and mask == Mask():
-        return given.checked(sizes)
-    tensors = (*(given.tensors if given is not None else ()), *(cu or ()))
-    owner = tensors[0] if given is None or isinstance(given, _OfBounds) else given
-    return kept(q, owner, tensors, (sizes, mask), lambda: _make(sizes, mask, cu, given))
-
-
-Made = TypeVar("Made")
-_KEPT: Any = WeakIdKeyDictionary()
-
-
-def kept(
-    q: torch.Tensor,
-    owner: object,
-    tensors: tuple[torch.Tensor, ...],
-    key: tuple[object, ...],
-    make: Callable[[], Made],
-) -> Made:
-    """Return what ``make`` makes of tensors, or what it made of them before, unchanged as they are.
-
-    Args:
-        q: for whom it is made.
-        owner: with whom it goes.
-        tensors: that are read.
-        key: of all else that it depends on.
-        make: is called where there is none, or where none may be kept.
-    """
-    if not _keeps(q, tensors):
-        return make()
-    key = *key, tuple((id(x), x._version) for x in tensors)  # noqa: SLF001 - no public name
-    of_owner = _KEPT.setdefault(owner, {})
-    made, made_from = of_owner.get(key, (None, ()))
-    if made is None or any(x() is None for x in made_from):  # another may have its id by now
-        if len(of_owner) >= KEPT:
-            of_owner.clear()
-        made = make()
-        of_owner[key] = made, [ref(x) for x in tensors]
-    return cast("Made", made)
-
-
-def _keeps(q: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether bounds may be kept: not a compiler's, nor those of a CUDA graph that is captured."""
-    if not dispatch_is_trivial(q, *tensors) or any(x.is_inference() for x in tensors):
-        return False
-    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _make(sizes: Sizes, mask: Mask, cu: Rows | None, given: RowMask | None) -> Bounds:
-    if given is None and cu is not None:
-        return of_documents(*cu, sizes.seq_q, sizes.seq_kv, mask)
-    if cu is not None:
-        keys = of_documents(*cu, sizes.seq_q, sizes.seq_kv, mask).keys.long()
-        low, high = keys[..., 0], keys[..., 1]
-    else:
-        ends = mask.over(sizes.seq_q, sizes.seq_kv).keys_of(sizes.queries)
-        low, high = (x + torch.zeros_like(sizes.queries) for x in ends)
-    if given is not None:
-        low, high = _meet((low, high), given.rows(sizes))
-    shape = torch.broadcast_shapes(low.shape, high.shape)
-    if shape[0] not in (1, sizes.batch):
-        raise ValueError(f"mask: wanted rows for {sizes.batch} batches or one, got {shape[0]}")
-    return of_rows(low.expand(shape), high.expand(shape), sizes.seq_kv)
-
-
-def _integers(name: str, x: object, *dims: int) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dtype not in INTEGERS or x.ndim not in dims:
         wanted = " or ".join(f"{n}-dimensional" for n in dims)
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

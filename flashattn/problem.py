@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
@@ -173,7 +174,8 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            f" -window70+0, then -docs40+30x20, -cap50, -alibi, -bias1hts, -sink), got {name!r}"
+            " -window70+0, then -docs40+30x20+8of64, -cap50, -alibi, -bias1hts, -sink),"
+            f" got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
@@ -300,18 +302,26 @@ def _check_lengths(documents: Documents, sizes: tuple[int, int]) -> None:
 
 
 def _listed(documents: Lengths | Literal["unknown"]) -> str:
-    """Return the name of documents: 40+30x20, with as many keys as queries if one number."""
+    """Return the name of documents: 40+30x20+256of64; one number is as many keys as queries."""
     if documents == "unknown":
         return documents
-    return "+".join(f"{t}" if t == s else f"{t}x{s}" for t, s in documents)
+    said = []
+    for (t, s), same in groupby(documents):
+        size, count = f"{t}" if t == s else f"{t}x{s}", len(list(same))
+        said.append(size if count == 1 else f"{count}of{size}")
+    return "+".join(said)
 
 
 def _parsed(name: str) -> Documents:
     """Return the documents that ``_listed`` names so."""
     if name == "unknown":
         return "unknown"
-    numbers = [[int(x) for x in document.split("x")] for document in name.split("+")]
-    return tuple((x[0], x[-1]) for x in numbers)
+    found: list[tuple[int, int]] = []
+    for said in name.split("+"):
+        count, _, size = said.rpartition("of")
+        numbers = [int(x) for x in size.split("x")]
+        found += [(numbers[0], numbers[-1])] * int(count or 1)
+    return tuple(found)
 
 
 def check_among(name: str, value: object, wanted: Collection[object]) -> None:

@@ -18,17 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 from typing import Any
 
 import torch
 
+from flashattn.bounds import Bounds, of_documents
 from flashattn.claims import Claims
+from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Mask
-from flashattn.masks import bounds_of, cumulative
 from flashattn.problem import Lengths, Problem
+from flashattn.resolve import cumulative
 from flashattn.score import with_sink
 
 WhyNot = Callable[[Problem, torch.device], str | None]
@@ -124,7 +126,8 @@ class Impl(Claims):
         """Compute (o, lse); lse is None where it returns none."""
         if documents is not None:
             mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
-            bounds = bounds_of(q, k, mask, cumulative(documents, q.device), None)
+            made = _bounds if dispatch_is_trivial(q) else _bounds.__wrapped__
+            bounds = made(documents, mask, q.shape[-2], k.shape[-2], q.device)
             options |= {"bounds": bounds, "causal": False}
         given = {name: options[name] for name in TENSORS if options.get(name) is not None}
         return self.prepared(q, k, v, **options)(q, k, v, **given)
@@ -154,6 +157,13 @@ def _behind(attend: Attend, name: str) -> Attend:
         return with_sink(o, lse, sink)
 
     return sunk
+
+
+@lru_cache(maxsize=4)  # calls of one problem share them, as the layers of a model do
+def _bounds(
+    documents: Lengths, mask: Mask, seq_q: int, seq_kv: int, device: torch.device
+) -> Bounds:
+    return of_documents(*cumulative(documents, device), seq_q, seq_kv, mask)
 
 
 def _options(call: Callable[..., Any]) -> frozenset[str] | None:

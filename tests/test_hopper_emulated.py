@@ -22,13 +22,13 @@ from flashattn.emulate.source import STAND_INS
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import score
 from flashattn.kernels.hopper.tma import Tiles
-from flashattn.masks import cumulative
 from flashattn.plan import hopper
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Options
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
+from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import (
     InaccurateError,
     Sample,
@@ -341,6 +341,16 @@ def test_softcap(problem, config, how, at_once, cap):
         assert_accurate(attend(problem, config, how), Sample(problem=problem, grad=how is not None))
 
 
+@pytest.mark.parametrize("values", ["extreme", "negative"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_where_tanh_is_flat(head_dim, values):
+    """Where all scores are near the softcap gradients are small, and right."""
+    problem = bf16(heads=2, seq_q=100, seq_kv=140, head_dim=head_dim, softcap=0.7)
+    how = {"tile": TURNED if head_dim <= 128 else HopperD256Tile()}
+    with emulated():
+        assert_accurate(attend(problem, WIDE, how), Sample(problem=problem, values=values))
+
+
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("shape", [0, 1, 4], ids=lambda i: str(SHARES[i][0]))
 def test_shares_of_capped(shape, cap, divide):
@@ -366,7 +376,7 @@ def test_fp16_takes_the_exact_tanh(head_dim, monkeypatch):
     how = {"tile": TURNED if head_dim <= 128 else HopperD256Tile()}
     for dtype, right in (("float16", True), ("bfloat16", False)):
         problem = Problem(
-            dtype=dtype, heads=2, seq_q=200, seq_kv=140, head_dim=head_dim, softcap=0.7
+            dtype=dtype, heads=2, seq_q=200, seq_kv=140, head_dim=head_dim, softcap=50.0
         )
         sample = Sample(problem=problem, values="negative")
         with emulated(), nullcontext() if right else pytest.raises(InaccurateError):
@@ -1163,8 +1173,8 @@ PLANTED = [
         Mutant(
             "masked_gradient_not_capped",
             BACKWARD,
-            "    s = score.capped(s)\n",
-            "    if not MASKED:\n        s = score.capped(s)\n",
+            "    product, s = s, score.capped(s)\n",
+            "    product = s\n    if not MASKED:\n        s = score.capped(s)\n",
             "P of such a tile is not what the forward had",
         ),
         WRONG,
@@ -1174,7 +1184,7 @@ PLANTED = [
         Mutant(
             "slope_forgotten",
             BACKWARD,
-            "    p = score.with_slope(p, s)\n",
+            "    p = score.with_slope(p, product, s)\n",
             "",
             "dq and dk are too large where scores are capped",
         ),
@@ -1186,8 +1196,8 @@ PLANTED = [
             "slope_in_dv",
             BACKWARD,
             "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n"
-            "    p = score.with_slope(p, s)\n",
-            "    p = score.with_slope(p, s)\n"
+            "    p = score.with_slope(p, product, s)\n",
+            "    p = score.with_slope(p, product, s)\n"
             "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n",
             "dv is too small there",
         ),
@@ -1198,8 +1208,8 @@ PLANTED = [
         Mutant(
             "slope_of_the_root",
             "kernels/hopper/score.py",
-            "p * (1 - s * s)",
-            "p * (1 - s)",
+            "(root * root)",
+            "root",
             "dq and dk have the wrong sizes",
         ),
         WRONG,
@@ -1209,7 +1219,7 @@ PLANTED = [
         Mutant(
             "slope_not_shared",
             WIDE_BACKWARD,
-            "sP.store(n, score.with_slope(p, s))",
+            "sP.store(n, score.with_slope(p, product, s))",
             "sP.store(n, p)",
             "dk is too large where scores are capped",
         ),
@@ -1220,8 +1230,8 @@ PLANTED = [
         Mutant(
             "slope_of_hidden_scores",
             WIDE_BACKWARD,
-            "lse_log2[:, None]), s)",
-            "lse_log2[:, None]), seen)",
+            "lse_log2[:, None]), product, s)",
+            "lse_log2[:, None]), product, seen)",
             "dq is 0 * inf where keys are hidden",
         ),
         WRONG,
@@ -1231,7 +1241,7 @@ PLANTED = [
         Mutant(
             "slope_forgotten_in_dq",
             WIDE_BACKWARD,
-            "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)",
+            "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), product, s)",
             "gl.exp2(seen * score.log2 - lse_log2[:, None])",
             "dq is too large where scores are capped",
         ),

@@ -15,7 +15,7 @@ from flashattn.emulate.source import Source
 from flashattn.kernels.hopper import backward, backward_d256, forward, scheduler, semaphore
 from flashattn.kernels.hopper import mask as device_mask
 from flashattn.mask import Band, Mask
-from flashattn.masks import cumulative
+from flashattn.resolve import cumulative
 from flashattn.testing.strategies import documents
 
 NAMES = Source()._names  # aggregates as plain classes

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from flashattn import attention, masks
 from flashattn.bounds import Intervals, of_documents, of_rows
 from flashattn.mask import Mask
-from flashattn.masks import Sizes, bounds_of, cumulative
+from flashattn.masks import Sizes
 from flashattn.problem import Problem
+from flashattn.resolve import bounds_of, cumulative
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
 from flashattn.testing.results import ask, assert_agree, assert_same_bits
@@ -210,6 +211,7 @@ def dilated(b, h, t, s):
     [
         (lambda: seen_of(masks.of(dilated)), "query 2 sees keys that are not next to one another"),
         (lambda: seen_of(masks.of(S <= 11 - T)), "query 1 sees begin or end before"),
+        (lambda: seen_of(masks.of(S >= 11 - T)), "query 1 sees begin or end before"),
         (lambda: seen_of(masks.of(lambda b, h, t, s: s < h + t)), "which head it is"),
         (lambda: seen_of(masks.of(S[:, :5] <= T)), "wanted a bool tensor for"),
         (lambda: masks.of(torch.ones(5, 12)), r"wanted bool \[T, S\]"),
@@ -297,7 +299,7 @@ def test_bounds_that_are_made_already():
 
 def test_nothing_is_kept_alive():
     """Bounds go with the lengths they were made from."""
-    from flashattn.masks import _KEPT  # noqa: PLC0415
+    from flashattn.resolve import _KEPT  # noqa: PLC0415
 
     q, cu = torch.zeros(1, 1, 12, 4), torch.tensor([0, 5, 12])
     before = len(_KEPT)

@@ -19,10 +19,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import flashattn
 from flashattn import attention, masks
 from flashattn.lm import Config
-from flashattn.masks import cumulative
 from flashattn.parallel import attention as shared
 from flashattn.parallel import positions, shard, unshard
 from flashattn.problem import Problem
+from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import Sample, expected_of
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter

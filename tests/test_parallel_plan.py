@@ -13,6 +13,7 @@ from flashattn.mask import Mask
 from flashattn.parallel.placement import KINDS, Placement
 from flashattn.parallel.plan import Task, plan, size
 from flashattn.parallel.rows import local_bounds
+from flashattn.resolve import bounds_of
 
 LENGTHS = [(16, 16), (24, 24), (13, 13), (13, 24), (24, 13), (2, 2), (3, 17), (17, 3), (1, 9)]
 BOUNDS = [(None, None), (None, 0), (4, 0), (0, 3), (2, 5), (None, 6), (7, None), (0, 0), (40, 1)]
@@ -64,7 +65,7 @@ def test_rows_see_once_what_their_mask_shows(kind, world):
         low, high = ends.sort(-1).values
         given = masks.rows(low, high)
         q, k = (torch.empty(2, 1, n, 8) for n in (task.seq_q, task.seq_kv))
-        wanted = masks.bounds_of(q, k, task.mask, None, given).seen.long()
+        wanted = bounds_of(q, k, task.mask, None, given).seen.long()
         counted = torch.zeros_like(wanted)
         for rank in range(world):
             rows, keys = (owned(task.placement, n, rank) for n in (task.seq_q, task.seq_kv))

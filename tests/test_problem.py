@@ -105,6 +105,14 @@ def test_names_are_read_back(problem):
     assert Problem.parse(str(problem)) == problem
 
 
+def test_documents_of_one_length_are_counted():
+    """A name says them once, and is read back."""
+    documents = ((40, 40), (30, 20), (64, 64), (64, 64), (64, 64), (1, 0))
+    problem = Problem(seq_q=300, documents=documents)
+    assert str(problem).endswith("-docs40+30x20+3of64+1x0")
+    assert Problem.parse(str(problem)) == problem
+
+
 @pytest.mark.parametrize(
     "name",
     ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding", "fp32-b1h1-q1-d1-full-cap0"],

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flashattn import attention
-from flashattn.masks import cumulative
 from flashattn.parallel.placement import Placement
 from flashattn.problem import Problem
+from flashattn.resolve import cumulative
 from flashattn.testing import parallel_case
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.ranks import Ranks

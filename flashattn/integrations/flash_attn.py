@@ -177,8 +177,8 @@ def flash_attn_varlen_func(
 
     Document i has the queries cu_seqlens_q[i] ... cu_seqlens_q[i + 1] - 1 and likewise the keys;
     any may be empty. All are one launch, and the host does not wait for the GPU, where lengths are
-    not checked (see ``masks.check_documents``). Tokens in no document, and those that are not used,
-    have out = 0, softmax_lse = -inf, and pass no gradient.
+    not checked (see ``resolve.check_documents``). Tokens in no document, and those that are not
+    used, have out = 0, softmax_lse = -inf, and pass no gradient.
 
     Args:
         q: [total_q, nheads, headdim].

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flashattn.api import attention
 from flashattn.integrations.arguments import DENSE, WindowSize, check_shapes, keywords, shown
-from flashattn.masks import RowMask, kept, rows
+from flashattn.masks import RowMask, rows
+from flashattn.resolve import kept
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flashattn.bounds import Bounds
 from flashattn.mask import Mask
-from flashattn.masks import INTEGERS, bounds_of, check_documents, kept
+from flashattn.masks import INTEGERS
+from flashattn.resolve import bounds_of, check_documents, kept
 
 Used = Tensor | None
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -46,7 +47,7 @@ def bounds_of_packed(
         names: of the lengths in messages.
 
     Raises:
-        ValueError: lengths that do not fit (see ``masks.check_documents``).
+        ValueError: lengths that do not fit (see ``resolve.check_documents``).
     """
     if used[0] is not None or used[1] is not None:
         cu = check_documents(lengths, q, k, names)

@@ -25,7 +25,8 @@ from flashattn.api import attention
 from flashattn.bounds import Bounds, of_rows
 from flashattn.integrations.runs import meet, parts_of, shown_by, window_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.masks import bounds_of, monotone, of_bounds, readable, runs_of
+from flashattn.masks import monotone, of_bounds, readable, runs_of
+from flashattn.resolve import bounds_of
 
 MOST_PAIRS = 1 << 26  # of queries and keys, whose mask is evaluated at once: 64 MiB
 HOLES = "attention_mask hides keys between others: register(holes=True) takes such masks"

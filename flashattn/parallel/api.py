@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from flashattn import api, registry
 from flashattn.gpus import fastest_family
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.masks import Documents, RowMask
+from flashattn.masks import RowMask
 from flashattn.parallel import keys
 from flashattn.parallel.heads import to_heads, to_rows
 from flashattn.parallel.placement import Placement
@@ -23,7 +23,11 @@ from flashattn.parallel.rows import local_bounds
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import dense_strides
 from flashattn.problem import Problem, check_among, check_scale
+from flashattn.resolve import Documents
 from flashattn.score import check_sink, with_sink
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 IMPLS = ("auto", "triton", "hopper", "tiled")
 _NO_BOUNDS: list[torch.Tensor] = []
@@ -131,7 +135,7 @@ class Where(NamedTuple):
         seq_kv: S, likewise.
     """
 
-    group: str
+    group: GroupName
     rank: int
     placement: Placement
     seq_q: int

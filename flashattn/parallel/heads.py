@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from flashattn.parallel.placement import Placement
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
-def to_heads(x: torch.Tensor, length: int, placement: Placement, group: str) -> torch.Tensor:
+
+def to_heads(x: torch.Tensor, length: int, placement: Placement, group: GroupName) -> torch.Tensor:
     """Return all rows of this rank's heads [B, H / W, T, D]; differentiable.
 
     Args:
@@ -32,7 +36,7 @@ def to_heads(x: torch.Tensor, length: int, placement: Placement, group: str) -> 
     return torch.cat(found).permute(1, 2, 0, 3)
 
 
-def to_rows(x: torch.Tensor, placement: Placement, rank: int, group: str) -> torch.Tensor:
+def to_rows(x: torch.Tensor, placement: Placement, rank: int, group: GroupName) -> torch.Tensor:
     """Return this rank's rows of all heads [B, H, rows, D]; the inverse, differentiable.
 
     Args:

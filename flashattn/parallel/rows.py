@@ -10,8 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashattn.bounds import Bounds, of_rows
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import FULL
-from flashattn.masks import Documents, RowMask, bounds_of
+from flashattn.masks import RowMask
 from flashattn.parallel.plan import Plan, Task, placed, plan
+from flashattn.resolve import Documents, bounds_of
 
 _KEPT: Any = WeakIdKeyDictionary()  # by the bounds of the whole, which a model's layers share
 

@@ -25,12 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashattn import parallel
 from flashattn.lm import SIZES
-from flashattn.masks import cumulative
 from flashattn.measure.device import out_of_memory
 from flashattn.measure.timing import DeviceClock, HostClock
 from flashattn.parallel.placement import Placement
 from flashattn.parallel.plan import seen_by
 from flashattn.problem import Problem
+from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import Expected
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.ranks import ANSWER

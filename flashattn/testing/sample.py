@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashattn.bounds import Bounds, of_documents
-from flashattn.masks import cumulative
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
+from flashattn.resolve import cumulative
 from flashattn.testing.form import check_form
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.poison import guard

@@ -89,7 +89,7 @@ def examine(folder, tests, chosen, mutant=None):
 
 def who_failed(output, code):
     """Return the name of the failed test and what it said, or the one that the process died in."""
-    failed = re.search(r"^FAILED (\S+)(?: - (.*))?$", output, re.MULTILINE)
+    failed = re.search(r"^FAILED (.+?)(?: - (.*))?$", output, re.MULTILINE)
     if failed:
         return failed[1], failed[2] or ""
     started = re.findall(r"^(tests/\S+::\S+)", output, re.MULTILINE)

@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "lengths_that_changed_are_forgotten",
-        "masks.py",
+        "resolve.py",
         "tuple((id(x), x._version) for x in tensors)",
         "tuple(id(x) for x in tensors)",
         "a batch has the documents of the batch before",
@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "bounds_outlive_lengths",
-        "masks.py",
+        "resolve.py",
         "of_owner[key] = made, [ref(x) for x in tensors]",
         "of_owner[key] = made, [lambda x=x: x for x in tensors]",
         "lengths and bounds of every batch fill the memory",
@@ -293,8 +293,8 @@ MUTANTS = [
     Mutant(
         "batches_of_one_kind",
         "bounds.py",
-        "return found._replace(full=found.first, full_end=found.first)",
-        "return found",
+        "tiles_between(least[start],",
+        "tiles_between(most[start],",
         "a tile that one batch sees whole is not masked in the others",
         "tests/test_masks.py::test_tiles_of_intervals",
     ),

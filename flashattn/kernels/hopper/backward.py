@@ -317,12 +317,12 @@ def mainloop_step(
     else:
         s = mma_wait(s, 1, t.d_hi)
         row_lse = lse_log2.load(gl.SliceLayout(0, S))
-    s = score.capped(s)
+    product, s = s, score.capped(s)
     p = gl.exp2(s * score.log2 - row_lse[None, :])
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    p = score.with_slope(p, s)
+    p = score.with_slope(p, product, s)
     if EARLY:
         row_delta = delta.load(gl.SliceLayout(0, S))
         dp = mma_wait(dp, 0, t.d_hi)

@@ -4,6 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.portable.score import capped
 
@@ -49,8 +50,17 @@ class Score:
         return scores
 
     @gluon.jit
-    def with_slope(self, p, s):
-        """Return P times the slope of its scores, which dS takes in place of P."""
-        if self.cap is not None:
-            p = p * (1 - s * s)
-        return p
+    def with_slope(self, p, product, s):
+        """Return P times the slope of its scores ``capped(product)``, which dS takes in place of P.
+
+        1 - tanh^2 is e (1 + |tanh|)^2, e = exp(-2 |x|), which says more where tanh is nearly flat.
+        """
+        if self.cap is None:
+            slope = p
+        elif self.exact:
+            slope = p * (1 - s * s)
+        else:
+            root = 1 + gl.abs(s)
+            log2 = gl.abs(product) * (-2 * LOG2E * gl.abs(self.cap))
+            slope = p * (gl.exp2(log2) * (root * root))
+        return slope

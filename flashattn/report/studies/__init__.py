@@ -9,6 +9,7 @@ from flashattn.report.studies import (
     flash,
     launch,
     lm,
+    masks,
     memory,
     parallel,
     precision,
@@ -19,5 +20,5 @@ from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
     *(lm, warmup, profile, precision, memory),
-    *(attention, compile, flash, launch, parallel, accuracy),
+    *(attention, compile, flash, masks, launch, parallel, accuracy),
 )

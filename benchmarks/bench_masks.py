@@ -1,0 +1,76 @@
+"""Windows and packed documents, forward and backward: does time follow the pairs that are seen?
+
+Bounds, block masks and bool masks are made once, before the clock starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashattn.problem import Problem
+
+# They loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
+LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
+UNEQUAL = (64, 500, 3000, 1200, 2500, 900, 1800, 300, 2600, 1120, 2400)
+
+
+def masks(total: int, *, windows: list[int], documents: list[tuple[int, ...]], **sizes):
+    """Return causal problems of ``total`` rows: plain, by windows, and by lengths of documents."""
+    plain = Problem(seq_q=total, causal=True, **sizes)
+    return [
+        plain,
+        *(replace(plain, window=(keys - 1, None)) for keys in windows),
+        *(replace(plain, documents=tuple((n, n) for n in lengths)) for lengths in documents),
+    ]
+
+
+def equal(total: int, *sizes: int) -> list[tuple[int, ...]]:
+    """Return documents of one length each."""
+    return [(n,) * (total // n) for n in sizes]
+
+
+LLM = {"dtype": "bfloat16", "heads": 16, "head_dim": 128}
+SMOKE = masks(256, windows=[32], documents=[(56, 200)], heads=2, head_dim=16)
+DEFAULT = masks(16384, windows=[1024], documents=[UNEQUAL, *equal(16384, 64, 1024)], **LLM)
+FULL = [
+    *masks(
+        16384,
+        windows=[128, 512, 1024, 4096],
+        documents=[UNEQUAL, *equal(16384, 64, 256, 1024, 4096)],
+        **LLM,
+    ),
+    *masks(16384, windows=[128], documents=[], dtype="bfloat16", heads=64, kv_heads=8, head_dim=64),
+]
+BENCHMARKS = ("bench_forward", "bench_backward")
+SWEEPS = {
+    name: dict.fromkeys(BENCHMARKS, problems)
+    for name, problems in {"smoke": SMOKE, "default": DEFAULT, "full": FULL}.items()
+}
+
+
+@pytest.fixture
+def admitted(verifier, left_out, facts, interpreted):
+    """Return a function that leaves the case out with a reason unless it can be timed."""
+
+    def admit(passes):
+        left_out(verifier.admit(passes))
+        facts["pairs"] = verifier.problem.pairs
+        name = verifier.impl.name
+        left_out(f"{name} is timed without such masks" if name in LEFT_OUT else None)
+        left_out(f"{name} is interpreted: not a speed" if interpreted(verifier.impl) else None)
+
+    return admit
+
+
+def bench_forward(admitted, time_pass):
+    """Time the forward pass without gradients."""
+    admitted("forward")
+    time_pass("forward")
+
+
+def bench_backward(admitted, time_pass):
+    """Time the backward pass alone."""
+    admitted("backward")
+    time_pass("backward")

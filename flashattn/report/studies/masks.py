@@ -1,0 +1,84 @@
+"""Windows and packed documents: time against the pairs of a query and a key that are seen."""
+
+from __future__ import annotations
+
+from flashattn.report import plot
+from flashattn.report.rows import KERNELS, attempted, by, groups, known, timed, values
+from flashattn.report.runs import Row, Run
+from flashattn.report.study import Table, filled
+from flashattn.report.units import digits, ms, notes, or_mark, percent, times
+
+NAME = "masks"
+TITLE = "Masks"
+QUESTION = "Does time follow the pairs that a mask leaves?"
+SHAPE = ("dtype", "batch", "heads", "kv_heads", "seq_q", "head_dim", "pass")
+
+
+def _rows(run: Run) -> list[Row]:
+    return attempted(known(run.study(NAME), "impl", "problem", "pass", "pairs"))
+
+
+def _best(rows: list[Row], *, ours: bool) -> Row | None:
+    found = (row for row in timed(rows) if (row["impl"] in KERNELS) == ours)
+    return min(found, key=lambda row: float(row["seconds"]), default=None)
+
+
+def _ratio(rows: list[Row]) -> float | None:
+    """Return the speed of the faster of our kernels over that of the fastest peer."""
+    ours, peer = _best(rows, ours=True), _best(rows, ours=False)
+    return peer["seconds"] / ours["seconds"] if ours and peer else None
+
+
+def tables(run: Run) -> list[Table]:
+    """Return a table for each shape and pass: a line per mask, a column per implementation."""
+    found = []
+    for (*_, name), own in groups(_rows(run), *SHAPE).items():
+        impls, lines = values(timed(own), "impl"), []
+        for (pairs, problem), cases in groups(own, "pairs", "problem").items():
+            sides = by(cases, "impl")
+            cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
+            lines.append([problem, digits(pairs / 1e6), *cells, times(_ratio(cases))])
+        header = ["problem", "million pairs", *impls, "ours / best peer"]
+        found.append(
+            Table(caption=f"{name}: ms", header=header, lines=lines, rows=own, notes=notes(lines))
+        )
+    return filled(*found)
+
+
+def findings(run: Run) -> list[str]:
+    """Return, for each shape and pass, the share of our time that the fewest pairs take."""
+    said = []
+    for (*_, name), own in groups(_rows(run), *SHAPE).items():
+        each = [_best(cases, ours=True) for cases in groups(own, "problem").values()]
+        ours = sorted((row for row in each if row), key=lambda row: int(row["pairs"]))
+        if len(ours) > 1 and ours[0]["pairs"]:
+            few, most = ours[0], ours[-1]
+            share = percent(few["pairs"] / most["pairs"])
+            said.append(
+                f"{name}: {share} of the pairs take {percent(few['seconds'] / most['seconds'])} of"
+                f" the time ({few['problem']} against {most['problem']})."
+            )
+    return said
+
+
+def pictures(run: Run) -> dict[str, plot.Figure]:
+    """Plot time over pairs, a panel for each pass of the shape that has the most masks."""
+    shapes = groups(timed(_rows(run)), *SHAPE[:-1])
+    own = max(shapes.values(), key=lambda rows: len(values(rows, "problem")), default=[])
+    if len(values(own, "pairs")) <= 1:
+        return {}
+    passes = groups(own, "pass")
+    figure, axes = plot.panels("Time over the pairs that are seen", 1, len(passes), height=3.2)
+    for axis, ((name,), rows) in zip(axes[0], passes.items(), strict=True):
+        plot.curves(
+            axis,
+            {
+                impl: [(row["pairs"] / 1e6, row["seconds"] * 1e3) for row in each]
+                for (impl,), each in groups(rows, "impl").items()
+            },
+        )
+        axis.set_xscale("log")
+        plot.logarithmic(axis)
+        axis.set(title=name, xlabel="million pairs", ylabel="ms")
+    plot.legend(figure, axes)
+    return {"masks-pairs": figure}

@@ -5,6 +5,7 @@ from flashattn.api import attention, explain
 from flashattn.ops import FlashAttentionTriton
 from flashattn.problem import Problem
 from flashattn.registry import get, names, register
+from flashattn.score import relative
 from flashattn.tiled import FlashAttentionPyTorch
 from flashattn.weighted_sum import weighted_sum
 
@@ -20,5 +21,6 @@ __all__ = [
     "masks",
     "names",
     "register",
+    "relative",
     "weighted_sum",
 ]

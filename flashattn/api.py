@@ -22,7 +22,13 @@ from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import Family, TensorSpec, signature
 from flashattn.problem import Problem, check_among, check_scale
 from flashattn.resolve import Documents, bounds_of
-from flashattn.score import check_sink, with_sink
+from flashattn.score import (
+    Relative,
+    check_alibi_slopes,
+    check_bias,
+    check_sink,
+    dimensions,
+)
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # In the order in which "auto" asks them.
@@ -34,11 +40,11 @@ FASTEST_FIRST = {
 FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
 OURS = (
     *(registry.ASKED - {"bounds"}),
-    *("documents", "mask", "sink", "return_lse", "impl", "precision", "deterministic"),
+    *("documents", "mask", "return_lse", "impl", "precision", "deterministic"),
 )
 # What other libraries have and we call otherwise, or have not.
 INSTEAD = {
-    "attn_mask": "use mask=flashattn.masks.of(attn_mask)",
+    "attn_mask": "use mask=flashattn.masks.of(attn_mask), or bias=attn_mask",
     "cu_seqlens": "use documents",
     "cu_seqlens_q": "use documents=(cu_seqlens_q, cu_seqlens_k)",
     "dropout_p": "there is no dropout",
@@ -59,6 +65,8 @@ def attention(
     documents: Documents | None = None,
     mask: RowMask | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | Relative | None = None,
     sink: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -68,6 +76,8 @@ def attention(
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale * q @ k.T + mask) @ v without holding the score matrix.
+
+    Scores are made in this order: scale, softcap, ALiBi, bias, mask, sink (see ``score``).
 
     Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
     sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
@@ -95,9 +105,14 @@ def attention(
         mask: an object of ``flashattn.masks``, which hides more keys.
         softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
             None is none.
+        alibi_slopes: fp32 [H] or [B, H], flash-attn's: takes slope * |t + S - T - s| off the score
+            of query t and key s; no gradient. Not with ``documents``.
+        bias: what broadcasts to [B, H, T, S] ([B, T, S] for one head), in q's dtype or fp32; added
+            to the scores, differentiable, read by strides of 0 where it is broadcast. Or, for a
+            bias of s - t alone, ``relative(vector)``. -inf hides a key.
         sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
-            gpt-oss; differentiable. It is applied to o and lse behind the kernels, so that ``impl``
-            must return the logsumexp.
+            gpt-oss; differentiable. "hopper" and others than ours have it applied to o and lse
+            behind them, so that these must return the logsumexp.
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
@@ -130,14 +145,16 @@ def attention(
 
     Source: Dao, 2023, "FlashAttention-2".
     """
-    lse_wanted, bounds = return_lse or sink is not None, None
-    given = causal, window, documents, mask
+    tensors: dict[str, Any] = {}
+    given = causal, window, documents, mask, alibi_slopes, bias, sink
     if documents is not None or mask is not None:
-        bounds = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
+        tensors["bounds"] = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
         causal, window = False, UNBOUNDED
+    if alibi_slopes is not None or bias is not None or sink is not None:
+        tensors |= _scored(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
     key = _key(
-        q, k, v, causal, window, bounds, softcap, scale, lse_wanted, impl, precision, deterministic,
-        options,
+        q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, precision,
+        deterministic, options,
     )  # fmt: skip
     try:
         attend = _PLANS[key] if key is not None else None
@@ -146,12 +163,12 @@ def attention(
     if attend is None:
         dtype = _autocast_dtype(q)
         if dtype is not None:
-            options |= zip(("causal", "window", "documents", "mask"), given, strict=True)
+            names = "causal", "window", "documents", "mask", "alibi_slopes", "bias", "sink"
+            options |= zip(names, given, strict=True)
             options |= {
                 "softcap": softcap,
                 "scale": scale,
                 "impl": impl,
-                "sink": sink,
                 "return_lse": return_lse,
                 "precision": precision,
                 "deterministic": deterministic,
@@ -164,17 +181,13 @@ def attention(
         options |= {} if precision == "auto" else {"precision": precision}
         options |= {} if deterministic else {"deterministic": False}
         attend = _prepare(
-            q, k, v, causal, window, bounds, softcap, scale, lse_wanted, impl, options
+            q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
         )
         if key is not None:
             if len(_PLANS) >= _MOST_PLANS:
                 _PLANS.clear()
             _PLANS[key] = attend
-    if sink is not None:
-        check_sink(sink, 1 if q.ndim == 3 else q.shape[1], q.device)  # noqa: PLR2004 - [B, T, D]
-    o, lse = attend(q, k, v) if bounds is None else attend(q, k, v, bounds)
-    if sink is not None and lse is not None:
-        o, lse = with_sink(o, lse, sink)
+    o, lse = attend(q, k, v, **tensors)
     return o if lse is None or not return_lse else (o, lse)
 
 
@@ -188,6 +201,9 @@ def explain(
     documents: Documents | None = None,
     mask: RowMask | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | Relative | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     impl: str = "auto",
     precision: str = "auto",
@@ -209,6 +225,9 @@ def explain(
         documents: likewise; all that is asked is whether there are some.
         mask: likewise.
         softcap: likewise.
+        alibi_slopes: likewise; all that is asked is whether there are some.
+        bias: likewise; its gradient is wanted.
+        sink: likewise; of impl="hopper" and "auto" it is applied behind the kernels.
         scale: likewise.
         impl: "triton", "hopper", or "auto", for each pass the faster one.
         precision: likewise.
@@ -225,9 +244,11 @@ def explain(
     rows = documents is not None or mask is not None
     if rows:
         causal, window = False, UNBOUNDED
+    scored = _scored(q, k, v, alibi_slopes, bias, sink if impl == "triton" else None, packed=False)
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, documents=_unknown(rows)
-    )
+        q, k, v, causal=causal, window=window, softcap=softcap, **_facts(scored),
+        documents=_unknown(rows),
+    )  # fmt: skip
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
         if gpu is not None:
@@ -259,7 +280,7 @@ def _key(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
-    bounds: Bounds | None,
+    tensors: dict[str, Any],
     softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001 - by position costs less
@@ -269,7 +290,7 @@ def _key(
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
     """Return all that a plan depends on, or None where that has no name or an operator is due."""
-    if not dispatch_is_trivial(q, k, v):
+    if not dispatch_is_trivial(q, k, v, *(x for x in tensors.values() if type(x) is not Bounds)):
         return None
     named: tuple[object, ...] = ()
     if options:
@@ -280,11 +301,15 @@ def _key(
     try:
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
-        if bounds is not None:
-            named = *named, Bounds, bounds.keys.shape[0]
+        grad = q.requires_grad or k.requires_grad or v.requires_grad
+        for name, x in tensors.items():
+            one = x.keys if isinstance(x, Bounds) else x  # as it lies, so does the other
+            named = *named, name, *signature(one)
+            if not isinstance(x, Bounds):
+                grad = grad or x.requires_grad
         return (
             signature(q, k, v),
-            q.requires_grad or k.requires_grad or v.requires_grad,
+            grad,
             causal, softcap, type(softcap), scale, type(scale), return_lse, precision,
             deterministic, named,
             impl if impl == "auto" else registry.get(impl),
@@ -301,7 +326,7 @@ def _prepare(
     v: torch.Tensor,
     causal: Causal,
     window: Window,
-    bounds: Bounds | None,
+    tensors: dict[str, Any],
     softcap: float | None,
     scale: float | None,
     return_lse: bool,  # noqa: FBT001
@@ -311,34 +336,35 @@ def _prepare(
     """Check the arguments, choose, and return what answers them and all like them."""
     if _only_v_differs_in_width(q, k, v):
         scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
-        given = *_widened(q, k, v), causal, window, bounds, softcap, scale, return_lse
+        given = *_widened(q, k, v), causal, window, tensors, softcap, scale, return_lse
         wide = _prepare(*given, impl, options)
 
         def narrowed(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Bounds
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
         ) -> registry.Pair:
-            o, lse = wide(*_widened(q, k, v), *bounds)
+            o, lse = wide(*_widened(q, k, v), **tensors)
             return o[..., :columns], lse
 
         return narrowed
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap,
-        documents=_unknown(bounds is not None),
+        q, k, v, causal=causal, window=window, softcap=softcap, **_facts(tensors),
+        documents=_unknown("bounds" in tensors),
     )  # fmt: skip
-    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
+    grad = any(x.requires_grad for x in (q, k, v, *learned))
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
     scale = check_scale(scale, q.shape[-1])
-    how = {**problem.keywords, "scale": scale, **fastest, **taken, "bounds": bounds}
+    how = {**problem.keywords, "scale": scale, **fastest, **taken, **tensors}
     how.pop("documents", None)
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
 
     def one_head(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Bounds
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
     ) -> registry.Pair:
-        o, lse = attend(q[:, None], k[:, None], v[:, None], *bounds)
+        o, lse = attend(q[:, None], k[:, None], v[:, None], **tensors)
         return o[:, 0], None if lse is None else lse[:, 0]
 
     return one_head
@@ -353,9 +379,50 @@ def _bounds(
     rows: RowMask | None,
 ) -> Bounds:
     """Return the bounds that the arguments of ``attention`` ask for."""
+    _check_sizes(q, k, v)
+    return bounds_of(q, k, mask, documents, rows)
+
+
+def _scored(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | Relative | None,
+    sink: torch.Tensor | None,
+    *,
+    packed: bool,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that scores are made with, as implementations take them.
+
+    Raises:
+        ValueError: one that does not fit; or slopes of packed documents.
+    """
+    _check_sizes(q, k, v)
+    found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
+    if alibi_slopes is not None:
+        if packed:
+            msg = "alibi_slopes: not with documents: positions are those of the whole"
+            raise ValueError(msg)
+        slopes = check_alibi_slopes(alibi_slopes, q.shape[0], heads, q.device)
+        found["alibi_slopes"] = slopes
+    if bias is not None:
+        found["bias"] = check_bias(bias, (q.shape[0], heads, q.shape[-2], k.shape[-2]), q)
+    if sink is not None:
+        found["sink"] = check_sink(sink, heads, q)
+    return found
+
+
+def _facts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return what a problem knows of the tensors that scores are made with."""
+    named = dimensions(tensors.get("bias"))
+    return {"alibi": "alibi_slopes" in tensors, "bias": named, "sink": "sink" in tensors}
+
+
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check as much as other arguments need, which are checked first."""
     if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
         Problem.of(q, k, v)  # which says what is wrong
-    return bounds_of(q, k, mask, documents, rows)
 
 
 def _unknown(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001

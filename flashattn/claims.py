@@ -14,7 +14,7 @@ from flashattn.problem import Problem
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
-    """The contract, clause by clause; by default all but lse, windows, intervals and caps.
+    """The contract, clause by clause; by default all but lse, masks of ``windows`` on, and scores.
 
     Args:
         lse: it returns (o, lse), both differentiable.
@@ -25,6 +25,11 @@ class Claims:
         intervals: it takes ``bounds=``, a ``bounds.Bounds``, which is then all of the mask: packed
             documents, padding, prefixes, any mask of one run of keys for each query.
         softcap: it takes ``softcap=``, as ``attention`` does.
+        alibi: it takes ``alibi_slopes=``, fp32 [B or 1, H], dense.
+        bias: it takes ``bias=``, of q's dtype or fp32: [B or 1, H or 1, T or 1, S or 1], or,
+            relative, [B or 1, H or 1, T + S - 1] (see ``score``); differentiable.
+        sink: it takes ``sink=``, fp32 [B or 1, H], differentiable; to the results of others that
+            return lse it is applied behind them.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
@@ -42,6 +47,9 @@ class Claims:
     windows: bool = False
     intervals: bool = False
     softcap: bool = False
+    alibi: bool = False
+    bias: bool = False
+    sink: bool = False
     grouped: bool = True
     empty: bool = True
     fully_masked_rows: bool = True
@@ -60,6 +68,9 @@ class Claims:
             "takes no documents and no mask but a window": problem.documents is not None
             and not self.intervals,
             "takes no softcap": problem.softcap is not None and not self.softcap,
+            "takes no ALiBi": problem.alibi and not self.alibi,
+            "takes no bias": problem.bias != "" and not self.bias,
+            "takes no sink, and returns no logsumexp": problem.sink and not (self.sink or self.lse),
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": _is_empty(problem) and not self.empty,
             "claims nothing for queries that see no key": problem.fully_masked_rows > 0
@@ -82,6 +93,9 @@ class Claims:
             "window": self.windows or UNBOUNDED,
             "documents": self.intervals or None,
             "softcap": self.softcap or None,
+            "alibi": self.alibi or False,
+            "bias": self.bias or "",
+            "sink": self.sink or self.lse or False,
             "kv_heads": self.grouped or problem.heads,
         }
         changes: dict[str, Any] = {name: x for name, x in claimed.items() if x is not True}

@@ -20,14 +20,18 @@ from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mod
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Family, Options, Signature, signature
+from flashattn.plan.spec import Extras, Family, Options, Signature, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
+from flashattn.score import of_keys
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
+EXTRAS = len(Extras._fields)
+FORWARD, BACKWARD = 3 + EXTRAS, 7 + EXTRAS  # tensors that an operator takes
+BIAS = 4 + Extras._fields.index("bias")  # its place among the arguments of an autograd function
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[..., Outputs]  # of q, k and v, and of bounds if there are some
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Attend = Callable[..., Outputs]  # of q, k and v, and of tensors besides by name
+Gradients = tuple[torch.Tensor, ...]  # of q, k and v; then of a bias and of sinks, if asked for
 Differentiate = Callable[..., Gradients]
 
 
@@ -42,34 +46,29 @@ def _execute() -> ModuleType:
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
+_EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
+_HOW = (
+    "SymInt? left, SymInt? right, SymInt diagonal, float scale, float? softcap, str precision,"
+    " str family, bool deterministic"
+)
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, Tensor? key_bounds, Tensor? query_bounds, SymInt? left,"
-    " SymInt? right, float scale, float? softcap, str precision, str family, bool deterministic)"
-    " -> (Tensor o, Tensor lse)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_HOW}) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " Tensor? key_bounds, Tensor? query_bounds, SymInt? left, SymInt? right, float scale,"
-    " float? softcap, str precision, str family, bool deterministic)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" {_EXTRAS}, {_HOW}, bool bias_grad)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward = torch.ops.flashattn.forward.default
 _backward = torch.ops.flashattn.backward.default
 
 
-def _launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_bounds: torch.Tensor | None,
-    query_bounds: torch.Tensor | None,
-    *how: Any,
-) -> Outputs:
-    bounds = _bounds(key_bounds, query_bounds)
-    attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, bounds, *how))
-    return attend(q, k, v, *bounds)
+def _launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: Any) -> Outputs:
+    extras, how = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
+    return attend(q, k, v, *extras)
 
 
 def _launch_backward(
@@ -80,31 +79,52 @@ def _launch_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    key_bounds: torch.Tensor | None,
-    query_bounds: torch.Tensor | None,
-    *how: Any,
+    *inputs: Any,
 ) -> Gradients:
-    bounds = _bounds(key_bounds, query_bounds)
+    extras, (*how, bias_grad) = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    options = _options(q.dtype, extras, *how)._replace(bias_grad=bias_grad)
     prepared: Differentiate = _execute().prepare_backward(
-        (grad_o, grad_lse), (q, k, v, o, lse), _options(q.dtype, bounds, *how)
+        (grad_o, grad_lse), (q, k, v, o, lse), options
     )
-    return prepared(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+    dq, dk, dv, *others = prepared(q, k, v, grad_o, o, lse, grad_lse, *extras)
+    return dq, dk, dv, *_all_others(others, q, *inputs[:EXTRAS][-2:], bias_grad=bias_grad)
 
 
-def _bounds(
-    key_bounds: torch.Tensor | None, query_bounds: torch.Tensor | None
-) -> Bounds | tuple[()]:
-    """Return the bounds that an operator was given, if it was."""
-    if key_bounds is None or query_bounds is None:
-        return ()
-    return Bounds(key_bounds, query_bounds)
+def _all_others(
+    given: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    *,
+    bias_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dbias and dsink as an operator does: without elements if not asked for."""
+    rest, wanted = list(given), (bias is not None and bias_grad, sink is not None)
+    dbias, dsink = (
+        rest.pop(0) if there else q.new_empty(0, dtype=torch.float32) for there in wanted
+    )
+    return dbias, dsink
+
+
+def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradients:
+    """Return the gradients that are asked for, of those that an operator returns."""
+    dq, dk, dv, dbias, dsink = gradients
+    wanted = {"dbias": bias_grad, "dsink": extras.sink is not None}
+    others = {"dbias": dbias, "dsink": dsink}
+    return dq, dk, dv, *(others[name] for name, there in wanted.items() if there)
+
+
+def _extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Return the tensors besides q, k and v that an operator was given, or nothing of none."""
+    return () if all(x is None for x in given) else Extras(*given)
 
 
 def _options(
     dtype: torch.dtype,
-    bounds: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor | None],
     left: int | None,
     right: int | None,
+    diagonal: int,
     scale: float,
     softcap: float | None,
     precision: str,
@@ -112,8 +132,9 @@ def _options(
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
 ) -> Options:
     """Return what plans depend on; the arguments are those of an operator."""
-    precise, batches = input_precision(precision, dtype), bounds[0].shape[0] if bounds else 0
-    return Options(right, scale, precise, family, deterministic, left, softcap, batches)
+    precise = input_precision(precision, dtype)
+    options = Options(right, scale, precise, family, deterministic, left, softcap)
+    return options._replace(diagonal=diagonal).given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
@@ -136,15 +157,22 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *_: object,
+    o: object,
+    lse: object,
+    *inputs: Any,
 ) -> Gradients:
-    del grad_o, grad_lse
-    return _like_dense(q), _like_dense(k), _like_dense(v)
+    del grad_o, grad_lse, o, lse
+    *_, bias, sink = inputs[:EXTRAS]
+    bias_grad = inputs[-1]
+    made = [bias.new_empty(bias.shape)] if bias is not None and bias_grad else []
+    made += [] if sink is None else [sink.new_empty(sink.shape)]
+    others = _all_others(made, q, bias, sink, bias_grad=bias_grad)
+    return _like_dense(q), _like_dense(k), _like_dense(v), *others
 
 
 def _run_forward(*inputs: Any) -> Outputs:
     """Launch, where gradients are not wanted or somebody else takes care of them."""
-    if dispatch_is_trivial(*inputs[:5]):
+    if dispatch_is_trivial(*inputs[:FORWARD]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
         return _forward(*inputs)
@@ -152,7 +180,7 @@ def _run_forward(*inputs: Any) -> Outputs:
 
 def _run_backward(*inputs: Any) -> Gradients:
     """Launch likewise."""
-    if dispatch_is_trivial(*inputs[:9]):
+    if dispatch_is_trivial(*inputs[:BACKWARD]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
         return _backward(*inputs)
@@ -172,23 +200,52 @@ class Prepared:
         self._backwards: dict[tuple[object, ...], Any] = {}
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds | tuple[()] = ()
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bounds: Bounds | tuple[None, None] = (None, None),
+        **scored: torch.Tensor,
     ) -> Outputs:
-        """Return o and lse, past the dispatcher."""
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_directly(self, q, k, v, *bounds)
-        return self.attend(q, k, v, *bounds)
+        """Return o and lse, past the dispatcher.
 
-    def backward(self, grads: Any, saved: Any) -> Gradients:
-        """Return the gradients of q, k and v.
+        Args:
+            q: [B, H, T, D].
+            k: [B, G, S, D].
+            v: [B, G, S, D].
+            bounds: all of the mask, if there are some.
+            scored: others of ``Extras``.
+        """
+        extras = Extras(*bounds, **scored) if scored or bounds[0] is not None else ()
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or any(x is not None and x.requires_grad for x in extras)
+        ):
+            return _apply_directly(self, q, k, v, *extras)
+        return self.attend(q, k, v, *extras)
+
+    def backward(
+        self,
+        grads: Any,
+        saved: Any,
+        extras: Sequence[torch.Tensor | None] = (),
+        *,
+        bias_grad: bool = False,
+    ) -> Gradients:
+        """Return the gradients of q, k and v, then of a bias if it is wanted, and of sinks.
 
         Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
         them to the CPU and back, may change strides and addresses; torch's setting for fp32
         products may be another by now.
         """
-        (grad_o, grad_lse), (q, k, v, o, lse, *bounds) = grads, saved
-        if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved):
-            return _backward(*grads, *_with_bounds(saved), *self.options)
+        (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+        if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved, *extras):
+            given = Extras(*extras)
+            found = _backward(*grads, *saved, *given, *self.options, bias_grad)
+            return _asked(found, given, bias_grad=bias_grad)
         key = (
             q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
             v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
@@ -197,19 +254,17 @@ class Prepared:
             grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
             q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         )  # fmt: skip
-        plan = self._backwards.get(key)
+        lies: tuple[object, ...] = ()
+        if extras and (bias := extras[-2]) is not None:
+            lies = bias.stride(), bias.data_ptr() % ALIGNMENT, bias_grad
+        plan = self._backwards.get((key, lies))
         if plan is None:
-            options = _options(q.dtype, bounds, *self.options)
-            plan = _execute().prepare_backward(grads, (q, k, v, o, lse), options)
+            options = _options(q.dtype, extras, *self.options)._replace(bias_grad=bias_grad)
+            plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
-            self._backwards[key] = plan
-        return plan(q, k, v, grad_o, o, lse, grad_lse, *bounds)
-
-
-def _with_bounds(saved: Any) -> Any:
-    """Return q, k, v, o and lse, and bounds, or None in their place, as an operator takes them."""
-    return (*saved, None, None) if len(saved) == 5 else saved  # noqa: PLR2004
+            self._backwards[key, lies] = plan
+        return plan(q, k, v, grad_o, o, lse, grad_lse, *extras)
 
 
 class _Dispatched(NamedTuple):
@@ -220,8 +275,9 @@ class _Dispatched(NamedTuple):
     def attend(self, *inputs: torch.Tensor | None) -> Outputs:
         return _below_autograd(_forward, *inputs, *self.options)
 
-    def backward(self, grads: Any, saved: Any) -> Gradients:
-        return _backward(*grads, *_with_bounds(saved), *self.options)
+    def backward(self, grads: Any, saved: Any, extras: Any, *, bias_grad: bool) -> Gradients:
+        found = _backward(*grads, *saved, *extras, *self.options, bias_grad)
+        return _asked(found, Extras(*extras), bias_grad=bias_grad)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -234,11 +290,11 @@ class _Differentiable(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *bounds: torch.Tensor | None,
+        *extras: torch.Tensor | None,
     ) -> Outputs:
-        o, lse = prepared.attend(q, k, v, *bounds)
-        ctx.prepared, ctx.absent = prepared, (None,) * len(bounds)
-        ctx.save_for_backward(q, k, v, o, lse, *(x for x in bounds if x is not None))
+        o, lse = prepared.attend(q, k, v, *extras)
+        ctx.prepared, ctx.extras = prepared, [x is not None for x in extras]
+        ctx.save_for_backward(q, k, v, o, lse, *(x for x in extras if x is not None))
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -247,8 +303,18 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
+        given = iter(saved[5:])
+        extras = tuple([next(given) if there else None for there in ctx.extras])
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        return None, *ctx.prepared.backward((grad_o, grad_lse), saved), *ctx.absent
+        bias_grad = bool(extras) and ctx.needs_input_grad[BIAS]
+        dq, dk, dv, *others = ctx.prepared.backward(
+            (grad_o, grad_lse), saved[:5], extras, bias_grad=bias_grad
+        )
+        if not extras:
+            return None, dq, dk, dv
+        dbias = others.pop(0) if bias_grad else None
+        dsink = others.pop(0) if others else None
+        return None, dq, dk, dv, *[None] * (EXTRAS - 2), dbias, dsink
 
 
 # Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
@@ -306,30 +372,57 @@ def _autograd(run: Any, function: Any, tensors: int) -> Any:
 
 for _name, _kernel in {"forward": _launch_forward, "backward": _launch_backward}.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, 5), "Autograd")
-_LIBRARY.impl("backward", _autograd(_run_backward, _Once, 9), "Autograd")
+_LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, FORWARD), "Autograd")
+_LIBRARY.impl("backward", _autograd(_run_backward, _Once, BACKWARD), "Autograd")
 
 
-def _vmap(op: Any, batched: int) -> Any:
-    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B."""
+def _vmap(op: Any, *, q: int, tensors: int) -> Any:
+    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B.
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
-        def fold(x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-            if x is None:
-                return None
-            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
+    Args:
+        op: the operator.
+        q: the place of q among its arguments.
+        tensors: how many it takes, extras last.
+    """
 
-        tensors = [fold(x, dim) for x, dim in zip(args[:batched], in_dims, strict=False)]
-        results = op(*tensors, *args[batched:])
-        split = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
-        return split, (0,) * len(split)
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        size, batch = info.batch_size, args[q].shape[0 if in_dims[q] != 0 else 1]
+        bias, sink = args[tensors - 2 : tensors]
+
+        def fold(x: torch.Tensor | None, dim: int | None, name: str) -> torch.Tensor | None:
+            # Gradients are those of each example.
+            learned = op is _backward and name in ("bias", "sink")
+            if x is None or (name and dim is None and x.shape[0] == 1 and not learned):
+                return x  # one for all batches
+            x = x[None] if dim is None else x.movedim(dim, 0)
+            x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+            return x if name in ("", "bias") else x.contiguous()
+
+        def unfold(x: torch.Tensor, like: torch.Tensor | None, dim: int | None) -> Any:
+            if like is None or x.numel() == 0:
+                return x, None
+            x, own = x.unflatten(0, (size, -1)), like.shape[0 if dim != 0 else 1]
+            return x.sum(1, keepdim=True) if own == 1 < batch else x, 0
+
+        names = ("",) * (tensors - EXTRAS) + Extras._fields
+        given = zip(args, in_dims, names, strict=False)
+        results = op(*(fold(*x) for x in given), *args[tensors:])
+        plain = tuple(x.unflatten(0, (size, -1)) for x in results[:3])
+        if op is _forward:
+            return plain, (0, 0)
+        learned = zip(results[3:], (bias, sink), in_dims[tensors - 2 : tensors], strict=True)
+        others, dims = zip(*(unfold(*x) for x in learned), strict=True)
+        return (*plain, *others), (0, 0, 0, *dims)
 
     return rule
 
 
-torch.library.register_vmap("flashattn::forward", _vmap(_forward, batched=5), lib=_LIBRARY)
-torch.library.register_vmap("flashattn::backward", _vmap(_backward, batched=9), lib=_LIBRARY)
+_RULES = {
+    "forward": _vmap(_forward, q=0, tensors=FORWARD),
+    "backward": _vmap(_backward, q=2, tensors=BACKWARD),
+}
+for _name, _rule in _RULES.items():
+    torch.library.register_vmap(f"flashattn::{_name}", _rule, lib=_LIBRARY)
 
 
 def prepare(
@@ -341,6 +434,9 @@ def prepare(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     family: Family = "triton",
@@ -349,7 +445,8 @@ def prepare(
     """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
 
     The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
-    returns o [B, H, T, D] and lse [B, H, T], and has no second derivative.
+    and by their names the bounds and what scores are made with, if they were given; it returns
+    o [B, H, T, D] and lse [B, H, T], and has no second derivative.
 
     Args:
         q: [B, H, T, D].
@@ -359,6 +456,9 @@ def prepare(
         window: see ``attention``.
         bounds: all of the mask, in their place.
         softcap: see ``attention``.
+        alibi_slopes: see ``Extras``, as for the next two.
+        bias: likewise.
+        sink: likewise.
         scale: see ``attention``.
         precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
             ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
@@ -371,30 +471,53 @@ def prepare(
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, softcap, precision, family, deterministic
+    diagonal = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
+    scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
     if bounds is not None:
-        return _attend(q, k, v, bounds, None, None, *how)
+        return _attend(q, k, v, Extras(*bounds, **scored), None, None, diagonal, *how)
     seen = mask.over(q.shape[2], k.shape[2]).seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
     if not every:  # what no query sees may be NaN
-        k, v = k[:, :, seen], v[:, :, seen]
-    band = mask.over(q.shape[2], k.shape[2])
-    attend = _attend(q, k, v, (), band.left, band.right, *how)
-    return attend if every else lambda q, k, v: attend(q, k[:, :, seen], v[:, :, seen])
+        k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
+        diagonal -= 0 if alibi_slopes is None else seen.start
+    band, extras = mask.over(q.shape[2], k.shape[2]), _extras(Extras(**scored))
+    attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
+    if every:
+        return attend
+    return lambda q, k, v, **scored: attend(
+        q, k[:, :, seen], v[:, :, seen], **of_keys(scored, seen, q.shape[2])
+    )
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds | tuple[()], *how: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Sequence[torch.Tensor | None],
+    *how: Any,
 ) -> Attend:
     """Return what attends to these and all like them, through the operators if one is due."""
-    if dispatch_is_trivial(q, k, v, *bounds):
-        return bind(signature(q, k, v), *how, bounds=bounds)
-    absent = () if bounds else (None, None)
-    return lambda q, k, v, bounds=(): _forward(q, k, v, *bounds, *absent, *how)
+    if dispatch_is_trivial(q, k, v, *extras):
+        return bind(signature(q, k, v), *how, extras=extras)
+
+    def dispatched(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: Bounds | tuple[None, None] = (None, None),
+        **scored: torch.Tensor,
+    ) -> Outputs:
+        outputs: Outputs = _forward(q, k, v, *Extras(*bounds, **scored), *how)
+        return outputs
+
+    return dispatched
 
 
-def bind(given: tuple[Signature, ...], *how: Any, bounds: Bounds | tuple[()] = ()) -> Prepared:
+def bind(
+    given: tuple[Signature, ...], *how: Any, extras: Sequence[torch.Tensor | None] = ()
+) -> Prepared:
     """Return what the operators launch for q, k and v with these signatures; args as theirs."""
-    attend = _execute().bind_forward(given, _options(given[0][2], bounds, *how))
+    attend = _execute().bind_forward(given, _options(given[0][2], extras, *how))
     return Prepared(attend, how)
 
 
@@ -423,11 +546,11 @@ class FlashAttentionTriton(torch.autograd.Function):
         o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
         ctx.save_for_backward(q, k, v, o, lse)
         last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
-        ctx.options = None, last, check_scale(None, q.shape[2]), None, "auto", "triton", True
+        ctx.options = None, last, 0, check_scale(None, q.shape[2]), None, "auto", "triton", True
         return o
 
     @staticmethod
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        grads = _backward(grad_o, None, *saved, None, None, *ctx.options)
-        return *(x.squeeze(1) for x in grads), None
+        dq, dk, dv, *_ = _backward(grad_o, None, *saved, *Extras(), *ctx.options, False)  # noqa: FBT003
+        return *(x.squeeze(1) for x in (dq, dk, dv)), None

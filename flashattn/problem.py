@@ -26,6 +26,7 @@ Lengths = tuple[tuple[int, int], ...]
 Documents = Lengths | Literal["unknown"] | None
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
+BIAS = "([b1][h1]([t1][s1]|r))?"
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -46,6 +47,10 @@ class Problem:
             mask; rows behind the last see nothing. "unknown": only the device knows which keys a
             query sees, and costs are those without documents.
         softcap: bound on the scores, see ``score``; None is none.
+        alibi: whether each head has a slope, see ``score``.
+        bias: dimensions of the bias, each its letter or 1, as "1hts" or "b11s"; "bhr" is relative,
+            see ``score``; "" is none.
+        sink: whether each head has a sink, see ``score``.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
     Raises:
@@ -63,6 +68,9 @@ class Problem:
     window: Window = UNBOUNDED
     documents: Documents = None
     softcap: float | None = None
+    alibi: bool = False
+    bias: str = ""
+    sink: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -80,6 +88,8 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
+        if not re.fullmatch(BIAS, self.bias):
+            raise ValueError(f"bias: wanted dimensions like 1hts, 11ts, bhr, got {self.bias!r}")
         _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask
         object.__setattr__(self, "causal", mask.causal)
@@ -96,6 +106,9 @@ class Problem:
         causal: Causal = False,
         window: Window = UNBOUNDED,
         softcap: float | None = None,
+        alibi: bool = False,
+        bias: str = "",
+        sink: bool = False,
         documents: Documents = None,
     ) -> Problem:
         """Check three tensors against each other and name the problem they pose.
@@ -107,6 +120,9 @@ class Problem:
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
+            alibi: as above.
+            bias: as above.
+            sink: as above.
             documents: as above.
 
         Raises:
@@ -132,6 +148,9 @@ class Problem:
             window=window,
             documents=documents,
             softcap=softcap,
+            alibi=alibi,
+            bias=bias,
+            sink=sink,
             dtype=str(q.dtype).removeprefix("torch."),
         )
 
@@ -142,7 +161,9 @@ class Problem:
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
         docs = "" if self.documents is None else f"-docs{_listed(self.documents)}"
         cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{cap}"
+        bias = f"-bias{self.bias}" if self.bias else ""
+        score = f"{cap}{'-alibi' * self.alibi}{bias}{'-sink' * self.sink}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{score}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -153,12 +174,13 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            f" -window70+0, then -docs40+30x20+8of64, then -cap50), got {name!r}"
+            " -window70+0, then -docs40+30x20+8of64, -cap50, -alibi, -bias1hts, -sink),"
+            f" got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
             r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)"
-            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap(.+))?",
+            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap([^-]+))?(-alibi)?(?:-bias([^-]+))?(-sink)?",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -177,6 +199,9 @@ class Problem:
             window=mask.window,
             documents=documents,
             softcap=softcap,
+            alibi=found[11] is not None,
+            bias=found[12] or "",
+            sink=found[13] is not None,
             dtype=dtypes[found[1]],
         )
         if str(problem) != name:
@@ -202,6 +227,18 @@ class Problem:
             "softcap": self.softcap,
         }
         return {"causal": self.causal} | {name: x for name, x in asked.items() if x is not None}
+
+    @property
+    def added(self) -> bool:
+        """Whether something is added to the scores."""
+        return self.alibi or self.bias != ""
+
+    @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        """Sizes of the bias, None if there is none."""
+        sizes = {"b": self.batch, "h": self.heads, "t": self.seq_q, "s": self.seq_kv, "1": 1}
+        sizes["r"] = max(self.seq_q + self.seq_kv - 1, 0)
+        return tuple(sizes[x] for x in self.bias) if self.bias else None
 
     @property
     def band(self) -> Band:

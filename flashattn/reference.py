@@ -8,10 +8,12 @@ it holds the whole score matrix.
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from flashattn import score
 from flashattn.bounds import Bounds
 from flashattn.mask import Mask
+from flashattn.score import Terms
 
 
 def reference_attention(
@@ -22,6 +24,9 @@ def reference_attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention and its natural-log logsumexp as written on paper.
@@ -33,31 +38,40 @@ def reference_attention(
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None is none.
+        alibi_slopes: [B or 1, H], see ``score``; None are none.
+        bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1], likewise.
+        sink: [B or 1, H], likewise.
         bounds: all of the mask, in its place.
 
     Returns:
         o [B, H, T, D] and lse [B, H, T], both in q's dtype. A query that sees no key has o = 0 and
-        lse = -inf, and passes no gradient.
+        lse = -inf, or the sink, and passes no gradient but to the sink.
 
     Source: Vaswani et al., 2017, equation 1.
     """
-    group = q.shape[1] // max(k.shape[1], 1)
+    group, terms = q.shape[1] // max(k.shape[1], 1), Terms.of(q, k, alibi_slopes, bias)
+    queries, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
     # What no query sees may be NaN, which a weight of 0 does not cancel.
     if bounds is None:
         band = mask.over(q.shape[2], k.shape[2])
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        keys = torch.arange(k.shape[2], device=q.device)[None, band.seen_keys]
-        k, v = k[:, :, band.seen_keys], v[:, :, band.seen_keys]
-        seen = band.sees(rows, keys).expand(len(rows), keys.shape[1])  # [T, S]
+        keys = band.seen_keys
+        t, s = (torch.arange(x.start, x.stop, device=q.device) for x in (queries, keys))
+        k, v = k[:, :, keys], v[:, :, keys]
+        seen = band.sees(t[:, None], s).expand(len(t), len(s))  # [T, S]
     else:
         q, k, v = bounds.without_unseen(q, k, v)
         seen = bounds.seen[:, None]  # [B or 1, 1, T, S]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
-    fully_masked = ~seen.any(dim=-1, keepdim=True)  # [..., T, 1]; of no keys, too
-    # Such a row is computed as if it saw everything, then replaced: softmax never meets a row of
-    # -inf.
-    scores = scores.masked_fill(~(seen | fully_masked), -torch.inf)
+    scores = terms.added(scores, queries, keys)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:  # one more key, of which nothing is a value
+        column = sink.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)
+        scores, v = torch.cat([scores, column], dim=-1), pad(v, (0, 0, 0, 1))
+    fully_masked = (scores == -torch.inf).all(dim=-1, keepdim=True)  # [..., T, 1]; of no keys, too
+    # Such a row is computed as if all its scores were 0, then replaced: softmax never meets a row
+    # of -inf.
+    scores = scores.masked_fill(fully_masked, 0)
     p = scores.softmax(dim=-1).masked_fill(fully_masked, 0)
     lse = scores.logsumexp(dim=-1).masked_fill(fully_masked[..., 0], -torch.inf)
     o = p @ v

@@ -31,17 +31,17 @@ from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Mask
 from flashattn.problem import Lengths, Problem
 from flashattn.resolve import cumulative
+from flashattn.score import with_sink
 
 WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
-Attend = Callable[..., Pair]  # of q, k and v, and of bounds if there were some
+Attend = Callable[..., Pair]  # of q, k and v, and of those of TENSORS that were given, by name
 
 ENTRY_POINTS = "flashattn.impls"
-ASKED = frozenset(
-    {"causal", "window", "bounds", "softcap", "scale"}
-)  # of all, and no one's own options
+TENSORS = ("bounds", "alibi_slopes", "bias", "sink")  # that a call may have besides q, k and v
+ASKED = frozenset({"causal", "window", "softcap", "scale", *TENSORS})  # no one's own options
 
 
 def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -58,18 +58,19 @@ class Impl(Claims):
         call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
             there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
-            likewise ``softcap=``, a float, and ``bounds=``, which ``intervals`` claims.
+            likewise ``softcap=``, a float, ``bounds=``, which ``intervals`` claims,
+            ``alibi_slopes=``, ``bias=`` and ``sink=``.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
-        prepares: ``call`` returns no result but a callable of q, k and v, and of bounds if it was
-            given some, which gives the (o, lse) of these and of all like them, so that the host
-            need not think again. Like are
-            tensors of the same sizes, strides, dtype, device and distance from a multiple of 16
-            bytes, of which any or none needs gradients, under the same settings of torch for
-            deterministic algorithms and fp32 products. Where the compiler, a mode, or a function
-            transform looks on, it is asked anew.
+        prepares: ``call`` returns no result but a callable of q, k and v, and by their names of
+            those of ``TENSORS`` that it was given, which gives the (o, lse) of these and of all
+            like them, so that the host need not think again. Like are tensors of the same sizes,
+            strides, dtype, device and distance from a multiple of 16 bytes, of which any or none
+            needs gradients, under the same settings of torch for deterministic algorithms and fp32
+            products. Where the compiler, a mode, or a function transform looks on, it is asked
+            anew.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
         options: names of what ``call`` takes besides, or None where it takes anything.
@@ -123,31 +124,39 @@ class Impl(Claims):
         **options: Any,
     ) -> Pair:
         """Compute (o, lse); lse is None where it returns none."""
-        if documents is None:
-            return self.prepared(q, k, v, **options)(q, k, v)
-        mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
-        made = _bounds if dispatch_is_trivial(q) else _bounds.__wrapped__
-        bounds = made(documents, mask, q.shape[-2], k.shape[-2], q.device)
-        return self.prepared(q, k, v, bounds=bounds, causal=False, **options)(q, k, v, bounds)
+        if documents is not None:
+            mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
+            made = _bounds if dispatch_is_trivial(q) else _bounds.__wrapped__
+            bounds = made(documents, mask, q.shape[-2], k.shape[-2], q.device)
+            options |= {"bounds": bounds, "causal": False}
+        given = {name: options[name] for name in TENSORS if options.get(name) is not None}
+        return self.prepared(q, k, v, **options)(q, k, v, **given)
 
-    def prepared(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        bounds: Bounds | None = None,
-        **options: Any,
-    ) -> Attend:
+    def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Attend:
         """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
+        if options.get("sink") is not None and not self.sink:
+            return _behind(self.prepared(q, k, v, **options | {"sink": None}), self.name)
+        given = {name: options.pop(name, None) for name in TENSORS}
         if self.prepares:
-            given = {} if bounds is None else {"bounds": bounds}
-            attend: Attend = self.call(q, k, v, **given, **options)
+            there = {name: x for name, x in given.items() if x is not None}
+            attend: Attend = self.call(q, k, v, **there, **options)
             return attend
         call = partial(self.call, **options)
-        if bounds is None:
-            return lambda q, k, v: _pair(call(q, k, v))
-        return lambda q, k, v, bounds: _pair(call(q, k, v, bounds=bounds))
+        return lambda q, k, v, **tensors: _pair(call(q, k, v, **tensors))
+
+
+def _behind(attend: Attend, name: str) -> Attend:
+    """Return what applies a sink behind an implementation that takes none."""
+
+    def sunk(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sink: torch.Tensor, **tensors: Any
+    ) -> Pair:
+        o, lse = attend(q, k, v, **tensors)
+        if lse is None:
+            raise ValueError(f"sink: {name} takes none, and returns no logsumexp")
+        return with_sink(o, lse, sink)
+
+    return sunk
 
 
 @lru_cache(maxsize=4)  # calls of one problem share them, as the layers of a model do

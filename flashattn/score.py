@@ -1,7 +1,13 @@
 """Scores: what becomes of a product q @ k.T before the mask and the softmax see it.
 
 A score is x = scale * q @ k.T. With a softcap it is cap * tanh(x / cap), within -cap ... cap, as in
-Gemma 2 (Gemma Team, 2024, section 2).
+Gemma 2 (Gemma Team, 2024, section 2). Then, in this order, something is added.
+
+ALiBi (Press et al., 2022) takes slope * |t + S - T - s| off the score of query t and key s, with a
+slope for each head: the last query stands at the last key, as in flash-attn.
+
+A bias is any tensor that broadcasts to the scores, or a vector of T + S - 1 elements, one for each
+s - t (``relative``). Where it is -inf, a key is hidden.
 
 A sink is one more logit of a head, not scaled and not capped, which takes its share of each row's
 softmax and has no value, as in gpt-oss (OpenAI, 2025).
@@ -9,7 +15,11 @@ softmax and has no value, as in gpt-oss (OpenAI, 2025).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
+from torch.nn.functional import pad
 
 SMALLEST = 1e-6  # softcap; one over it is the largest
 
@@ -42,20 +52,214 @@ def slope(given: torch.Tensor, softcap: float) -> torch.Tensor:
     return 1 - (given / softcap).square()
 
 
-def check_sink(sink: object, heads: int, device: torch.device) -> torch.Tensor:
-    """Return the sinks of all heads.
+@dataclass(frozen=True, eq=False)
+class Relative:
+    """A bias that depends on s - t alone; ``relative`` makes one.
+
+    Args:
+        vector: [H or 1, T + S - 1], or [B or 1, H or 1, T + S - 1].
+    """
+
+    vector: torch.Tensor
+
+
+def relative(vector: torch.Tensor) -> Relative:
+    """Return a bias for ``attention`` that adds vector[s - t + T - 1] to score (t, s), as T5's.
+
+    It takes O(T + S) memory, and its gradient is that of the vector.
+
+    Args:
+        vector: [H or 1, T + S - 1], or [B or 1, H or 1, T + S - 1]; its dtype is q's or fp32.
 
     Raises:
-        ValueError: ``sink`` is no floating-point tensor [H] on that device.
+        ValueError: it is no such tensor. When ``attention`` asks: its sizes do not fit.
+    """
+    if not isinstance(vector, torch.Tensor) or vector.ndim not in (2, 3):
+        got = list(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
+        raise ValueError(f"vector: wanted [H, T + S - 1] or [B, H, T + S - 1], got {got}")
+    return Relative(vector)
+
+
+class Terms(NamedTuple):
+    """What is added to the scores [..., T, S] of some queries and keys.
+
+    Args:
+        alibi_slopes: [..., 1, 1], or None.
+        bias: [..., T or 1, S or 1], or None.
+        relative: or [..., T + S - 1], of each s - t.
+        diagonal: for ALiBi, query t stands at key t + diagonal.
+        seq_q: T.
+    """
+
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    relative: torch.Tensor | None = None
+    diagonal: int = 0
+    seq_q: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        alibi_slopes: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Terms:
+        """Return what is added to the scores of q [B, H, T, D] and k [B, G, S, D].
+
+        Args:
+            q: as above.
+            k: as above.
+            alibi_slopes: [B or 1, H], or None.
+            bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1], or None.
+        """
+        slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
+        flat = bias is not None and bias.ndim == len(("batch", "head", "distance"))
+        matrix, vector = (None, bias) if flat else (bias, None)
+        return cls(slopes, matrix, vector, k.shape[2] - q.shape[2], q.shape[2])
+
+    def added(self, scores: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+        """Return the scores of some queries and keys with what is added to them."""
+        if self.alibi_slopes is not None:
+            t, s = (torch.arange(x.start, x.stop, device=scores.device) for x in (rows, keys))
+            slopes = self.alibi_slopes.to(torch.promote_types(scores.dtype, torch.float32))
+            scores = scores - (slopes * (t[:, None] + self.diagonal - s).abs()).to(scores.dtype)
+        if self.bias is not None:
+            part = self.bias[..., _within(self.bias, -2, rows), _within(self.bias, -1, keys)]
+            scores = scores + part.to(scores.dtype)
+        if self.relative is not None and rows.stop == rows.start:
+            scores = scores + self.relative[..., :0, None].to(scores.dtype)
+        elif self.relative is not None:
+            width = keys.stop - keys.start  # row t is the window that begins at T - 1 - t
+            windows = self.relative[..., self._diagonals(rows, keys)].unfold(-1, width, 1)
+            scores = scores + windows.flip(-2).to(scores.dtype)
+        return scores
+
+    def add_gradient(self, dbias: torch.Tensor, ds: torch.Tensor, rows: slice, keys: slice) -> None:
+        """Add the gradient of some scores to that of the bias they were given."""
+        if self.bias is not None:
+            part = dbias[..., _within(dbias, -2, rows), _within(dbias, -1, keys)]
+            part += ds.sum_to_size(part.shape)
+        elif self.relative is not None and rows.stop > rows.start:
+            part = dbias[..., self._diagonals(rows, keys)]
+            part += _along_diagonals(ds).sum_to_size(part.shape)
+
+    def _diagonals(self, rows: slice, keys: slice) -> slice:
+        """Return the elements of a relative bias that some queries and keys have."""
+        first = keys.start - rows.stop + self.seq_q
+        return slice(first, first + (rows.stop - rows.start) + (keys.stop - keys.start) - 1)
+
+
+def _within(x: torch.Tensor, dim: int, rows: slice) -> slice:
+    """Return which rows of x some of all rows read: those, or its only one."""
+    return rows if x.shape[dim] > 1 else slice(None)
+
+
+def _along_diagonals(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums of x [..., R, C] along its diagonals, [..., R + C - 1], in a fixed order.
+
+    In rows that are one element shorter than they are laid out, each begins one element later.
+    """
+    rows, columns = x.shape[-2:]
+    laid = pad(x.flip(-2), (0, rows)).flatten(-2)[..., : rows * (rows + columns - 1)]
+    return laid.unflatten(-1, (rows, rows + columns - 1)).sum(-2)
+
+
+def dimensions(bias: torch.Tensor | None) -> str:
+    """Return the dimensions of a bias as ``Problem`` names them; "" of none."""
+    if bias is None:
+        return ""
+    letters = "bhr" if bias.ndim == len("bhr") else "bhts"
+    named = [x if n != 1 or x == "r" else "1" for x, n in zip(letters, bias.shape, strict=True)]
+    return "".join(named)
+
+
+def of_keys(scored: dict[str, Any], keys: slice, seq_q: int) -> dict[str, Any]:
+    """Return what scores are made with where only some keys are left.
+
+    Args:
+        scored: tensors by name, as an implementation takes them; or None in their places.
+        keys: that are left.
+        seq_q: T.
+    """
+    bias = scored.get("bias")
+    if bias is None:
+        return scored
+    if bias.ndim == len(("batch", "head", "distance")):
+        keys = slice(keys.start, keys.stop + max(seq_q - 1, 0))
+        return scored | {"bias": bias[..., keys]}
+    return scored | {"bias": bias[..., _within(bias, -1, keys)]}
+
+
+def check_alibi_slopes(
+    slopes: object, batch: int, heads: int, device: torch.device
+) -> torch.Tensor:
+    """Return the slopes of all heads, dense, [1, H] or [B, H].
+
+    Raises:
+        ValueError: ``slopes`` is no fp32 tensor [H] or [B, H] on that device, or wants a gradient.
+    """
+    if not isinstance(slopes, torch.Tensor) or slopes.dtype != torch.float32:
+        got = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__
+        raise ValueError(f"alibi_slopes: wanted an fp32 tensor, got {got}")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        wanted = f"shape [{heads}] or [{batch}, {heads}]"
+        raise ValueError(f"alibi_slopes: wanted {wanted}, got {list(slopes.shape)}")
+    if slopes.device != device:
+        raise ValueError(f"alibi_slopes: wanted q's device, {device}, got {slopes.device}")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes: they have no gradient, wanted slopes.detach()")
+    return slopes.reshape(-1, heads).contiguous()
+
+
+def check_bias(bias: object, sizes: tuple[int, int, int, int], q: torch.Tensor) -> torch.Tensor:
+    """Return the bias, [B or 1, H or 1, T or 1, S or 1] or, if relative, [.., .., T + S - 1].
+
+    Args:
+        bias: a tensor, or what ``relative`` returns.
+        sizes: B, H, T, S.
+        q: [B, H, T, D], or [B, T, D] of one head, for which the bias has no dimension of heads.
+
+    Raises:
+        ValueError: it does not broadcast to the scores, or has another dtype or device.
+    """
+    flat = isinstance(bias, Relative)
+    x = bias.vector if isinstance(bias, Relative) else bias
+    if not isinstance(x, torch.Tensor) or x.dtype not in (q.dtype, torch.float32):
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"bias: wanted a tensor of q's dtype, {q.dtype}, or fp32, got {got}")
+    if x.device != q.device:
+        raise ValueError(f"bias: wanted q's device, {q.device}, got {x.device}")
+    batch, heads, seq_q, seq_kv = sizes
+    wanted = [batch, heads, max(seq_q + seq_kv - 1, 0)] if flat else [*sizes]
+    shape = list(x.shape)
+    if not flat and q.ndim == 3 and x.ndim == 3:  # noqa: PLR2004 - [B, T, S]
+        x = x[:, None]
+    if x.ndim < len(wanted):
+        x = x[(None,) * (len(wanted) - x.ndim)]
+    fits = [
+        n == size or (n == 1 and not (flat and i == len(wanted) - 1))
+        for i, (n, size) in enumerate(zip(x.shape, wanted, strict=False))
+    ]
+    if x.ndim != len(wanted) or not all(fits):
+        raise ValueError(f"bias: wanted what broadcasts to {wanted}, got {shape}")
+    return x
+
+
+def check_sink(sink: object, heads: int, q: torch.Tensor) -> torch.Tensor:
+    """Return the sinks of all heads, [1, H] in fp32, or fp64 if q is.
+
+    Raises:
+        ValueError: ``sink`` is no floating-point tensor [H] on q's device.
     """
     if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
         got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
         raise ValueError(f"sink: wanted a floating-point tensor, got {got}")
     if tuple(sink.shape) != (heads,):
         raise ValueError(f"sink: wanted shape [{heads}], one for each head, got {list(sink.shape)}")
-    if sink.device != device:
-        raise ValueError(f"sink: wanted q's device, {device}, got {sink.device}")
-    return sink
+    if sink.device != q.device:
+        raise ValueError(f"sink: wanted q's device, {q.device}, got {sink.device}")
+    return sink.to(torch.promote_types(q.dtype, torch.float32))[None].contiguous()
 
 
 def with_sink(
@@ -64,11 +268,11 @@ def with_sink(
     """Return o and lse of rows that share their softmax with a sink, differentiable.
 
     Args:
-        o: [..., H, T, D] without it, or [B, T, D] of one head.
-        lse: [..., H, T], or [B, T].
-        sink: [H].
+        o: [B, H, T, D] without it.
+        lse: [B, H, T].
+        sink: [B or 1, H].
     """
-    logits = sink.to(lse.dtype)[:, None]
+    logits = sink.to(lse.dtype)[..., None]
     dead = lse == -torch.inf  # o is 0
     seen = lse.masked_fill(dead, 0)
     share = torch.sigmoid(seen - logits)

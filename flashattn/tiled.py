@@ -18,11 +18,13 @@ from flashattn.bounds import Bounds, Intervals
 from flashattn.dispatch import dispatch_is_trivial, no_forward_mode
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
 from flashattn.problem import Problem, check_scale
+from flashattn.score import Terms, of_keys
 
 BLOCK_Q = 64
 BLOCK_KV = 64
+NOTHING = Terms()
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, ...]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -46,14 +48,20 @@ def _scores(
     keys: slice,
     scale: float,
     softcap: float | None,
+    terms: Terms,
     band: Band | Intervals | None,
-) -> torch.Tensor:
-    """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None."""
-    s = score.scores(_wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT, scale, softcap)
-    if band is None:
-        return s
-    t, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
-    return s.masked_fill(~band.sees(t[:, None], key[None, :]), -torch.inf)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None.
+
+    And these scores before something was added to them and some were masked.
+    """
+    products = _wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT
+    capped = score.scores(products, scale, softcap)
+    s = terms.added(capped, rows, keys)
+    if band is not None:
+        t, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
+        s = s.masked_fill(~band.sees(t[:, None], key[None, :]), -torch.inf)
+    return s, capped
 
 
 def tiled_forward(
@@ -64,6 +72,8 @@ def tiled_forward(
     mask: Mask | Intervals,
     scale: float,
     softcap: float | None = None,
+    terms: Terms = NOTHING,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run algorithm 1.
 
@@ -74,6 +84,8 @@ def tiled_forward(
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None is none.
+        terms: what is added to the scores.
+        sink: [..., 1, 1], or None.
 
     Returns:
         o like q, and lse [..., T] in fp32 (fp64 for fp64 inputs).
@@ -85,8 +97,10 @@ def tiled_forward(
         acc = torch.zeros_like(_wide(q[..., rows, :]))  # [..., BLOCK_Q, D]
         m = torch.full_like(acc[..., :1], -torch.inf)
         l = torch.zeros_like(m)
+        if sink is not None:
+            m, l = m.maximum(sink), l + 1
         for keys, masked in _visited(tiles, band.key_tiles(rows.start, rows.stop, BLOCK_KV)):
-            s = _scores(q, k, rows, keys, scale, softcap, band if masked else None)
+            s, _ = _scores(q, k, rows, keys, scale, softcap, terms, band if masked else None)
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
             finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
             alpha, p = (m - finite).exp(), (s - finite).exp()
@@ -105,6 +119,9 @@ def tiled_backward(
     mask: Mask | Intervals,
     scale: float,
     softcap: float | None = None,
+    terms: Terms = NOTHING,
+    sink: torch.Tensor | None = None,
+    bias_grad: bool = False,
 ) -> Gradients:
     """Run algorithm 2.
 
@@ -114,9 +131,12 @@ def tiled_backward(
         mask: as forward.
         scale: as forward.
         softcap: as forward.
+        terms: as forward.
+        sink: as forward.
+        bias_grad: whether the gradient of a bias in ``terms`` is wanted.
 
     Returns:
-        The gradients of q, k and v, in their dtypes.
+        The gradients of q, k and v; of the bias, if it is wanted; of the sink, if there is one.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     dq = torch.zeros_like(_wide(q))
@@ -125,20 +145,30 @@ def tiled_backward(
     delta = (_wide(grad_o) * _wide(o)).sum(dim=-1)
     if grad_lse is not None:
         delta = delta - grad_lse
+    biases = [x for x in (terms.bias, terms.relative) if x is not None and bias_grad]
+    dbias = [torch.zeros_like(_wide(x), memory_format=torch.contiguous_format) for x in biases]
     band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(q.shape[-2], BLOCK_Q)
     for keys in _tiles(k.shape[-2], BLOCK_KV):
         for rows, masked in _visited(tiles, band.query_tiles(keys.start, keys.stop, BLOCK_Q)):
-            s = _scores(q, k, rows, keys, scale, softcap, band if masked else None)
+            s, x = _scores(q, k, rows, keys, scale, softcap, terms, band if masked else None)
             row_lse = lse[..., rows, None]  # where it is -inf, all keys are masked, and p is 0
             p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()
             do = _wide(grad_o[..., rows, :])
-            ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None]) * scale
-            if softcap is not None:  # where a score is masked its p is 0, and its slope is not
-                ds = ds * score.slope(s.masked_fill(s == -torch.inf, 0), softcap)
+            ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None])
+            for total in dbias:
+                terms.add_gradient(total, ds, rows, keys)
+            ds = ds * scale
+            if softcap is not None:
+                ds = ds * score.slope(x, softcap)
             dv[..., keys, :] += p.mT @ do
             dk[..., keys, :] += ds.mT @ _wide(q[..., rows, :])
             dq[..., rows, :] += ds @ _wide(k[..., keys, :])
-    return dq.to(q.dtype), dk.sum_to_size(k.shape).to(k.dtype), dv.sum_to_size(v.shape).to(v.dtype)
+    others = [x.to(y.dtype) for x, y in zip(dbias, biases, strict=True)]
+    if sink is not None:
+        share = (sink[..., 0] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+        others.append(-(share * delta)[..., None].sum(-2, keepdim=True).sum_to_size(sink.shape))
+    dk, dv = (x.sum_to_size(y.shape).to(y.dtype) for x, y in ((dk, k), (dv, v)))
+    return dq.to(q.dtype), dk, dv, *others
 
 
 def _mapped(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> list[Any]:
@@ -159,6 +189,9 @@ class _TiledGradients(torch.autograd.Function):
         mask: Mask | Intervals,
         scale: float,
         softcap: float | None,
+        diagonal: int,
+        seq_q: int,
+        bias_grad: bool,  # noqa: FBT001
         grad_o: torch.Tensor,
         grad_lse: torch.Tensor | None,
         q: torch.Tensor,
@@ -166,9 +199,17 @@ class _TiledGradients(torch.autograd.Function):
         v: torch.Tensor,
         o: torch.Tensor,
         lse: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        relative: torch.Tensor | None,
+        sink: torch.Tensor | None,
     ) -> Gradients:
-        saved = q, k, v, o, lse
-        return tiled_backward((grad_o, grad_lse), saved, mask=mask, scale=scale, softcap=softcap)
+        grads, saved = (grad_o, grad_lse), (q, k, v, o, lse)
+        terms = Terms(alibi_slopes, bias, relative, diagonal, seq_q)
+        return tiled_backward(
+            grads, saved, mask=mask, scale=scale, softcap=softcap, terms=terms, sink=sink,
+            bias_grad=bias_grad,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(*_: object) -> None:
@@ -176,7 +217,8 @@ class _TiledGradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return _TiledGradients.apply(*_mapped(info, in_dims, inputs)), (0, 0, 0)
+        found = _TiledGradients.apply(*_mapped(info, in_dims, inputs))
+        return found, (0,) * len(found)
 
     @staticmethod
     def backward(*_: object) -> None:
@@ -192,31 +234,45 @@ class _Tiled(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        relative: torch.Tensor | None,
+        sink: torch.Tensor | None,
         mask: Mask | Intervals,
         scale: float,
-        softcap: float | None = None,
+        softcap: float | None,
+        diagonal: int,
+        seq_q: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        terms = Terms(alibi_slopes, bias, relative, diagonal, seq_q)
+        how: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap}
         with torch.autocast(q.device.type, enabled=False):
-            return tiled_forward(q, k, v, mask=mask, scale=scale, softcap=softcap)
+            return tiled_forward(q, k, v, **how, terms=terms, sink=sink)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.mask, ctx.scale, ctx.softcap = inputs
-        ctx.save_for_backward(*tensors, *output)
+        q, k, v, *scored = inputs[:7]
+        ctx.how, ctx.scored = inputs[7:], [x is not None for x in scored]
+        ctx.save_for_backward(q, k, v, *output, *(x for x in scored if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved, scored = ctx.saved_tensors[:5], iter(ctx.saved_tensors[5:])
+        saved = *saved, *(next(scored) if there else None for there in ctx.scored)
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
-        how = ctx.mask, ctx.scale, ctx.softcap
+        _, bias, relative, sink = saved[5:]
+        bias_grad = any(ctx.needs_input_grad[4:6])
         alone = not torch.is_grad_enabled() and dispatch_is_trivial(grad_o, grad_lse, *saved)
-        gradients = (_TiledGradients.forward if alone else _TiledGradients.apply)(
-            *how, grad_o, grad_lse, *saved
+        dq, dk, dv, *others = (_TiledGradients.forward if alone else _TiledGradients.apply)(
+            *(*ctx.how, bias_grad, grad_o, grad_lse, *saved)
         )
-        return *gradients, None, None, None
+        dbias = others.pop(0) if bias is not None and bias_grad else None
+        drelative = others.pop(0) if relative is not None and bias_grad else None
+        dsink = others.pop(0) if sink is not None else None
+        return dq, dk, dv, None, dbias, drelative, dsink, *[None] * len(ctx.how)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -247,7 +303,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if q.ndim == 3:  # noqa: PLR2004 - (batch, N, d); with more, the caller has checked
             Problem.of(q, k, v, causal=is_causal)
-        inputs = q, k, v, Mask.of(is_causal), check_scale(scale, q.shape[-1]), None
+        how = Mask.of(is_causal), check_scale(scale, q.shape[-1]), None, 0, q.shape[-2]
+        inputs = q, k, v, None, None, None, None, *how
         o, lse = _Tiled.forward(*inputs)
         _Tiled.setup_context(ctx, inputs, (o, lse))
         return (o, lse) if return_lse else o
@@ -258,7 +315,15 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         grad_o: torch.Tensor | None,
         grad_lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        return _Tiled.backward(ctx, grad_o, grad_lse)
+        dq, dk, dv, *_ = _Tiled.backward(ctx, grad_o, grad_lse)
+        return dq, dk, dv, None, None, None
+
+
+def _grouped(x: torch.Tensor | None, heads: tuple[int, int]) -> torch.Tensor | None:
+    """Return x [..., H or 1, ...] with key heads and their groups as dimensions of their own."""
+    if x is None:
+        return None
+    return x.unflatten(1, heads if x.shape[1] == heads[0] * heads[1] else (1, 1))
 
 
 def tiled_attention(
@@ -270,6 +335,9 @@ def tiled_attention(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with grouped heads; the caller has checked the arguments.
@@ -282,6 +350,9 @@ def tiled_attention(
         window: see ``attention``.
         bounds: all of the mask, in their place.
         softcap: see ``attention``.
+        alibi_slopes: [B or 1, H].
+        bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1].
+        sink: [B or 1, H].
         scale: see ``attention``.
 
     Returns:
@@ -292,16 +363,23 @@ def tiled_attention(
     """
     scale, heads = check_scale(scale, q.shape[3]), (k.shape[1], q.shape[1] // max(k.shape[1], 1))
     mask: Mask | Intervals
+    diagonal, seq_q = k.shape[2] - q.shape[2], q.shape[2]
     if bounds is None:
         mask = Mask.of(causal, window)
         seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+        diagonal -= seen.start
+        bias = of_keys({"bias": bias}, seen, seq_q)["bias"]
         k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
     else:
         mask = Intervals(bounds, dims=2)
         q, k, v = bounds.without_unseen(q, k, v)
-    grouped = q.unflatten(1, heads)
+    given = q.unflatten(1, heads), k[:, :, None], v[:, :, None]
+    terms, sinks = Terms.of(q, k, alibi_slopes, bias), sink
+    if sinks is not None:
+        sinks = sinks[..., None, None]
+    scored = (_grouped(x, heads) for x in (*terms[:3], sinks))
     try:
-        o, lse = _Tiled.apply(grouped, k[:, :, None], v[:, :, None], mask, scale, softcap)
+        o, lse = _Tiled.apply(*given, *scored, mask, scale, softcap, diagonal, seq_q)
     except NotImplementedError as error:  # torch.compile takes no function with a method jvp
         raise no_forward_mode("the tiled attention", error) from None
     o = o.flatten(1, 2)

@@ -304,7 +304,7 @@ def test_bad_sinks(sink, words, device):
     """They are refused before any launch."""
     with pytest.raises(ValueError, match=words):
         attention(*tensors(device), sink=sink, impl="triton")
-    with pytest.raises(ValueError, match="sdpa does not return the logsumexp"):
+    with pytest.raises(ValueError, match="sdpa takes no sink, and returns no logsumexp"):
         attention(*tensors(device), sink=torch.ones(2, device=device), impl="sdpa")
 
 
@@ -621,7 +621,7 @@ def test_options_are_told_apart(device, prepared, options):
         list(map(repr, asked.items())) for asked in options
     ]
     for _ in range(2):
-        attention(*given, impl="prepares", bias=torch.zeros(1))
+        attention(*given, impl="prepares", tensor=torch.zeros(1))
     assert len(prepared) == 4
     assert len(api._PLANS) == 2
 

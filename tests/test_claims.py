@@ -11,8 +11,19 @@ from flashattn.claims import Claims
 from flashattn.problem import Problem
 from flashattn.testing.strategies import problems
 
+CLAIMED = Claims(windows=True, softcap=True, alibi=True, bias=True, sink=True)
 CPU = torch.device("cpu")
-FLAGS = ("bottom_right", "windows", "softcap", "grouped", "empty", "fully_masked_rows")
+FLAGS = (
+    "bottom_right",
+    "windows",
+    "softcap",
+    "alibi",
+    "bias",
+    "sink",
+    "grouped",
+    "empty",
+    "fully_masked_rows",
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +32,9 @@ FLAGS = ("bottom_right", "windows", "softcap", "grouped", "empty", "fully_masked
         ({"bottom_right": False}, {"causal": "bottom_right"}, "claims no bottom-right mask"),
         ({"windows": False}, {"window": (3, 0)}, "takes no sliding windows"),
         ({"softcap": False}, {"softcap": 2.0}, "takes no softcap"),
+        ({"alibi": False}, {"alibi": True}, "takes no ALiBi"),
+        ({"bias": False}, {"bias": "1hts"}, "takes no bias"),
+        ({"sink": False}, {"sink": True}, "takes no sink, and returns no logsumexp"),
         ({"grouped": False}, {"heads": 4, "kv_heads": 2}, "claims no grouped heads"),
         ({"empty": False}, {"batch": 0}, "claims no empty problems"),
         ({"empty": False}, {"seq_q": 0, "seq_kv": 8}, "claims no empty problems"),
@@ -39,11 +53,11 @@ def test_sentences(claims, problem, words):
     """What a problem needs and is not claimed is a sentence; one who claims it has none."""
     with pytest.raises(AssertionError, match=words):
         assert not Claims(**claims).unclaimed(Problem(**problem), CPU)
-    assert Claims(windows=True, softcap=True).unclaimed(Problem(**problem), CPU) is None
+    assert CLAIMED.unclaimed(Problem(**problem), CPU) is None
 
 
 @hypothesis.given(
-    problem=problems(),
+    problem=problems(sloped=(False, True), biases=("", "1hts"), sunk=(False, True)),
     flags=st.fixed_dictionaries({name: st.booleans() for name in FLAGS}),
     dtypes=st.sampled_from((None, ("float16", "bfloat16"))),
     head_dims=st.sampled_from((None, (64, 128), range(8, 17, 8))),

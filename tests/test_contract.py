@@ -38,6 +38,23 @@ def no_left_bound(q, k, v, *, causal, scale, window=UNBOUNDED):
     return good(q, k, v, causal=causal or window != UNBOUNDED, scale=scale)
 
 
+def unsloped(q, k, v, *, causal, scale, alibi_slopes=None):
+    """Forget the slopes."""
+    del alibi_slopes
+    return good(q, k, v, causal=causal, scale=scale)
+
+
+def unbiased(q, k, v, *, causal, scale, bias=None):
+    """Forget the bias, but for a gradient of zeros."""
+    o, lse = good(q, k, v, causal=causal, scale=scale)
+    return (o, lse) if bias is None else (o + 0 * bias.sum(), lse)
+
+
+def unsunk(q, k, v, *, causal, scale, sink=None):
+    """Forget the sink likewise."""
+    return unbiased(q, k, v, causal=causal, scale=scale, bias=sink)
+
+
 def uncapped(q, k, v, *, causal, scale, softcap=None):
     """Forget the softcap."""
     del softcap
@@ -116,6 +133,11 @@ BROKEN = [
     (dense, "any strides"),
     (nan_for_nothing, "no visible key: 0 and -inf"),
     (uncapped, "softcap"),
+    (unsloped, "ALiBi, T < S"),
+    (unbiased, "bias of each score"),
+    (unbiased, "bias of all batches, causal"),
+    (unbiased, "relative bias, T < S"),
+    (unsunk, "sink, causal"),
     (sees_poison, "NaN and inf in keys behind the mask"),
     (sees_poison, "NaN and inf where no query looks"),
     (restless, "same bits every run"),
@@ -133,7 +155,7 @@ def test_the_definition_keeps_everything():
 @pytest.mark.parametrize(("call", "clause"), BROKEN, ids=lambda x: getattr(x, "__name__", None))
 def test_a_broken_clause_is_found(call, clause):
     """Whoever answers wrongly breaks that clause, and keeps the usual ones."""
-    impl = made(call, lse=True)
+    impl = made(call, lse=True, sink=call is unsunk)
     found = try_clause(impl, CPU, clause)
     assert found["verdict"] == "breaks"
     assert found["said"]

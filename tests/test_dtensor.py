@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import (
 
 from flashattn import attention, gpus
 from flashattn.integrations import dtensor
+from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.patching import patch_interpreter
 
 WORLD, SECONDS = 2, 120
@@ -54,32 +55,46 @@ def sharded(x, mesh, placement):
     return distribute_tensor(x, mesh, [placement], src_data_rank=None)
 
 
+def attend(q, k, v, bias, sink, slopes, **options):
+    """Return attention whose scores are made with all there is."""
+    made = {"bias": bias, "sink": sink, "alibi_slopes": slopes}
+    return attention(q, k, v, **made, **options, impl="triton")
+
+
 def check_case(mesh, case):
     """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
-    problem = Problem(**SIZES | sizes)
+    problem = Problem(**SIZES | sizes, alibi=True, bias="1hts", sink=True)
     for asked in OPTIONS:
         options = dict(asked)
         lse = options["return_lse"]
         grads = make_grads(problem)[: 1 + lse]
         whole = [x.requires_grad_() for x in make_inputs(problem)]
+        scored = make_scored(problem)
+        whole += [scored["bias"].requires_grad_(), scored["sink"][0].requires_grad_()]
         cu = tuple(torch.tensor(x) for x in options.get("documents", ()))
+        slopes = None if cu else scored["alibi_slopes"][0]
         options |= {"documents": cu} if cu else {}
-        wanted = attention(*whole, **options, impl="triton")
+        wanted = attend(*whole, slopes, **options)
         if cu:
             options["documents"] = tuple(sharded(x, mesh, R) for x in cu)
         given = [
             sharded(x.detach(), mesh, placed).requires_grad_()
-            for x, placed in zip(whole, (of_q, of_k, of_k), strict=True)
+            for x, placed in zip(whole[:3], (of_q, of_k, of_k), strict=True)
         ]
+        of_heads = of_q if of_q in (HEADS, R) else R
+        first = Shard(0) if of_heads == HEADS else R
+        slopes = None if cu else sharded(slopes, mesh, first)
+        for x, placed in zip(whole[3:], (of_heads, first), strict=True):
+            given.append(sharded(x.detach(), mesh, placed).requires_grad_())
         with CommDebugMode() as communication:
-            outputs = attention(*given, **options, impl="triton")
+            outputs = attend(*given, slopes, **options)
             outputs, wanted = (x if lse else (x,) for x in (outputs, wanted))
             got = torch.autograd.grad(outputs, given, [sharded(x, mesh, of_o) for x in grads])
         assert all(x.placements == (of_o,) for x in outputs), outputs[0].placements
         if case in QUIET:
             assert communication.get_total_counts() == 0, communication.get_comm_counts()
-            assert all(x.placements == (of_o,) for x in got)
+            assert all(x.placements == (of_o,) for x in got[:3])
         exact = torch.autograd.grad(wanted, whole, grads)
         for a, b in zip((*outputs, *got), (*wanted, *exact), strict=True):
             torch.testing.assert_close(a.full_tensor(), b)
@@ -171,17 +186,19 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
         SimpleNamespace(mesh=mesh, placements=placed, shape=(4, n, 9, 16))
         for n, placed in zip((heads[0], heads[1], heads[1]), placements, strict=True)
     )
-    options = None, 0, 0.25, None, "auto", "triton", True
-    rule = dtensor._forward(q, k, v, *options)
-    kinds = [R, BATCH, *[HEADS] * offered]
-    assert rule == [([x] * 2, [x] * 3 + [None] * 7) for x in kinds]
+    none, absent = [None] * len(Extras._fields), [R, R]
+    options = None, 0, 0, 0.25, None, "auto", "triton", True
+    rule = dtensor._forward(q, k, v, *none, *options)
+    kinds, rest = [R, BATCH, *[HEADS] * offered], [None] * len(options)
+    assert rule == [([x] * 2, [x] * 3 + none + rest) for x in kinds]
     one, each = (SimpleNamespace(placements=placements[0], shape=(n, 9, 2)) for n in (1, 4))
     for bounds, of_batch in ((one, R), (each, BATCH)):
-        rule = dtensor._forward(q, k, v, bounds, bounds, *options[2:])
-        ends = [[of_batch if x == BATCH else R] * 2 + [None] * 5 for x in kinds]
+        rule = dtensor._forward(q, k, v, bounds, bounds, *none[2:], *options)
+        ends = [[of_batch if x == BATCH else R] * 2 + none[2:] + rest for x in kinds]
         assert rule == [([x] * 2, [x] * 3 + end) for x, end in zip(kinds, ends, strict=True)]
-    rule = dtensor._backward(q, None, q, k, v, q, q, *options)
-    assert rule == [([x] * 3, [x, None, *[x] * 5] + [None] * 7) for x in kinds]
+    rule = dtensor._backward(q, None, q, k, v, q, q, *none, *options, False)
+    rest = none + rest
+    assert rule == [([x] * 3 + absent, [x, None, *[x] * 5, *rest, None]) for x in kinds]
 
 
 if __name__ == "__main__":

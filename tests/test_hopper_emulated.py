@@ -27,7 +27,7 @@ from flashattn.plan import hopper
 from flashattn.plan import portable as plan_portable
 from flashattn.plan.plan import BackwardPlan
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Options, TensorSpec, signature
+from flashattn.plan.spec import Extras, Options, TensorSpec, signature
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
@@ -53,7 +53,7 @@ def attend(problem, config, how=None, precision="auto"):
     bounds, band = (), problem.band
     if problem.documents is not None:
         lengths = cumulative(problem.documents, "cpu")
-        bounds = of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask)
+        bounds = Extras(*of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask))
     options = Options(
         None if bounds else band.right,
         check_scale(None, problem.head_dim),

@@ -14,7 +14,7 @@ from flashattn.problem import Problem, check_scale
 from flashattn.testing import law
 from flashattn.testing.accuracy import Sample, assert_accurate, run_reference
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
-from flashattn.testing.strategies import grad_layouts, layouts, problems, scales, values
+from flashattn.testing.strategies import BIASES, grad_layouts, layouts, problems, scales, values
 from flashattn.testing.values import VALUES
 
 CASES = [
@@ -32,6 +32,28 @@ CASES = [
     Problem(seq_q=96, seq_kv=32, head_dim=16, causal="bottom_right"),  # ... whole tiles of them
     Problem(seq_q=70, head_dim=16, causal=True, softcap=0.7),  # most scores are capped
     Problem(seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), softcap=5),
+    Problem(heads=2, seq_q=70, head_dim=16, causal=True, alibi=True),
+    Problem(  # the last queries stand at the last keys, which nobody sees
+        batch=2, heads=4, kv_heads=2, seq_q=50, seq_kv=130, head_dim=16, causal=True, alibi=True
+    ),
+    Problem(
+        heads=2, seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), alibi=True
+    ),
+    Problem(heads=4, kv_heads=1, seq_q=1, seq_kv=300, head_dim=64, dtype="float16", alibi=True),
+    # Biases: of each score, of all batches, of rows, of columns, of all, of distances.
+    Problem(batch=2, heads=2, kv_heads=1, seq_q=70, seq_kv=40, head_dim=16, bias="bhts"),
+    Problem(heads=2, seq_q=70, head_dim=16, causal=True, bias="1hts"),  # tiles that nobody visits
+    Problem(batch=2, heads=2, seq_q=70, seq_kv=130, head_dim=64, dtype="bfloat16", bias="1hts"),
+    Problem(batch=2, heads=4, kv_heads=2, seq_q=40, head_dim=16, softcap=5, bias="bh1s"),
+    Problem(batch=2, heads=2, seq_q=50, seq_kv=70, head_dim=16, window=(20, 9), bias="11t1"),
+    Problem(batch=2, heads=2, seq_q=40, head_dim=16, bias="1111"),
+    Problem(batch=2, heads=2, seq_q=50, seq_kv=90, head_dim=16, causal=True, bias="1hr"),
+    Problem(batch=2, heads=2, seq_q=90, seq_kv=50, head_dim=64, dtype="float16", bias="bhr"),
+    Problem(seq_q=70, head_dim=16, bias="b1ts", documents=((40, 40), (0, 0), (24, 24))),
+    Problem(seq_q=1, seq_kv=300, head_dim=16, bias="11ts", sink=True),
+    Problem(batch=2, heads=4, kv_heads=2, seq_q=70, head_dim=16, causal=True, sink=True),
+    Problem(heads=2, seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", sink=True),
+    Problem(heads=2, seq_q=9, seq_kv=0, head_dim=16, sink=True),  # all of the softmax is the sink's
     Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
     Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
     Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
@@ -237,7 +259,13 @@ def test_any_problem(impl, device, share, data, seed):
     """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
     del share  # each draws examples of its own
     longest, heads = (80, 4) if device.type == "cpu" else (700, 12)
-    drawn = problems(longest=longest, packed=(False, False, True))
+    drawn = problems(
+        longest=longest,
+        packed=(False, False, True),
+        sloped=(False, False, True),
+        biases=BIASES,
+        sunk=(False, False, True),
+    )
     problem = impl.fit(data.draw(drawn, label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter
     hypothesis.assume(impl.why_not(problem, device) is None)

@@ -30,7 +30,7 @@ from flashattn.plan import portable, tables
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Limits
-from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.spec import Extras, Options, TensorSpec
 from flashattn.plan.spec import signature as specs_of
 from flashattn.plan.splits import num_splits, split
 from flashattn.plan.tile import Tile
@@ -747,10 +747,11 @@ def test_more_than_2_31_elements_in_keys(device):
     k, v = (drawn(device, 1, 1, border + 300, head_dim) for _ in range(2))
     q, grad_o = (drawn(device, 1, 1, 64, head_dim) for _ in range(2))
     o, lse = triton(False)(q, k, v)
-    part, how = slice(border, None), (*[None] * 4, head_dim**-0.5, None, "auto", "triton", True)
+    part, how = slice(border, None), (*Extras(), None, None, 0, head_dim**-0.5)
+    how += None, "auto", "triton", True, False
     backward = torch.ops.flashattn.backward
-    _, dk, dv = backward(grad_o, None, q, k, v, o, lse, *how)
-    _, dk_alone, dv_alone = backward(
+    _, dk, dv, *_ = backward(grad_o, None, q, k, v, o, lse, *how)
+    _, dk_alone, dv_alone, *_ = backward(
         grad_o, None, q, k[:, :, part].clone(), v[:, :, part].clone(), o, lse, *how
     )
     assert torch.equal(dk[:, :, part], dk_alone)

@@ -28,10 +28,10 @@ ALLOWED = {
     "plan": {"plan", "problem"},
     "gpus": {"plan", "problem"},
     "kernels": {"bounds", "kernels", "gpus", "plan"},
-    "ops": {"bounds", "gpus", "kernels", "mask", "plan", "problem", "dispatch"},
+    "ops": {"bounds", "gpus", "kernels", "mask", "plan", "problem", "dispatch", "score"},
     "weighted_sum": {"kernels"},
     "claims": {"mask", "problem"},
-    "registry": {"bounds", "claims", "dispatch", "mask", "problem", "resolve"},
+    "registry": {"bounds", "claims", "dispatch", "mask", "problem", "resolve", "score"},
     "impls": {
         "impls",
         "bounds",
@@ -112,7 +112,7 @@ ALLOWED = {
     "counts": {"counts", "api", "gpus", "kernels", "ops", "plan", "problem", "registry", "testing"},
     "emulate": {"emulate", "kernels", "plan"},
     "sanitize": {"sanitize", "impls", "measure", "problem", "registry", "testing"},
-    "__init__": {"api", "masks", "ops", "problem", "registry", "tiled", "weighted_sum"},
+    "__init__": {"api", "masks", "ops", "problem", "registry", "score", "tiled", "weighted_sum"},
 }
 ONLY_IN = {
     "triton": {"kernels", "measure", "counts", "emulate", "sanitize", "testing"},

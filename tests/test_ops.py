@@ -14,12 +14,14 @@ from flashattn import attention, gpus, ops, tiled
 from flashattn.bounds import of_rows
 from flashattn.impls import sdpa
 from flashattn.mask import FULL
+from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
 # One tile a head: what operators promise does not hang on more, and interpreted each takes time.
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=32, seq_kv=24, head_dim=16)
-OPTIONS = 0.25, None, "auto", "triton", True  # scale, softcap, precision, kernels, deterministic
+# Diagonal, scale, softcap, precision, kernels, deterministic.
+OPTIONS = 0, 0.25, None, "auto", "triton", True
 
 
 def arguments(device, layout="contiguous", problem=PROBLEM):
@@ -39,25 +41,47 @@ def arguments(device, layout="contiguous", problem=PROBLEM):
 def test_opcheck(device, layout, left, right):
     """Schema, fake tensors, autograd and dynamic shapes agree with what the operator does."""
     q, k, v = arguments(device, layout)
-    given = (q, k, v, None, None, left, right, *OPTIONS)
+    given = (q, k, v, *Extras(), left, right, *OPTIONS)
     torch.library.opcheck(torch.ops.flashattn.forward, given)
 
 
-def test_opcheck_with_bounds(device):
-    """So where there are bounds of rows."""
+EXTRAS = {  # of q [B, H, T, D] and k
+    "bounds": lambda q, k: Extras(
+        *of_rows(*torch.arange(2 * q.shape[2], device=q.device).view(2, 1, -1), k.shape[2])
+    ),
+    "slopes": lambda q, k: Extras(
+        alibi_slopes=torch.linspace(0, 1, q.shape[1], device=q.device)[None]
+    ),
+    "bias": lambda q, k: Extras(
+        bias=torch.randn(1, q.shape[1], q.shape[2], k.shape[2], device=q.device)
+    ),
+    "relative bias and sinks": lambda q, k: Extras(
+        bias=torch.randn(1, q.shape[1], q.shape[2] + k.shape[2] - 1, device=q.device),
+        sink=torch.linspace(-1, 1, q.shape[1], device=q.device)[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_opcheck_with_extras(device, extras):
+    """So where there are tensors besides q, k and v."""
     q, k, v = arguments(device)
-    bounds = of_rows(*torch.arange(2 * q.shape[2]).view(2, 1, -1).to(device), k.shape[2])
-    torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, *bounds, None, None, *OPTIONS))
+    given = [q, k, v, *EXTRAS[extras](q, k), None, None, *OPTIONS]
+    for i in (ops.FORWARD - 2, ops.FORWARD - 1):
+        given[i] = None if given[i] is None else given[i].requires_grad_()
+    torch.library.opcheck(torch.ops.flashattn.forward, given)
 
 
-def test_opcheck_backward(device):
+@pytest.mark.parametrize("extras", [None, *EXTRAS])
+def test_opcheck_backward(device, extras):
     """So for the backward operator."""
     q, k, v = (x.detach() for x in arguments(device))
     grad_o, grad_lse = make_grads(PROBLEM, device=device)
-    o, lse = torch.ops.flashattn.forward(q, k, v, *[None] * 4, *OPTIONS)
+    how = (*(EXTRAS[extras](q, k) if extras else Extras()), *(None, None), *OPTIONS)
+    o, lse = torch.ops.flashattn.forward(q, k, v, *how)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    for gradient in (grad_lse, None):
-        saved = (grad_o, gradient, q, k, v, o, lse, None, None, 7, 0, *OPTIONS)
+    for gradient in (grad_lse, None) if extras is None else (grad_lse,):
+        saved = (grad_o, gradient, q, k, v, o, lse, *how, True)
         torch.library.opcheck(torch.ops.flashattn.backward, saved, test_utils=checks)
 
 
@@ -154,7 +178,7 @@ def test_vmap_of_tiled(dim, device):
     q, k, v = (x.detach() for x in arguments(device))
 
     def attend(k):
-        return tiled._Tiled.apply(q[:, :2], k, v, FULL, 0.25)
+        return tiled._Tiled.apply(q[:, :2], k, v, *[None] * 4, FULL, 0.25, None, 0, q.shape[2])
 
     many = torch.stack([k, -k], dim=dim)
     wanted = [torch.stack(x) for x in zip(*map(attend, (k, -k)), strict=True)]

@@ -62,6 +62,7 @@ def test_names_are_unique():
     base = Problem(batch=2, heads=4, kv_heads=2, seq_q=5, seq_kv=7, head_dim=8, causal=True)
     others = {"batch": 3, "heads": 6, "kv_heads": 1, "seq_q": 6, "seq_kv": 8, "head_dim": 9}
     others |= {"causal": "bottom_right", "window": (3, None), "softcap": 50, "dtype": "float16"}
+    others |= {"alibi": True, "bias": "1hts", "sink": True}
     changed = [dataclasses.replace(base, **{name: value}) for name, value in others.items()]
     assert len({str(problem) for problem in [base, *changed]}) == 1 + len(others)
 
@@ -75,6 +76,7 @@ def test_names_are_unique():
         ({"heads": 3, "kv_heads": 0}, "kv_heads: wanted a divisor of the 3 query heads, got 0"),
         ({"dtype": "int8"}, "dtype: wanted one of float64, float32, .*, got 'int8'"),
         ({"causal": "middle"}, "causal: wanted False, True"),
+        ({"bias": "ts"}, "bias: wanted dimensions like 1hts"),
         ({"softcap": 0.0}, "softcap: wanted a number from 1e-06 to 1000000 or None, got 0.0"),
         ({"window": (3, -1)}, r"window: wanted \(left, right\), each an int"),
     ],

@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa_of_torch
 from torch.utils._pytree import tree_map_only
 
-from flashattn import attention, gpus, masks
+from flashattn import attention, gpus, masks, resolve
 from flashattn.bounds import of_documents
 from flashattn.integrations import operators, sdpa
 from flashattn.mask import Mask
@@ -377,7 +377,7 @@ def test_layers_share_bounds(device, active, monkeypatch):
         made.append(of_documents(*args))
         return made[-1]
 
-    monkeypatch.setattr(masks, "of_documents", spy)
+    monkeypatch.setattr(resolve, "of_documents", spy)
     (q, k, v), (of_q, of_k) = documents(device)
     for _ in range(2):
         varlen_attn(q, k, v, of_q, of_k, 20, 13, **GROUPED).sum().backward()

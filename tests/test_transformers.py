@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn import masks as masks_of_ours
+from flashattn import resolve
 from flashattn.bounds import Bounds, of_rows
 from flashattn.testing.accuracy import Error
 
@@ -454,7 +454,7 @@ def test_layers_share_masks(name, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(drop_in, "of_rows", spy)
-    monkeypatch.setattr(masks_of_ours, "of_rows", spy)
+    monkeypatch.setattr(resolve, "of_rows", spy)
     model = model_of(name)
     step(model, inputs_of("padded"), "fattn")
     assert len(made) == (2 if name == "Gemma3" else 1)

@@ -39,6 +39,7 @@ KNOWN_TO_SPILL = {
     ("bwd_dq", 2, 64),  # by bounds of rows, 208 bytes on sm_80 with Triton 3.6
     ("bwd_dkdv", 2, 128),  # under a mask, 8 bytes with Triton 3.6, which cost no time
     *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),
+    ("bwd_dbias", 4, 256),
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),
@@ -73,11 +74,11 @@ def _assemblers() -> dict[str, str]:
 def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
     """Return whether a variant that spills so many bytes is excused from the rule that none does.
 
-    What splits rows, has a window, bounds of rows or a softcap takes the tile that was found for
-    what does not, and may spill a little.
+    What splits rows, has a window, bounds of rows, a softcap or other scores takes the tile that
+    was found for what does not, and may spill a little.
     """
     borrowed = isinstance(variant, Variant) and (
-        variant.split or variant.window or variant.rows or variant.softcap
+        variant.split or variant.window or variant.rows or variant.softcap or variant.scored
     )
     if borrowed and stack <= BORROWED_MAY_SPILL:
         return True

@@ -18,23 +18,25 @@ from flashattn.counts.resources import SHARED_LIMIT, Resources, resources_of
 from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
-from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, steps
+from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, score_gradients, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
-from flashattn.kernels.portable.score import Scale
+from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.gpu import Gpu
-from flashattn.plan.portable import terms_of
+from flashattn.plan.portable import RELATIVE_KEYS, dbias_tile, terms_of
 from flashattn.plan.precision import TERMS, input_precision
 from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
 from flashattn.plan.tables import rows_of
-from flashattn.plan.tile import HALF, Tile, block_d, padding
+from flashattn.plan.tile import HALF, VECTOR, Tile, block_d, padding
 
-Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce"]
+Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce", "bwd_dsink"]
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
     "decompose": bf16x3.flashattn_decompose,
     "bwd_preprocess": preprocess.flashattn_bwd_preprocess,
     "bwd_reduce": combine.flashattn_bwd_reduce,
+    "bwd_dsink": score_gradients.flashattn_bwd_dsink,
+    "bwd_dbias": score_gradients.flashattn_bwd_dbias,
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
@@ -42,6 +44,7 @@ FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where 
     "decompose": (bf16x3.BLOCK, bf16x3.WARPS),
     "bwd_preprocess": (preprocess.BLOCK, preprocess.WARPS),
     "bwd_reduce": (combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
+    "bwd_dsink": (score_gradients.SINK_BLOCK, score_gradients.SINK_WARPS),
 }
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -50,6 +53,7 @@ ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is c
 ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
 TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
+SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ class Variant:
         window: whether the mask has a left bound, too.
         softcap: whether scores are capped.
         rows: whether the mask is bounds of rows.
+        scored: what scores are made with besides: "alibi", "bias" of each head, "relative" bias,
+            or "sink"; in bwd_dq the bias is one of each score, whose gradient is stored.
     """
 
     arch: str
-    kernel: Kernel | Untiled
+    kernel: Kernel | Untiled | Literal["bwd_dbias"]
     size: int
     head_dim: int
     tile: Tile | None
@@ -83,6 +89,7 @@ class Variant:
     window: bool = False
     softcap: bool = False
     rows: bool = False
+    scored: str = ""
 
     def __str__(self) -> str:
         """Return what picks the tile."""
@@ -93,7 +100,8 @@ class Variant:
         loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
         bounds = ("full", "causal"), ("left", "window")
         mask = "rows" if self.rows else bounds[self.window][self.causal]
-        return f"{name} {mask} {loading}{' split' * self.split}{' softcap' * self.softcap}{asked}"
+        score = f"{' softcap' * self.softcap}{self.scored and f' {self.scored}'}"
+        return f"{name} {mask} {loading}{' split' * self.split}{score}{asked}"
 
     @property
     def terms(self) -> int:
@@ -127,7 +135,8 @@ class Variant:
         if self.tile is None:
             raise ValueError(f"{self} has no tile")
         precision = input_precision(self.precision, DTYPES[self.size])
-        return Config.of(self.tile, self.head_dim, [], precision, self.terms)
+        vector = VECTOR if self.scored == "bias" else 1
+        return Config.of(self.tile, self.head_dim, [], precision, self.terms, vector)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -139,6 +148,8 @@ class Variant:
             "BLOCK_D": block_d(self.head_dim),
             "COUNTERS": 0,
             "TERMS": TERMS.get(precision, 0),
+            "SHARED": True,
+            "sink_stride": None,
         }
 
 
@@ -179,6 +190,9 @@ def _types(variant: Variant) -> dict[str, Any]:
             "partials": (FP32,) * 3,
             "grads": (given,) * 3,
             "strides": (strides,) * (4 if variant.kernel == "decompose" else 3),
+            "partial": FP32,
+            "dsink": FP32,
+            "sinks": (None, None),
         }
     written = FP32 if variant.split else given
     types: dict[str, Any] = {
@@ -189,13 +203,16 @@ def _types(variant: Variant) -> dict[str, Any]:
         "left": INT if variant.window else None,
         "right": INT if variant.causal and not variant.rows else None,
         "bounds": (INTS, INTS) if variant.rows else (None, None),
+        "scored": _scored(variant, given),
+        "lies": _score_layout(variant),
+        "dbias": given,
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
     cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None
-    if variant.kernel not in steps.KERNELS:
+    if variant.kernel not in (*steps.KERNELS, "bwd_dbias"):
         layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between)
         return types | {"layout": layout, "scale": Scale(FLOAT, None, None, cap)}
-    grads = steps.WRITTEN[variant.kernel]  # type: ignore[index]
+    grads = steps.WRITTEN.get(variant.kernel, ())
     o = variant.kernel == "bwd_one_launch"
     layout = BackwardLayout._make(
         (
@@ -212,6 +229,27 @@ def _types(variant: Variant) -> dict[str, Any]:
     }
 
 
+def _scored(variant: Variant, given: Type) -> tuple[Type | None, ...]:
+    """Return the types of what scores are made with; the last is a sink, or a bias's gradient."""
+    bias = given if variant.scored in ("bias", "relative") else None
+    sink = FP32 if variant.scored == "sink" else None
+    last = bias if variant.kernel == "bwd_dq" else sink
+    return FP32 if variant.scored == "alibi" else None, bias, last
+
+
+def _score_layout(variant: Variant) -> ScoreLayout:
+    """Return the types of how these lie; rows of a bias are aligned, and all batches share it."""
+    rows = Type("i32", aligned=True)
+    made: dict[str, dict[str, Any]] = {
+        "": {},
+        "alibi": {"slopes": INT, "diagonal": INT},
+        "bias": {"head": rows, "query": rows, "key": 1},
+        "relative": {"head": rows, "query": INT, "key": 1, "origin": INT},
+        "sink": {"sink": INT},
+    }
+    return ScoreLayout(**made[variant.scored])
+
+
 def _operand(variant: Variant, rows: int) -> Type:
     """Return the type of what is loaded in tiles of so many rows."""
     element = "bf16" if variant.terms else ELEMENTS[variant.size]
@@ -223,7 +261,8 @@ def _operand(variant: Variant, rows: int) -> Type:
 def _source(variant: Variant) -> ASTSource:
     """Return the kernel with the argument types that a launch on aligned tensors gives it."""
     fn = KERNELS[variant.kernel]
-    known = variant.constants if variant.tile is None else {"CONFIG": variant.config}
+    known: dict[str, Any] = {"RELATIVE": variant.scored == "relative"}
+    known |= variant.constants if variant.tile is None else {"CONFIG": variant.config}
     types = _types(variant) | dict.fromkeys(known)
     constants: dict[Any, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -232,8 +271,8 @@ def _source(variant: Variant) -> ASTSource:
         if isinstance(kind, tuple):
             parts = [signature(x, (*path, i)) for i, x in enumerate(kind)]
             return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
-        if kind is None:
-            constants[path] = value
+        if kind is None or isinstance(kind, int):
+            constants[path] = value if kind is None else kind
             return "constexpr"
         if kind.aligned:
             attributes[path] = [["tt.divisibility", 16]]
@@ -308,11 +347,25 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         for variant in one_d
         if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
     ]
+    scored = [  # likewise; a few
+        replace(variant, softcap=False, scored=scored)
+        for variant, scored in product(capped, ("alibi", "bias", "sink"))
+        if variant.describable and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
+    ]
+    scored += [
+        replace(variant, tile=replace(variant.tile, block_kv=RELATIVE_KEYS), scored="relative")
+        for variant in scored if variant.scored == "sink" and variant.tile
+    ]  # fmt: skip
+    scored += [
+        Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
+        for size, d, scored in product((2, 4), (64, 256), ("bias", "relative"))
+    ]
     return [
         *split,
         *(replace(variant, window=True) for variant in half),
         *(replace(variant, rows=True) for variant in half),
         *capped,
+        *scored,
     ]
 
 
@@ -331,6 +384,7 @@ def _untiled(arch: str) -> list[Variant]:
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
         if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
+        if kernel != "bwd_dsink" or (arch, size, head_dim) == (ALL_WAYS, HALF, ANY_D)
     ]
     decomposed = [variant for variant in found if variant.kernel == "decompose"]
     return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]

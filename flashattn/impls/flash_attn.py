@@ -14,7 +14,7 @@ import torch
 
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem
-from flashattn.registry import register
+from flashattn.registry import WhyNot, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +45,7 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
         causal: Causal,
         window: Window = UNBOUNDED,
         softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         scale: float,
     ) -> torch.Tensor:
         flash = import_module(module).flash_attn_func
@@ -54,6 +55,9 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
         }
         if softcap is not None:
             options["softcap"] = softcap
+        if alibi_slopes is not None:
+            shared = alibi_slopes.shape[0] == 1
+            options["alibi_slopes"] = alibi_slopes[0] if shared else alibi_slopes
         if window != UNBOUNDED:
             mask = Mask.of(causal, window)
             bounds = (NO_BOUND[module] if x is None else x for x in (mask.left, mask.right))
@@ -87,6 +91,8 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 for _name, _module in MODULES.items():
-    register(_name, why_not=partial(_limits, name=_name), windows=True, softcap=True, strict=False)(
+    _alibi = _name == "flash_attn_2"
+    _why_not: WhyNot = partial(_limits, name=_name)
+    register(_name, why_not=_why_not, windows=True, softcap=True, alibi=_alibi, strict=False)(
         _attending(_module)
     )

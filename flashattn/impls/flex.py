@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with masks as block masks and a softcap as its score_mod."""
+"""FlexAttention, compiled: masks are block masks, softcap, ALiBi and bias its score_mod."""
 
 from __future__ import annotations
 
@@ -50,12 +50,38 @@ def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
     return create_block_mask(seen, batches, None, seq_q, seq_kv, device=bounds.keys.device)
 
 
-@cache
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    def modify(given: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # where it is in the matrix
-        return score.scores(given, 1.0, softcap)
+@lru_cache(maxsize=4)
+def _modify(
+    softcap: float | None, alibi_slopes: torch.Tensor | None, diagonal: int
+) -> Callable[..., torch.Tensor]:
+    """Return the score_mod of a softcap and of slopes."""
+    batches = 0 if alibi_slopes is None else alibi_slopes.shape[0]
+
+    def modify(
+        given: torch.Tensor, b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor
+    ) -> torch.Tensor:
+        given = score.scores(given, 1.0, softcap)
+        if alibi_slopes is not None:
+            given = given - alibi_slopes[b if batches > 1 else 0, h] * (t + diagonal - s).abs()
+        return given
 
     return modify
+
+
+def _biased(
+    modify: Callable[..., torch.Tensor] | None, bias: torch.Tensor, seq_q: int
+) -> Callable[..., torch.Tensor]:
+    """Return a score_mod with a bias besides; its gradient is summed by atomic additions."""
+    several = [n > 1 for n in bias.shape]
+
+    def biased(
+        given: torch.Tensor, b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor
+    ) -> torch.Tensor:
+        at = (b, h, s - t + seq_q - 1) if len(several) == len("bhr") else (b, h, t, s)
+        given = given if modify is None else modify(given, b, h, t, s)
+        return given + bias[tuple(x if n else 0 for x, n in zip(at, several, strict=True))]
+
+    return biased
 
 
 def _limits(problem: Problem, device: torch.device) -> str | None:
@@ -83,6 +109,8 @@ def _group(problem: Problem) -> int:
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
+    bias=True,
     strict=False,
     compiles=True,
 )
@@ -95,6 +123,8 @@ def _attend(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     mask = Mask.of(causal, window)
@@ -102,5 +132,9 @@ def _attend(
     if bounds is not None:
         blocks = _block_mask_of(bounds, q.shape[0])
     grouped = q.shape[1] != k.shape[1]
-    capped = None if softcap is None else _capped(softcap)
-    return _flex()(q, k, v, capped, blocks, scale=scale, enable_gqa=grouped)
+    modify = None
+    if softcap is not None or alibi_slopes is not None:
+        modify = _modify(softcap, alibi_slopes, k.shape[2] - q.shape[2])
+    if bias is not None:
+        modify = _biased(modify, bias, q.shape[2])
+    return _flex()(q, k, v, modify, blocks, scale=scale, enable_gqa=grouped)

@@ -16,6 +16,7 @@ from flashattn.bounds import Bounds
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem, check_scale
 from flashattn.registry import register
+from flashattn.score import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,8 @@ def naive_attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
@@ -36,6 +39,8 @@ def naive_attention(
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+    scores = Terms.of(q, k, alibi_slopes, bias).added(scores, *whole)
     if bounds is not None:
         scores = scores.masked_fill(~bounds.seen[:, None], -torch.inf)
     elif mask != FULL:
@@ -65,6 +70,8 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
+    bias=True,
     strict=False,
 )
 def naive(
@@ -76,11 +83,16 @@ def naive(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    return naive_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, bounds=bounds)
+    return naive_attention(
+        q, k, v, mask=mask, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, bounds=bounds,
+    )  # fmt: skip
 
 
 @register(
@@ -89,6 +101,8 @@ def naive(
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
+    bias=True,
     strict=False,
     compiles=True,
 )
@@ -101,8 +115,13 @@ def compiled(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    return _compiled_naive()(q, k, v, mask=mask, scale=scale, softcap=softcap, bounds=bounds)
+    return _compiled_naive()(
+        q, k, v, mask=mask, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, bounds=bounds,
+    )  # fmt: skip

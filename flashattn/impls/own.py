@@ -23,6 +23,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
+    bias=True,
+    sink=True,
     lse=True,
     denormals=False,
 )
@@ -35,6 +38,9 @@ def triton(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
 ) -> ops.Attend:
@@ -47,6 +53,9 @@ def triton(
         window=window,
         bounds=bounds,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        sink=sink,
         scale=scale,
         precision=precision,
     )
@@ -66,6 +75,8 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     windows=True,
     intervals=True,
     softcap=True,
+    alibi=True,
+    bias=True,
     lse=True,
 )
 def _hopper(
@@ -77,6 +88,8 @@ def _hopper(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
@@ -101,6 +114,8 @@ def _hopper(
         window=window,
         bounds=bounds,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
         scale=scale,
         precision=precision,
         family=family,
@@ -109,12 +124,25 @@ def _hopper(
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Leave to others on a CPU what is dense; of other masks only the tiles are computed."""
-    dense = problem.window == UNBOUNDED and problem.documents is None
+    """Leave to others on a CPU what is dense; of other masks only the tiles are computed.
+
+    And no scores are held where these have more to them than PyTorch's own knows.
+    """
+    dense = problem.window == UNBOUNDED and problem.documents is None and not problem.added
     return None if device.type == "cpu" and dense else {}
 
 
-@register("tiled", fastest=_fastest, windows=True, intervals=True, softcap=True, lse=True)
+@register(
+    "tiled",
+    fastest=_fastest,
+    windows=True,
+    intervals=True,
+    softcap=True,
+    alibi=True,
+    bias=True,
+    sink=True,
+    lse=True,
+)
 def _tiled(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,14 +152,27 @@ def _tiled(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
     return tiled.tiled_attention(
-        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap, scale=scale
-    )
+        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, sink=sink, scale=scale,
+    )  # fmt: skip
 
 
-@register("reference", windows=True, intervals=True, softcap=True, lse=True)
+@register(
+    "reference",
+    windows=True,
+    intervals=True,
+    softcap=True,
+    alibi=True,
+    bias=True,
+    sink=True,
+    lse=True,
+)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -141,11 +182,15 @@ def _reference(
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     scale = check_scale(scale, q.shape[-1])
     o, lse = reference_attention(
-        *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap, bounds=bounds
-    )
+        *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, sink=sink, bounds=bounds,
+    )  # fmt: skip
     return o.to(q.dtype), lse

@@ -19,6 +19,7 @@ from flashattn.dispatch import no_forward_mode
 from flashattn.mask import CORNERS, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
+from flashattn.score import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,19 @@ def _mask(band: Band, device: torch.device) -> torch.Tensor:
     return seen
 
 
+def _added(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask, bounds: Bounds | None, bias: torch.Tensor
+) -> torch.Tensor:
+    """Return what PyTorch adds to the scores [B, H, T, S]: the bias, and -inf on hidden keys."""
+    sizes, whole = (*q.shape[:3], k.shape[2]), (slice(0, q.shape[2]), slice(0, k.shape[2]))
+    added = Terms.of(q, k, bias=bias).added(q.new_zeros(()).expand(sizes), *whole)
+    if bounds is not None:
+        return added.masked_fill(~bounds.seen[:, None], -torch.inf)
+    band = mask.over(*sizes[2:])
+    everything = band.left is None and band.right is None
+    return added if everything else added.masked_fill(~_mask(band, q.device), -torch.inf)
+
+
 def _sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -46,6 +60,7 @@ def _sdpa(
     causal: Causal,
     window: Window = UNBOUNDED,
     bounds: Bounds | None = None,
+    bias: torch.Tensor | None = None,
     scale: float | None,
 ) -> torch.Tensor:
     if scale is not None and scale <= 0:
@@ -55,7 +70,9 @@ def _sdpa(
     # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     # First, as "auto" on a CPU asks it at each call: making a mask costs the host more.
-    if bounds is not None:
+    if bias is not None:
+        options["attn_mask"] = _added(q, k, Mask.of(causal, window), bounds, bias)
+    elif bounds is not None:
         options["attn_mask"] = bounds.seen[:, None]
     elif window == UNBOUNDED and CORNERS[causal] == "top_left":
         options["is_causal"] = True
@@ -95,10 +112,12 @@ def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
         causal: Causal,
         window: Window = UNBOUNDED,
         bounds: Bounds | None = None,
+        bias: torch.Tensor | None = None,
         scale: float,
     ) -> torch.Tensor:
+        how: dict[str, Any] = {"causal": causal, "window": window, "bounds": bounds, "bias": bias}
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v, causal=causal, window=window, bounds=bounds, scale=scale)
+            return _sdpa(q, k, v, **how, scale=scale)
 
     return call
 
@@ -135,14 +154,22 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
     """Leave masks of their own on a CPU to others: with a mask tensor all scores are computed."""
-    masked = problem.window != UNBOUNDED or problem.documents is not None
+    masked = problem.window != UNBOUNDED or problem.documents is not None or problem.bias != ""
     return None if device.type == "cpu" and masked else {}
 
 
-register("sdpa", why_not=_limits, fastest=_fastest, windows=True, intervals=True, strict=False)(
-    _sdpa
-)
+register(
+    "sdpa",
+    why_not=_limits,
+    fastest=_fastest,
+    windows=True,
+    intervals=True,
+    bias=True,
+    strict=False,
+)(_sdpa)
 for _name, _kind in BACKENDS.items():
     _why_not: WhyNot = partial(_limits, backend=_name)
     _masks = _kind in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION)
-    register(_name, why_not=_why_not, windows=True, intervals=_masks, strict=False)(_backend(_kind))
+    register(_name, why_not=_why_not, windows=True, intervals=_masks, bias=_masks, strict=False)(
+        _backend(_kind)
+    )

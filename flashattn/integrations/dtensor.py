@@ -13,14 +13,16 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import flashattn.ops  # noqa: F401 - defines the operators
+from flashattn.plan.spec import Extras
 
 Placements = list[Placement | None]
 Rule = list[tuple[Placements, Placements]]
 BATCH, HEADS = Shard(0), Shard(1)
+BOUNDS = ("key_bounds", "query_bounds")
 
 
 def register() -> None:
@@ -30,14 +32,15 @@ def register() -> None:
     register_sharding(torch.ops.flashattn.document_bounds.default)(_document_bounds)
 
 
-def _forward(q: Any, k: Any, v: Any, *options: Any) -> Rule:
-    return _rule((q, k, v), options, outputs=2, grouped=(q, k))
+def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Rule:
+    return _rule((q, k, v), rest, outputs=2, grouped=(q, k), learned=())
 
 
 def _backward(
-    grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *options: Any
+    grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any
 ) -> Rule:
-    return _rule((grad_o, grad_lse, q, k, v, o, lse), options, outputs=3, grouped=(q, k))
+    inputs, learned = (grad_o, grad_lse, q, k, v, o, lse), ("bias", "sink")
+    return _rule(inputs, rest, outputs=3, grouped=(q, k), learned=learned)
 
 
 def _document_bounds(*given: Any) -> Rule:
@@ -46,15 +49,21 @@ def _document_bounds(*given: Any) -> Rule:
 
 
 def _rule(
-    inputs: tuple[Any, ...], options: tuple[Any, ...], *, outputs: int, grouped: tuple[Any, Any]
+    inputs: tuple[Any, ...],
+    rest: tuple[Any, ...],
+    *,
+    outputs: int,
+    grouped: tuple[Any, Any],
+    learned: tuple[str, ...],
 ) -> Rule:
     """Return how outputs are placed when inputs are, for each dimension of the mesh by itself.
 
     Args:
         inputs: what DTensor knows of each tensor, or None where there is none.
-        options: further arguments of the operator.
-        outputs: how many there are.
+        rest: likewise of ``Extras``, then further arguments of the operator.
+        outputs: how many there are that are placed as q.
         grouped: those of the inputs that must keep their heads together.
+        learned: those of ``Extras`` whose gradients come behind the outputs.
     """
     placed = [x.placements for x in inputs if x is not None]
     mesh = grouped[0].mesh
@@ -63,20 +72,31 @@ def _rule(
     ways = math.prod(mesh.size(i) for i in unlike)
     divisible = all(x.shape[1] % ways == 0 for x in grouped)
     kinds: list[Placement] = [Replicate(), BATCH, *([HEADS] if divisible else [])]
-    return [
-        (
-            [kind] * outputs,
-            [None if x is None else kind for x in inputs] + [_of_rows(x, kind) for x in options],
-        )
-        for kind in kinds
-    ]
+    extras = dict(zip(Extras._fields, rest, strict=False))
+    options: Placements = [None] * (len(rest) - len(extras))
+    rule: Rule = []
+    for kind in kinds:
+        placed_as: Placements = [None if x is None else kind for x in inputs]
+        parts = [None if x is None else _part(name, x, kind) for name, x in extras.items()]
+        gradients = [_gradient(name, extras[name], kind) for name in learned]
+        rule.append(([*[kind] * outputs, *gradients], [*placed_as, *parts, *options]))
+    return rule
 
 
-def _of_rows(x: Any, kind: Placement) -> Placement | None:
-    """Return how bounds of rows are placed, which are those of all heads, of one batch or each."""
-    if not hasattr(x, "placements"):
-        return None
-    return kind if kind == BATCH and x.shape[0] > 1 else Replicate()
+def _part(name: str, x: Any, kind: Placement) -> Placement:
+    """Return how one of ``Extras`` is placed where q is placed so: whole where it is for all."""
+    whole = kind == HEADS and name in BOUNDS
+    split = isinstance(kind, Shard) and not whole and x.shape[kind.dim] > 1
+    return kind if split else Replicate()
+
+
+def _gradient(name: str, x: Any, kind: Placement) -> Placement:
+    """Return how the gradient of one of ``Extras`` is placed: a sum if all shards share it.
+
+    So is what has no elements where it is not wanted.
+    """
+    part = Replicate() if x is None else _part(name, x, kind)
+    return Partial() if part != kind and x is not None else part
 
 
 def _stays(kinds: tuple[Any, ...]) -> bool:

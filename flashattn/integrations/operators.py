@@ -6,7 +6,7 @@ its results as its fake kernel does. What our kernels cannot solve raises ``Unsu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from flashattn import gpus, ops
 from flashattn.bounds import Bounds
 from flashattn.integrations.packed import bounds_of_packed, heads_first, tokens_first
 from flashattn.mask import CAUSAL, FULL, Mask
-from flashattn.plan.spec import Signature, TensorSpec, signature
+from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
 from flashattn.problem import Problem, check_scale
 
 LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
@@ -63,9 +63,9 @@ def _bind(
         return None
     how = scale, None, "auto", family, True
     if mask is None:
-        return ops.bind(given, None, None, *how, bounds=ONE_BATCH)
+        return ops.bind(given, None, None, 0, *how, extras=Extras(*ONE_BATCH))
     band = mask.over(problem.seq_q, problem.seq_kv)
-    return ops.bind(given, band.left, band.right, *how)
+    return ops.bind(given, band.left, band.right, 0, *how)
 
 
 def _prepared(
@@ -78,12 +78,16 @@ def _prepared(
     return prepared
 
 
+def _extras(mask: Mask | Bounds) -> Sequence[Tensor | None]:
+    """Return what kernels take besides q, k and v: bounds of rows, or nothing."""
+    return () if isinstance(mask, Mask) else Extras(*mask)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
 ) -> ops.Outputs:
     """Return o, laid out like q, and lse [B, H, T]."""
-    bounds = () if isinstance(mask, Mask) else mask
-    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v, *bounds)
+    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v, *_extras(mask))
     return _like(o, q), lse
 
 
@@ -92,9 +96,8 @@ def _differentiate(
 ) -> ops.Gradients:
     """Return the gradients of q, k and v, laid out like these; ``saved`` is q, k, v, o, lse."""
     q, k, v, o, lse = saved
-    bounds = () if isinstance(mask, Mask) else mask
-    prepared = _prepared(q, k, v, mask, scale)
-    dq, dk, dv = prepared.backward((grad_o, None), (q, k, v, o, lse.contiguous(), *bounds))
+    prepared, saved = _prepared(q, k, v, mask, scale), (q, k, v, o, lse.contiguous())
+    dq, dk, dv = prepared.backward((grad_o, None), saved, _extras(mask))
     return _like(dq, q), _like(dk, k), _like(dv, v)
 
 

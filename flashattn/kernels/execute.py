@@ -7,26 +7,23 @@ longer than a whole SDPA call. So a bound plan keeps its launches, and these wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from flashattn.bounds import Bounds
 from flashattn.gpus import gpu_of
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.choose import NAMES, choose_backward, choose_forward
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Family, Options, Signature, TensorSpec, signature
+from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, signature
 
 BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-BOUNDS = portable.BOUNDS
 Grads = tuple[torch.Tensor, torch.Tensor | None]
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -93,15 +90,29 @@ def _gather(
     return lambda tensors: tuple([pick(tensors) for pick in picks])
 
 
-def _sees_nothing(q: torch.Tensor, *_: object) -> Outputs:
+def _sees_nothing(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: torch.Tensor | None
+) -> Outputs:
     """Answer without a launch: there is no query, or none that sees a key."""
+    del k, v
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
-    return torch.zeros_like(q), lse
+    sink = Extras(*extras).sink
+    return torch.zeros_like(q), lse if sink is None else torch.maximum(lse, sink[..., None])
 
 
-def _no_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Gradients:
-    """Answer without a launch: there is no query, or no key."""
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+def _no_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, bias_grad: bool
+) -> tuple[torch.Tensor, ...]:
+    """Answer without a launch: there is no query, or no key; a sink is then all of lse."""
+    _, _, _, grad_lse, *given = others
+    bias, sink = Extras(*given)[3:]
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    if bias is not None and bias_grad:
+        found.append(torch.zeros_like(bias, memory_format=torch.contiguous_format))
+    if sink is not None:
+        of_rows = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum(2)
+        found.append(of_rows.sum_to_size(sink.shape))
+    return tuple(found)
 
 
 def _steps(family: str) -> Any:
@@ -115,7 +126,7 @@ def _steps(family: str) -> Any:
 
 @lru_cache(BOUND)
 def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
-    """Return what computes (o, lse) of q, k and v with these specs; bounds, if any, come last.
+    """Return what computes (o, lse) of q, k and v with these specs; extras, if any, come last.
 
     Args:
         given: signatures of q, k and v.
@@ -131,7 +142,7 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
     lse = Workspace("lse", tuple(q.shape[:3]))
-    inputs = (*NAMES[:3], *(BOUNDS if options.bounds else ()))
+    inputs = (*NAMES[:3], *(Extras._fields if options.extras else ()))
     return Bound(inputs, {"o": "q"}, [lse], plan, steps, device)
 
 
@@ -139,7 +150,8 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
 def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
     """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse, and grad_lse or None for it.
 
-    Bounds, if there are some, come last.
+    Extras, if there are some, come last. Behind the results come dbias, if the options want it, and
+    dsink, if there are sinks.
 
     Args:
         given: signatures of these, the last one if there is one.
@@ -151,12 +163,26 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     check_device(device)
     plan = choose_backward(specs, gpu_of(device), options, **instead)
     if plan.kernel == "none":
-        return _no_gradients
+        return partial(_no_gradients, bias_grad=options.bias_grad)
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}
-    inputs = (*NAMES, *(BOUNDS if options.bounds else ()))
-    return Bound(inputs, likes, [], plan, steps, device)
+    inputs = (*NAMES, *(Extras._fields if options.extras else ()))
+    return Bound(inputs, likes, _other_gradients(plan, specs, options), plan, steps, device)
+
+
+def _other_gradients(
+    plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options
+) -> list[Workspace]:
+    """Return the gradients of what scores are made with."""
+    found = []
+    if options.bias is not None and options.bias_grad:
+        hidden = plan.dbias is None and options.causal  # tiles that nobody visits
+        shape, dtype = tuple(options.bias.shape), options.bias.dtype
+        found.append(Workspace("dbias", shape, dtype, zeroed=hidden))
+    if options.sink:
+        found.append(Workspace("dsink", (options.sink, specs[0].shape[1])))
+    return found
 
 
 def forward(
@@ -168,7 +194,8 @@ def forward(
     scale: float,
     left: int | None = None,
     softcap: float | None = None,
-    bounds: Bounds | tuple[()] = (),
+    extras: Sequence[torch.Tensor | None] = (),
+    diagonal: int = 0,
     precision: str = "auto",
     family: Family = "triton",
     **instead: Any,
@@ -183,15 +210,16 @@ def forward(
         scale: see ``Options``.
         left: see ``Options``.
         softcap: see ``Options``.
-        bounds: all of the mask, if there are some.
+        extras: all of ``Extras``, or none.
+        diagonal: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
     precision = input_precision(precision, q.dtype)
-    batches = bounds[0].shape[0] if bounds else 0
-    options = Options(right, scale, precision, family, left=left, softcap=softcap, bounds=batches)
-    return prepare_forward(q, k, v, options, **instead)(q, k, v, *bounds)
+    options = Options(right, scale, precision, family, left=left, softcap=softcap)
+    options = options._replace(diagonal=diagonal).given(extras)
+    return prepare_forward(q, k, v, options, **instead)(q, k, v, *extras)
 
 
 def backward(
@@ -202,13 +230,15 @@ def backward(
     scale: float,
     left: int | None = None,
     softcap: float | None = None,
-    bounds: Bounds | tuple[()] = (),
+    extras: Sequence[torch.Tensor | None] = (),
+    diagonal: int = 0,
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
+    bias_grad: bool = False,
     **instead: Any,
-) -> Gradients:
-    """Return the gradients of q, k and v, in their dtype.
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v, in their dtype, and of a bias and sinks.
 
     Args:
         grads: of o [B, H, T, D], and of lse [B, H, T] or None.
@@ -217,25 +247,27 @@ def backward(
         scale: as in ``forward``.
         left: as in ``forward``.
         softcap: as in ``forward``.
-        bounds: as in ``forward``.
+        extras: as in ``forward``.
+        diagonal: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
+        bias_grad: see ``Options``.
         instead: as ``choose_backward`` takes it.
     """
     precision = input_precision(precision, saved[0].dtype)
-    batches = bounds[0].shape[0] if bounds else 0
-    options = Options(right, scale, precision, family, deterministic, left, softcap, batches)
+    options = Options(right, scale, precision, family, deterministic, left, softcap)
+    options = options._replace(diagonal=diagonal, bias_grad=bias_grad).given(extras)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
-    gradients: Gradients = run(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+    gradients: tuple[torch.Tensor, ...] = run(q, k, v, grad_o, o, lse, grad_lse, *extras)
     return gradients
 
 
 def prepare_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **instead: Any
 ) -> Callable[..., Outputs]:
-    """Return what computes (o, lse) of all tensors with the specs of these, and of bounds."""
+    """Return what computes (o, lse) of all tensors with the specs of these, and of extras."""
     bound: Callable[..., Outputs] = bind_forward(signature(q, k, v), options, **instead)
     return bound
 
@@ -243,7 +275,7 @@ def prepare_forward(
 def prepare_backward(grads: Grads, saved: Saved, options: Options, **instead: Any) -> Any:
     """Return what computes the gradients of all tensors with the specs of these.
 
-    It takes q, k, v, the gradient of o, o, lse, the gradient of lse or None, and bounds.
+    It takes q, k, v, the gradient of o, o, lse, the gradient of lse or None, and extras.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)

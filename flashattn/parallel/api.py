@@ -120,7 +120,7 @@ def attention(
         else:
             o, lse = _by_keys(q, k, v, where, keep=keep, **asked)
             if sink is not None:
-                o, lse = with_sink(o, lse, check_sink(sink, q.shape[1], q.device))
+                o, lse = with_sink(o, lse, check_sink(sink, q.shape[1], q))
     return (o, lse) if return_lse else o
 
 
@@ -261,7 +261,7 @@ def _by_heads(
             wanted = f"wanted a number of heads that {world} ranks divide, or exchange='keys'"
             raise ValueError(f"{name}: {wanted}, got {x.shape[1]}")
     if sink is not None:
-        sink = check_sink(sink, q.shape[1], q.device).chunk(world)[rank]
+        sink = check_sink(sink, q.shape[1], q)[0].chunk(world)[rank]
     lengths = [where.seq_q, where.seq_kv, where.seq_kv]
     q, k, v = (to_heads(x, n, placement, group) for x, n in zip((q, k, v), lengths, strict=True))
     o, lse = api.attention(q, k, v, sink=sink, return_lse=True, **asked)

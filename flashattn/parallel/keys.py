@@ -18,6 +18,7 @@ from flashattn.mask import Mask
 from flashattn.parallel.exchange import beside, fetch, give_back, heads_first, join, rows_first
 from flashattn.parallel.placement import Placement
 from flashattn.parallel.plan import Plan, Task, plan, size
+from flashattn.plan.spec import Extras
 from flashattn.tiled import tiled_backward, tiled_forward
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -53,11 +54,11 @@ class Kernels(NamedTuple):
     deterministic: bool
 
     def _options(self, seen: Seen, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
-        how = self.scale, self.softcap, self.precision, self.family, self.deterministic
+        how = 0, self.scale, self.softcap, self.precision, self.family, self.deterministic
         if isinstance(seen, Bounds):
-            return *seen, None, None, *how
+            return *Extras(*seen), None, None, *how
         band = seen.over(q.shape[2], k.shape[2])
-        return None, None, band.left, band.right, *how
+        return *Extras(), band.left, band.right, *how
 
     def _of_tiled(self, seen: Seen) -> dict[str, Any]:
         mask = Intervals(seen, dims=2) if isinstance(seen, Bounds) else seen
@@ -86,14 +87,14 @@ class Kernels(NamedTuple):
         q, k, v, o, lse = saved
         if self.family != TILED:
             options = self._options(seen, q, k)
-            gradients: Gradients = torch.ops.flashattn.backward(*grads, *saved, *options)
-            return gradients
+            dq, dk, dv, *_ = torch.ops.flashattn.backward(*grads, *saved, *options, False)  # noqa: FBT003
+            return dq, dk, dv
         q, k, v = _finite(q, k, v, seen)
         grouped: Any = [
             None if x is None else x.unflatten(1, (k.shape[1], -1)) for x in (*grads, q, o, lse)
         ]
         saved = grouped[2], k[:, :, None], v[:, :, None], *grouped[3:]
-        dq, dk, dv = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
+        dq, dk, dv, *_ = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
         return dq.flatten(1, 2), dk[:, :, 0], dv[:, :, 0]
 
 

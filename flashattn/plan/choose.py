@@ -64,6 +64,12 @@ def choose(
     rows = int(problem.documents is not None)
     left, right = (None, None) if rows else (band.left, band.right)
     options = Options(right, scale, precision, family, deterministic, left, problem.softcap, rows)
+    options = options._replace(
+        alibi=int(problem.alibi),
+        bias=_bias(problem, specs[0]),
+        bias_grad=True,
+        sink=int(problem.sink),
+    )
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
@@ -109,7 +115,7 @@ def choose_forward(
             return replace(found, precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernel, not Hopper's: {found}")
     keys = 0
-    alone = options.left is None and not options.bounds
+    alone = options.left is None and not options.extras
     if q.shape[2] == 1 and q.shape[1] != k.shape[1] and alone:
         keys = k.shape[2] if options.right is None else min(k.shape[2], options.right + 1)
         if keys <= 0:
@@ -170,6 +176,13 @@ def choose_backward(
         why.append(f"the portable kernels, not Hopper's: {found}")
     plan = portable.backward(q, k, v, grad_o, gpu, options)
     return replace(plan, precision=options.precision, why=(*why, *plan.why))
+
+
+def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
+    """Return the spec of the bias that a problem asks for, dense and in q's dtype."""
+    if problem.bias_shape is None:
+        return None
+    return q._replace(shape=torch.Size(problem.bias_shape)).copied()
 
 
 def _copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:

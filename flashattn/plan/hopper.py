@@ -86,6 +86,10 @@ def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
     if options.softcap is not None and q.dtype == torch.float32:
         return "the portable kernels: Hopper's in fp32 have no softcap"
+    if options.added:
+        return "the portable kernels: Hopper's add nothing to scores, no ALiBi and no bias"
+    if options.sink:
+        return "the portable kernels: Hopper's take no sinks"
     if options.bounds and q.dtype == torch.float32:
         return "the portable kernels: Hopper's in fp32 take no bounds of rows"
     if options.bounds and backward and q.shape[3] > rows.ONE_PASS:

@@ -144,6 +144,7 @@ class BackwardPlan:
     Args:
         kernel: "none", "portable", "sm90", "sm90_d256", or "sm90_fp32".
         passes: its launches, without preprocess, decomposition, reductions and postprocess.
+        dbias: the launch for the gradient of a bias that several scores share, if it is wanted.
         precision: as ``precision.input_precision`` returns it.
         dq: how it is summed: "two_pass", by programs that own queries; "semaphore", by programs
             that own keys, in a fixed order; "atomic", in any order.
@@ -157,6 +158,7 @@ class BackwardPlan:
 
     kernel: Literal["none", "portable", "sm90", "sm90_d256", "sm90_fp32"]
     passes: tuple[Pass, ...] = ()
+    dbias: Pass | None = None
     precision: str = "ieee"
     dq: Literal["two_pass", "semaphore", "atomic"] = "two_pass"
     dq_accumulators: int = 1
@@ -176,6 +178,7 @@ class BackwardPlan:
         facts: dict[str, str] = {"kernel": self.kernel}
         if self.passes:
             facts |= {f"pass {i + 1}": str(x) for i, x in enumerate(self.passes)}
+            facts |= {"dbias": str(self.dbias)} if self.dbias else {}
             facts |= {
                 "operands": operands(self.precision, self.terms),
                 "dq": self.dq,

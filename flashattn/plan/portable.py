@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
@@ -10,13 +11,16 @@ from flashattn.plan import tables
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
-from flashattn.plan.rows import FUSED, Kernel, Limits
-from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.rows import FP32, FUSED, HEAD_DIMS, Kernel, Limits
+from flashattn.plan.spec import Options, TensorSpec, is_relative
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
 
 TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
+RELATIVE_KEYS = 32  # of a forward tile beside a relative bias, whose numbers each have an address
+LARGE_BIAS = 128 * 64  # scores of a tile up to which a bias fits beside all stages
+STATS_BLOCK = 64  # rows of o and dO that a program of the preprocess reduces
 
 
 def padded_rows(seq_q: int) -> int:
@@ -159,6 +163,9 @@ def forward(
     else:
         usual: Kernel = "decode" if q.shape[2] <= tables.rows_of(gpu).limits.decode_q else "fwd"
         row, why = row or usual, "the tile was given"
+    tile = beside_bias(tile, q, options)
+    if options.bias is not None and is_relative(options.bias):
+        tile = replace(tile, block_kv=RELATIVE_KEYS)
     most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
     keys = split(k.shape[2], tile.block_kv, most)
     terms = terms_of(tile, q.dtype, precision)
@@ -198,8 +205,9 @@ def backward(
     """Return the plan of the portable backward: one launch, fused passes, or two passes."""
     inputs, limits = (q, k, v, grad_o), tables.rows_of(gpu).limits
     causal, precision = options.causal, options.precision
-    # A softcap keeps a tile of tanh, for which only the tiles without a mask leave registers.
-    masked = causal and options.softcap is None
+    # A softcap keeps a tile of tanh, what is added to scores has addresses of its own: only the
+    # tiles without a mask leave registers for these.
+    masked = causal and options.softcap is None and not options.added
     how: dict[str, Any] = {"gpu": gpu, "causal": masked, "precision": precision}
     fused = find("bwd_fused", *inputs, **how)
     if fused is None or not small_grid(q, k, fused, gpu, precision):
@@ -208,23 +216,86 @@ def backward(
     else:
         kernels = ("bwd_fused",)
         why = "fused passes: they are few programs"
-        if scores(q, k, limits) <= limits.one_launch:
+        if scores(q, k, limits) <= limits.one_launch and not needs_stats(q, k, options):
             tile = find("bwd_one_launch", *inputs, **how)
-            whole = tile and backward_pass("bwd_one_launch", *inputs, **how)
+            whole = tile and backward_pass(
+                "bwd_one_launch", *inputs, tile=beside_bias(tile, q, options), **how
+            )
             if whole and all(x.num == 1 for x in whole.splits):
                 sentence = "one launch: each program finds lse_log2 and delta itself"
                 order = Scheduler("lpt" if causal else "linear")
                 return BackwardPlan(
                     kernel="portable", passes=(whole,), scheduler=order, why=(sentence,)
                 )
-    passes = tuple(backward_pass(x, *inputs, **how) for x in kernels)
+    passes = tuple(
+        replace(one, tile=beside_bias(cast("Tile", one.tile), q, options))
+        for one in (backward_pass(x, *inputs, **how) for x in kernels)
+    )
     return BackwardPlan(
         kernel="portable",
         passes=passes,
+        dbias=dbias_pass(q, k, gpu, options),
         scheduler=Scheduler("lpt" if causal else "linear"),
-        workspaces=backward_workspaces(passes, q, k, v, grad_o),
+        workspaces=(
+            *backward_workspaces(passes, q, k, v, grad_o),
+            *dsink_workspaces(q, options),
+        ),
         why=(why, *(x for one in passes for each in one.splits for x in _split_why(each, "rows"))),
     )
+
+
+def beside_bias(tile: Tile, q: TensorSpec, options: Options) -> Tile:
+    """Return a tile with a stage less where tiles of a bias, pipelined too, would not fit."""
+    large = tile.block_q * tile.block_kv > LARGE_BIAS or block_d(q.shape[3]) >= HEAD_DIMS[-1]
+    if options.bias is None or tile.stages == 1 or not (large or q.dtype == torch.float32):
+        return tile
+    return replace(tile, stages=tile.stages - 1)
+
+
+def shares_bias(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
+    """Return whether scores share an element of a bias whose gradient is wanted."""
+    if options.bias is None or not options.bias_grad:
+        return False
+    return tuple(options.bias.shape) != (*q.shape[:3], k.shape[2])
+
+
+def needs_stats(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
+    """Return whether others than dq, dk and dv need lse_log2 and delta."""
+    return options.sink > 0 or shares_bias(q, k, options)
+
+
+def dbias_pass(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> Pass | None:
+    """Return the launch for the gradient of a bias that scores share, or None."""
+    if options.bias is None or not shares_bias(q, k, options):
+        return None
+    tile = Tile(32, 32, 4, 1) if gpu.interpreted else dbias_tile(q.shape[3], q.dtype.itemsize)
+    batch, head, *rows = options.bias.shape
+    seq_q, seq_kv = q.shape[2], k.shape[2]
+    if is_relative(options.bias):
+        blocks = cdiv(seq_q - 1, tile.block_kv) + cdiv(seq_kv, tile.block_kv)
+    else:
+        blocks = cdiv(rows[0], tile.block_q) * cdiv(rows[1], tile.block_kv)
+    return Pass("bwd_dbias", tile, (batch * head * blocks,))
+
+
+def dbias_tile(head_dim: int, size: int) -> Tile:
+    """Return a square, as diagonals need it, that compiles without much spilling; not measured.
+
+    Args:
+        head_dim: D.
+        size: bytes of an element of q.
+    """
+    d = block_d(head_dim)
+    if size == FP32 and d > HEAD_DIMS[2]:
+        return Tile(16, 16, 4, 1)
+    return Tile(32, 32, 8, 1) if d == HEAD_DIMS[-1] else Tile(64, 64, 8, 1)
+
+
+def dsink_workspaces(q: TensorSpec, options: Options) -> tuple[Workspace, ...]:
+    """Return the workspace of what some rows each give to the gradient of sinks."""
+    if not options.sink:
+        return ()
+    return (Workspace("dsink_partial", (*q.shape[:2], padded_rows(q.shape[2]) // STATS_BLOCK)),)
 
 
 def small_grid(q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, precision: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -81,6 +82,24 @@ def dense_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
+class Extras(NamedTuple):
+    """Tensors that kernels may be given besides q, k and v; None where there is none.
+
+    Args:
+        key_bounds: see ``bounds.Bounds``.
+        query_bounds: likewise.
+        alibi_slopes: fp32 [B or 1, H], dense.
+        bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1], see ``score``.
+        sink: fp32 [B or 1, H], dense.
+    """
+
+    key_bounds: torch.Tensor | None = None
+    query_bounds: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+
 class Options(NamedTuple):
     """What is asked, besides tensors.
 
@@ -95,6 +114,11 @@ class Options(NamedTuple):
         softcap: bound on the scores; None is none.
         bounds: batches for which there are ``Bounds``, which are all of the mask: 0, none; 1, those
             of all batches.
+        alibi: batches for which there are slopes, likewise.
+        diagonal: for ALiBi, query t stands at key t + diagonal.
+        bias: its spec; None is none.
+        bias_grad: whether its gradient is wanted.
+        sink: batches for which there are sinks, as of bounds.
     """
 
     right: int | None
@@ -105,8 +129,49 @@ class Options(NamedTuple):
     left: int | None = None
     softcap: float | None = None
     bounds: int = 0
+    alibi: int = 0
+    diagonal: int = 0
+    bias: TensorSpec | None = None
+    bias_grad: bool = False
+    sink: int = 0
+
+    def given(self, extras: Sequence[torch.Tensor | None]) -> Options:
+        """Return these options with what they say of extras, all or none."""
+        if not extras:
+            return self
+        bounds, _, alibi_slopes, bias, sink = extras
+        return self._replace(
+            bounds=_batches(bounds),
+            alibi=_batches(alibi_slopes),
+            bias=None if bias is None else TensorSpec.of(bias),
+            sink=_batches(sink),
+        )
+
+    @property
+    def scored(self) -> tuple[bool, ...]:
+        """Whether there is each of ``Extras`` but the bounds."""
+        return self.alibi > 0, self.bias is not None, self.sink > 0
+
+    @property
+    def added(self) -> bool:
+        """Whether something is added to the scores."""
+        return self.alibi > 0 or self.bias is not None
+
+    @property
+    def extras(self) -> bool:
+        """Whether there are tensors besides q, k and v."""
+        return self.bounds > 0 or any(self.scored)
 
     @property
     def causal(self) -> bool:
         """Whether there is a mask."""
         return self.right is not None or self.left is not None or self.bounds > 0
+
+
+def is_relative(bias: TensorSpec | torch.Tensor) -> bool:
+    """Return whether a bias has an element for each distance, see ``score.relative``."""
+    return len(bias.shape) == len(("batch", "head", "distance"))
+
+
+def _batches(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.shape[0]

@@ -51,6 +51,23 @@ The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings s
 tanh: its own, and those of the product and the quotient with the cap. So the slope is off by
 2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
 
+What ALiBi and a bias add is rounded, and so are the scores before and behind it, in base 2: P
+changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. The gradient of a
+bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
+queries of -p * delta, p = exp(sink - lse)::
+
+    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
+    stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
+
+The scores that share an element may all be alike, so their c are added up as they are; they are
+four times as large where the terms of a score have one sign, too (see below). Where the keys of a
+row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where rows
+do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and a *
+|dsink|.
+
+Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
+of the ratio larger, and divided by it.
+
 In half precision eps is larger than all of this.
 
 A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
@@ -69,7 +86,7 @@ only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of
 4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 
 In fp64 naive is the exact result itself; there its error is that of fp32, scaled by the ratio of
-eps.
+eps. So it is in fp16 where naive overflows, as dS times a softcap does.
 """
 
 from __future__ import annotations
@@ -81,7 +98,9 @@ import torch
 
 from flashattn import score
 from flashattn.reference import reference_attention
+from flashattn.score import Terms
 from flashattn.testing.sample import (
+    LEARNED,
     Call,
     Case,
     Outputs,
@@ -95,6 +114,7 @@ from flashattn.testing.sample import (
 KEPT = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept
 MEAN_SAMPLE = 1024
 TF32_STEP = 8  # terms that a tensor core adds at once
+ONE_SIGN = 4  # how much more wrong a sum may be whose terms have one sign
 FLUSHED = torch.finfo(torch.float32).tiny
 
 
@@ -165,27 +185,38 @@ def one_by_one(case: Case) -> Outputs:
         scale=case.scale,
         softcap=p.softcap,
         bounds=case.bounds,
+        **case.scored,
     )
     return {"o": o, "lse": lse}
 
 
 def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
     """Return how wrong the reference is in the case's own dtype."""
-    if case.problem.dtype != "float64":
-        errors = {name: Error.of(x, exact[name]) for name, x in run_reference(case).items()}
-        if case.problem.dtype == "float32" and not case.inputs[0].is_cuda:
-            others = {name: x for name, x in one_by_one(case).items() if name in errors}
-            errors |= {n: errors[n].joined(Error.of(x, exact[n])) for n, x in others.items()}
-        return errors
-    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    narrow = run_reference(case, torch.float32)
+    dtype = case.problem.torch_dtype
+    if dtype == torch.float64:
+        return _errors_of_fp32(case, exact)
+    outputs = run_reference(case)
+    if any(not x.isfinite()[exact[name].isfinite()].all() for name, x in outputs.items()):
+        return _errors_of_fp32(case, exact)
+    errors = {name: Error.of(x, exact[name]) for name, x in outputs.items()}
+    if dtype == torch.float32 and not case.inputs[0].is_cuda:
+        others = {name: x for name, x in one_by_one(case).items() if name in errors}
+        errors |= {n: errors[n].joined(Error.of(x, exact[n])) for n, x in others.items()}
+    return errors
+
+
+def _errors_of_fp32(case: Case, exact: Outputs) -> dict[str, Error]:
+    """Return how wrong the reference is in fp32, scaled by the ratio of eps."""
+    eps = (torch.finfo(x).eps for x in (case.problem.torch_dtype, torch.float32))
+    ratio, narrow = next(eps) / next(eps), run_reference(case, torch.float32)
     return {name: Error.of(x, exact[name]).scaled(ratio) for name, x in narrow.items()}
 
 
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
     """Return what rounding stored numbers does to o, dq, dk and dv (see the module)."""
     softcap, dtype = case.problem.softcap, case.problem.torch_dtype
-    if case.grad_o is None and softcap is None:
+    rounded_again = softcap is not None or case.problem.added
+    if case.grad_o is None and not rounded_again:
         return {}
     group = case.problem.heads // max(case.problem.kv_heads, 1)
     q, k, v = (x.double() for x in case.inputs)
@@ -193,14 +224,17 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     seen = case.seen
     uncapped = (q @ k.mT * case.scale).masked_fill(~seen, 0.0)  # [B, H, T, S]
     scores = score.scores(uncapped, 1.0, softcap)
+    sizes = scores.abs()
     slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)
+    scores, terms = _with_terms(case, scores)
     scores = scores.masked_fill(~seen, -torch.inf)
-    p, lse = scores.softmax(-1).nan_to_num(), scores.logsumexp(-1)
+    sizes = torch.hypot(sizes, terms).masked_fill(scores == -torch.inf, 0.0)
+    sink = case.scored.get("sink")
+    p, lse = _softmax(scores, sink)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
     found = {}
-    if softcap is not None:
-        rounded = p * scores.masked_fill(~seen, 0.0) * accumulated.eps
-        found["o"] = (rounded.square() @ v.square()).sqrt()
+    if rounded_again:
+        found["o"] = ((p * sizes * accumulated.eps).square() @ v.square()).sqrt()
     if case.grad_o is None:
         return found
     do = case.grad_o.double()
@@ -215,6 +249,8 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     t = uncapped.abs() * truncated / 3
     c = abs(case.scale) * (q.shape[-1] + 2) ** 0.5 * (q.square() @ k.square().mT).sqrt()
     off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
+    if case.problem.added:
+        off = torch.hypot(off, sizes * accumulated.eps)
     dp = (do @ v.mT - delta).abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
     of_scores = (p * dp).square() * ((slope * off).square() + of_slope.square())  # of each dS
@@ -224,7 +260,65 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     dq = a * exact["dq"].abs() + abs(case.scale) * (
         b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
     )
-    return found | {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+    found |= {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+    if "bias" in case.scored:
+        found["dbias"] = _of_bias(case, p, do @ v.mT - delta, a, b, off)
+    if sink is not None:
+        of_sinks = _sink_shares(sink, lse) * (a * delta.abs() + b)[..., 0]
+        found["dsink"] = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
+    alike = a.max() if a.numel() else 0.0
+    return found | {n: found[n] + alike * exact[n].abs() for n in ("dbias", "dsink") if n in found}
+
+
+def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return P, with 0 in rows that see no key, and lse."""
+    lse = scores.logsumexp(-1)
+    lse = lse if sink is None else torch.logaddexp(lse, sink.double()[..., None])
+    return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp(), lse
+
+
+def _sink_shares(sink: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return the shares of sinks in rows of the softmax, [B, H, T]."""
+    return (sink.double()[..., None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+
+
+def _with_terms(case: Case, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores with what is added to them, and how large that is in all."""
+    q, k, _ = case.inputs
+    terms = Terms.of(q, k, case.scored.get("alibi_slopes"), case.scored.get("bias"))
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+    return terms.added(scores, *whole), terms.added(torch.zeros_like(scores), *whole).abs()
+
+
+def _of_bias(
+    case: Case,
+    p: torch.Tensor,
+    dp: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    off: torch.Tensor,
+) -> torch.Tensor:
+    """Return what rounding stored numbers does to dbias.
+
+    Args:
+        case: what is asked.
+        p: P [B, H, T, S].
+        dp: dP - delta, likewise.
+        a: see the module, [B, H, T, 1].
+        b: likewise.
+        off: c, [B, H, T, S].
+    """
+    q, k, _ = case.inputs
+    bias = case.scored["bias"]
+    carried = p * (a * dp.abs() + b)
+    if bias.shape[-1] == 1 and k.shape[2] > 0:  # the keys of a row share an element
+        of_row = a * (p * dp).sum(-1, keepdim=True).abs() + b * p.sum(-1, keepdim=True)
+        carried = of_row / k.shape[2] ** 0.5  # whose squares add up to the row's
+    squares, alike = (torch.zeros(bias.shape, dtype=p.dtype, device=p.device) for _ in range(2))
+    whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
+    terms.add_gradient(squares, carried.square().expand_as(p), *whole)
+    terms.add_gradient(alike, p * dp.abs() * off, *whole)
+    return squares.sqrt() + ONE_SIGN * alike
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:
@@ -257,6 +351,7 @@ class Expected:
         if enlarged is not None:
             more = run_reference(enlarged, torch.float64)
             others, larger = naive_errors(enlarged, more), largest(more)
+            others, larger = _of_one_sample(case, enlarged, others, larger)
             naive = {name: error.joined(others[name]) for name, error in naive.items()}
             sizes = {name: max(size, larger[name]) for name, size in sizes.items()}
         flushed = FLUSHED if case.inputs[0].is_cuda or not case.denormals else 0.0
@@ -295,6 +390,16 @@ class Expected:
             rounding = last_place(x.dtype, typical)
             budgets["mean"] = 1.1 * naive.mean + rounding + stored.mean().item() + self.flushed
         return budgets
+
+
+def _of_one_sample(
+    case: Case, enlarged: Case, errors: dict[str, Error], sizes: dict[str, float]
+) -> tuple[dict[str, Error], dict[str, float]]:
+    """Return the errors and sizes of larger batches, of sums over these those of a sample's."""
+    ratio = max(enlarged.problem.batch, 1) / max(case.problem.batch, 1)
+    shared = [f"d{name}" for name, x in case.scored.items() if name in LEARNED and x.shape[0] == 1]
+    errors = errors | {name: errors[name].scaled(ratio**-0.5) for name in shared if name in errors}
+    return errors, sizes | {name: 0.0 for name in shared if name in sizes}
 
 
 def expected_of(sample: Sample) -> Expected:

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 
+NOTHING: Mapping[str, torch.Tensor] = {}
+
 
 class FormError(AssertionError):
     """A result that is no answer, whatever its numbers."""
 
 
 def check_form(
-    inputs: Sequence[torch.Tensor], outputs: Mapping[str, Any], *, grad: bool = False
+    inputs: Sequence[torch.Tensor],
+    outputs: Mapping[str, Any],
+    *,
+    grad: bool = False,
+    scored: Mapping[str, torch.Tensor] = NOTHING,
 ) -> None:
     """Check that o and the gradients are tensors like q, k and v, and lse [B, H, T] in fp32.
 
@@ -22,8 +28,9 @@ def check_form(
 
     Args:
         inputs: q, k, v.
-        outputs: some of o, lse, dq, dk and dv.
+        outputs: some of o, lse, dq, dk and dv, and gradients of what scores are made with.
         grad: whether each must have a gradient.
+        scored: what scores are made with, by name.
 
     Raises:
         FormError: which result, what it is, and what was wanted.
@@ -31,6 +38,7 @@ def check_form(
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)
     wanted = {"o": q, "lse": q[..., 0].to("meta", wide), "dq": q, "dk": k, "dv": v}
+    wanted |= {f"d{name}": x for name, x in scored.items()}
     found = [said for name, x in outputs.items() for said in _faults(name, x, wanted[name], inputs)]
     if grad and not found:
         found = [f"{name}: has no gradient" for name, x in outputs.items() if not x.requires_grad]

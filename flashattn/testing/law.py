@@ -63,8 +63,8 @@ def law(
 
     Args:
         asked: arguments of ``strategies.problems``.
-        needs: of the facts "grad", "lse", "strict", "repeats", "windows", "intervals" and
-            "softcap", those without which the law says nothing.
+        needs: of the facts "grad", "lse", "strict", "repeats", "windows", "intervals", "softcap",
+            "alibi" and "bias", those without which the law says nothing.
         drawn: further arguments of ``check``.
         fixed: attributes of ``Sample`` that are not drawn.
     """
@@ -169,6 +169,8 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
         "windows": f"{impl.name} takes no sliding windows",
         "intervals": f"{impl.name} takes no documents and no mask but a window",
         "softcap": f"{impl.name} takes no softcap",
+        "alibi": f"{impl.name} takes no ALiBi",
+        "bias": f"{impl.name} takes no bias",
         "repeats": f"{impl.name} does not promise the same bits every time",
         "strict": f"{impl.name} does not claim the contract beyond ordinary inputs",
     }

@@ -10,6 +10,7 @@ import importlib
 import os
 import shlex
 import sys
+from functools import partial
 
 import torch
 
@@ -39,7 +40,7 @@ def ask(impl: registry.Impl, sample: Sample) -> str | None:
     if impl.compiles:
         torch.compiler.reset()  # or it gives up compiling after some shapes
     try:
-        assert_accurate(lambda q, k, v: impl(q, k, v, **masked, scale=scale), sample)
+        assert_accurate(partial(impl, **masked, scale=scale), sample)
     except InaccurateError as error:
         return str(error)
     return None

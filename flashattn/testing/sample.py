@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,12 +12,13 @@ from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.resolve import cumulative
 from flashattn.testing.form import check_form
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.poison import guard
 from flashattn.testing.values import ALIKE
 
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Outputs = dict[str, torch.Tensor]
+LEARNED = ("bias", "sink")  # of what scores are made with: has a gradient
 POOL = 4096
 POOL_SCORES = 1 << 22  # that further draws may have, at the most
 
@@ -61,6 +62,7 @@ class Sample:
         return Case(
             problem=self.problem,
             inputs=inputs,
+            scored=make_scored(self.problem, seed=self.seed, device=self.device),
             scale=check_scale(self.scale, self.problem.head_dim),
             grad_o=grad_o if self.grad else None,
             grad_lse=grad_lse if self.grad and self.lse else None,
@@ -82,11 +84,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A drawn sample: inputs, and gradients where they are asked for."""
+    """A drawn sample: inputs, what scores are made with, gradients where they are asked for."""
 
     problem: Problem
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     scale: float
+    scored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     grad_o: torch.Tensor | None = None
     grad_lse: torch.Tensor | None = None
     lse: bool = True
@@ -111,7 +114,7 @@ class Case:
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
-    """Return what ``call(q, k, v)`` gives: o, lse and dq, dk, dv as far as the case asks for them.
+    """Return what ``call(q, k, v, **scored)`` gives: o, lse and gradients as the case asks.
 
     Args:
         call: the implementation, with its mask and scale bound.
@@ -119,10 +122,14 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
         dtype: cast them first; None leaves them as they are.
     """
     q, k, v = (x.detach() if dtype is None else x.detach().to(dtype) for x in case.inputs)
+    scored = {name: x.detach() for name, x in case.scored.items()}
+    learned = [name for name in LEARNED if name in scored]
+    scored |= {name: scored[name].to(dtype) for name in learned if dtype is not None}
     if case.grad_o is not None:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
+        scored |= {name: scored[name].requires_grad_() for name in learned}
     with torch.set_grad_enabled(case.grad_o is not None):
-        o, lse = call(q, k, v)
+        o, lse = call(q, k, v, **scored)
     results = {"o": o}
     if case.lse and lse is not None:
         results["lse"] = lse
@@ -131,8 +138,10 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
     outputs, grads = [o], [case.grad_o.to(o.dtype)]
     if case.grad_lse is not None and lse is not None:
         outputs, grads = [o, lse], [*grads, case.grad_lse.to(lse.dtype)]
-    gradients = torch.autograd.grad(outputs, (q, k, v), grads)
-    results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    inputs = q, k, v, *(scored[name] for name in learned)
+    gradients = torch.autograd.grad(outputs, inputs, grads)
+    names = "dq", "dk", "dv", *(f"d{name}" for name in learned)
+    results |= dict(zip(names, gradients, strict=True))
     return {name: x.detach() for name, x in results.items()}
 
 
@@ -141,10 +150,10 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
     p, bounds = case.problem, case.bounds
 
     def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **scored: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return reference_attention(
-            q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap, bounds=bounds
+            q, k, v, mask=p.mask, scale=case.scale, softcap=p.softcap, bounds=bounds, **scored
         )
 
     return run(call, case, dtype=dtype)
@@ -153,23 +162,26 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
 def run_checked(call: Call, case: Case) -> Outputs:
     """Run, and check that what comes are such tensors as were promised (see ``form``)."""
 
-    def checked(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        o, lse = call(*inputs)
+    def checked(
+        *inputs: torch.Tensor, **scored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, lse = call(*inputs, **scored)
         given = {"o": o} if lse is None or not case.lse else {"o": o, "lse": lse}
         check_form(inputs, given, grad=case.grad_o is not None)
         return o, lse
 
     outputs = run(checked, case)
-    check_form(case.inputs, outputs)
+    check_form(case.inputs, outputs, scored=case.scored)
     return outputs
 
 
 def run_guarded(call: Call, case: Case) -> Outputs:
     """Run among poison: see ``poison.guard``, which raises when memory outside is written to."""
     grads = [x for x in (case.grad_o, case.grad_lse) if x is not None]
-    with guard(*case.inputs, *grads) as (q, k, v, *others):
+    with guard(*case.inputs, *case.scored.values(), *grads) as (q, k, v, *others):
         given = iter(others)
+        scored = {name: next(given) for name in case.scored}
         grad_o = None if case.grad_o is None else next(given)
         grad_lse = None if case.grad_lse is None else next(given)
-        case = replace(case, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse)
+        case = replace(case, inputs=(q, k, v), scored=scored, grad_o=grad_o, grad_lse=grad_lse)
         return run_checked(call, case)

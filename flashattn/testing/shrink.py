@@ -80,6 +80,9 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         causal=one(MASKS[: MASKS.index(p.causal) + 1]),
         window=one((UNBOUNDED, p.window)),
         softcap=one((None, p.softcap)),
+        alibi=one((False, p.alibi)),
+        bias=one(("", p.bias)),
+        sink=one((False, p.sink)),
         dtype=one(("float32", p.dtype)),
     )
     return replace(

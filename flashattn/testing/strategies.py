@@ -18,6 +18,8 @@ HEAD_DIMS = WHOLE_HEAD_DIMS | st.integers(1, 72)
 EDGES = (31, 32, 33, 63, 64, 65)  # of tiles: one row short, whole, one row into the next
 # None is the usual one; scores of normal values are about 1, so that 0.7 caps, and 50 hardly.
 SOFTCAPS = (None, None, None, 0.7, 50.0)
+# None most often; of each score, of all batches, of rows or columns, of all, of distances.
+BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1hr", "bhr")
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 
 
@@ -69,6 +71,9 @@ def problems(
     windowed: tuple[bool, ...] = (False, False, True),
     packed: tuple[bool, ...] = (False,),
     softcaps: tuple[float | None, ...] = SOFTCAPS,
+    sloped: tuple[bool, ...] = (False,),
+    biases: tuple[str, ...] = ("",),
+    sunk: tuple[bool, ...] = (False,),
     square: bool = False,
     aligned: bool = False,
     head_dims: tuple[int, ...] = (),
@@ -86,6 +91,9 @@ def problems(
         windowed: to choose from: whether there is a window.
         packed: to choose from: whether there are documents.
         softcaps: to choose from.
+        sloped: to choose from: whether there is ALiBi, which documents exclude.
+        biases: to choose from: dimensions of a bias.
+        sunk: to choose from: whether there are sinks.
         square: as many keys as queries.
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
         head_dims: to choose from; none means any, up to 128.
@@ -99,6 +107,7 @@ def problems(
     dims = st.sampled_from(head_dims) if head_dims else dims
     seq_q = draw(rows, label="seq_q")
     seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
+    alibi = draw(st.sampled_from(sloped), label="alibi")
     return Problem(
         batch=draw(st.sampled_from(batches), label="batch"),
         heads=kv_heads * draw(st.sampled_from(groups), label="group"),
@@ -111,9 +120,12 @@ def problems(
         if draw(st.sampled_from(windowed), label="windowed")
         else UNBOUNDED,
         documents=draw(documents(seq_q, seq_kv, longest), label="documents")
-        if draw(st.sampled_from(packed), label="packed")
+        if draw(st.sampled_from(packed), label="packed") and not alibi
         else None,
         softcap=draw(st.sampled_from(softcaps), label="softcap"),
+        alibi=alibi,
+        bias=draw(st.sampled_from(biases), label="bias"),
+        sink=draw(st.sampled_from(sunk), label="sink"),
         dtype=draw(st.sampled_from(dtypes), label="dtype"),
     )
 

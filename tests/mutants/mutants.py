@@ -54,6 +54,11 @@ VALUES = "tests/test_impls.py::test_values"
 LAYOUTS = "tests/test_impls.py::test_mixed_layouts"
 CORNERS = "tests/test_attention.py::test_bottom_right_is_not_top_left"
 SOFTCAP = "tests/test_attention.py::test_softcap"
+ALIBI = "tests/test_scores.py::test_alibi"
+BIAS = "tests/test_scores.py::test_bias"
+RELATIVE = "tests/test_scores.py::test_relative_bias"
+SINK = "tests/test_attention.py::test_sink"
+SINK_BEHIND = "tests/test_scores.py::test_a_sink_behind"
 WINDOWS = "tests/test_attention.py::test_windows_are_inclusive"
 BOUNDS = "tests/test_mask.py::test_bounds_are_the_support"
 TILES = "tests/test_mask.py::test_tiles"
@@ -240,8 +245,8 @@ MUTANTS = [
     Mutant(
         "rows_of_the_first_batch",
         "kernels/portable/mask.py",
-        "return bounds + batch.to(tl.int64) * stride",
-        "return bounds + batch.to(tl.int64) * 0",
+        "return bounds + tl.cast(batch, tl.int64) * stride",
+        "return bounds + tl.cast(batch, tl.int64) * 0",
         "all batches have the padding of the first",
         "tests/test_masks.py::test_every_mask",
     ),
@@ -280,8 +285,8 @@ MUTANTS = [
     Mutant(
         "backward_forgets_the_rows",
         "ops.py",
-        "options = _options(q.dtype, bounds, *self.options)",
-        "options = _options(q.dtype, (), *self.options)\n            bounds = ()",
+        "options = _options(q.dtype, extras, *self.options)",
+        "options = _options(q.dtype, (), *self.options)\n            extras = ()",
         "gradients are those without a mask",
         "tests/test_impls.py::test_cases",
     ),
@@ -318,7 +323,7 @@ MUTANTS = [
     ),
     Mutant(
         "forward_maximum_from_zero",
-        "kernels/portable/forward.py",
+        "kernels/portable/score.py",
         'm = tl.full([BLOCK_Q], float("-inf"), tl.float32)',
         "m = tl.zeros([BLOCK_Q], tl.float32)",
         "rows whose scores are all far below zero underflow; others are right",
@@ -410,25 +415,203 @@ MUTANTS = [
     Mutant(
         "backward_forgets_the_softcap",
         "ops.py",
-        "deterministic, left, softcap, batches)\n",
-        "deterministic, left, None, batches)\n",
+        "plan = _execute().prepare_backward(grads, saved, options)",
+        "plan = _execute().prepare_backward(grads, saved, options._replace(softcap=None))",
         "gradients of scores that are not capped",
     ),
     Mutant(
         "tiled_softcap_without_its_slope",
         "tiled.py",
-        "ds = ds * score.slope(s.masked_fill(s == -torch.inf, 0), softcap)",
+        "ds = ds * score.slope(x, softcap)",
         "pass",
         "tiled's gradients too large where scores are capped",
     ),
+    # ALiBi
+    Mutant(
+        "alibi_rewards_distance",
+        "kernels/portable/score.py",
+        "x -= slope * tl.abs(",
+        "x += slope * tl.abs(",
+        "far keys count more than near ones",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_from_the_first_key",
+        "kernels/portable/score.py",
+        "start_q + lies.diagonal - start_kv",
+        "start_q - start_kv",
+        "positions are top-left, not flash-attn's",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_one_sided",
+        "kernels/portable/score.py",
+        "x -= slope * tl.abs(at.to(tl.float32) - keys.to(tl.float32))",
+        "x -= slope * (at.to(tl.float32) - keys.to(tl.float32))",
+        "keys behind a query's position are preferred",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_in_natural_units",
+        "kernels/portable/score.py",
+        "batch * lies.slopes + head) * LOG2E",
+        "batch * lies.slopes + head)",
+        "slopes are taken for such in base 2",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_of_the_first_batch",
+        "kernels/portable/score.py",
+        "batch * lies.slopes + head",
+        "head",
+        "all batches have the slopes of the first",
+        ALIBI,
+    ),
+    Mutant(
+        "alibi_of_seen_keys",
+        "ops.py",
+        "diagonal -= 0 if alibi_slopes is None else seen.start",
+        "diagonal = k.shape[2] - q.shape[2] if alibi_slopes is not None else 0",
+        "positions move by the keys that no query sees",
+        ALIBI,
+    ),
+    # Biases
+    Mutant(
+        "bias_in_natural_units",
+        "kernels/portable/score.py",
+        "x += LOG2E * load_bias(",
+        "x += load_bias(",
+        "a bias is taken for one in base 2",
+        BIAS,
+    ),
+    Mutant(
+        "bias_of_the_first_head",
+        "kernels/portable/score.py",
+        "bias += tl.cast(head, tl.int64) * multiple(lies.head, VECTOR)",
+        "bias += 0",
+        "all heads have the bias of the first",
+        BIAS,
+    ),
+    Mutant(
+        "bias_of_the_first_batch",
+        "kernels/portable/score.py",
+        "bias += tl.cast(batch, tl.int64) * multiple(lies.batch, VECTOR)",
+        "bias += 0",
+        "all batches have the bias of the first",
+        BIAS,
+    ),
+    Mutant(
+        "relative_bias_mirrored",
+        "kernels/portable/score.py",
+        '"origin"] = (seq_q - 1) * key if relative',
+        '"origin"] = seq_q * key if relative',
+        "a relative bias is that of the next key",
+        RELATIVE,
+    ),
+    Mutant(
+        "relative_dbias_of_half_the_diagonals",
+        "kernels/portable/score_gradients.py",
+        "there = (at < BLOCK) == (shift == 0)",
+        "there = (at < BLOCK) & (shift == 0)",
+        "the gradient of a relative bias lacks what lies in the next tile of keys",
+        RELATIVE,
+    ),
+    Mutant(
+        "dbias_of_the_capped_product",
+        "kernels/portable/gradients.py",
+        "            store_dbias(ds, score[3]",
+        "            store_dbias(ds * (1 - s * s), score[3]",
+        "the gradient of a bias has the slope of the softcap, which comes before it",
+        BIAS,
+    ),
+    Mutant(
+        "dbias_times_the_scale",
+        "kernels/portable/score_gradients.py",
+        "        acc += ds\n",
+        "        acc += ds * score[0].factor\n",
+        "the gradient of a bias is that of the products",
+        BIAS,
+    ),
+    Mutant(
+        "dbias_of_the_first_batch",
+        "kernels/portable/score_gradients.py",
+        "first_batch, end_batch = 0, batches",
+        "first_batch, end_batch = 0, 1",
+        "the gradient of a bias lacks that of other batches",
+        BIAS,
+    ),
+    Mutant(
+        "dbias_of_the_first_head",
+        "kernels/portable/score_gradients.py",
+        "first_head, end_head, batch = 0, heads, row",
+        "first_head, end_head, batch = 0, 1, row",
+        "the gradient of a bias lacks that of other heads",
+        BIAS,
+    ),
+    Mutant(
+        "dbias_of_tiles_that_nobody_visits",
+        "kernels/execute.py",
+        "hidden = plan.dbias is None and options.causal",
+        "hidden = False",
+        "the gradient of a bias is whatever was in memory where a mask hides whole tiles",
+        "tests/test_scores.py::test_hidden_scores_give_a_bias_nothing",
+    ),
+    Mutant(
+        "tiled_dbias_times_the_scale",
+        "tiled.py",
+        "                terms.add_gradient(total, ds, rows, keys)",
+        "                terms.add_gradient(total, ds * scale, rows, keys)",
+        "tiled's gradient of a bias is that of the products",
+        BIAS,
+    ),
     # The sink
+    Mutant(
+        "sink_in_natural_units",
+        "kernels/portable/score.py",
+        "tl.load(sink + batch * lies.sink + head) * LOG2E",
+        "tl.load(sink + batch * lies.sink + head)",
+        "a sink is taken for one in base 2",
+        SINK,
+    ),
+    Mutant(
+        "sink_in_each_part",
+        "kernels/portable/forward.py",
+        "batch, head, begin == 0, BLOCK_Q)",
+        "batch, head, begin >= 0, BLOCK_Q)",
+        "each part of the keys has a sink",
+        "tests/test_scores.py::test_a_sink_of_split_keys",
+    ),
+    Mutant(
+        "sink_gradient_ascends",
+        "kernels/portable/preprocess.py",
+        "// BLOCK) + block, -given)",
+        "// BLOCK) + block, given)",
+        "the gradient of a sink has the other sign",
+        SINK,
+    ),
+    Mutant(
+        "sink_gradient_of_one_batch",
+        "kernels/portable/score_gradients.py",
+        "batches * heads if SHARED else program + 1",
+        "program + 1",
+        "the gradient of a sink lacks that of other batches",
+        SINK,
+    ),
+    Mutant(
+        "tiled_sink_without_delta",
+        "tiled.py",
+        "others.append(-(share * delta)[..., None]",
+        "others.append(-share[..., None]",
+        "tiled's gradient of a sink does not depend on that of o",
+        SINK,
+    ),
     Mutant(
         "sink_takes_the_other_share",
         "score.py",
         "torch.sigmoid(seen - logits)",
         "torch.sigmoid(logits - seen)",
         "the sink has what the keys should have",
-        "tests/test_attention.py::test_sink",
+        SINK_BEHIND,
     ),
     Mutant(
         "sink_not_in_lse",
@@ -436,7 +619,7 @@ MUTANTS = [
         "torch.where(dead, logits, torch.logaddexp(seen, logits))",
         "torch.where(dead, logits, seen)",
         "a merge of parts by lse forgets the sink",
-        "tests/test_attention.py::test_sink",
+        SINK_BEHIND,
     ),
     Mutant(
         "sink_of_rows_that_see_no_key",
@@ -444,7 +627,7 @@ MUTANTS = [
         "torch.where(dead, logits, torch.logaddexp(seen, logits))",
         "torch.logaddexp(lse, logits)",
         "NaN where a query sees neither key nor sink",
-        "tests/test_attention.py::test_sink",
+        SINK_BEHIND,
     ),
     # Values of another width
     Mutant(
@@ -656,8 +839,8 @@ MUTANTS = [
     Mutant(
         "alignment_swapped",
         "ops.py",
-        "band = mask.over(q.shape[2], k.shape[2])",
-        "band = mask.over(k.shape[2], q.shape[2])",
+        "band, extras = mask.over(q.shape[2], k.shape[2])",
+        "band, extras = mask.over(k.shape[2], q.shape[2])",
         "bottom-right masks are shifted the wrong way where T != S",
     ),
     Mutant(
@@ -926,8 +1109,8 @@ MUTANTS = [
     Mutant(
         "upstream_dq_of_large_logits",
         "kernels/portable/gradients.py",
-        "p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])",
-        "p = tl.exp2(tl.minimum(s * scale.log2, 100.0) - lse_log2_rows[:, None])",
+        "p = tl.exp2(x - lse_log2_rows[:, None])",
+        "p = tl.exp2(tl.minimum(x, 100.0) - lse_log2_rows[:, None])",
         "dq is right on normal inputs and several times too small where logits are large: forward"
         " did not clip them (as in TransformerEngine 3216)",
         VALUES,
@@ -965,8 +1148,8 @@ MUTANTS = [
     Mutant(
         "tiled_heads_interleaved",
         "tiled.py",
-        "    grouped = q.unflatten(1, heads)\n",
-        "    grouped = q.unflatten(1, (-1, k.shape[1])).transpose(1, 2)\n",
+        "given = q.unflatten(1, heads), ",
+        "given = q.unflatten(1, heads[::-1]).transpose(1, 2), ",
         "query heads read the keys of other groups",
     ),
     Mutant(

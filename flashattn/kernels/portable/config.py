@@ -26,10 +26,17 @@ class Config:
     DESCRIPTORS: tl.constexpr  # whether tiles are loaded by tensor descriptors
     PRECISION: tl.constexpr  # of fp32 products, as ``precision.input_precision`` returns it
     TERMS: tl.constexpr  # bf16 terms that the operands were decomposed into; 0: they were not
+    VECTOR: tl.constexpr  # keys of a bias that come together, see ``score.vector``
 
     @classmethod
     def of(
-        cls, tile: Tile, head_dim: int, strides: Sequence[Sequence[int]], precision: str, terms: int
+        cls,
+        tile: Tile,
+        head_dim: int,
+        strides: Sequence[Sequence[int]],
+        precision: str,
+        terms: int,
+        vector: int = 1,
     ) -> Config:
         """Return the constants of a tile.
 
@@ -39,10 +46,11 @@ class Config:
             strides: of batches, heads and rows of all tensors; columns are dense.
             precision: as ``precision.input_precision`` returns it.
             terms: bf16 terms that the operands were decomposed into; 0: they were not.
+            vector: keys of a bias that come together.
         """
         options = tile.options(head_dim, strides)
         names = ("BLOCK_Q", "BLOCK_KV", "BLOCK_D", "PADDED", "DESCRIPTORS")
-        values = (*(options[name] for name in names), precision, terms)
+        values = (*(options[name] for name in names), precision, terms, vector)
         return cls(*map(tl.constexpr, values))
 
 

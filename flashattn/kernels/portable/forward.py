@@ -23,7 +23,7 @@ from flashattn.kernels.portable.mask import (
 from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
-from flashattn.kernels.portable.score import capped
+from flashattn.kernels.portable.score import bias_of, capped, first_state, in_base_2, slope_of
 from flashattn.kernels.portable.softmax import add_compensated, finite_max, normalized
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
@@ -44,7 +44,8 @@ def mainloop(
     seq_q,
     seq_kv,
     band,
-    scale,
+    score,
+    lies,
     MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -55,6 +56,7 @@ def mainloop(
     to l, a sum of as many terms as there are tiles.
     """
     acc, m, l, l_error = state
+    scale = score[0]
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     COMPENSATED: tl.constexpr = CONFIG.TERMS > 0 or q_tile.dtype == tl.float32
     for start_kv in tl.range(first, end, BLOCK_KV):
@@ -65,13 +67,19 @@ def mainloop(
             s = s * scale.sign
         if scale.cap is not None:
             s = capped(s, scale.cap)
+        log2 = scale.log2
+        if score[1] is not None or score[2] is not None:
+            s = in_base_2(
+                s, score, lies, start_q, start_kv, seq_q, seq_kv, False, not MASKED, CONFIG
+            )
+            log2 = 1.0
         if MASKED:
             s = apply_mask(
                 s, start_q, start_kv, band, seq_q, seq_kv, float("-inf"), CONFIG.BLOCK_Q, BLOCK_KV
             )
-        m_new = tl.maximum(m, tl.max(s, 1) * scale.log2)
+        m_new = tl.maximum(m, tl.max(s, 1) * log2)
         finite = finite_max(m_new)
-        p = tl.exp2(s * scale.log2 - finite[:, None])
+        p = tl.exp2(s * log2 - finite[:, None])
         alpha = tl.exp2(m - finite)
         if COMPENSATED:
             l, l_error = add_compensated(l * alpha, l_error * alpha, tl.sum(p, 1))
@@ -94,6 +102,8 @@ def flashattn_fwd(
     o,
     lse,
     bounds,
+    scored,
+    lies,
     layout,
     heads,
     group,
@@ -126,13 +136,18 @@ def flashattn_fwd(
             of_batch(bounds[0], batch, of_keys),
             of_batch(bounds[1], batch, of_queries),
         )
+    slope, bias = scored[0], scored[1]
+    if slope is not None:
+        slope = slope_of(slope, lies, batch, head)
+    if bias is not None:
+        bias = bias_of(bias, lies, batch, head, CONFIG.VECTOR)
+    score = scale, slope, bias, None
     begin = split_begin(out_batch, batches, split_len)
     q_tile = load_tile(
         q, layout.q, (batch, head, start_q), seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
     )
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)
+    m, l = first_state(scored[2], lies, batch, head, begin == 0, BLOCK_Q)
     l_error = tl.zeros([BLOCK_Q], tl.float32)
     _, full_begin, full_end, end = key_tiles(
         start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
@@ -143,21 +158,21 @@ def flashattn_fwd(
     else:
         acc, m, l, l_error = mainloop(
             (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-            full_begin, full_end, seq_q, seq_kv, band, scale, False, True, CONFIG,
+            full_begin, full_end, seq_q, seq_kv, band, score, lies, False, True, CONFIG,
         )  # fmt: skip
     begin, stop = full_end, end
     if bounds[0] is not None:
         begin, stop = clean_keys(full_end, end, band, seq_q, CONFIG.BLOCK_KV)
     acc, m, l, l_error = mainloop(
         (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
-        begin, stop, seq_q, seq_kv, band, scale, True, True, CONFIG,
+        begin, stop, seq_q, seq_kv, band, score, lies, True, True, CONFIG,
     )  # fmt: skip
     if bounds[0] is not None:
         for side in range(2):
             acc, m, l, l_error = mainloop(
                 (acc, m, l, l_error), q_tile, k, v, layout, batch, head // group, start_q,
                 full_end if side == 0 else stop, begin if side == 0 else end, seq_q, seq_kv, band,
-                scale, True, False, CONFIG,
+                score, lies, True, False, CONFIG,
             )  # fmt: skip
     row = out_batch * heads + head
     if split_len is None:

@@ -28,11 +28,17 @@ from flashattn.kernels.portable.mask import (
     query_tiles,
     seen_keys,
 )
-from flashattn.kernels.portable.memory import load_tile, store_tile
+from flashattn.kernels.portable.memory import load_tile, multiple, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.preprocess import load_delta, load_lse_log2
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
-from flashattn.kernels.portable.score import capped
+from flashattn.kernels.portable.score import (
+    bias_of,
+    capped,
+    in_base_2,
+    slope_of,
+    store_dbias,
+)
 
 # BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
 # in dk and dv of fp32 that the kernel decomposes.
@@ -57,7 +63,8 @@ def dkdv_mainloop(
     seq_q,
     seq_kv,
     band,
-    scale,
+    score,
+    lies,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
@@ -68,6 +75,7 @@ def dkdv_mainloop(
     that see no key may be NaN.
     """
     dk, dv = state
+    scale = score[0]
     row = batch * heads + head
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     for start_q in tl.range(first, end, BLOCK_Q):
@@ -80,7 +88,8 @@ def dkdv_mainloop(
         s = dot_transposed(k_tile, q_tile, CONFIG)
         if scale.cap is not None:
             s = capped(s, scale.cap)
-        p = tl.exp2(s * scale.log2 - lse_log2_rows[None, :])
+        x = in_base_2(s, score, lies, start_q, start_kv, seq_q, seq_kv, True, False, CONFIG)
+        p = tl.exp2(x - lse_log2_rows[None, :])
         if MASKED:
             p = apply_mask_transposed(
                 p, start_q, start_kv, band, seq_q, 0.0, BLOCK_Q, CONFIG.BLOCK_KV
@@ -113,6 +122,8 @@ def compute_dkdv(
     stats,
     dk,
     dv,
+    scored,
+    lies,
     layout,
     heads,
     group,
@@ -133,7 +144,7 @@ def compute_dkdv(
     CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
     ALL_MASKED: tl.constexpr = MASKED and (
         CONFIG.TERMS > 0 or CROWDED or stats[2] is not None or scale.cap is not None
-        or band[2] is not None
+        or scored[0] is not None or scored[1] is not None or band[2] is not None
     )  # fmt: skip
     # Under a causal mask the first keys are seen by most queries, so they come first.
     start_kv, out_batch, batch, kv_head = own_tile(
@@ -160,20 +171,73 @@ def compute_dkdv(
     if ALL_MASKED:
         full_begin = end
     for head in tl.range(kv_head * group, kv_head * group + group):
+        slope, bias = scored[0], scored[1]
+        if slope is not None:
+            slope = slope_of(slope, lies, batch, head)
+        if bias is not None:
+            bias = bias_of(bias, lies, batch, head, CONFIG.VECTOR)
+        score = scale, slope, bias, None
         if MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, first, full_begin, seq_q, seq_kv, band, scale, True, CONFIG,
+                start_kv, first, full_begin, seq_q, seq_kv, band, score, lies, True, CONFIG,
             )  # fmt: skip
         if not ALL_MASKED:
             dk_acc, dv_acc = dkdv_mainloop(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
-                start_kv, full_begin, end, seq_q, seq_kv, band, scale, False, CONFIG,
+                start_kv, full_begin, end, seq_q, seq_kv, band, score, lies, False, CONFIG,
             )  # fmt: skip
     store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
     store_tile(dv, layout.dv, out_at, seq_kv, dv_acc, layout.head_dim, CONFIG.PADDED, BLOCK_KV,
                CONFIG.BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def score_gradients(
+    q_tile,
+    do_tile,
+    lse_log2_rows,
+    delta_rows,
+    k,
+    v,
+    layout,
+    at,
+    start_q,
+    seq_q,
+    seq_kv,
+    band,
+    score,
+    lies,
+    MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Return dS of a tile of queries and of the keys at ``at``: batch, head, row; S, and K.
+
+    With a softcap S is capped, and dS its gradient. Unless CLEAN, keys and values that no query
+    sees may be NaN.
+    """
+    scale, start_kv = score[0], at[2]
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+    if not CLEAN:
+        kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+        k_tile = keep_rows(k_tile, kept, CONFIG.TERMS)
+    s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
+    if scale.cap is not None:
+        s = capped(s, scale.cap)
+    x = in_base_2(s, score, lies, start_q, start_kv, seq_q, seq_kv, False, not MASKED, CONFIG)
+    p = tl.exp2(x - lse_log2_rows[:, None])
+    if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
+        p = apply_mask(p, start_q, start_kv, band, seq_q, seq_kv, 0.0, BLOCK_Q, BLOCK_KV)
+    v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
+    dp = dot_transposed(do_tile, v_tile, CONFIG)
+    ds = p * (dp - delta_rows[:, None])
+    if not CLEAN:
+        ds = tl.where(p > 0.0, ds, 0.0)
+    return ds, s, k_tile
 
 
 @triton.jit
@@ -194,7 +258,8 @@ def dq_mainloop(
     seq_q,
     seq_kv,
     band,
-    scale,
+    score,
+    lies,
     MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -203,25 +268,16 @@ def dq_mainloop(
 
     Unless CLEAN, keys and values that no query sees may be NaN.
     """
+    scale = score[0]
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for start_kv in tl.range(first, end, BLOCK_KV):
         at = batch, kv_head, start_kv
-        k_tile = load_tile(k, layout.k, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        if not CLEAN:
-            k_tile = keep_rows(
-                k_tile, seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV), CONFIG.TERMS
-            )
-        s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
-        if scale.cap is not None:
-            s = capped(s, scale.cap)
-        p = tl.exp2(s * scale.log2 - lse_log2_rows[:, None])
-        if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
-            p = apply_mask(p, start_q, start_kv, band, seq_q, seq_kv, 0.0, CONFIG.BLOCK_Q, BLOCK_KV)
-        v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-        dp = dot_transposed(do_tile, v_tile, CONFIG)
-        ds = p * (dp - delta_rows[:, None])
-        if not CLEAN:
-            ds = tl.where(p > 0.0, ds, 0.0)
+        ds, s, k_tile = score_gradients(
+            q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, at, start_q, seq_q, seq_kv,
+            band, score, lies, MASKED, CLEAN, CONFIG,
+        )  # fmt: skip
+        if score[3] is not None:
+            store_dbias(ds, score[3], start_q, start_kv, seq_q, seq_kv, CONFIG)
         if scale.cap is not None:
             ds = ds * (1 - s * s)
         dq = dot(ds, k_tile, dq, CONFIG)
@@ -238,6 +294,8 @@ def compute_dq(
     grad_o,
     stats,
     dq,
+    scored,
+    lies,
     layout,
     heads,
     group,
@@ -274,6 +332,14 @@ def compute_dq(
     lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
     delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
+    slope, bias, dbias = scored
+    if slope is not None:
+        slope = slope_of(slope, lies, batch, head)
+    if bias is not None:
+        bias = bias_of(bias, lies, batch, head, CONFIG.VECTOR)
+    if dbias is not None:
+        dbias += tl.cast(row, tl.int64) * seq_q * multiple(seq_kv, CONFIG.VECTOR)
+    score = scale, slope, bias, dbias
     _, full_begin, full_end, end = key_tiles(
         start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q, CONFIG.BLOCK_KV
     )
@@ -282,21 +348,21 @@ def compute_dq(
     else:
         acc = dq_mainloop(
             acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-            start_q, full_begin, full_end, seq_q, seq_kv, band, scale, False, True, CONFIG,
+            start_q, full_begin, full_end, seq_q, seq_kv, band, score, lies, False, True, CONFIG,
         )  # fmt: skip
     begin, stop = full_end, end
     if band[2] is not None:
         begin, stop = clean_keys(full_end, end, band, seq_q, CONFIG.BLOCK_KV)
     acc = dq_mainloop(
         acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
-        start_q, begin, stop, seq_q, seq_kv, band, scale, True, True, CONFIG,
+        start_q, begin, stop, seq_q, seq_kv, band, score, lies, True, True, CONFIG,
     )  # fmt: skip
     if band[2] is not None:
         for side in range(2):
             acc = dq_mainloop(
                 acc, q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout, batch, head // group,
                 start_q, full_end if side == 0 else stop, begin if side == 0 else end, seq_q,
-                seq_kv, band, scale, True, False, CONFIG,
+                seq_kv, band, score, lies, True, False, CONFIG,
             )  # fmt: skip
     store_tile(dq, layout.dq, out_at, seq_q, acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
@@ -311,6 +377,8 @@ def flashattn_bwd_dkdv(
     stats,
     grads,
     bounds,
+    scored,
+    lies,
     layout,
     heads,
     group,
@@ -326,8 +394,8 @@ def flashattn_bwd_dkdv(
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
     band = left, right, bounds[0], bounds[1]
     compute_dkdv(
-        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], layout,
-        heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], scored,
+        lies, layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -340,6 +408,8 @@ def flashattn_bwd_dq(
     stats,
     grads,
     bounds,
+    scored,
+    lies,
     layout,
     heads,
     group,
@@ -355,8 +425,8 @@ def flashattn_bwd_dq(
     """Compute dq; a program owns a tile of queries of one head."""
     band = left, right, bounds[0], bounds[1]
     compute_dq(
-        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], layout,
-        heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
+        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], scored, lies,
+        layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
     )  # fmt: skip
 
 
@@ -369,6 +439,8 @@ def flashattn_bwd(
     stats,
     grads,
     bounds,
+    scored,
+    lies,
     layout,
     heads,
     group,
@@ -391,12 +463,12 @@ def flashattn_bwd(
     band = left, right, bounds[0], bounds[1]
     if program < dkdv_programs:
         compute_dkdv(
-            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], layout,
-            heads, group, seq_q, seq_kv, band, batches, split_len, scale, True, CONFIG,
+            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], scored, lies,
+            layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, True, CONFIG,
         )  # fmt: skip
     else:
         compute_dq(
             program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
-            grads[2], layout, heads, group, seq_q, seq_kv, band, batches, split_len_kv,
-            scale, True, CONFIG,
+            grads[2], scored, lies, layout, heads, group, seq_q, seq_kv, band, batches,
+            split_len_kv, scale, True, CONFIG,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def queries_of(s, band, seq_q, seq_kv):
 @triton.jit
 def of_batch(bounds, batch, stride):
     """Return where the bounds of a batch's rows begin."""
-    return bounds + batch.to(tl.int64) * stride
+    return bounds + tl.cast(batch, tl.int64) * stride
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from flashattn.plan import portable
 
 LEAST = tl.constexpr(-3.3895313892515355e38)  # of bf16
 TERMS_COLUMNS = tl.constexpr(portable.TERMS_COLUMNS)
-BLOCK, WARPS = 64, 4  # rows of o and dO that a program of flashattn_bwd_preprocess reduces
+BLOCK, WARPS = portable.STATS_BLOCK, 4
 
 
 @triton.jit
@@ -75,6 +75,7 @@ def flashattn_bwd_preprocess(
     lse_log2,
     delta,
     counters,
+    sinks,
     o_strides,
     grad_o_strides,
     heads,
@@ -83,12 +84,17 @@ def flashattn_bwd_preprocess(
     num_counters,
     scale_log2,
     head_dim,
+    sink_stride,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
-    """Write lse_log2 and delta of BLOCK rows of one head, and clear COUNTERS of all counters."""
+    """Write lse_log2 and delta of BLOCK rows of one head, and clear COUNTERS of all counters.
+
+    ``sinks`` are the sinks, ``sink_stride`` from batch to batch, and what the rows of a program
+    give to their gradient; or None.
+    """
     block, batch, head = tile_coord(
         tl.program_id(0), None, seq_q_rounded // BLOCK, heads, False, False
     )
@@ -110,6 +116,10 @@ def flashattn_bwd_preprocess(
         store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
     else:
         store_terms(delta, row, seq_q_rounded, start, -delta_rows, TERMS_COLUMNS, BLOCK)
+    if sinks[0] is not None:
+        logit = tl.load(sinks[0] + batch * sink_stride + head) * LOG2E
+        given = tl.sum(tl.exp2(logit - lse_log2_rows) * delta_rows)
+        tl.store(sinks[1] + row.to(tl.int64) * (seq_q_rounded // BLOCK) + block, -given)
     if COUNTERS > 0:
         own = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
         tl.store(counters + own, 0, mask=own < num_counters)

@@ -1,15 +1,23 @@
-"""Scores: factors on the products of q and k, and the softcap."""
+"""Scores: what becomes of the products of q and k before the mask.
+
+``score`` is (scale, slope, bias, dbias): a ``Scale``; and of the head that a program computes the
+slope of ALiBi, in base 2, and where its bias and the gradient of that begin, each or None.
+``lies`` is a ``ScoreLayout``.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import LOG2E
-from flashattn.plan.spec import Options
+from flashattn.kernels.portable.memory import multiple
+from flashattn.plan.spec import Options, TensorSpec, is_relative
 from flashattn.plan.support import SMALLEST_SCALE
+from flashattn.plan.tile import VECTOR
 
 
 class Scale(NamedTuple):
@@ -41,6 +49,153 @@ class Scale(NamedTuple):
         # be, and in others not, where the compiler joins the product with the difference from m.
         size = max(abs(log2), SMALLEST_SCALE)
         return cls(size, factor, log2 / size, None)
+
+
+class ScoreLayout(NamedTuple):
+    """How the tensors lie that scores are made with.
+
+    It is an argument of its own, and flat: Triton 3.6 loses a 1 in a tuple within a tuple.
+
+    Args:
+        slopes: from batch to batch in the slopes.
+        diagonal: query t stands at key t + diagonal.
+        batch: from batch to batch in the bias; None where all share it, as for the next three.
+        head: from head to head.
+        query: from query to query.
+        key: from key to key.
+        origin: of the first query and the first key in a head of a relative bias.
+        sink: from batch to batch in the sinks.
+    """
+
+    slopes: Any = None
+    diagonal: Any = None
+    batch: Any = None
+    head: Any = None
+    query: Any = None
+    key: Any = None
+    origin: Any = None
+    sink: Any = None
+
+    @classmethod
+    def of(cls, options: Options, heads: int, seq_q: int) -> ScoreLayout:
+        """Return how they lie; all is None where there are none."""
+        made: dict[str, int | None] = {}
+        if options.alibi:
+            made = {"slopes": heads if options.alibi > 1 else 0, "diagonal": options.diagonal}
+        if options.sink:
+            made["sink"] = heads if options.sink > 1 else 0
+        if options.bias is not None:
+            relative = is_relative(options.bias)
+            batch, head, *others, key = options.bias.strides
+            shared = [n == 1 for n in options.bias.shape]
+            shared[2:] = [False, False] if relative else shared[2:]
+            strides = batch, head, *((-key,) if relative else others), key
+            names = ("batch", "head", "query", "key")
+            given = zip(names, shared, strides, strict=True)
+            made |= {name: None if one else stride for name, one, stride in given}
+            made["origin"] = (seq_q - 1) * key if relative else None
+        return cls(**made)
+
+
+def vector(bias: TensorSpec | None, seq_kv: int) -> int:
+    """Return how many keys of a bias a thread can load at once: as many as are there or are not."""
+    if bias is None or bias.strides[-1] != 1 or is_relative(bias):
+        return 1
+    return math.gcd(VECTOR, seq_kv, *bias.strides[:-1])
+
+
+@triton.jit
+def slope_of(slopes, lies, batch, head):
+    """Return the slope of a head, in base 2."""
+    return tl.load(slopes + batch * lies.slopes + head) * LOG2E
+
+
+@triton.jit
+def bias_of(bias, lies, batch, head, VECTOR: tl.constexpr):
+    """Return where the bias of a head's first query and key lies."""
+    if lies.origin is not None:
+        bias += lies.origin
+    if lies.batch is not None:
+        bias += tl.cast(batch, tl.int64) * multiple(lies.batch, VECTOR)
+    if lies.head is not None:
+        bias += tl.cast(head, tl.int64) * multiple(lies.head, VECTOR)
+    return bias
+
+
+@triton.jit
+def load_bias(
+    bias, lies, start_q, start_kv, queries, keys, seq_q, seq_kv, ALL_KEYS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Load the bias of a tile, or of its rows or columns; ALL_KEYS says that all keys exist."""
+    if lies.origin is not None:  # addresses in a tile differ by constants, and spill otherwise
+        bias += tl.cast(start_kv - start_q, tl.int64) * lies.key + (keys - queries) * lies.key
+    queries, keys = queries + start_q, keys + start_kv
+    if lies.origin is None and lies.query is not None:
+        bias += queries.to(tl.int64) * multiple(lies.query, VECTOR)
+    if lies.origin is None and lies.key is not None:
+        bias += keys.to(tl.int64) * lies.key
+    CHECKED: tl.constexpr = lies.key is not None and not ALL_KEYS
+    there = keys // VECTOR < seq_kv // VECTOR
+    if lies.query is not None and CHECKED:
+        x = tl.load(bias, mask=(queries < seq_q) & there, other=0.0)
+    elif lies.query is not None:
+        x = tl.load(bias, mask=queries < seq_q, other=0.0)
+    elif CHECKED:
+        x = tl.load(bias, mask=there, other=0.0)
+    else:
+        x = tl.load(bias)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def in_base_2(
+    s, score, lies, start_q, start_kv, seq_q, seq_kv, TRANSPOSED: tl.constexpr,
+    ALL_KEYS: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Return the scores in base 2 of products, or of what ``capped`` made of them.
+
+    TRANSPOSED is a tile [keys, queries]; ALL_KEYS says that all keys exist.
+    """
+    scale, slope, bias, _ = score
+    x = s * scale.log2
+    queries, keys = tl.arange(0, CONFIG.BLOCK_Q), tl.arange(0, CONFIG.BLOCK_KV)
+    if TRANSPOSED:
+        queries, keys = queries[None, :], keys[:, None]
+    else:
+        queries, keys = queries[:, None], keys[None, :]
+    if slope is not None:
+        at = queries + (start_q + lies.diagonal - start_kv)
+        x -= slope * tl.abs(at.to(tl.float32) - keys.to(tl.float32))
+    if bias is not None:
+        # A tile begins with a multiple of its size; of a loop's variable Triton does not know.
+        x += LOG2E * load_bias(
+            bias, lies, start_q, multiple(start_kv, CONFIG.BLOCK_KV), queries, keys, seq_q, seq_kv,
+            ALL_KEYS, CONFIG.VECTOR,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def store_dbias(ds, dbias, start_q, start_kv, seq_q, seq_kv, CONFIG: tl.constexpr):
+    """Store the gradient of a tile of scores as that of their bias, which no others share."""
+    queries = start_q + tl.arange(0, CONFIG.BLOCK_Q)[:, None]
+    keys = multiple(start_kv, CONFIG.BLOCK_KV) + tl.arange(0, CONFIG.BLOCK_KV)[None, :]
+    at = dbias + queries.to(tl.int64) * multiple(seq_kv, CONFIG.VECTOR) + keys
+    there = (queries < seq_q) & (keys // CONFIG.VECTOR < seq_kv // CONFIG.VECTOR)
+    tl.store(at, ds.to(dbias.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def first_state(sink, lies, batch, head, first, BLOCK_Q: tl.constexpr):
+    """Return (m, l) of rows that have seen no key: of the first part, their sink, if they have."""
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    if sink is not None:
+        logit = tl.load(sink + batch * lies.sink + head) * LOG2E
+        m = tl.where(first, logit, m)
+        l = tl.where(first, 1.0, l)
+    return m, l
 
 
 @triton.jit

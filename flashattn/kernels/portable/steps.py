@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from flashattn.kernels.constants import LOG2E
-from flashattn.kernels.launch import Launch, Step, TileLoads
+from flashattn.kernels.launch import Launch, Name, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
-from flashattn.kernels.portable import combine, gradients, preprocess
+from flashattn.kernels.portable import combine, gradients, preprocess, score_gradients
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
-from flashattn.kernels.portable.score import Scale
+from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
-from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
+from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows, shares_bias
 from flashattn.plan.rows import FUSED, Kernel
-from flashattn.plan.spec import Options, TensorSpec, dense_strides
+from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides, is_relative
 from flashattn.plan.splits import cdiv
 from flashattn.plan.tile import Tile, block_d, padding
 
@@ -25,7 +25,8 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dkdv": gradients.flashattn_bwd_dkdv,
     "bwd_dq": gradients.flashattn_bwd_dq,
 }
-BOUNDS = ("key_bounds", "query_bounds")
+BOUNDS, SCORED = Extras._fields[:2], Extras._fields[2:]
+BACKWARD_SCORED = (*SCORED[:2], "dbias")
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
 WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
     **dict.fromkeys(FUSED, GRADS),
@@ -47,28 +48,31 @@ def forward(
     split = plan.split.num > 1
     o_strides = dense_strides(q.shape) if split else o.strides
     strides = [x[:3] for x in (*(x.strides for x in inputs), o_strides)]
+    extras, absent = extra_names(options)
     launch = Launch(
         flashattn_fwd,
         plan.programs,
         [
             *_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
-            *[None] * (3 if options.bounds else 2),
+            *[None] * (2 + len(extras)),
         ],
         (
-            *no_bounds(options),
+            *absent,
+            ScoreLayout.of(options, heads, seq_q),
             ForwardLayout._make((*strides, head_dim, bounds_strides(options, seq_q, seq_kv))),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
             Scale.of(options, forward=True),
         ),
         {
-            "CONFIG": Config.of(tile, head_dim, strides, plan.precision, plan.terms),
+            "CONFIG": Config.of(
+                tile, head_dim, strides, plan.precision, plan.terms, vector(options.bias, seq_kv)
+            ),
             **tile.compiler_options(),
         },
     )
-    bounds = (BOUNDS,) if options.bounds else ()
     if not split:
-        return [*steps, Step(launch, (*names, "o", "lse", *bounds))]
+        return [*steps, Step(launch, (*names, "o", "lse", *extras))]
     rows = batch * heads * seq_q
     combining = Launch(
         combine.flashattn_combine,
@@ -80,14 +84,30 @@ def forward(
     partial = ("o_partial", "lse_partial")
     return [
         *steps,
-        Step(launch, (*names, *partial, *bounds)),
+        Step(launch, (*names, *partial, *extras)),
         Step(combining, (*partial, "o", "lse")),
     ]
 
 
-def no_bounds(options: Options) -> tuple[tuple[None, None], ...]:
-    """Return what a launch has in place of bounds, which come as tensors if there are some."""
-    return () if options.bounds else ((None, None),)
+def extra_names(
+    options: Options, scored: Sequence[str | None] | None = None
+) -> tuple[tuple[Name, ...], tuple[tuple[None, ...], ...]]:
+    """Return the names of the bounds, and of what scores are made with, as kernels take them.
+
+    Args:
+        options: what is asked.
+        scored: the latter, in place of ``SCORED`` that there are.
+
+    Returns:
+        The names, and what a launch has as numbers where there are no such tensors.
+    """
+    absent = (None,) * len(BOUNDS), (None,) * len(SCORED)
+    if not options.extras:
+        return (), absent
+    if scored is None:
+        given = zip(SCORED, options.scored, strict=True)
+        scored = [name if there else None for name, there in given]
+    return (BOUNDS if options.bounds else absent[0], tuple(scored)), ()
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:
@@ -155,7 +175,11 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     decomposing, *_ = terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
     of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
     summing = sum_partials({"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)})
-    return [preprocessing(o, grad_o), *decomposing, *passes, *summing]
+    if plan.dbias is not None:
+        summing.append(dbias_pass(plan.dbias, specs, plan.precision, options))
+    if options.sink:
+        summing.append(sum_sinks(o, options))
+    return [preprocessing(o, grad_o, sink=options.sink), *decomposing, *passes, *summing]
 
 
 def preprocessing(
@@ -164,6 +188,7 @@ def preprocessing(
     counters: Workspace | None = None,
     scale: float | None = None,
     filled: tuple[str, str] = ("lse_log2", "delta"),
+    sink: int = 0,
 ) -> Step:
     """Return the launch that fills two of lse_log2, delta, and terms of -lse / scale and -delta.
 
@@ -173,6 +198,7 @@ def preprocessing(
         counters: what it clears besides, or None.
         scale: of the scores, if it fills terms.
         filled: names of the workspaces.
+        sink: batches for which there are sinks: rows give their parts of dsink, too.
     """
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
@@ -182,11 +208,34 @@ def preprocessing(
     launch = Launch(
         preprocess.flashattn_bwd_preprocess,
         programs,
-        [None] * 7,
-        (*strides, heads, seq_q, rows, cleared, None if scale is None else scale * LOG2E.value),
-        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS) | {"COUNTERS": each},
+        [None] * (8 if sink else 7),
+        (
+            *(() if sink else ((None, None),)),
+            *(*strides, heads, seq_q, rows, cleared),
+            None if scale is None else scale * LOG2E.value,
+        ),
+        _row_options(head_dim, strides, preprocess.BLOCK, preprocess.WARPS)
+        | {"sink_stride": None if not sink else heads if sink > 1 else 0, "COUNTERS": each},
     )
-    return Step(launch, ("o", "grad_o", "lse", "grad_lse", *filled, name))
+    sinks = (("sink", "dsink_partial"),) if sink else ()
+    return Step(launch, ("o", "grad_o", "lse", "grad_lse", *filled, name, *sinks))
+
+
+def sum_sinks(o: TensorSpec, options: Options) -> Step:
+    """Return the launch that adds up the gradient of sinks."""
+    batch, heads, seq_q, _ = o.shape
+    launch = Launch(
+        score_gradients.flashattn_bwd_dsink,
+        options.sink * heads,
+        [None] * 2,
+        (heads, batch, padded_rows(seq_q) // preprocess.BLOCK),
+        {
+            "SHARED": options.sink == 1,
+            "BLOCK": score_gradients.SINK_BLOCK,
+            "num_warps": score_gradients.SINK_WARPS,
+        },
+    )
+    return Step(launch, ("dsink_partial", "dsink"))
 
 
 def written(
@@ -229,14 +278,19 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             bounds_strides(options, seq_q, seq_kv),
         )
     )
+    stored = "dq" in grads and options.bias_grad and not shares_bias(q, k, options)
+    alibi, bias, _ = options.scored
+    there = zip(BACKWARD_SCORED, (alibi, bias, stored and bias), strict=True)
+    extras, absent = extra_names(options, [name if x else None for name, x in there])
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     strides = [*read, *write, o.strides[:3]]
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
-        [*loads, *[None] * (3 if options.bounds else 2)],
+        [*loads, *[None] * (2 + len(extras))],
         (
-            *no_bounds(options),
+            *absent,
+            ScoreLayout.of(options, heads, seq_q),
             layout,
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
@@ -244,12 +298,47 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             Scale.of(options, forward=False),
         ),
         {
-            "CONFIG": Config.of(tile, head_dim, strides, precision, one.terms),
+            "CONFIG": Config.of(
+                tile, head_dim, strides, precision, one.terms, vector(options.bias, seq_kv)
+            ),
             **tile.compiler_options(),
         },
     )
-    bounds = (BOUNDS,) if options.bounds else ()
-    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *bounds))
+    return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *extras))
+
+
+def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options) -> Step:
+    """Return the launch for the gradient of a bias that several scores share; args as above."""
+    (q, k, v, grad_o, _), tile = specs[:5], cast("Tile", one.tile)
+    (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    strides = [x.strides[:3] for x in (q, k, v, grad_o)]
+    layout = BackwardLayout._make(
+        (
+            *(*strides, None, None, None, None, head_dim, padded_rows(seq_q)),
+            bounds_strides(options, seq_q, seq_kv),
+        )
+    )
+    scored = ("alibi_slopes" if options.alibi else None, "bias", None)
+    extras, _ = extra_names(options, scored)
+    launch = Launch(
+        score_gradients.flashattn_bwd_dbias,
+        sum(one.programs),
+        [None] * (6 + len(extras)),
+        (
+            ScoreLayout.of(options, heads, seq_q),
+            *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
+            Scale.of(options, forward=False),
+        ),
+        {
+            "RELATIVE": is_relative(cast("TensorSpec", options.bias)),
+            "CONFIG": Config.of(
+                tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv)
+            ),
+            **tile.compiler_options(),
+        },
+    )
+    names = (*INPUTS, ("lse_log2", "delta", None), "dbias")
+    return Step(launch, (*names, *extras))
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:

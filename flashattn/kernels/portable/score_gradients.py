@@ -1,0 +1,209 @@
+"""Gradients of what scores are made with: of a bias that several scores share, and of sinks.
+
+Each element is written by one program, in one order: no atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn.kernels.constants import SIZES
+from flashattn.kernels.portable.gradients import score_gradients
+from flashattn.kernels.portable.mask import keep_rows, key_tiles, live_queries, of_batch
+from flashattn.kernels.portable.memory import load_rows, load_tile
+from flashattn.kernels.portable.score import bias_of, slope_of
+
+SINK_BLOCK, SINK_WARPS = 1024, 4  # numbers that a program of flashattn_bwd_dsink adds at a time
+
+
+@triton.jit
+def along_diagonals(x, shift, BLOCK: tl.constexpr):
+    """Return a tile whose columns are the diagonals of x, both [BLOCK, BLOCK].
+
+    Column j holds x[i, i + j - shift] of each row i, or 0 where x has none; shift is 0 or BLOCK.
+    """
+    at = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    there = (at < BLOCK) == (shift == 0)
+    return tl.where(there, tl.gather(x, at % BLOCK, 1), 0.0)
+
+
+@triton.jit
+def add_scores(
+    acc, q, k, v, grad_o, stats, layout, batch, head, heads, group, start_q, own_keys, end_keys,
+    seq_q, seq_kv, band, score, lies, RELATIVE: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Add dS of a tile of queries and of keys ``own_keys ... end_keys`` to a tile of dbias."""
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    at, row = (batch, head, start_q), batch * heads + head
+    q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    do_tile = load_tile(grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    if band[2] is not None:
+        kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
+        q_tile, do_tile = keep_rows(q_tile, kept, 0), keep_rows(do_tile, kept, 0)
+    lse_log2_rows = load_rows(stats[0], row, layout.stats, start_q, BLOCK_Q)
+    delta_rows = load_rows(stats[1], row, layout.stats, start_q, BLOCK_Q)
+    first, _, _, end = key_tiles(start_q, band, seq_q, seq_kv, 0, None, BLOCK_Q, BLOCK_KV)
+    for start_kv in tl.range(tl.maximum(first, own_keys), tl.minimum(end, end_keys), BLOCK_KV):
+        ds, _s, _k_tile = score_gradients(
+            q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout,
+            (batch, head // group, start_kv), start_q, seq_q, seq_kv, band, score, lies, True,
+            band[2] is None, CONFIG,
+        )  # fmt: skip
+        if RELATIVE:
+            ds = along_diagonals(ds, start_kv - own_keys, BLOCK_KV)
+        acc += ds
+    return acc
+
+
+@triton.jit
+def store_shared(
+    acc, dbias, row, start_q, start_kv, seq_q, seq_kv, OF_QUERIES: tl.constexpr,
+    OF_KEYS: tl.constexpr, RELATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """Add up a tile over the queries and keys that share an element, and store it.
+
+    ``row`` is a head of dbias, of those of all batches. A relative bias has an element for each
+    diagonal, and the tile those from start_kv on.
+    """
+    queries, keys = start_q + tl.arange(0, BLOCK_Q), start_kv + tl.arange(0, BLOCK_KV)
+    row = tl.cast(row, tl.int64)
+    to = dbias.dtype.element_ty
+    if RELATIVE:
+        size = seq_q + seq_kv - 1
+        at = keys + seq_q - 1
+        tl.store(dbias + row * size + at, tl.sum(acc, 0).to(to), mask=(at >= 0) & (at < size))
+    elif OF_QUERIES and OF_KEYS:
+        at = (row * seq_q + queries)[:, None] * seq_kv + keys[None, :]
+        there = (queries < seq_q)[:, None] & (keys < seq_kv)[None, :]
+        tl.store(dbias + at, acc.to(to), mask=there)
+    elif OF_QUERIES:
+        tl.store(dbias + row * seq_q + queries, tl.sum(acc, 1).to(to), mask=queries < seq_q)
+    elif OF_KEYS:
+        tl.store(dbias + row * seq_kv + keys, tl.sum(acc, 0).to(to), mask=keys < seq_kv)
+    else:
+        tl.store(dbias + row, tl.sum(tl.sum(acc, 1), 0).to(to))
+
+
+@triton.jit
+def own_part(
+    seq_q, seq_kv, OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, RELATIVE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """Return which head of dbias a program owns a part of, and where that begins.
+
+    Diagonals are numbered by s - t, and a part begins with a multiple of BLOCK_KV.
+    """
+    row = tl.program_id(0)
+    start_q, start_kv = 0, 0
+    if OF_KEYS:
+        before = tl.cdiv(seq_q - 1, BLOCK_KV) if RELATIVE else 0
+        blocks = tl.cdiv(seq_kv, BLOCK_KV) + before
+        start_kv = (row % blocks - before) * BLOCK_KV
+        row = row // blocks
+    if OF_QUERIES:
+        start_q = row % tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
+        row = row // tl.cdiv(seq_q, BLOCK_Q)
+    return row, start_q, start_kv
+
+
+@triton.jit
+def shared_by(row, lies, batches, heads):
+    """Return the batches and the heads that share a head of dbias: first, end, first, end."""
+    first_batch, end_batch = 0, batches
+    first_head, end_head, batch = 0, heads, row
+    if lies.head is not None:
+        first_head, batch = row % heads, row // heads
+        end_head = first_head + 1
+    if lies.batch is not None:
+        first_batch, end_batch = batch, batch + 1
+    return first_batch, end_batch, first_head, end_head
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dbias(
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    dbias,
+    bounds,
+    scored,
+    lies,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    batches,
+    scale,
+    RELATIVE: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Compute the gradient of a bias that several scores share.
+
+    A program owns a tile of it, or of its rows or columns, or BLOCK_KV diagonals, and walks over
+    the batches, heads, queries and keys that share these.
+    """
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    OF_QUERIES: tl.constexpr = lies.query is not None and not RELATIVE
+    OF_KEYS: tl.constexpr = lies.key is not None or RELATIVE
+    row, start_q, start_kv = own_part(
+        seq_q, seq_kv, OF_QUERIES, OF_KEYS, RELATIVE, BLOCK_Q, BLOCK_KV
+    )
+    first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
+    end_q = start_q + BLOCK_Q if OF_QUERIES else seq_q
+    acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    for batch in tl.range(first_batch, end_batch):
+        band = left, right, bounds[0], bounds[1]
+        if bounds[0] is not None:
+            of_keys, of_queries = layout.bounds
+            band = (
+                None, None, of_batch(bounds[0], batch, of_keys),
+                of_batch(bounds[1], batch, of_queries),
+            )  # fmt: skip
+        for head in tl.range(first_head, end_head):
+            slope, bias = scored[0], bias_of(scored[1], lies, batch, head, CONFIG.VECTOR)
+            if slope is not None:
+                slope = slope_of(slope, lies, batch, head)
+            score = scale, slope, bias, None
+            for own_q in tl.range(start_q, end_q, BLOCK_Q):
+                own_keys = own_q + start_kv if RELATIVE else start_kv
+                end_keys = own_keys + BLOCK_KV * (2 if RELATIVE else 1) if OF_KEYS else seq_kv
+                acc = add_scores(
+                    acc, q, k, v, grad_o, stats, layout, batch, head, heads, group, own_q,
+                    own_keys, end_keys, seq_q, seq_kv, band, score, lies, RELATIVE, CONFIG,
+                )  # fmt: skip
+    store_shared(
+        acc, dbias, row, start_q, start_kv, seq_q, seq_kv, OF_QUERIES, OF_KEYS, RELATIVE, BLOCK_Q,
+        BLOCK_KV,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dsink(
+    partial, dsink, heads, batches, rows, SHARED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add up the gradient of sinks; a program owns one, of all batches if it is SHARED.
+
+    Args:
+        partial: [batches, heads, rows], of some queries each.
+        dsink: [batches or 1, heads].
+        heads: H.
+        batches: B.
+        rows: numbers of a head.
+        SHARED: whether all batches have the same sinks.
+        BLOCK: numbers that are added at a time.
+    """
+    program = tl.program_id(0)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(program, batches * heads if SHARED else program + 1, heads):
+        for start in tl.range(0, rows, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            acc += tl.load(partial + tl.cast(row, tl.int64) * rows + at, mask=at < rows, other=0.0)
+    tl.store(dsink + program, tl.sum(acc, 0))

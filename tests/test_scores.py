@@ -1,0 +1,663 @@
+"""What a score is, behind the products of q and k: ALiBi, biases, sinks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch.nn.functional import pad
+
+from flashattn import attention, explain, relative
+from flashattn.gpus import gpu_of
+from flashattn.kernels.execute import backward, forward
+from flashattn.plan.spec import Extras
+from flashattn.problem import Problem
+from flashattn.registry import get
+from flashattn.score import dimensions
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.law import law
+from flashattn.testing.live_bytes import Live
+from flashattn.testing.poison import guard
+from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
+
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=20, seq_kv=26, head_dim=16)
+OURS = pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
+
+
+def tensors(device, **changes):
+    """Return q, k, v."""
+    return make_inputs(Problem(**vars(PROBLEM) | changes), device=device)
+
+
+def written_out(q, k, v, *, hidden=None, softcap=None, slopes=None, bias=None, sink=None):
+    """Return o and lse in fp64 as the formula reads."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if slopes is not None:
+        t, s = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+        distance = (t[:, None] + len(s) - len(t) - s).abs()
+        scores = scores - slopes.double().reshape(-1, q.shape[1], 1, 1) * distance
+    scores = scores if bias is None else scores + bias.double()
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        column = sink.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, v = torch.cat([scores, column], -1), pad(v, (0, 0, 0, 1))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def matrix(vector, seq_q, seq_kv):
+    """Return a relative bias in full: its elements by s - t + T - 1."""
+    t, s = torch.arange(seq_q)[:, None], torch.arange(seq_kv)
+    return vector[..., (s - t + seq_q - 1).to(vector.device)]
+
+
+def assert_like(got, wanted, given, grads):
+    """Hold o, lse and the gradients of what was given to those that are written out."""
+    gradients = torch.autograd.grad(got, given, grads)
+    exact = torch.autograd.grad(wanted, given, [x.double() for x in grads])
+    for a, b in zip((*got, *gradients), (*wanted, *exact), strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), atol=2e-5, rtol=2e-5)
+
+
+@OURS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("of_batches", [False, True])
+def test_alibi(name, of_batches, causal, device):
+    """It takes slope * |t + S - T - s| off a score, behind the softcap and before the mask."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    slopes = torch.linspace(0, 1.5, 8 if of_batches else 4, device=device)
+    slopes = slopes.view(-1, 4) if of_batches else slopes
+    how = {"causal": causal, "softcap": 2.0, "return_lse": True}
+    got = attention(*given, alibi_slopes=slopes, **how, impl=name)
+    t, s = (torch.arange(n, device=device) for n in (20, 26))
+    hidden = s > t[:, None] if causal else None
+    wanted = written_out(*given, hidden=hidden, softcap=2.0, slopes=slopes)
+    assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+def test_alibi_under_transforms(name, device):
+    """Compiled, mapped, cast and differentiated attention has its slopes, after one without."""
+    q, k, v = tensors(device)
+    slopes = torch.linspace(0, 1, 4, device=device)
+    assert not torch.equal(
+        attention(q, k, v, impl=name), attention(q, k, v, alibi_slopes=slopes, impl=name)
+    )
+
+    def call(q, k, v, slopes):
+        return attention(q, k, v, causal=True, alibi_slopes=slopes, impl=name)
+
+    wanted = call(q, k, v, slopes)
+    torch.compiler.reset()
+    for dynamic in (False, True):
+        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k, v, slopes), wanted)
+    several = torch.stack([slopes, slopes.flip(0)])
+    mapped = torch.vmap(call, in_dims=(0, None, None, 0))(torch.stack([q, 2 * q]), k, v, several)
+    torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v, several[1])]))
+    mapped = torch.vmap(call, in_dims=(0, None, None, None))(torch.stack([q, 2 * q]), k, v, several)
+    alone = torch.stack([call(q, k, v, several), call(2 * q, k, v, several)])
+    torch.testing.assert_close(mapped, alone)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        half = [x.bfloat16() for x in (q, k, v)]
+        assert torch.equal(call(q, k, v, slopes), call(*half, slopes))
+    if name in ("auto", "reference"):  # others need a device
+        assert call(*(x.to("meta") for x in (q, k, v, slopes))).shape == wanted.shape
+
+
+def test_alibi_of_one_head(device):
+    """A [B, T, D] input has one slope, or one for each batch."""
+    q, k, v = tensors(device, heads=1, kv_heads=1)
+    for slopes in (torch.ones(1, device=device), torch.ones(2, 1, device=device)):
+        o = attention(q, k, v, alibi_slopes=slopes, impl="triton")
+        flat = attention(*(x[:, 0] for x in (q, k, v)), alibi_slopes=slopes, impl="triton")
+        assert torch.equal(flat, o[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("slopes", "words"),
+    [
+        (1.0, "alibi_slopes: wanted an fp32 tensor, got float"),
+        (torch.ones(4).double(), "alibi_slopes: wanted an fp32 tensor, got torch.float64"),
+        (torch.ones(3), r"alibi_slopes: wanted shape \[4\] or \[2, 4\], got \[3\]"),
+        (torch.ones(1, 4), r"alibi_slopes: wanted shape \[4\] or \[2, 4\], got \[1, 4\]"),
+        (torch.ones(4, device="meta"), "alibi_slopes: wanted q's device"),
+        (torch.ones(4, requires_grad=True), "alibi_slopes: they have no gradient"),
+    ],
+)
+def test_bad_slopes(device, slopes, words):
+    """What does not fit is refused before anything runs, after what does, too."""
+    given = tensors(device)
+    attention(*given, alibi_slopes=torch.ones(4, device=device), impl="triton")
+    if isinstance(slopes, torch.Tensor) and not slopes.is_meta:
+        slopes = slopes.to(device).detach().requires_grad_(slopes.requires_grad)
+    for name in ("auto", "triton", "tiled"):
+        with pytest.raises(ValueError, match=words):
+            attention(*given, alibi_slopes=slopes, impl=name)
+
+
+def test_alibi_is_not_for_documents(device):
+    """Positions in a document are not known to the kernels."""
+    cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    slopes = torch.ones(4, device=device)
+    with pytest.raises(ValueError, match="alibi_slopes: not with documents"):
+        attention(*tensors(device, seq_kv=20), documents=cu, alibi_slopes=slopes)
+
+
+SHAPES = {  # of B, H, T, S = 2, 4, 20, 26
+    "all": (2, 4, 20, 26),
+    "a_head": (4, 20, 26),
+    "a_batch": (2, 1, 20, 26),
+    "rows": (20, 1),
+    "columns": (26,),
+    "columns_of_heads": (4, 1, 26),
+    "heads": (4, 1, 1),
+    "one": (),
+}
+
+
+@OURS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bias(name, shape, device):
+    """It is added behind the softcap, however it is broadcast, and has its gradient."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    torch.manual_seed(0)
+    given.append(torch.randn(SHAPES[shape], device=device).requires_grad_())
+    how = {"causal": True, "softcap": 2.0, "return_lse": True}
+    got = attention(*given[:3], bias=given[3], **how, impl=name)
+    t, s = (torch.arange(n, device=device) for n in (20, 26))
+    wanted = written_out(*given[:3], hidden=s > t[:, None], softcap=2.0, bias=given[3])
+    assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
+
+
+@OURS
+@pytest.mark.parametrize("shape", [(4, 45), (1, 45), (2, 4, 45), (2, 1, 45)])
+@pytest.mark.parametrize("window", [(None, None), (9, 7)])
+def test_relative_bias(name, shape, window, device):
+    """A vector stands for a matrix whose elements depend on s - t, and has the gradient."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    torch.manual_seed(0)
+    given.append(torch.randn(shape, device=device).requires_grad_())
+    got = attention(*given[:3], bias=relative(given[3]), window=window, return_lse=True, impl=name)
+    t, s = (torch.arange(n, device=device) for n in (20, 26))
+    apart = s - t[:, None]
+    hidden = None if window[0] is None else (apart < -9) | (apart > 7)
+    wanted = written_out(*given[:3], hidden=hidden, bias=matrix(given[3], 20, 26))
+    assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
+
+
+@OURS
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 1), (0, 5), (1, 0), (5, 0)])
+def test_empty_problems(name, sizes, device):
+    """Without queries or keys lse is the sink's, a bias adds nothing, and gradients are zeros."""
+    given = [x.requires_grad_() for x in tensors(device, seq_q=sizes[0], seq_kv=sizes[1])]
+    sink = torch.linspace(-1, 1, 4, device=device).requires_grad_()
+    vector = torch.zeros(4, max(sum(sizes) - 1, 0), device=device).requires_grad_()
+    full = torch.zeros(4, *sizes, device=device).requires_grad_()
+    for x, bias in ((vector, relative(vector)), (full, full)):
+        o, lse = attention(*given, bias=bias, sink=sink, return_lse=True, impl=name)
+        assert torch.equal(lse, sink[:, None].expand_as(lse))
+        gradients = torch.autograd.grad((o.sum() + lse.sum()), (*given, x, sink))
+        assert not any(y.any() for y in (o, *gradients[:-1]))
+        assert torch.equal(gradients[-1], torch.full_like(sink, 2 * sizes[0]))
+
+
+@OURS
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (40, 1)])
+def test_relative_bias_of_one_row(name, sizes, device):
+    """One query, or one key, has a bias of each distance, too; nothing beyond it is read."""
+    problem = Problem(**vars(PROBLEM) | dict(zip(("seq_q", "seq_kv"), sizes, strict=True)))
+    drawn = *make_inputs(problem, device=device), torch.randn(4, sum(sizes) - 1, device=device)
+    with guard(*drawn) as given:
+        for x in given:
+            x.requires_grad_()
+        got = attention(*given[:3], bias=relative(given[3]), return_lse=True, impl=name)
+        wanted = written_out(*given[:3], bias=matrix(given[3], *sizes))
+        assert_like(got, wanted, given, make_grads(problem, device=device))
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+def test_bias_and_sink_under_transforms(name, device):
+    """Compiled, mapped, cast and differentiated attention has them, after one without."""
+    q, k, v = tensors(device)
+    torch.manual_seed(0)
+    bias, vector, sink = (torch.randn(x, device=device) for x in ((4, 20, 26), (4, 45), 4))
+    assert not torch.equal(attention(q, k, v, impl=name), attention(q, k, v, bias=bias, impl=name))
+
+    def call(q, k, v, bias, sink):
+        return attention(q, k, v, causal=True, bias=bias, sink=sink, impl=name)
+
+    def far(q, k, v, vector, sink):
+        return call(q, k, v, relative(vector), sink)
+
+    for f, x in ((call, bias), (far, vector)):
+        given = q, k, v, x, sink
+        wanted = f(*given)
+        torch.compiler.reset()
+        for dynamic in (False, True):
+            compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+            torch.testing.assert_close(compiled(*given), wanted)
+        several = [torch.stack([y, 2 * y]) for y in given]
+        one_by_one = torch.stack([f(*x) for x in zip(*several, strict=True)])
+        torch.testing.assert_close(torch.vmap(f)(*several), one_by_one)
+        shared = torch.vmap(f, in_dims=(0, None, None, None, None))(several[0], *given[1:])
+        torch.testing.assert_close(shared, torch.stack([wanted, f(2 * q, *given[1:])]))
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            half = [y.bfloat16() for y in (q, k, v)]
+            assert torch.equal(f(*given), f(*half, x, sink))
+        if name in ("auto", "reference"):  # others need a device
+            assert f(*(y.to("meta") for y in given)).shape == wanted.shape
+
+
+@pytest.mark.parametrize("name", ["triton", "tiled"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_under_transforms(name, shared, device):
+    """Each example's gradients of a bias and of sinks, its own or shared, are those by themselves.
+
+    So under a compiler, and where what is saved is kept elsewhere.
+    """
+    q, k, v = tensors(device)
+    torch.manual_seed(0)
+    bias, sink = (torch.randn(x, device=device) for x in ((4, 20, 26), 4))
+
+    def loss(q, bias, sink):
+        o = attention(q, k, v, causal=True, bias=bias, sink=sink, impl=name)
+        return o.square().sum()
+
+    gradients = torch.func.grad(loss, argnums=(0, 1, 2))
+    several = [torch.stack([q, 2 * q])]
+    several += [x if shared else torch.stack([x, -x]) for x in (bias, sink)]
+    dims = (0, None, None) if shared else (0, 0, 0)
+    got = torch.vmap(gradients, in_dims=dims)(*several)
+    each = [
+        [x if dim is None else x[i] for x, dim in zip(several, dims, strict=True)] for i in range(2)
+    ]
+    wanted = [torch.stack(x) for x in zip(*(gradients(*x) for x in each), strict=True)]
+    torch.testing.assert_close(got, tuple(wanted), atol=1e-4, rtol=1e-4)
+    given = [x.requires_grad_() for x in each[0]]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous().mT, lambda x: x):
+        moved = torch.autograd.grad(loss(*given), given)  # by other addresses and strides
+    for a, b in zip(moved, wanted, strict=True):
+        torch.testing.assert_close(a, b[0], atol=1e-4, rtol=1e-4)
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(*given), given), wanted, strict=True):
+        torch.testing.assert_close(a, b[0], atol=1e-4, rtol=1e-4)
+
+
+def test_only_gradients_that_are_wanted(device):
+    """A bias or sinks alone may be learned, and a bias that is not has no gradient computed."""
+    q, k, v = tensors(device, seq_kv=60)
+    bias = torch.randn(4, 20, 60, device=device).requires_grad_()
+    sink = torch.zeros(4, device=device).requires_grad_()
+    o = attention(q, k, v, bias=bias, sink=sink, impl="triton")
+    both = torch.autograd.grad(o.sum(), (bias, sink))
+    o = attention(q, k, v, bias=bias, sink=sink.detach(), impl="triton")
+    assert torch.equal(torch.autograd.grad(o.sum(), bias)[0], both[0])
+    with Live(q, k, v, bias, sink) as live:
+        o = attention(q, k, v, bias=bias.detach(), sink=sink, impl="triton")
+        (alone,) = torch.autograd.grad(o.sum(), sink)
+    assert torch.equal(alone, both[1])
+    assert live.largest < bias.nbytes
+
+
+@pytest.mark.parametrize("lay", [lambda x: x.mT.contiguous().mT, lambda x: x[:, ::2, :, 1::3]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_lies_anyhow(lay, dtype, device):
+    """It is read by its own strides and of its own dtype, which its gradient has."""
+    q, k, v = (x.bfloat16() for x in tensors(device))
+    torch.manual_seed(0)
+    bias = lay(torch.randn(2, 8, 20, 80, device=device).to(dtype))[:, :4, :, :26]
+    given = [x.detach().requires_grad_() for x in (bias, bias.contiguous())]
+    both = [attention(q, k, v, causal=True, bias=x, impl="triton") for x in given]
+    assert torch.equal(*both)
+    gradients = [torch.autograd.grad(o.sum(), x)[0] for o, x in zip(both, given, strict=True)]
+    assert torch.equal(*gradients)
+    assert gradients[0].dtype == dtype
+
+
+def test_bias_of_one_head(device):
+    """A [B, T, D] input has a bias without a dimension of heads."""
+    q, k, v = tensors(device, heads=1, kv_heads=1)
+    for bias in (torch.randn(20, 26, device=device), torch.randn(2, 20, 26, device=device)):
+        o = attention(q, k, v, bias=bias[..., None, :, :], impl="triton")
+        flat = attention(*(x[:, 0] for x in (q, k, v)), bias=bias, impl="triton")
+        assert torch.equal(flat, o[:, 0])
+
+
+BAD_BIASES = [
+    (1.0, "bias: wanted a tensor of q's dtype, torch.float32, or fp32, got float"),
+    (torch.ones(20, 26).bool(), "bias: wanted a tensor of q's dtype, .* got torch.bool"),
+    (torch.ones(20, 26).half(), "bias: wanted a tensor of q's dtype, .* got torch.float16"),
+    (torch.ones(20, 25), r"bias: wanted what broadcasts to \[2, 4, 20, 26\], got \[20, 25\]"),
+    (torch.ones(1, 2, 4, 20, 26), r"bias: wanted what broadcasts .* got \[1, 2, 4, 20, 26\]"),
+    (torch.ones(20, 26, device="meta"), "bias: wanted q's device"),
+    (relative(torch.ones(4, 46)), r"bias: wanted what broadcasts to \[2, 4, 45\], got \[4, 46\]"),
+    (relative(torch.ones(4, 1)), r"bias: wanted what broadcasts to \[2, 4, 45\], got \[4, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("bias", "words"), BAD_BIASES)
+def test_bad_biases(bias, words, device):
+    """What does not fit is refused before anything runs, after what does, too."""
+    given = tensors(device)
+    attention(*given, bias=torch.ones(20, 26, device=device), impl="triton")
+    if isinstance(bias, torch.Tensor) and not bias.is_meta:
+        bias = bias.to(device)
+    elif not isinstance(bias, (float, torch.Tensor)):
+        bias = relative(bias.vector.to(device))
+    for name in ("auto", "triton", "tiled"):
+        with pytest.raises(ValueError, match=words):
+            attention(*given, bias=bias, impl=name)
+
+
+@pytest.mark.parametrize("vector", [torch.ones(45), [1.0], torch.ones(1, 1, 4, 45)])
+def test_bad_vectors(vector):
+    """A relative bias is of heads, or of batches and heads."""
+    with pytest.raises(ValueError, match="vector: wanted"):
+        relative(vector)
+
+
+def test_a_relative_bias_takes_linear_memory(device):
+    """No tensor of forward and backward has T x S elements, where its matrix would."""
+    problem = Problem(seq_q=256, head_dim=16)
+    q, k, v = make_inputs(problem, device=device)
+    grads = make_grads(problem, device=device)
+    vector = torch.randn(1, 1, 511, device=device)
+    how = {"right": None, "scale": 0.25, "extras": Extras(bias=vector)}
+    with Live(q, k, v, vector, *grads) as live:
+        o, lse = forward(q, k, v, num_splits=1, **how)
+        *_, dbias = backward(grads, (q, k, v, o, lse), bias_grad=True, **how)
+    assert dbias.shape == vector.shape
+    assert live.largest < 4 * 256 * 256
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_padding_around_a_bias_is_not_read(seed, device):
+    """NaN beside a bias, and in what a mask hides, reaches no result."""
+    q, k, v = tensors(device)
+    torch.manual_seed(seed)
+    buffer = torch.full((2, 4, 60, 64), torch.nan, device=device)
+    bias = buffer[:, :, 20:40, 16:42].copy_(torch.randn(2, 4, 20, 26))
+    bias[:, :, torch.arange(26) > torch.arange(20)[:, None]] = torch.nan
+    given = [x.requires_grad_() for x in (q, k, v, bias.detach())]
+    o, lse = attention(*given[:3], causal=True, bias=given[3], return_lse=True, impl="triton")
+    for x in (o, lse, *torch.autograd.grad(o.sum() + lse.sum(), given)):
+        assert x.isfinite().all()
+
+
+@OURS
+@pytest.mark.parametrize("shape", ["all", "a_head", "rows", "columns", "one", "relative"])
+def test_bias_and_sink_of_documents(name, shape, device):
+    """Scores of packed documents have them, too: those of keys that a query does not see do not."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    torch.manual_seed(0)
+    given.append(torch.randn(SHAPES.get(shape, (4, 45)), device=device).requires_grad_())
+    given.append(torch.linspace(-2, 3, 4, device=device).requires_grad_())
+    far = shape == "relative"
+    cu_q, cu_k = (torch.tensor(x, device=device) for x in ([0, 7, 7, 19], [0, 9, 14, 25]))
+    got = attention(
+        *given[:3], documents=(cu_q, cu_k), bias=relative(given[3]) if far else given[3],
+        sink=given[4], return_lse=True, impl=name,
+    )  # fmt: skip
+    of_q, of_k = (
+        torch.searchsorted(cu, torch.arange(n, device=device), right=True)
+        for cu, n in ((cu_q, 20), (cu_k, 26))
+    )
+    hidden = (of_q[:, None] != of_k) | (of_q[:, None] == 4) | (of_k == 4)
+    bias = matrix(given[3], 20, 26) if far else given[3]
+    wanted = written_out(*given[:3], hidden=hidden, bias=bias, sink=given[4])
+    assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
+
+
+@pytest.mark.parametrize("name", ["triton"])
+@pytest.mark.parametrize("shape", [(2, 4, 130, 150), (4, 130, 150), (4, 279)])
+def test_hidden_scores_give_a_bias_nothing(name, shape, device):
+    """Its gradient is 0 where a mask hides whole tiles, whatever was in its memory."""
+    given = *tensors(device, seq_q=130, seq_kv=150), torch.randn(shape, device=device)
+    far = len(shape) == 2
+    with guard(*given) as (q, k, v, bias):
+        bias.requires_grad_()
+        window = {"causal": True, "window": (9, 0)}
+        added = relative(bias) if far else bias
+        o = attention(q, k, v, bias=added, **window, impl=name)
+        (gradient,) = torch.autograd.grad(o.sum(), bias)
+    if far:
+        apart = torch.arange(279, device=device) - 129
+    else:
+        t, s = (torch.arange(n, device=device) for n in (130, 150))
+        apart = s - t[:, None]
+    hidden = (apart > 0) | (apart < -9)
+    assert not gradient[..., hidden].any()
+    assert gradient[..., ~hidden].any()
+
+
+@pytest.mark.parametrize("family", ["triton"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_of_split_keys(family, causal, device):
+    """It is in the first part of the keys alone, however many there are."""
+    q, k, v = tensors(device, seq_kv=300)
+    sink = torch.linspace(-2, 3, 8, device=device).view(2, 4)
+    how = {"right": 250 if causal else None, "scale": 0.25, "extras": Extras(sink=sink)}
+    how |= {"family": family}
+    whole, parts = (forward(q, k, v, num_splits=n, **how) for n in (1, 3))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("name", ["triton"])
+def test_a_sink_behind(name, device):
+    """To an implementation that takes none it is applied by lse, with the same gradients.
+
+    So it is where a query sees no key, or neither key nor sink.
+    """
+    given = [x.requires_grad_() for x in tensors(device, seq_kv=12)]
+    sink = torch.tensor([[-torch.inf, -2.0, 0.0, 3.0]], device=device)
+    given.append(sink.requires_grad_())
+    how = {"causal": "bottom_right", "scale": 0.25}
+    inside, behind = get(name), replace(get(name), name="behind", sink=False)
+    grads, results = make_grads(PROBLEM, device=device), []
+    for impl in (inside, behind):
+        outputs = impl(*given[:3], sink=given[3], **how)
+        *gradients, of_sink = torch.autograd.grad(outputs, given, grads)
+        assert of_sink.isfinite().all()
+        results.append((*outputs, *gradients, of_sink[:, 1:]))  # of -inf a limit, not the same one
+    torch.testing.assert_close(*results)
+    without = replace(behind, lse=False, prepares=False, call=lambda q, *_, **__: q)
+    with pytest.raises(ValueError, match="sink: behind takes none, and returns no logsumexp"):
+        without(*given[:3], sink=given[3], **how)
+
+
+def test_plans_say_what_scores_are_made_with(device):
+    """A bias that scores share has a launch of its own; one that they do not has none."""
+    q, k, v = tensors(device)
+    shared = explain(q, k, v, bias=torch.ones(4, 20, 26, device=device), gpu=gpu_of(device))
+    assert "bwd_dbias" in str(shared)
+    each = explain(q, k, v, bias=torch.ones(2, 4, 20, 26, device=device), gpu=gpu_of(device))
+    assert "bwd_dbias" not in str(each)
+    half = [x.bfloat16() for x in tensors(device, head_dim=64)]
+    said = str(explain(*half, bias=torch.ones(20, 26, device=device), impl="hopper", gpu="H200"))
+    assert "Hopper's add nothing to scores" in said
+
+
+def scored(case, **changes):
+    """Return a case whose scores are made with other tensors; None is none."""
+    given = {name: x for name, x in {**case.scored, **changes}.items() if x is not None}
+    bias, sink = dimensions(given.get("bias")), "sink" in given
+    problem = replace(case.problem, alibi="alibi_slopes" in given, bias=bias, sink=sink)
+    return replace(case, problem=problem, scored=given)
+
+
+BIASES = ("bhts", "1hts", "b11s", "1ht1", "1111", "1hr", "bhr")
+
+
+@law(asked={"sloped": (True,)}, needs="alibi")
+def test_slopes_of_zero(impl, sample):
+    """They are none."""
+
+    def zero(case):
+        return scored(case, alibi_slopes=torch.zeros_like(case.scored["alibi_slopes"]))
+
+    def none(case):
+        return scored(case, alibi_slopes=None)
+
+    assert_agree(ask(impl, sample, zero), ask(impl, sample, none))
+
+
+@law(asked={"masks": ("top_left",), "windowed": (False,), "square": True}, needs="alibi bias")
+def test_causal_alibi_is_a_bias_of_columns(impl, sample):
+    """Under a causal mask it is slope * s, and a number of each row, which lse alone has."""
+    p = sample.problem
+    slopes = torch.exp2(-torch.arange(1.0, p.heads + 1))[None].to(sample.device)
+    s = torch.arange(p.seq_kv, device=sample.device)
+    column = (slopes[..., None] * s)[:, :, None]
+
+    def sloped(case):
+        return scored(case, alibi_slopes=slopes)
+
+    def biased(case):
+        return scored(case, bias=column)
+
+    one, other = ask(impl, sample, sloped), ask(impl, sample, biased)
+    other.got.pop("dbias", None)
+    assert_agree(one, other, lse=lambda x: x - column[..., 0, :].double())
+
+
+@law(asked={"biases": BIASES}, needs="bias")
+def test_a_number_added_to_a_bias(impl, sample):
+    """It moves lse, and nothing else."""
+
+    def moved(case):
+        return scored(case, bias=case.scored["bias"] + 2)
+
+    hypothesis.assume(sample.draw().scored["bias"].dtype == torch.float32)
+    assert_agree(ask(impl, sample), ask(impl, sample, moved), lse=lambda x: x - 2)
+
+
+@law(asked={"biases": ("bhts",), "masks": (False,), "windowed": (False,)}, needs="bias strict")
+def test_a_bias_of_minus_infinity_is_a_mask(impl, sample):
+    """It hides what a mask hides, rows that see no key among them."""
+    p = sample.problem
+    masked = replace(p, causal="bottom_right", window=(7, None))
+    t, s = (torch.arange(n, device=sample.device) for n in (p.seq_q, p.seq_kv))
+    seen = masked.band.sees(t[:, None], s)
+
+    def hidden(case):
+        return scored(case, bias=case.scored["bias"].masked_fill(~seen, -torch.inf))
+
+    def by_mask(case):
+        return replace(case, problem=replace(case.problem, causal="bottom_right", window=(7, None)))
+
+    assert_agree(ask(impl, sample, by_mask), ask(impl, sample, hidden))
+
+
+@law(asked={"biases": BIASES, "batches": (2,), "groups": (2,)}, needs="bias grad")
+def test_a_broadcast_bias_has_the_sum_of_gradients(impl, sample):
+    """Of a bias of each score with the same numbers, added up over what shares an element."""
+    p = sample.problem
+
+    def spread(case):
+        bias = case.scored["bias"]
+        full = matrix(bias, p.seq_q, p.seq_kv) if bias.ndim == 3 else bias
+        sizes = case.problem.batch, p.heads, p.seq_q, p.seq_kv
+        return scored(case, bias=full.expand(sizes).contiguous())
+
+    def back(x):
+        like = one.got["dbias"]
+        if like.ndim == 4:
+            return x.sum_to_size(like.shape)
+        t, s = torch.arange(p.seq_q)[:, None], torch.arange(p.seq_kv)
+        at = (s - t + p.seq_q - 1).flatten().to(x.device)
+        summed = x.new_zeros((*x.shape[:2], like.shape[-1])).index_add_(2, at, x.flatten(2))
+        return summed.sum_to_size(like.shape)
+
+    one, other = ask(impl, sample), ask(impl, sample, spread)
+    shared = p.batch * p.heads * p.seq_q * p.seq_kv / max(one.got["dbias"].numel(), 1)
+    for name, x in one.got.items():
+        if name != "dbias":
+            assert_within(
+                name,
+                (x.double() - other.got[name])[x.isfinite()],
+                one.budget(name),
+                other.budget(name),
+            )
+    errors = one.got["dbias"].double() - back(other.got["dbias"].double())
+    assert_within("dbias", errors, one.budget("dbias"), other.budget("dbias", max(shared, 1)))
+
+
+@law(asked={"biases": ("bhts",)}, needs="bias grad lse")
+def test_gradients_of_a_row_of_a_bias_add_up(impl, sample):
+    """To the gradient of its logsumexp."""
+    result = ask(impl, sample)
+    case = result.case
+    alive = case.seen.any(-1).double()
+    wanted = 0.0 if case.grad_lse is None else case.grad_lse.double() * alive
+    errors = result.got["dbias"].double().sum(-1) - wanted
+    assert_within("dbias", errors, result.budget("dbias", sample.problem.seq_kv))
+
+
+@law(asked={"sunk": (True,)}, needs="lse")
+def test_a_sink_of_minus_infinity(impl, sample):
+    """It is none."""
+
+    def none(case):
+        return scored(case, sink=None)
+
+    def nothing(case):
+        return scored(case, sink=torch.full_like(case.scored["sink"], -torch.inf))
+
+    other = ask(impl, sample, nothing)
+    assert not other.got.pop("dsink", torch.zeros(1)).any()
+    assert_agree(ask(impl, sample, none), other)
+
+
+@law(asked={"sunk": (True,)}, needs="lse")
+def test_a_sink_takes_its_share(impl, sample):
+    """Rows are weighed by 1 - exp(sink - lse), and lse has it besides."""
+
+    def none(case):
+        return scored(case, sink=None)
+
+    sunk, plain = ask(impl, sample), ask(impl, sample, none)
+    sink = sunk.case.scored["sink"][..., None].double()
+    lse = plain.got["lse"].double()
+    assert_within(
+        "lse", sunk.got["lse"] - torch.logaddexp(lse, sink), sunk.budget("lse"), plain.budget("lse")
+    )
+    weighed = plain.got["o"].double() * (lse - torch.logaddexp(lse, sink)).exp()[..., None]
+    slack = {name: x * plain.expected.sizes["o"] for name, x in plain.budget("lse").items()}
+    assert_within("o", sunk.got["o"] - weighed, sunk.budget("o"), plain.budget("o"), slack)
+
+
+@law(
+    asked={"sloped": (False, True), "biases": BIASES, "sunk": (False, True)},
+    needs="repeats bias lse",
+)
+def test_the_same_again(impl, sample):
+    """Whatever scores are made with, the same sample has the same result, bit by bit."""
+    one, other = ask(impl, sample).got, ask(impl, sample).got
+    for name, x in one.items():
+        assert_same_bits(name, x, other[name])
+
+
+@law(
+    asked={"sloped": (False, True), "biases": ("", *BIASES), "sunk": (False, True)},
+    needs="alibi bias lse",
+    drawn={"factor": st.sampled_from((2.0, -1.0))},
+)
+def test_scaling_queries(impl, sample, factor):
+    """Queries times c at scale / c change nothing but dq, which is divided by c."""
+
+    def change(case):
+        q, k, v = case.inputs
+        return replace(case, inputs=(q * factor, k, v), scale=case.scale / factor)
+
+    plain, changed = ask(impl, sample), ask(impl, sample, change)
+    assert_agree(plain, changed, times=abs(factor), dq=lambda x: x * factor)

@@ -397,8 +397,9 @@ def taken(problem):
     keys = torch.Size((problem.batch, problem.kv_heads, problem.seq_kv, problem.head_dim))
     q = TensorSpec(size, (), problem.torch_dtype, torch.device("cuda"), 0)
     given = q, q._replace(shape=keys), H200
-    causal = Options(problem.band.right, 1.0, left=problem.band.left).causal
-    return tuple(of(*given, causal=causal)[0] for of in (hopper.forward_pays, hopper.backward_pays))
+    options = Options(problem.band.right, 1.0, left=problem.band.left)
+    backward, _ = hopper.backward_pays(*given, causal=options.causal)
+    return hopper.forward_pays(*given, options)[0], backward
 
 
 @pytest.mark.parametrize(
@@ -422,6 +423,8 @@ def taken(problem):
         ({"heads": 4, "seq_q": 4096, "head_dim": 64, "causal": True}, FORWARD_ONLY),
         ({"heads": 2, "seq_q": 8192, "head_dim": 64, "causal": True}, FORWARD_ONLY),
         ({"heads": 1, "seq_q": 16384, "head_dim": 64, "causal": True}, NEITHER),
+        ({"heads": 64, "kv_heads": 8, "seq_q": 16384, "window": (127, 0)}, BACKWARD_ONLY),
+        ({"heads": 64, "kv_heads": 8, "seq_q": 16384, "window": (128, 0)}, BOTH),
         ({"heads": 2, "seq_q": 8192, "head_dim": 128, "causal": True}, FORWARD_ONLY),
         ({"heads": 1, "seq_q": 16384, "head_dim": 128, "causal": True}, NEITHER),
         ({"heads": 10, "seq_q": 1024, "head_dim": 64, "causal": True}, FORWARD_ONLY),

@@ -416,3 +416,27 @@ def test_one_graph_for_all_documents(device):
             assert_same_bits("o", got, wanted)
             (one,), (other,) = (torch.autograd.grad(x.sum(), q) for x in (got, wanted))
             assert_same_bits("dq", one, other)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("ours", ["tiled", "triton", "auto"])
+def test_what_lies_in_no_document_is_hidden(ours, softcap, device):
+    """Queries and keys that share a tile with those of documents may be NaN, and give nothing."""
+    problem = Problem(batch=2, heads=2, kv_heads=1, seq_q=37, seq_kv=41, head_dim=16)
+    documents = tuple(torch.tensor(x, device=device) for x in ((0, 11, 11, 25), (0, 9, 14, 30)))
+    grad_o, found = make_grads(problem)[0].to(device), []
+    for value in (0.0, torch.nan):
+        q, k, v = (x.to(device) for x in make_inputs(problem))
+        do = grad_o.clone()
+        for x, end in ((q, 25), (do, 25), (k, 30), (v, 30)):
+            x[:, :, end:] = value
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        given = {"documents": documents, "softcap": softcap, "causal": True, "return_lse": True}
+        o, lse = attention(*leaves, impl=ours, **given)
+        found.append([o, lse, *torch.autograd.grad(o, leaves, do)])
+    for name, one, other in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):
+        assert_same_bits(name, one, other)
+    o, _, *grads = found[1]
+    assert all(
+        (x[:, :, end:] == 0).all() for x, end in zip((o, *grads), (25, 25, 30, 30), strict=True)
+    )

@@ -105,7 +105,7 @@ def choose_forward(
         return replace(plan, copies=copies, why=(COPIED, *plan.why))
     why, pays = [], options.family == "hopper"
     if options.family == "auto":
-        pays, sentence = hopper.forward_pays(q, k, gpu, causal=options.causal)
+        pays, sentence = hopper.forward_pays(q, k, gpu, options)
         why.append(sentence)
     if pays and (lack := hopper.lack(q, options, backward=False)):
         pays, why = False, [lack]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -45,8 +46,9 @@ def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool)
     return next(x for (d, mask), x in table.items() if head_dim <= d and mask == causal)
 
 
-def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tuple[bool, str]:
+def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tuple[bool, str]:
     """Return whether Hopper's forward beats the portable one, and why."""
+    causal, left, right = options.causal, options.left, options.right
     reason = why_not_hopper(q.dtype, q.shape[3], gpu)
     if reason is not None:
         return False, f"the portable kernel: {reason}"
@@ -54,6 +56,9 @@ def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tup
     tiles = cdiv(seq_q, rows.TILE_Q) * batch * heads
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernel: a head has less than a tile of {rows.TILE_Q} queries"
+    window = math.inf if left is None or right is None else left + right + 1
+    if window <= rows.SHORT_WINDOW and head_dim <= rows.SHORT_WINDOW_D:
+        return False, f"the portable kernel, of smaller tiles: a window of {window} keys is short"
     if q.dtype == torch.float32:
         enough = rows.FORWARD_FP32_FROM[causal]
     else:

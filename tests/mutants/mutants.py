@@ -76,7 +76,7 @@ PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
 DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
 MASKS = "tests/test_masks.py::test_masks"
 DOCUMENT_CALLS = "tests/test_masks.py::test_documents_are_calls"
-NO_DOCUMENT = "tests/test_masks.py::test_rows_in_no_document"
+NO_DOCUMENT = "tests/test_masks.py::test_what_lies_in_no_document_is_hidden"
 USED = "tests/test_flash_attn_api.py::test_used"
 RECOGNISED = "tests/test_transformers.py::test_masks_are_those_of_transformers"
 
@@ -272,6 +272,22 @@ MUTANTS = [
         "q_tile = keep_rows(q_tile, kept, CONFIG.TERMS)",
         "pass",
         "so do those of keys",
+        NO_DOCUMENT,
+    ),
+    Mutant(
+        "unseen_keys_have_gradients",
+        "kernels/portable/gradients.py",
+        "dk_acc = tl.where(seen[:, None], dk_acc, 0.0)",
+        "pass",
+        "keys that no query sees have a gradient of NaN",
+        NO_DOCUMENT,
+    ),
+    Mutant(
+        "dead_queries_have_gradients",
+        "kernels/portable/gradients.py",
+        "acc = tl.where(live[:, None], acc, 0.0)",
+        "pass",
+        "under a softcap so have queries that see no key",
         NO_DOCUMENT,
     ),
     Mutant(

@@ -157,11 +157,6 @@ def compute_dkdv(
     if band[2] is not None:
         of_keys, of_queries = layout.bounds
         band = None, None, of_batch(band[2], batch, of_keys), of_batch(band[3], batch, of_queries)
-        kept = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
-        k_tile, v_tile = (
-            keep_rows(k_tile, kept, CONFIG.TERMS),
-            keep_rows(v_tile, kept, CONFIG.TERMS),
-        )
     dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     begin = split_begin(out_batch, batches, split_len)
@@ -187,6 +182,9 @@ def compute_dkdv(
                 (dk_acc, dv_acc), k_tile, v_tile, q, grad_o, stats, layout, batch, head, heads,
                 start_kv, full_begin, end, seq_q, seq_kv, band, score, lies, False, CONFIG,
             )  # fmt: skip
+    if band[2] is not None:  # a key that no query sees may be NaN, in its own row alone
+        seen = seen_keys(start_kv, band, seq_q, seq_kv, BLOCK_KV)
+        dk_acc = tl.where(seen[:, None], dk_acc, 0.0)
     store_tile(dk, layout.dk, out_at, seq_kv, dk_acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_KV, CONFIG.BLOCK_D)  # fmt: skip
     store_tile(dv, layout.dv, out_at, seq_kv, dv_acc, layout.head_dim, CONFIG.PADDED, BLOCK_KV,
@@ -235,7 +233,7 @@ def score_gradients(
     v_tile = load_tile(v, layout.v, at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
     dp = dot_transposed(do_tile, v_tile, CONFIG)
     ds = p * (dp - delta_rows[:, None])
-    if not CLEAN:
+    if band[2] is not None:
         ds = tl.where(p > 0.0, ds, 0.0)
     return ds, s, k_tile
 
@@ -324,11 +322,6 @@ def compute_dq(
     if band[2] is not None:
         of_keys, of_queries = layout.bounds
         band = None, None, of_batch(band[2], batch, of_keys), of_batch(band[3], batch, of_queries)
-        kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
-        q_tile, do_tile = (
-            keep_rows(q_tile, kept, CONFIG.TERMS),
-            keep_rows(do_tile, kept, CONFIG.TERMS),
-        )
     lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
     delta_rows = load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK_Q, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
@@ -364,6 +357,9 @@ def compute_dq(
                 start_q, full_end if side == 0 else stop, begin if side == 0 else end, seq_q,
                 seq_kv, band, score, lies, True, False, CONFIG,
             )  # fmt: skip
+    if band[2] is not None:  # likewise a query that sees no key
+        live = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
+        acc = tl.where(live[:, None], acc, 0.0)
     store_tile(dq, layout.dq, out_at, seq_q, acc * scale.factor, layout.head_dim, CONFIG.PADDED,
                BLOCK_Q, CONFIG.BLOCK_D)  # fmt: skip
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
 from flashattn.kernels.portable.gradients import score_gradients
-from flashattn.kernels.portable.mask import keep_rows, key_tiles, live_queries, of_batch
+from flashattn.kernels.portable.mask import key_tiles, of_batch
 from flashattn.kernels.portable.memory import load_rows, load_tile
 from flashattn.kernels.portable.score import bias_of, slope_of
 
@@ -39,9 +39,6 @@ def add_scores(
     at, row = (batch, head, start_q), batch * heads + head
     q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     do_tile = load_tile(grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
-    if band[2] is not None:
-        kept = live_queries(start_q, band, seq_q, seq_kv, BLOCK_Q)
-        q_tile, do_tile = keep_rows(q_tile, kept, 0), keep_rows(do_tile, kept, 0)
     lse_log2_rows = load_rows(stats[0], row, layout.stats, start_q, BLOCK_Q)
     delta_rows = load_rows(stats[1], row, layout.stats, start_q, BLOCK_Q)
     first, _, _, end = key_tiles(start_q, band, seq_q, seq_kv, 0, None, BLOCK_Q, BLOCK_KV)

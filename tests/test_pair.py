@@ -31,7 +31,7 @@ SELFTEST = 15 if torch.cuda.is_available() else 30  # rounds
 # Slow on a CPU and on a GPU: some milliseconds of the host, and kernels that the device runs.
 SPIN = "\n    for _ in range(300):\n        q = q + 0\n"
 BEGIN = "    o = torch.empty_like(q)\n"  # of tiled_forward
-GROUP = "    group = q"  # of the reference
+GROUP = "    group, terms = q"  # of the reference
 
 
 @pytest.fixture

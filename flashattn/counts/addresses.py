@@ -165,10 +165,22 @@ def _after(i: int, instruction: Instruction, labels: dict[str, int]) -> list[int
     return targets
 
 
-def _sources(
-    instructions: list[Instruction], before: list[list[int]], product: int, register: int
+def sources_of(
+    product: int,
+    register: int,
+    instructions: list[Instruction],
+    before: list[list[int]],
+    writes: list[range],
 ) -> set[int]:
-    """Return who may have written what a product reads, reloads left out; -1 is nobody."""
+    """Return who may have written what a product reads, reloads left out; -1 is nobody.
+
+    Args:
+        product: its place.
+        register: that it reads.
+        instructions: see ``read``.
+        before: likewise.
+        writes: registers that each instruction writes.
+    """
     found, seen, left = set[int](), set[int](), [product]
     while left:
         at = left.pop()
@@ -178,10 +190,10 @@ def _sources(
             if i in seen:
                 continue
             seen.add(i)
-            writes = register in instructions[i].writes
-            if writes and instructions[i].name != RELOAD:
+            written = register in writes[i]
+            if written and instructions[i].name != RELOAD:
                 found.add(i)
-            if not writes or instructions[i].conditional:
+            if not written or instructions[i].conditional:
                 left.append(i)
     return found
 
@@ -199,10 +211,10 @@ def findings(sass: str) -> list[Finding]:
     products = [i for i, instruction in enumerate(instructions) if PRODUCT.match(instruction.name)]
     if not products:
         raise ValueError("wanted products, got none")
-    found = []
+    found, writes = [], [instruction.writes for instruction in instructions]
     for product in products:
         for register in instructions[product].reads:
-            places = sorted(_sources(instructions, before, product, register))
+            places = sorted(sources_of(product, register, instructions, before, writes))
             if len(places) > 1 or -1 in places:
                 sources = tuple(None if i < 0 else instructions[i] for i in places)
                 found.append(Finding(instructions[product], register, sources))

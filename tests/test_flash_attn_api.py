@@ -57,7 +57,7 @@ CHANGES = {
 }
 REFUSED = {
     "dropout_p": "there is no dropout",
-    "alibi_slopes": "scores have no bias",
+    "alibi_slopes": "there is no ALiBi with packed documents or a cache",
     "block_table": "keys and values are not read from pages",
     "page_table": "keys and values are not read from pages",
     "score_mod": "scores are not modified",
@@ -214,7 +214,7 @@ def test_by_position_and_by_keyword(name, argument, device, monkeypatch):
         (name, argument)
         for name, (_, behind) in POSITIONAL.items()
         for argument in COMMON | behind | KEYWORDS.get(name, {})
-        if argument in REFUSED
+        if argument in REFUSED and (argument != "alibi_slopes" or "varlen" in name)
     ],
 )
 def test_what_we_lack_is_refused(name, argument, device):
@@ -225,6 +225,20 @@ def test_what_we_lack_is_refused(name, argument, device):
         function(*given, **{argument: CHANGES.get(argument, torch.ones(4))})
     for off in (None, 0.0) if argument == "dropout_p" else (None,):
         assert torch.equal(function(*given, **{argument: off}), function(*given))
+
+
+@pytest.mark.parametrize("name", [name for name in POSITIONAL if "varlen" not in name])
+def test_alibi(name, device):
+    """Slopes are attention's, of positions that are aligned at the bottom right."""
+    sizes = {} if "qkvpacked" in name else {"seq_q": 33, "seq_kv": 20}
+    q, k, v = make_inputs(usual(name, **sizes), device=device)
+    for shape in ((4,), (len(q), 4)):
+        slopes = torch.linspace(0.1, 1, torch.Size(shape).numel(), device=device).view(shape)
+        o, lse = call(name, q, k, v, causal=True, alibi_slopes=slopes)
+        given = {"causal": "bottom_right", "alibi_slopes": slopes, "return_lse": True}
+        wanted = attention(q, k, v, impl="reference", **given)
+        torch.testing.assert_close((o, lse), wanted)
+        assert not torch.allclose(lse, call(name, q, k, v, causal=True)[1])
 
 
 @pytest.mark.parametrize("name", KEYWORDS)

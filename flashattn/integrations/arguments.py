@@ -17,7 +17,7 @@ NO_ROTATION = "queries and keys are not rotated"
 NO_MASK = "the only masks are causal and window_size"
 UNSUPPORTED = {
     "dropout_p": "there is no dropout",
-    "alibi_slopes": "scores have no bias",
+    "alibi_slopes": "there is no ALiBi with packed documents or a cache",
     "block_table": NO_PAGES,
     "page_table": NO_PAGES,
     "rotary_cos": NO_ROTATION,

@@ -79,7 +79,7 @@ def flash_attn_func(
         window_size: (left, right), how many keys before and after its own position a query sees;
             -1 or None is no bound. With ``causal``, right is 0.
         softcap: bound on the scores, see ``attention``; 0.0 is none.
-        alibi_slopes: None.
+        alibi_slopes: fp32 [nheads] or [batch, nheads], see ``attention``.
         deterministic: whether gradients shall have the same bits every time.
         return_attn_probs: return (out, softmax_lse, S_dmask).
         learnable_sink: [nheads], a logit of each head without a value; differentiable.
@@ -99,12 +99,11 @@ def flash_attn_func(
     """
     how = keywords(
         softmax_scale, causal, window_size, deterministic, return_attn_probs or return_lse,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
-        learnable_sink=learnable_sink, score_mod=score_mod, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors,
+        dropout_p=dropout_p, softcap=softcap, learnable_sink=learnable_sink, score_mod=score_mod,
+        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
     check_shapes({"q": q, "k": k, "v": v}, DENSE)
-    return _returned(_attend(q, k, v, **how), return_attn_probs)
+    return _returned(_attend(q, k, v, alibi_slopes=alibi_slopes, **how), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -193,7 +192,7 @@ def flash_attn_varlen_func(
         causal: likewise, in each document by itself.
         window_size: likewise.
         softcap: likewise.
-        alibi_slopes: likewise.
+        alibi_slopes: None.
         deterministic: likewise.
         return_attn_probs: likewise.
         block_table: None.

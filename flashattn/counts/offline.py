@@ -24,7 +24,7 @@ from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.portable import RELATIVE_KEYS, dbias_tile, terms_of
 from flashattn.plan.precision import TERMS, input_precision
-from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel
+from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel, Rows
 from flashattn.plan.tables import rows_of
 from flashattn.plan.tile import HALF, VECTOR, Tile, block_d, padding
 
@@ -52,7 +52,6 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is compiled in all ways
 ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
-TABLES = {arch: rows_of(Gpu((int(arch[3:-1]), 0), 1, TRITON)) for arch in ARCHITECTURES}
 SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
 
 
@@ -309,12 +308,11 @@ def compile_variant(variant: Variant | HopperVariant) -> Resources:
     return resources_of(compiled_kernel(variant))
 
 
-def _tiled(arch: str) -> list[Variant]:
+def _tiled(arch: str, table: Rows) -> list[Variant]:
     """Return each tile of a table once: under a mask, whose code has that of full attention, too.
 
     Full attention is compiled where it has a tile of its own, and among all ways.
     """
-    table = TABLES[arch]
     whole = [
         Variant(arch, kernel, size, head_dim, tile, causal, describable, kernel in ALWAYS_SPLIT)
         for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
@@ -369,11 +367,11 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
     ]
 
 
-def _columns(arch: str) -> list[Variant]:
+def _columns(arch: str, table: Rows) -> list[Variant]:
     """Return those of a single column, which takes the tiles of the least width."""
     return [
         Variant(arch, kernel, size, 1, tile, causal, describable, kernel in ALWAYS_SPLIT)
-        for (kernel, size, head_dim, causal, describable), tile in TABLES[arch].tiles.items()
+        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
         if (head_dim, causal, describable) == (HEAD_DIMS[0], True, False) and kernel not in OPTIONAL
     ]
 
@@ -390,11 +388,16 @@ def _untiled(arch: str) -> list[Variant]:
     return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]
 
 
-def variants() -> list[Variant | HopperVariant]:
-    """Return every kernel with every tile of the tables of every architecture."""
+def variants(version: tuple[int, int] = TRITON) -> list[Variant | HopperVariant]:
+    """Return every kernel with every tile of the tables of every architecture.
+
+    Args:
+        version: of Triton, on which tables depend.
+    """
     found: list[Variant | HopperVariant] = []
     for arch in ARCHITECTURES:
-        tiled = _tiled(arch)
+        table = rows_of(Gpu((int(arch[3:-1]), 0), 1, version))
+        tiled = _tiled(arch, table)
         ways = _other_ways(tiled) if arch == ALL_WAYS else []
-        found += [*tiled, *ways, *_columns(arch), *_untiled(arch)]
+        found += [*tiled, *ways, *_columns(arch, table), *_untiled(arch)]
     return found + hopper.variants()

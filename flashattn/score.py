@@ -275,6 +275,8 @@ def with_sink(
     logits = sink.to(lse.dtype)[..., None]
     dead = lse == -torch.inf  # o is 0
     seen = lse.masked_fill(dead, 0)
-    share = torch.sigmoid(seen - logits)
+    # Either way the smaller share is computed: autograd takes 1 - sigmoid for the other.
+    above = seen - logits
+    share = torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))
     whole = torch.where(dead, logits, torch.logaddexp(seen, logits))
     return (o * share[..., None]).to(o.dtype), whole

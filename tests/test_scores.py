@@ -16,7 +16,7 @@ from flashattn.kernels.execute import backward, forward
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.registry import get
-from flashattn.score import dimensions
+from flashattn.score import dimensions, with_sink
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
 from flashattn.testing.live_bytes import Live
@@ -661,3 +661,16 @@ def test_scaling_queries(impl, sample, factor):
 
     plain, changed = ask(impl, sample), ask(impl, sample, change)
     assert_agree(plain, changed, times=abs(factor), dq=lambda x: x * factor)
+
+
+@pytest.mark.parametrize("logit", [-40.0, -20.0, 0.0, 20.0, 40.0])
+def test_a_sink_behind_a_kernel_that_takes_little_or_all(logit):
+    """Its gradient and lse's keep their bits where one of both has nearly all of the softmax."""
+    shapes, seed = ((1, 2, 30, 8), (1, 2, 30), (1, 2, 30, 8)), torch.Generator().manual_seed(0)
+    (o, lse, grad_o), found = (torch.randn(x, generator=seed) for x in shapes), []
+    for dtype in (torch.float32, torch.float64):
+        given = [x.to(dtype).requires_grad_() for x in (o, lse, torch.full((1, 2), logit))]
+        got, _ = with_sink(*given)
+        found.append(torch.autograd.grad(got, given[1:], grad_o.to(dtype)))
+    for x, exact in zip(*found, strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=0)

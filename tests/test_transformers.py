@@ -324,8 +324,19 @@ def packed_masks(draw):
     return asked | {"mask_function": packed(function, torch.stack(rows)), "local_size": size}
 
 
+CHUNKS = {"batch_size": 2, "local_size": 3, "device": "cpu"}
+# Chunks of 3 of which the second document does not begin one; behind a cache that dropped two keys.
+POSITIONS = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+PACKED_CHUNKS = {"mask_function": packed(FUNCTIONS["chunks"](3)[0], POSITIONS), **CHUNKS}
+PACKED_CHUNKS |= {"q_length": 12, "kv_length": 12}
+LATE_CHUNKS = {"mask_function": FUNCTIONS["chunks"](3)[0], **CHUNKS}
+LATE_CHUNKS |= {"q_length": 3, "kv_length": 6, "q_offset": 5, "kv_offset": 2}
+
+
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(asked=masks() | packed_masks(), most=st.sampled_from([1, 20, 1 << 26]))
+@hypothesis.example(asked=PACKED_CHUNKS, most=1 << 26)
+@hypothesis.example(asked=LATE_CHUNKS, most=1 << 26)
 def test_masks_are_those_of_transformers(asked, most):
     """Recognised or evaluated, a mask shows what transformers' own shows."""
     with pytest.MonkeyPatch.context() as patch:

@@ -77,6 +77,7 @@ DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
 MASKS = "tests/test_masks.py::test_masks"
 NO_DOCUMENT = "tests/test_masks.py::test_what_lies_in_no_document_is_hidden"
 USED = "tests/test_flash_attn_api.py::test_used"
+RECOGNISED = "tests/test_transformers.py::test_masks_are_those_of_transformers"
 
 MUTANTS = [
     # Masks of rows
@@ -199,6 +200,22 @@ MUTANTS = [
         "return True",
         "tokens that an attention_mask hides between others are seen",
         "tests/test_transformers.py::test_padding_is_a_range",
+    ),
+    Mutant(
+        "chunks_are_counted_from_the_first_document",
+        "integrations/runs.py",
+        "positions = at if self.positions is None else self.positions",
+        "positions = at",
+        "chunks of a packed document begin elsewhere than its own would",
+        RECOGNISED,
+    ),
+    Mutant(
+        "dropped_keys_count",
+        "integrations/runs.py",
+        "shift = at - positions - first",
+        "shift = at - positions",
+        "a cache that has dropped keys shows others",
+        RECOGNISED,
     ),
     Mutant(
         "row_falls_behind",

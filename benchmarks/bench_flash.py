@@ -107,33 +107,23 @@ def left_out_because(impl, problem, device, passes):
 
 
 @pytest.fixture
-def admitted(verifier, left_out, facts, device, interpreted):
-    """Return a function that leaves the case out with a reason unless it can be timed."""
-
-    def admit(passes):
-        one, batch = verifier.problem.heads == 1, verifier.problem.batch
-        facts["protocol"] = "tokens" if not one else "one_head" if batch == 1 else "batch"
-        left_out(verifier.admit(passes))
-        left_out(left_out_because(verifier.impl, verifier.problem, device, passes))
-        if interpreted(verifier.impl):
-            left_out(f"{verifier.impl.name} is interpreted: not a speed")
-
-    return admit
+def because(impl, problem, device, facts):
+    """Return what tells why a pass is not timed, or None; note the protocol."""
+    one = problem.heads == 1
+    facts["protocol"] = "tokens" if not one else "one_head" if problem.batch == 1 else "batch"
+    return partial(left_out_because, impl, problem, device)
 
 
-def bench_forward(admitted, time_pass):
+def bench_forward(time_pass, because):
     """Time the forward pass without gradients."""
-    admitted("forward")
-    time_pass("forward")
+    time_pass("forward", because("forward"))
 
 
-def bench_backward(admitted, time_pass):
+def bench_backward(time_pass, because):
     """Time the backward pass alone."""
-    admitted("backward")
-    time_pass("backward")
+    time_pass("backward", because("backward"))
 
 
-def bench_forward_backward(admitted, time_pass):
+def bench_forward_backward(time_pass, because):
     """Time both passes together."""
-    admitted("forward+backward")
-    time_pass("forward+backward")
+    time_pass("forward+backward", because("forward+backward"))

@@ -259,8 +259,10 @@ def time_pass(
     problem: Problem,
     device: torch.device,
     verifier: Verifier,
-) -> Callable[[str], None]:
-    """Return what checks a pass of an implementation and times it.
+    left_out: Callable[[str | None], None],
+    interpreted: Callable[[Impl], bool],
+) -> Callable[[str, str | None], None]:
+    """Return what checks a pass of an implementation and times it, or leaves it out with a reason.
 
     The backward pass is timed alone, not as a difference of two times; both passes together get a
     new graph for each call. Errors of peers are expected failures.
@@ -274,7 +276,10 @@ def time_pass(
                 raise
             pytest.xfail(str(error))
 
-    def time(passes: str) -> None:
+    def time(passes: str, reason: str | None) -> None:
+        left_out(verifier.admit(passes))
+        left_out(reason)
+        left_out(f"{impl.name} is interpreted: not a speed" if interpreted(impl) else None)
         if passes == "forward":
             inputs = make_inputs(problem, device=device)
             call = partial(impl, *inputs, **problem.keywords, scale=problem.head_dim**-0.5)

@@ -16,11 +16,12 @@ softmax and has no value, as in gpt-oss (OpenAI, 2025).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
 
+RELATIVE_DIMS = 3
 SMALLEST = 1e-6  # softcap; one over it is the largest
 
 
@@ -50,6 +51,14 @@ def scores(products: torch.Tensor, scale: float, softcap: float | None) -> torch
 def slope(given: torch.Tensor, softcap: float) -> torch.Tensor:
     """Return d score / d (scale * product) where the scores are ``given`` and capped."""
     return 1 - (given / softcap).square()
+
+
+class Shaped(Protocol):
+    """A tensor, or what describes one."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its sizes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +123,7 @@ class Terms(NamedTuple):
             bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1], or None.
         """
         slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
-        flat = bias is not None and bias.ndim == len(("batch", "head", "distance"))
+        flat = bias is not None and is_relative(bias)
         matrix, vector = (None, bias) if flat else (bias, None)
         return cls(slopes, matrix, vector, k.shape[2] - q.shape[2], q.shape[2])
 
@@ -165,11 +174,16 @@ def _along_diagonals(x: torch.Tensor) -> torch.Tensor:
     return laid.unflatten(-1, (rows, rows + columns - 1)).sum(-2)
 
 
+def is_relative(bias: Shaped) -> bool:
+    """Return whether a bias has an element for each distance: [B or 1, H or 1, T + S - 1]."""
+    return len(bias.shape) == RELATIVE_DIMS
+
+
 def dimensions(bias: torch.Tensor | None) -> str:
     """Return the dimensions of a bias as ``Problem`` names them; "" of none."""
     if bias is None:
         return ""
-    letters = "bhr" if bias.ndim == len("bhr") else "bhts"
+    letters = "bhr" if is_relative(bias) else "bhts"
     named = [x if n != 1 or x == "r" else "1" for x, n in zip(letters, bias.shape, strict=True)]
     return "".join(named)
 
@@ -185,7 +199,7 @@ def of_keys(scored: dict[str, Any], keys: slice, seq_q: int) -> dict[str, Any]:
     bias = scored.get("bias")
     if bias is None:
         return scored
-    if bias.ndim == len(("batch", "head", "distance")):
+    if is_relative(bias):
         keys = slice(keys.start, keys.stop + max(seq_q - 1, 0))
         return scored | {"bias": bias[..., keys]}
     return scored | {"bias": bias[..., _within(bias, -1, keys)]}

@@ -77,7 +77,7 @@ def _biased(
     def biased(
         given: torch.Tensor, b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor
     ) -> torch.Tensor:
-        at = (b, h, s - t + seq_q - 1) if len(several) == len("bhr") else (b, h, t, s)
+        at = (b, h, s - t + seq_q - 1) if score.is_relative(bias) else (b, h, t, s)
         given = given if modify is None else modify(given, b, h, t, s)
         return given + bias[tuple(x if n else 0 for x, n in zip(at, several, strict=True))]
 

@@ -12,9 +12,10 @@ from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
 from flashattn.plan.rows import FP32, FUSED, HEAD_DIMS, Kernel, Limits
-from flashattn.plan.spec import Options, TensorSpec, is_relative
+from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
+from flashattn.score import is_relative
 
 TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile

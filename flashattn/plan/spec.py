@@ -168,10 +168,5 @@ class Options(NamedTuple):
         return self.right is not None or self.left is not None or self.bounds > 0
 
 
-def is_relative(bias: TensorSpec | torch.Tensor) -> bool:
-    """Return whether a bias has an element for each distance, see ``score.relative``."""
-    return len(bias.shape) == len(("batch", "head", "distance"))
-
-
 def _batches(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.shape[0]

@@ -15,9 +15,10 @@ import triton.language as tl
 
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.portable.memory import multiple
-from flashattn.plan.spec import Options, TensorSpec, is_relative
+from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.support import SMALLEST_SCALE
 from flashattn.plan.tile import VECTOR
+from flashattn.score import is_relative
 
 
 class Scale(NamedTuple):

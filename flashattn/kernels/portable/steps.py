@@ -15,9 +15,10 @@ from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows, shares_bias
 from flashattn.plan.rows import FUSED, Kernel
-from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides, is_relative
+from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
 from flashattn.plan.tile import Tile, block_d, padding
+from flashattn.score import is_relative
 
 KERNELS: dict[Kernel, Any] = {
     "bwd_fused": gradients.flashattn_bwd,

@@ -56,11 +56,11 @@ class Score:
         1 - tanh^2 is e (1 + |tanh|)^2, e = exp(-2 |x|), which says more where tanh is nearly flat.
         """
         if self.cap is None:
-            slope = p
+            sloped = p
         elif self.exact:
-            slope = p * (1 - s * s)
+            sloped = p * (1 - s * s)
         else:
             root = 1 + gl.abs(s)
             log2 = gl.abs(product) * (-2 * LOG2E * gl.abs(self.cap))
-            slope = p * (gl.exp2(log2) * (root * root))
-        return slope
+            sloped = p * (gl.exp2(log2) * (root * root))
+        return sloped

@@ -14,11 +14,12 @@ from flashattn.report.studies import (
     parallel,
     precision,
     profile,
+    scores,
     warmup,
 )
 from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
     *(lm, warmup, profile, precision, memory),
-    *(attention, compile, flash, masks, launch, parallel, accuracy),
+    *(attention, compile, flash, masks, scores, launch, parallel, accuracy),
 )

@@ -85,6 +85,7 @@ ALLOWED = {
         "plan",
         "problem",
         "resolve",
+        "score",
     },
     "lm": set(),
     "costs": {"lm", "mask"},

@@ -65,8 +65,8 @@ def make_scored(
 ) -> dict[str, torch.Tensor]:
     """Make what scores are made with besides q and k, by the name that ``attention`` has for it.
 
-    Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); of an odd seed each batch has its
-    own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed, and of
+    Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); where seed and B are both even or both
+    odd each batch has its own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed, and of
     half of all seeds it is fp32 whatever q is. Sinks are from far below the scores to above them.
 
     Args:
@@ -79,7 +79,7 @@ def make_scored(
     if problem.alibi:
         heads = torch.arange(problem.heads, device=device, dtype=torch.float32)
         slopes = torch.exp2(-8 * (heads + 1) / max(problem.heads, 1))[None]
-        if seed % 2:
+        if (seed + problem.batch) % 2 == 0:
             slopes = slopes * (1 + torch.arange(problem.batch, device=device)[:, None] / 10)
             slopes[:, :1] = 0
         made["alibi_slopes"] = slopes

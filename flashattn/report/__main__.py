@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     try:
         sys.stdout.write(options.run(options) + "\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from flashattn.report.answer import cards
 from flashattn.report.compare import report
 from flashattn.report.html import write
 from flashattn.report.plot import save
@@ -56,11 +57,12 @@ def _runs(options: argparse.Namespace) -> list[Run]:
 
 
 def _write(options: argparse.Namespace) -> str:
-    """Write the page; return its path and its findings."""
+    """Write the page; return its path, its numbers and its findings."""
     runs = _runs(options)
     run = merge(runs)
     page = write(run, options.output)
-    said = [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
+    said = [f"{card.title}: {card.value}, {card.text} ({card.origin})" for card in cards(run)]
+    said += [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
     return "\n".join([f"Written: {page}, of {len(runs)} run{'s' * (len(runs) != 1)}", *said])
 
 

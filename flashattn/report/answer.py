@@ -64,7 +64,7 @@ def _origin(run: Run, rows: Iterable[Row]) -> str:
     origins = {id(run.origin(row)): run.origin(row) for row in rows}.values()
     numbers = sorted({(each.name or "").rpartition("/")[2].partition("_")[0] for each in origins})
     dates = sorted({(each.made or "")[:10] for each in origins})
-    named = f"run {' and '.join(numbers)}" if all(numbers) else ""
+    named = f"run{'s' * (len(numbers) > 1)} {' and '.join(numbers)}" if all(numbers) else ""
     machine = run.machine.get("gpu") or run.accelerator
     return ", ".join(filter(None, (machine, named, " and ".join(dates))))
 
@@ -178,9 +178,11 @@ def explorer(run: Run) -> tuple[plot.Picture, dict[str, list[str]]] | None:
     choices["peer"] = [EVERY, *sorted(peers, key=lambda name: place("impl", name))]
     x = plot.lengths(values(rows, "seq_q"), most=MANY)
     y = plot.quantity("y", "TFLOP/s", zero=True)
-    title = "Speed of attention over the length of its sequences"
+    title = "Speed of attention over the sequence length"
     made = plot.lines(title, records, x, y, tell=TOLD, height=320, note=NOTE)
     made["spec"]["layer"].append(_ratios(x, y))
+    case = ", ".join(f"D = {value}" if name == "D" else value for name, value in first.items())
+    made["title"]["text"] = f"{title}: {case}"  # of a file; the page has the filters
     return made | _filtered(chosen), choices
 
 

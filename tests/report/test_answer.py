@@ -90,6 +90,7 @@ def test_filters_offer_what_was_measured(made_run):
     assert all(value in choices[name] for name, value in chosen.items())
     points = [record for record in picture["data"]["values"] if not record.get("kind")]
     assert any(chosen.items() - {("peer", EVERY)} <= record.items() for record in points)
+    assert picture["title"]["text"].endswith("forward, bf16, D = 128, full")
     ours = [record for record in points if record["name"] == "ours"]
     assert {record["kernel"] for record in ours} == {"hopper"}
     assert ours[0]["y"] == 512

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -171,36 +170,30 @@ def _kept(clauses: Table) -> plot.Picture:
 
 def _picture(kind: str, rows: list[Row]) -> plot.Picture:
     """Plot a panel for each head dimension and dtype, on one scale."""
-    records = [
-        {"panel": label(row, "dtype", "head_dim"), "name": row["impl"], "kind": row["kind"]}
-        | {fact: plot.exact(row[fact]) for fact in ("error", "budget") if _drawable(row[fact])}
-        | {"output": row["output"]}
-        for row in ordered(rows, "head_dim", "dtype", "impl")
-    ]
+    records, told = list[plot.Record](), set[tuple[Any, ...]]()
+    for row in ordered(rows, "head_dim", "dtype", "impl"):
+        record = {"panel": label(row, "dtype", "head_dim"), "name": row["impl"]}
+        record |= {"kind": row["kind"], "output": row["output"]}
+        drawn = [fact for fact in ("error", "budget") if _drawable(row[fact])]
+        record |= {fact: plot.exact(row[fact]) for fact in drawn}
+        limit = (record["panel"], row["kind"], row["output"])
+        if "budget" in drawn and limit not in told:  # all have the same
+            told.add(limit)
+            record["limit"] = record["budget"]
+        records.append(record)
     x: plot.Channel = {"field": "output", "type": "nominal", "sort": [*OUTPUTS], "title": None}
     x["axis"] = {"labelAngle": 0}
-    y, limit = (plot.quantity(fact, "ulps", log=True) for fact in ("error", "budget"))
-    names = values(rows, "impl")
-    told = plot.tips("output", "kind", name="implementation", error="ulps", budget="budget, ulps")
-    dot = {"x": x, "y": y, "xOffset": {"field": "name", "sort": names}, "tooltip": told}
-    left, right = x | {"bandPosition": 0.02}, {"field": "output", "bandPosition": 0.98}
-    layers = [
-        plot.layer(plot.POINT | {"filled": kind == "max"}, f"datum.error && {test}", **dot)
-        for kind in KINDS
-        for test in [f"datum.kind == '{kind}'"]
-    ]
-    layers += [
-        plot.layer(
-            {"type": "rule", "strokeDash": dash},
-            f"datum.budget && datum.kind == '{kind}' && datum.name == {json.dumps(own[0]['impl'])}",
-            x=left,
-            x2=right,
-            y=limit,
-            **plot.GREY,
-        )
-        for kind, dash in KINDS.items()
-        for own in [[row for row in rows if row["kind"] == kind]]
-    ]
+    y, names = plot.quantity("error", "ulps", log=True), values(rows, "impl")
+    tips = plot.tips("output", "kind", name="implementation", error="ulps", budget="budget, ulps")
+    dot = {"x": x, "y": y, "xOffset": {"field": "name", "sort": names}, "tooltip": tips}
+    ends = {"x": x | {"bandPosition": 0.02}, "x2": {"field": "output", "bandPosition": 0.98}}
+    ends |= {"y": y | {"field": "limit"}} | plot.GREY
+    layers = []
+    for of, dash in KINDS.items():
+        test, line = f"datum.kind == '{of}'", {"type": "rule", "strokeDash": dash}
+        spot = plot.POINT | {"filled": of == "max"}
+        layers.append(plot.layer(spot, f"{test} && datum.error", **dot))
+        layers.append(plot.layer(line, f"{test} && datum.limit", **ends))
     title = f"Errors against fp64 in ulps, values: {kind}"
     note = "Dots: the largest error, its budget a line. Rings: the mean error, its budget dotted."
     columns = len(values(rows, "dtype"))

@@ -143,7 +143,10 @@ def _picture(title: str, records: list[plot.Record]) -> plot.Picture:
     told, red = plot.tips(x="ms", y="GiB active"), {"value": plot.CYCLE[5]}
     phase, peak = "datum.kind == 'phase'", "datum.kind == 'peak'"
     mark, said = {"type": "point", "shape": "triangle-down", "filled": True}, {"field": "label"}
-    beside = plot.TEXT | {"align": "right", "dx": -8, "dy": -7}
+    end = max(record.get("x", 0) for record in records)
+    early = f"datum.x < {0.4 * end}"  # then its name has no room to the left
+    beside = plot.TEXT | {"dy": -7, "dx": {"expr": f"{early} ? 8 : -8"}}
+    beside["align"] = {"expr": f"{early} ? 'left' : 'right'"}
     layers = [
         plot.layer("rect", phase, x=x, x2={"field": "end"}, **shade),
         plot.layer(area, "!datum.kind", x=x, y=y, tooltip=told, color={"value": plot.CYCLE[0]}),

@@ -294,6 +294,7 @@ def test_ranks_share_the_whole(tmp_path):
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     wanted = [STATUS if rank == DIES else 0 for rank in range(WORLD)]
     assert [process.returncode for process in processes] == wanted, "\n".join(said)
 

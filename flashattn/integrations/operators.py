@@ -19,9 +19,11 @@ from flashattn.integrations.packed import bounds_of_packed, heads_first, tokens_
 from flashattn.mask import CAUSAL, FULL, Mask
 from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
 from flashattn.problem import Problem, check_scale
+from flashattn.score import check_bias
 
 LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
 ONE_BATCH = Bounds(*(torch.empty(1, 0, 2, dtype=torch.int32, device="meta") for _ in range(2)))
+BIAS_ALIGNMENT = 16  # and those of a bias's gradient
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of its lse to a multiple of it
 
 
@@ -36,18 +38,23 @@ def _leave(*reasons: object) -> None:
 
 @lru_cache(1024)
 def _bind(
-    given: tuple[Signature, ...], mask: Mask | None, scale: float | None, fp32_precision: object
+    given: tuple[Signature, ...],
+    mask: Mask | None,
+    scale: float | None,
+    fp32_precision: object,
 ) -> ops.Prepared | None:
-    """Return our kernels for q, k and v with these signatures, or None where ours cannot.
+    """Return our kernels for tensors with these signatures, or None where ours cannot.
 
     Args:
-        given: signatures of q [B, H, T, D], k and v [B, G, S, D].
+        given: signatures of q [B, H, T, D], k and v [B, G, S, D], and of a bias that broadcasts to
+            [B, H, T, S], if there is one.
         mask: which keys a query sees; None is bounds of rows, for one batch.
         scale: factor on the scores; None is D ** -0.5.
         fp32_precision: torch's setting, on which the kernels of fp32 depend.
     """
     del fp32_precision
-    q, k, v = (TensorSpec(*x) for x in given)
+    q, k, v, *rest = (TensorSpec(*x) for x in given)
+    given, bias = given[:3], rest[0] if rest else None
     if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
         return None
     asked: dict[str, Any] = {"documents": "unknown"}
@@ -55,6 +62,9 @@ def _bind(
         asked = {"causal": mask.causal, "window": mask.window}
     try:
         problem = Problem.of(q.meta, k.meta, v.meta, **asked)
+        if bias is not None:
+            sizes = problem.batch, problem.heads, problem.seq_q, problem.seq_kv
+            check_bias(bias.meta, sizes, q.meta)
         scale = check_scale(scale, problem.head_dim)
     except ValueError:
         return None
@@ -65,40 +75,61 @@ def _bind(
     if mask is None:
         return ops.bind(given, None, None, 0, *how, extras=Extras(*ONE_BATCH))
     band = mask.over(problem.seq_q, problem.seq_kv)
-    return ops.bind(given, band.left, band.right, 0, *how)
+    return ops.bind(given, band.left, band.right, 0, *how, bias=bias)
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
+    tensors: tuple[Tensor, ...], mask: Mask | Bounds, scale: float | None
 ) -> ops.Prepared:
-    tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
-    prepared = _bind(signature(q, k, v), mask if isinstance(mask, Mask) else None, scale, tf32)
+    """Return our kernels for q, k, v and perhaps a bias."""
+    tf32 = tensors[0].dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    prepared = _bind(signature(*tensors), mask if isinstance(mask, Mask) else None, scale, tf32)
     if prepared is None:
         raise UnsupportedError
     return prepared
 
 
-def _extras(mask: Mask | Bounds) -> Sequence[Tensor | None]:
-    """Return what kernels take besides q, k and v: bounds of rows, or nothing."""
-    return () if isinstance(mask, Mask) else Extras(*mask)
+def _extras(mask: Mask | Bounds, bias: Tensor | None = None) -> Sequence[Tensor | None]:
+    """Return what kernels take besides q, k and v: bounds of rows, or a bias, or nothing."""
+    if not isinstance(mask, Mask):
+        return Extras(*mask)
+    return () if bias is None else Extras(bias=bias)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Bounds,
+    scale: float | None,
+    bias: Tensor | None = None,
 ) -> ops.Outputs:
     """Return o, laid out like q, and lse [B, H, T]."""
-    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v, *_extras(mask))
+    given = (q, k, v) if bias is None else (q, k, v, bias)
+    o, lse = _prepared(given, mask, scale).attend(q, k, v, *_extras(mask, bias))
     return _like(o, q), lse
 
 
 def _differentiate(
-    grad_o: Tensor, saved: tuple[Tensor, ...], mask: Mask | Bounds, scale: float | None
+    grad_o: Tensor,
+    saved: tuple[Tensor, ...],
+    mask: Mask | Bounds,
+    scale: float | None,
+    bias: Tensor | None = None,
+    *,
+    bias_grad: bool = False,
 ) -> ops.Gradients:
-    """Return the gradients of q, k and v, laid out like these; ``saved`` is q, k, v, o, lse."""
+    """Return the gradients of q, k and v, laid out like these, and that of the bias if wanted.
+
+    ``saved`` is q, k, v, o, lse.
+    """
     q, k, v, o, lse = saved
-    prepared, saved = _prepared(q, k, v, mask, scale), (q, k, v, o, lse.contiguous())
-    dq, dk, dv = prepared.backward((grad_o, None), saved, _extras(mask))
-    return _like(dq, q), _like(dk, k), _like(dv, v)
+    given = (q, k, v) if bias is None else (q, k, v, bias)
+    prepared, saved = _prepared(given, mask, scale), (q, k, v, o, lse.contiguous())
+    dq, dk, dv, *dbias = prepared.backward(
+        (grad_o, None), saved, _extras(mask, bias), bias_grad=bias_grad
+    )
+    return _like(dq, q), _like(dk, k), _like(dv, v), *dbias
 
 
 def _like(x: Tensor, pattern: Tensor) -> Tensor:
@@ -217,8 +248,8 @@ def _scaled_dot_product_efficient_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
-    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    _leave(dropout_p, _grouped(query, key))
+    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale, attn_bias)
     if compute_log_sumexp:
         padding = -lse.shape[2] % LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if padding else lse
@@ -243,10 +274,19 @@ def _scaled_dot_product_efficient_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
+    _leave(dropout_p, _grouped(query, key))
     saved = query, key, value, out, logsumexp[..., : query.shape[2]]
-    gradients = _differentiate(grad_out_, saved, CAUSAL if is_causal else FULL, scale)
-    return *map(_rows_outside, gradients), None
+    wanted = attn_bias is not None and grad_input_mask[3]
+    dq, dk, dv, *dbias = _differentiate(
+        grad_out_, saved, CAUSAL if is_causal else FULL, scale, attn_bias, bias_grad=wanted
+    )
+    return *map(_rows_outside, (dq, dk, dv)), _aligned(dbias[0]) if dbias else None
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x laid out as the memory-efficient kernel's gradient of a bias: rows of 16."""
+    padding = -x.shape[-1] % BIAS_ALIGNMENT
+    return torch.nn.functional.pad(x, (0, padding))[..., : x.shape[-1]] if padding else x
 
 
 def _flash_attention_forward(
@@ -357,9 +397,17 @@ def _scaled_dot_product_flash_attention_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> ops.Outputs:
-    _leave(dropout_p, attn_mask is not None)
-    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    _leave(dropout_p)
+    mask = CAUSAL if is_causal else FULL
+    o, lse = _attend(query, key, value, mask, scale, _with_heads(attn_mask))
     return o, _rows_outside(lse)
+
+
+def _with_heads(attn_mask: Tensor | None) -> Tensor | None:
+    """Return a mask [T, S] or [B, H, T, S] with four dimensions; here a bool one is added, too."""
+    if attn_mask is None:
+        return None
+    return attn_mask[(None,) * (len("BHTS") - attn_mask.ndim)]
 
 
 def _scaled_dot_product_flash_attention_for_cpu_backward(
@@ -375,9 +423,9 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _leave(dropout_p, attn_mask is not None)
-    saved = query, key, value, out, logsumexp
-    gradients = _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
+    _leave(dropout_p)
+    saved, bias = (query, key, value, out, logsumexp), _with_heads(attn_mask)
+    gradients = _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale, bias)
     return tuple(map(_rows_outside, gradients))
 
 

@@ -32,11 +32,11 @@ def run(*rows, made="2026-01-01", number="0001"):
 
 
 def test_speed_is_the_geometric_mean_over_the_fastest_peer():
-    """Twice as fast and half as fast is as fast, in one problem of two."""
-    (card,) = cards(run(speeds(1.0, 2.0), speeds(1.0, 0.5, n=1024)))
-    assert (card.study, card.title, card.value) == ("flash", "Forward pass", "1.00x")
+    """Eight times as fast and half as fast is twice as fast, in one problem of two."""
+    (card,) = cards(run(speeds(1.0, 8.0), speeds(1.0, 0.5, n=1024)))
+    assert (card.study, card.title, card.value) == ("flash", "Forward pass", "2.00x")
     assert card.text == (
-        "the speed of the fastest peer (sdpa): geometric mean of 2 problems, 0.50x to 2.00x; "
+        "the speed of the fastest peer (sdpa): geometric mean of 2 problems, 0.50x to 8.00x; "
         "faster in 1. bf16, 1024 tokens, hidden 128, D = 64."
     )
     assert card.origin == "A GPU, run 0001, 2026-01-01"

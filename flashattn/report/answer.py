@@ -27,7 +27,7 @@ ANSWER = "answer"  # name of the picture
 OURS, EVERY = plot.BEST, "all peers"
 FILTERS = {"pass": "Pass", "dtype": "dtype", "D": "D", "mask": "Mask", "shape": "Shape"}
 MANY = 12  # labels of the x axis
-TOLD = ("kernel", "ms", "run")  # under the pointer
+TOLD = ("kernel", "ms", "from")  # under the pointer
 NOTE = (
     f"Ours: the faster of {' and '.join(KERNELS)}. Numbers: its speed over that of the fastest "
     "peer shown; + if that peer was measured in another run."
@@ -211,11 +211,10 @@ def _records(run: Run, rows: list[Row]) -> list[plot.Record]:
         ours = flash.fastest(problem)
         peers = {row["impl"]: row for row in problem if row["impl"] not in flash.OWN}
         for name, row in [*peers.items(), *([(OURS, ours)] if ours else [])]:
-            point = {"panel": "", "name": name, "x": row["seq_q"]}
+            point = {"panel": "", "name": name, "kernel": row["impl"], "x": row["seq_q"]}
             point |= {"y": plot.exact((speed(row) or 0) / TERA)}
             point |= {"ms": plot.exact(1e3 * row["seconds"])}
-            point |= {"run": _origin(run, [row]).partition(", ")[2]}
-            point |= {"kernel": row["impl"]} if name == OURS else {}
+            point |= {"from": _origin(run, [row]).partition(", ")[2]}
             point |= {} if steady(row) else {"hollow": True}
             point |= {"apart": True} if ours and not flash.same_run(row, ours) else {}
             made.append(point)

@@ -24,7 +24,7 @@ Channel = dict[str, Any]
 
 WIDTH = 900  # pixels of a saved picture; a PNG has twice as many
 AXIS, GAP, LETTER = 74, 24, 7  # pixels: the y axis, between panels, a letter of a name
-SWATCH = 5  # letters as wide as a legend's symbol and gap
+SWATCH = 4  # letters as wide as a legend's symbol and gap
 WIDEST = 0.45  # of a panel's width for the names beside it
 FEW = 6  # labels of an axis that fit side by side
 # Each colour has a contrast of 3 with the page, light and dark.

@@ -87,6 +87,17 @@ addEventListener("load", async () => {
   said.card = document.querySelector(".cards li").getBoundingClientRect().bottom;
   said.closed = { charts: all("svg.marks").length, height: root.scrollHeight };
   said.first = { chosen: chosen(), texts: texts() };
+  const point = document.querySelector("#answer svg .mark-symbol.role-mark path");
+  point.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+  await until(() => document.querySelector("#vg-tooltip-element.visible"));
+  said.tip = document.querySelector("#vg-tooltip-element")?.textContent;
+  const paths = "#answer svg .mark-line.role-mark path";
+  const lines = () => all(paths).map((path) => path.getAttribute("opacity"));
+  said.lines = lines();
+  const name = document.querySelector("#answer svg .role-legend-symbol path");
+  name.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+  await wait();
+  said.picked = lines();
   said.naive = await pick("peer", "naive");
   said.moved = await pick("mask", "causal");
   location.hash = "#lm";  // as a card does
@@ -260,6 +271,14 @@ def test_charts_are_drawn_when_they_are_seen(said):
     assert len(said["charts"]) == said["figures"] > 10
     assert all(0 < width <= said["room"] for width in said["charts"])
     assert said["named"]
+
+
+def test_points_tell_their_numbers_and_names_single_out(said):
+    """A pointer shows the exact numbers of a point; a click on a name fades all other lines."""
+    assert said["tip"] == "namesdpaN512TFLOP/s409.6kernelsdpams1.25fromrun 0002, 2026-11-21"
+    assert {opacity or "1" for opacity in said["lines"]} == {"1"}
+    faded = [opacity for opacity in said["picked"] if opacity == "0.08"]
+    assert 0 < len(faded) < len(said["picked"])
 
 
 def test_filters_show_what_was_measured(said):

@@ -174,7 +174,9 @@ def _slower(rows: list[Row]) -> list[str]:
     slower = [ours for naive, ours in both if ours["seconds"] > naive["seconds"]]
     if not both:
         return []
-    longest = f", at most {max(slower, key=lambda row: row['seq_q'])['problem']}" if slower else ""
+    if not slower:
+        return [f"ours is never slower than {NAIVE}, in {len(both)} problems"]
+    longest = f", at most {max(slower, key=lambda row: row['seq_q'])['problem']}"
     return [f"ours is slower than {NAIVE} in {len(slower)} of {len(both)} problems{longest}"]
 
 

@@ -46,12 +46,13 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return, for each pass, the host time of ours, of the fastest, and of the floors."""
+    """Return, for each pass, the host time of ours, of the fastest other, and of the floors."""
     said = []
     for own in groups(_rows(run), "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
         floors = {name: costs.pop(name) for name in FLOORS if name in costs}
-        if OURS not in costs or len(costs) == 1:
+        ours = costs.pop(OURS, None)
+        if ours is None or not costs:
             continue
         least = min(costs, key=costs.__getitem__)
         told = {least: costs[least]}
@@ -60,7 +61,7 @@ def findings(run: Run) -> list[str]:
         beside = "; ".join(f"{name}, {microseconds(cost)} µs" for name, cost in told.items())
         said.append(
             f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
-            f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "
+            f"{microseconds(ours)} µs, {times(ours / costs[least])} the least of the others "
             f"({beside})."
         )
     return said

@@ -28,7 +28,7 @@ from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
 from flashattn.training import Trainer
 
-WORLD, SECONDS, TIMEOUT = 4, 120, timedelta(seconds=20)
+WORLD, SECONDS, TIMEOUT = 4, 200, timedelta(seconds=20)
 DIES, STATUS = 3, 7  # which rank, and how
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 40, "head_dim": 16, "causal": True}
 CASES = {

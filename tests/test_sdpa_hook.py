@@ -621,7 +621,7 @@ def test_lower_right_bias(device, active):
     q, k, v = make_inputs(problem, device=device)
     o = sdpa_of_torch(q, k, v, attn_mask=causal_lower_right(24, 40))
     torch.testing.assert_close(o, ours(q, k, v, causal="bottom_right")[0])
-    assert len(active) == q.is_cuda
+    assert len(active) == 1
 
 
 @pytest.mark.why_not.with_args(lambda: gpus.INTERPRETER_FAILS)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from flashattn.report.answer import cards
 from flashattn.report.compare import report
 from flashattn.report.docs import update
 from flashattn.report.html import write
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     try:
         sys.stdout.write(options.run(options) + "\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
 
 
@@ -62,11 +63,12 @@ def _runs(options: argparse.Namespace) -> list[Run]:
 
 
 def _write(options: argparse.Namespace) -> str:
-    """Write the page; return its path and its findings."""
+    """Write the page; return its path, its numbers and its findings."""
     runs = _runs(options)
     run = merge(runs)
     page = write(run, options.output)
-    said = [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
+    said = [f"{card.title}: {card.value}, {card.text} ({card.origin})" for card in cards(run)]
+    said += [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
     return "\n".join([f"Written: {page}, of {len(runs)} run{'s' * (len(runs) != 1)}", *said])
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from flashattn.report import plot
 from flashattn.report.rows import KERNELS, attempted, by, groups, known, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import ms, notes, or_mark, times
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "scores"
 TITLE = "Scores"
@@ -92,25 +88,19 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot times over ours for plain scores, a panel for each pass of the shape with the most."""
     shapes = groups(timed(_rows(run)), "shape")
     own = max(shapes.values(), key=lambda rows: len(values(rows, "scores")), default=[])
-    passes = {name: rows for (name,), rows in groups(own, "pass").items() if _plain(rows)}
-    if len(values(own, "scores")) <= 1 or not passes:
+    if len(values(own, "scores")) <= 1:
         return {}
-    title = "Time over that of our kernels for plain scores"
-    figure, axes = plot.panels(title, len(passes), 1, height=2.8)
-    for (axis,), (name, rows) in zip(axes, passes.items(), strict=True):
-        kinds = groups(rows, "scores")
-        plot.bars(
-            axis,
-            [scores.replace(LEARNED, "\n+ gradient") for (scores,) in kinds],
-            {
-                who: [_ratio(_best(cases, ours=ours), _plain(rows)) for cases in kinds.values()]
-                for who, ours in (("ours", True), ("best peer", False))
-            },
-        )
-        axis.set(title=name, ylabel="time / plain")
-    plot.legend(figure, axes)
-    return {"scores-times": figure}
+    records = [
+        {"panel": name, "place": f"{scores}, {who}", "ours": ours}
+        | {"value": plot.exact(ratio), "said": times(ratio)}
+        for (name,), rows in groups(own, "pass").items()
+        for (scores,), cases in groups(rows, "scores").items()
+        for who, ours in (("ours", True), ("best peer", False))
+        if (ratio := _ratio(_best(cases, ours=ours), _plain(rows)))
+    ]
+    made = plot.bars("Time over that of our kernels for plain scores", records, columns=2)
+    return {"scores-times": made} if records else {}

@@ -746,7 +746,7 @@ MUTANTS = [
     ),
     Mutant(
         "both_passes_overlap",
-        "kernels/portable/gradients.py",
+        "kernels/portable/backward.py",
         "program - dkdv_programs, tl.num_programs(0)",
         "program, tl.num_programs(0)",
         "the programs that own queries begin behind the last of them: rows of dq are not written",

@@ -1,8 +1,9 @@
 """FlashAttention in Triton, proven against naive attention and measured against everything else."""
 
 from flashattn import masks
-from flashattn.api import attention, explain
-from flashattn.ops import FlashAttentionTriton
+from flashattn.api import attention
+from flashattn.explanation import explain
+from flashattn.prepare import FlashAttentionTriton
 from flashattn.problem import Problem
 from flashattn.registry import get, names, register
 from flashattn.score import relative

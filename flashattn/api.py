@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
+from flashattn.arguments import (
+    autocast_dtype,
+    bounds_asked,
+    cast,
+    facts_of,
+    only_v_differs_in_width,
+    scored_by,
+    unknown_rows,
+    widened,
+)
 from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial
-from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
-from flashattn.plan.choose import choose
-from flashattn.plan.gpu import CARDS, Gpu
-from flashattn.plan.plan import Plan
 from flashattn.plan.precision import PRECISIONS
-from flashattn.plan.spec import Family, TensorSpec, signature
+from flashattn.plan.spec import signature
 from flashattn.problem import Problem, check_among, check_scale
-from flashattn.resolve import Documents, bounds_of
+from flashattn.resolve import Documents
 from flashattn.score import (
     Relative,
-    check_alibi_slopes,
-    check_bias,
-    check_sink,
-    dimensions,
 )
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
@@ -37,7 +38,6 @@ FASTEST_FIRST = {
     "cpu": ("sdpa", "tiled", "reference"),
     "meta": ("reference",),
 }
-FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
 OURS = (
     *(registry.ASKED - {"bounds"}),
     *("documents", "mask", "return_lse", "impl", "precision", "deterministic"),
@@ -148,10 +148,10 @@ def attention(
     tensors: dict[str, Any] = {}
     given = causal, window, documents, mask, alibi_slopes, bias, sink
     if documents is not None or mask is not None:
-        tensors["bounds"] = _bounds(q, k, v, Mask.of(causal, window), documents, mask)
+        tensors["bounds"] = bounds_asked(q, k, v, Mask.of(causal, window), documents, mask)
         causal, window = False, UNBOUNDED
     if alibi_slopes is not None or bias is not None or sink is not None:
-        tensors |= _scored(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
+        tensors |= scored_by(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
     key = _key(
         q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, precision,
         deterministic, options,
@@ -161,7 +161,7 @@ def attention(
     except (KeyError, TypeError):  # TypeError: a mask of no hashable value
         attend = None
     if attend is None:
-        dtype = _autocast_dtype(q)
+        dtype = autocast_dtype(q)
         if dtype is not None:
             names = "causal", "window", "documents", "mask", "alibi_slopes", "bias", "sink"
             options |= zip(names, given, strict=True)
@@ -174,7 +174,7 @@ def attention(
                 "deterministic": deterministic,
             }
             with torch.autocast(q.device.type, enabled=False):
-                return attention(*_cast(dtype, q, k, v), **options)
+                return attention(*cast(dtype, q, k, v), **options)
         check_among("precision", precision, PRECISIONS)
         check_among("deterministic", deterministic, (False, True))
         # An implementation's own defaults are these, too.
@@ -189,81 +189,6 @@ def attention(
             _PLANS[key] = attend
     o, lse = attend(q, k, v, **tensors)
     return o if lse is None or not return_lse else (o, lse)
-
-
-def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    window: Window = UNBOUNDED,
-    documents: Documents | None = None,
-    mask: RowMask | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | Relative | None = None,
-    sink: torch.Tensor | None = None,
-    scale: float | None = None,
-    impl: str = "auto",
-    precision: str = "auto",
-    deterministic: bool = True,
-    gpu: str | Gpu | None = None,
-) -> Plan:
-    """Return how ``attention`` computes this on a GPU, and why; printed it is a page of text.
-
-    Nothing is computed, so the tensors may be on the device "meta", and the GPU need not be there.
-    That is the plan of the Triton kernels: kernel, tile, splits, scheduler and workspaces of both
-    passes. The gradient of o is taken to lie as o does.
-
-    Args:
-        q: as in ``attention``.
-        k: likewise.
-        v: likewise.
-        causal: likewise.
-        window: likewise.
-        documents: likewise; all that is asked is whether there are some.
-        mask: likewise.
-        softcap: likewise.
-        alibi_slopes: likewise; all that is asked is whether there are some.
-        bias: likewise; its gradient is wanted.
-        sink: likewise.
-        scale: likewise.
-        impl: "triton", "hopper", or "auto", for each pass the faster one.
-        precision: likewise.
-        deterministic: likewise.
-        gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None is that of
-            the tensors, the interpreter on a CPU.
-
-    Raises:
-        ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
-    """
-    if _only_v_differs_in_width(q, k, v):
-        scale = check_scale(scale, q.shape[-1])
-        q, k, v = _widened(q, k, v)
-    rows = documents is not None or mask is not None
-    if rows:
-        causal, window = False, UNBOUNDED
-    scored = _scored(q, k, v, alibi_slopes, bias, sink, packed=False)
-    problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, **_facts(scored),
-        documents=_unknown(rows),
-    )  # fmt: skip
-    check_among("impl", impl, FAMILIES)
-    if not isinstance(gpu, Gpu):
-        if gpu is not None:
-            check_among("gpu", gpu, CARDS)
-        gpu = gpu_of(q.device) if gpu is None else CARDS[gpu]
-    heads = (x[:, None] if x.ndim == 3 else x for x in (q, k, v))  # noqa: PLR2004 - [B, T, D]
-    return choose(
-        problem,
-        [TensorSpec.of(x) for x in heads],
-        gpu,
-        scale=scale,
-        precision=precision,
-        deterministic=deterministic or _deterministic(),
-        family=FAMILIES[impl],
-    )
 
 
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
@@ -334,21 +259,21 @@ def _prepare(
     options: dict[str, Any],
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
-    if _only_v_differs_in_width(q, k, v):
+    if only_v_differs_in_width(q, k, v):
         scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
-        given = *_widened(q, k, v), causal, window, tensors, softcap, scale, return_lse
+        given = *widened(q, k, v), causal, window, tensors, softcap, scale, return_lse
         wide = _prepare(*given, impl, options)
 
         def narrowed(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
         ) -> registry.Pair:
-            o, lse = wide(*_widened(q, k, v), **tensors)
+            o, lse = wide(*widened(q, k, v), **tensors)
             return o[..., :columns], lse
 
         return narrowed
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, **_facts(tensors),
-        documents=_unknown("bounds" in tensors),
+        q, k, v, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
+        documents=unknown_rows("bounds" in tensors),
     )  # fmt: skip
     learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
     grad = any(x.requires_grad for x in (q, k, v, *learned))
@@ -370,81 +295,6 @@ def _prepare(
     return one_head
 
 
-def _bounds(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    documents: Documents | None,
-    rows: RowMask | None,
-) -> Bounds:
-    """Return the bounds that the arguments of ``attention`` ask for."""
-    _check_sizes(q, k, v)
-    return bounds_of(q, k, mask, documents, rows)
-
-
-def _scored(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    bias: torch.Tensor | Relative | None,
-    sink: torch.Tensor | None,
-    *,
-    packed: bool,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that scores are made with, as implementations take them.
-
-    Raises:
-        ValueError: one that does not fit; or slopes of packed documents.
-    """
-    _check_sizes(q, k, v)
-    found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
-    if alibi_slopes is not None:
-        if packed:
-            msg = "alibi_slopes: not with documents: positions are those of the whole"
-            raise ValueError(msg)
-        slopes = check_alibi_slopes(alibi_slopes, q.shape[0], heads, q.device)
-        found["alibi_slopes"] = slopes
-    if bias is not None:
-        found["bias"] = check_bias(bias, (q.shape[0], heads, q.shape[-2], k.shape[-2]), q)
-    if sink is not None:
-        found["sink"] = check_sink(sink, heads, q)
-    return found
-
-
-def _facts(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return what a problem knows of the tensors that scores are made with."""
-    named = dimensions(tensors.get("bias"))
-    return {"alibi": "alibi_slopes" in tensors, "bias": named, "sink": "sink" in tensors}
-
-
-def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Check as much as other arguments need, which are checked first."""
-    if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
-        Problem.of(q, k, v)  # which says what is wrong
-
-
-def _unknown(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001
-    """Return what a problem knows of a mask of rows."""
-    return "unknown" if rows else None
-
-
-def _only_v_differs_in_width(*tensors: torch.Tensor) -> bool:
-    if not all(isinstance(x, torch.Tensor) and not x.is_nested and x.ndim > 1 for x in tensors):
-        return False  # what is no tensor is left for the check that follows
-    q, k, v = (x.shape for x in tensors)
-    return q[-1] == k[-1] != v[-1] > 0 and k[:-1] == v[:-1]
-
-
-def _widened(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tensors as wide as the widest, by columns of zeros, which change no score."""
-    more = v.shape[-1] - k.shape[-1]
-    return (pad(q, (0, more)), pad(k, (0, more)), v) if more > 0 else (q, k, pad(v, (0, -more)))
-
-
 def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
     """Return whether an implementation takes an option, or can do without.
 
@@ -460,24 +310,6 @@ def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
     instead = f"use {near[0]}" if near else f"its own options are {own}"
     msg = f'{name}: no argument of attention(impl="{impl.name}"); {INSTEAD.get(name, instead)}'
     raise TypeError(msg)
-
-
-def _autocast_dtype(x: object) -> torch.dtype | None:
-    """Return the dtype to which autocast casts x, or None; as PyTorch, it leaves meta alone."""
-    if not isinstance(x, torch.Tensor) or x.is_meta:
-        return None  # what is no tensor is left for the check that follows
-    kind = "cuda" if x.is_cuda else x.device.type  # of a GPU without its name, which is slow
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast does; what is not a tensor is left for the check that follows."""
-    return tuple(
-        x.to(dtype)
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        else x
-        for x in tensors
-    )
 
 
 def _choose(

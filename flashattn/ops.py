@@ -15,14 +15,12 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from flashattn.batching import rule_of
 from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
-from flashattn.gpus import why_not
-from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, signature
-from flashattn.problem import ALIGNMENT, Problem, check_scale
-from flashattn.score import of_keys
+from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec
+from flashattn.problem import ALIGNMENT
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
 EXTRAS = len(Extras._fields)
@@ -66,7 +64,7 @@ _backward = torch.ops.flashattn.backward.default
 
 
 def _launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: Any) -> Outputs:
-    extras, how = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    extras, how = given_extras(inputs[:EXTRAS]), inputs[EXTRAS:]
     attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
     return attend(q, k, v, *extras)
 
@@ -81,7 +79,7 @@ def _launch_backward(
     lse: torch.Tensor,
     *inputs: Any,
 ) -> Gradients:
-    extras, (*how, bias_grad) = _extras(inputs[:EXTRAS]), inputs[EXTRAS:]
+    extras, (*how, bias_grad) = given_extras(inputs[:EXTRAS]), inputs[EXTRAS:]
     options = _options(q.dtype, extras, *how)._replace(bias_grad=bias_grad)
     prepared: Differentiate = _execute().prepare_backward(
         (grad_o, grad_lse), (q, k, v, o, lse), options
@@ -114,7 +112,7 @@ def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradient
     return dq, dk, dv, *(others[name] for name, there in wanted.items() if there)
 
 
-def _extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+def given_extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
     """Return the tensors besides q, k and v that an operator was given, or nothing of none."""
     return () if all(x is None for x in given) else Extras(*given)
 
@@ -376,141 +374,12 @@ _LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, FORWARD), "Aut
 _LIBRARY.impl("backward", _autograd(_run_backward, _Once, BACKWARD), "Autograd")
 
 
-def _vmap(op: Any, *, q: int, tensors: int) -> Any:
-    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B.
-
-    Args:
-        op: the operator.
-        q: the place of q among its arguments.
-        tensors: how many it takes, extras last.
-    """
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
-        size, batch = info.batch_size, args[q].shape[0 if in_dims[q] != 0 else 1]
-        bias, sink = args[tensors - 2 : tensors]
-
-        def fold(x: torch.Tensor | None, dim: int | None, name: str) -> torch.Tensor | None:
-            # Gradients are those of each example.
-            learned = op is _backward and name in ("bias", "sink")
-            if x is None or (name and dim is None and x.shape[0] == 1 and not learned):
-                return x  # one for all batches
-            x = x[None] if dim is None else x.movedim(dim, 0)
-            x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
-            return x if name in ("", "bias") else x.contiguous()
-
-        def unfold(x: torch.Tensor, like: torch.Tensor | None, dim: int | None) -> Any:
-            if like is None or x.numel() == 0:
-                return x, None
-            x, own = x.unflatten(0, (size, -1)), like.shape[0 if dim != 0 else 1]
-            return x.sum(1, keepdim=True) if own == 1 < batch else x, 0
-
-        names = ("",) * (tensors - EXTRAS) + Extras._fields
-        given = zip(args, in_dims, names, strict=False)
-        results = op(*(fold(*x) for x in given), *args[tensors:])
-        plain = tuple(x.unflatten(0, (size, -1)) for x in results[:3])
-        if op is _forward:
-            return plain, (0, 0)
-        learned = zip(results[3:], (bias, sink), in_dims[tensors - 2 : tensors], strict=True)
-        others, dims = zip(*(unfold(*x) for x in learned), strict=True)
-        return (*plain, *others), (0, 0, 0, *dims)
-
-    return rule
-
-
 _RULES = {
-    "forward": _vmap(_forward, q=0, tensors=FORWARD),
-    "backward": _vmap(_backward, q=2, tensors=BACKWARD),
+    "forward": rule_of(_forward, q=0, tensors=FORWARD),
+    "backward": rule_of(_backward, q=2, tensors=BACKWARD),
 }
 for _name, _rule in _RULES.items():
     torch.library.register_vmap(f"flashattn::{_name}", _rule, lib=_LIBRARY)
-
-
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    window: Window = UNBOUNDED,
-    bounds: Bounds | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    scale: float | None = None,
-    precision: str = "auto",
-    family: Family = "triton",
-    deterministic: bool = True,
-) -> Attend:
-    """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
-
-    The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
-    and by their names the bounds and what scores are made with, if they were given; it returns
-    o [B, H, T, D] and lse [B, H, T], and has no second derivative.
-
-    Args:
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        v: [B, G, S, D].
-        causal: see ``attention``.
-        window: see ``attention``.
-        bounds: all of the mask, in their place.
-        softcap: see ``attention``.
-        alibi_slopes: see ``Extras``, as for the next two.
-        bias: likewise.
-        sink: likewise.
-        scale: see ``attention``.
-        precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
-            ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
-            products on CUDA allows it, else "bf16x6".
-        family: the kernels: "triton", the portable ones, "hopper", or "auto", for each pass the
-            faster ones.
-        deterministic: whether the same inputs shall give the same bits of the gradients, as they
-            do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
-    """
-    mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    how = scale, softcap, precision, family, deterministic
-    diagonal = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
-    scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
-    if bounds is not None:
-        return _attend(q, k, v, Extras(*bounds, **scored), None, None, diagonal, *how)
-    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
-    every = (seen.start, seen.stop) == (0, k.shape[2])
-    if not every:  # what no query sees may be NaN
-        k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
-        diagonal -= 0 if alibi_slopes is None else seen.start
-    band, extras = mask.over(q.shape[2], k.shape[2]), _extras(Extras(**scored))
-    attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
-    if every:
-        return attend
-    return lambda q, k, v, **scored: attend(
-        q, k[:, :, seen], v[:, :, seen], **of_keys(scored, seen, q.shape[2])
-    )
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Sequence[torch.Tensor | None],
-    *how: Any,
-) -> Attend:
-    """Return what attends to these and all like them, through the operators if one is due."""
-    if dispatch_is_trivial(q, k, v, *extras):
-        return bind(signature(q, k, v), *how, extras=extras)
-
-    def dispatched(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds | tuple[None, None] = (None, None),
-        **scored: torch.Tensor,
-    ) -> Outputs:
-        outputs: Outputs = _forward(q, k, v, *Extras(*bounds, **scored), *how)
-        return outputs
-
-    return dispatched
 
 
 def bind(
@@ -531,38 +400,3 @@ def bind(
     if bias is not None:
         options = options._replace(bias=bias)
     return Prepared(_execute().bind_forward(given, options), how)
-
-
-class FlashAttentionTriton(torch.autograd.Function):
-    """FlashAttention-2 in Triton as an autograd function: ``apply(Q, K, V, is_causal=False)``.
-
-    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q,
-    K, V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L.
-
-    Raises:
-        ValueError: bad arguments (see ``Problem.of``), or a problem that ``why_not`` refuses.
-    """
-
-    @staticmethod
-    def forward(  # noqa: D102 - autograd's name; its arguments are positional
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        is_causal: Causal = False,  # noqa: FBT002
-    ) -> torch.Tensor:
-        reason = why_not(Problem.of(q, k, v, causal=is_causal), q.device)
-        if reason is not None:
-            raise ValueError(reason)
-        heads = [x.unsqueeze(-3) for x in (q, k, v)]
-        o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
-        ctx.save_for_backward(q, k, v, o, lse)
-        last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
-        ctx.options = None, last, 0, check_scale(None, q.shape[2]), None, "auto", "triton", True
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
-        dq, dk, dv, *_ = _backward(grad_o, None, *saved, *Extras(), *ctx.options, False)  # noqa: FBT003
-        return *(x.squeeze(1) for x in (dq, dk, dv)), None

@@ -15,6 +15,7 @@ from flashattn.bounds import of_rows
 from flashattn.impls import sdpa
 from flashattn.mask import FULL
 from flashattn.plan.spec import Extras
+from flashattn.prepare import prepare
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
@@ -413,7 +414,7 @@ def test_gradients_may_lie_anyhow(device):
 def test_gradients_are_of_the_precision_that_torch_allows_then(device):
     """Products of fp32 are made as the setting says when gradients are, whatever it said before."""
     inputs = arguments(device)
-    prepared, matmul = ops.prepare(*inputs), torch.backends.cuda.matmul
+    prepared, matmul = prepare(*inputs), torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
         for plans, precision in ((1, "ieee"), (2, "tf32"), (2, "ieee")):
@@ -429,7 +430,7 @@ def test_gradients_plans_are_few(device, monkeypatch):
     """Gradients that keep lying elsewhere do not fill the memory."""
     monkeypatch.setattr(ops, "MOST_BACKWARDS", 2)
     q, k, v = arguments(device)
-    prepared = ops.prepare(q, k, v)
+    prepared = prepare(q, k, v)
     wide = torch.ones(*q.shape[:3], 40, device=device)
     for n in range(16, 21):
         o, _ = prepared(q, k, v)

@@ -9,6 +9,7 @@ import torch
 from flashattn import gpus, ops, tiled
 from flashattn.bounds import Bounds
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.prepare import prepare
 from flashattn.problem import Problem, check_among, check_scale
 from flashattn.reference import reference_attention
 from flashattn.registry import register
@@ -45,7 +46,7 @@ def triton(
     precision: str = "auto",
 ) -> ops.Attend:
     """FlashAttention-2 in Triton; ``precision`` says how fp32 products are made (see ``ops``)."""
-    return ops.prepare(
+    return prepare(
         q,
         k,
         v,
@@ -108,7 +109,7 @@ def _hopper(
     ``impl="auto"`` calls it, also each pass that they are faster at.
     """
     check_among("family", family, ("hopper", "auto"))
-    return ops.prepare(
+    return prepare(
         q,
         k,
         v,

@@ -316,7 +316,7 @@ MUTANTS = [
     ),
     Mutant(
         "autocast_rounds_fp64",
-        "api.py",
+        "arguments.py",
         "if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64",
         "if isinstance(x, torch.Tensor) and x.is_floating_point()",
         "under autocast fp64 becomes half precision",
@@ -485,7 +485,7 @@ MUTANTS = [
     ),
     Mutant(
         "alibi_of_seen_keys",
-        "ops.py",
+        "prepare.py",
         "diagonal -= 0 if alibi_slopes is None else seen.start",
         "diagonal = k.shape[2] - q.shape[2] if alibi_slopes is not None else 0",
         "positions move by the keys that no query sees",
@@ -878,7 +878,7 @@ MUTANTS = [
     ),
     Mutant(
         "alignment_swapped",
-        "ops.py",
+        "prepare.py",
         "band, extras = mask.over(q.shape[2], k.shape[2])",
         "band, extras = mask.over(k.shape[2], q.shape[2])",
         "bottom-right masks are shifted the wrong way where T != S",

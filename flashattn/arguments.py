@@ -1,0 +1,109 @@
+"""Arguments of ``attention`` and ``explain``: checked, cast, as implementations take them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import pad
+
+from flashattn.bounds import Bounds
+from flashattn.mask import Mask
+from flashattn.masks import RowMask
+from flashattn.problem import Problem
+from flashattn.resolve import Documents, bounds_of
+from flashattn.score import Relative, check_alibi_slopes, check_bias, check_sink, dimensions
+
+
+def bounds_asked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    documents: Documents | None,
+    rows: RowMask | None,
+) -> Bounds:
+    """Return the bounds that the arguments of ``attention`` ask for."""
+    _check_sizes(q, k, v)
+    return bounds_of(q, k, mask, documents, rows)
+
+
+def scored_by(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | Relative | None,
+    sink: torch.Tensor | None,
+    *,
+    packed: bool,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that scores are made with, as implementations take them.
+
+    Raises:
+        ValueError: one that does not fit; or slopes of packed documents.
+    """
+    _check_sizes(q, k, v)
+    found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
+    if alibi_slopes is not None:
+        if packed:
+            msg = "alibi_slopes: not with documents: positions are those of the whole"
+            raise ValueError(msg)
+        slopes = check_alibi_slopes(alibi_slopes, q.shape[0], heads, q.device)
+        found["alibi_slopes"] = slopes
+    if bias is not None:
+        found["bias"] = check_bias(bias, (q.shape[0], heads, q.shape[-2], k.shape[-2]), q)
+    if sink is not None:
+        found["sink"] = check_sink(sink, heads, q)
+    return found
+
+
+def facts_of(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return what a problem knows of the tensors that scores are made with."""
+    named = dimensions(tensors.get("bias"))
+    return {"alibi": "alibi_slopes" in tensors, "bias": named, "sink": "sink" in tensors}
+
+
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check as much as other arguments need, which are checked first."""
+    if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
+        Problem.of(q, k, v)  # which says what is wrong
+
+
+def unknown_rows(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001
+    """Return what a problem knows of a mask of rows."""
+    return "unknown" if rows else None
+
+
+def only_v_differs_in_width(*tensors: torch.Tensor) -> bool:
+    """Return whether q, k and v fit but for the width of v."""
+    if not all(isinstance(x, torch.Tensor) and not x.is_nested and x.ndim > 1 for x in tensors):
+        return False  # what is no tensor is left for the check that follows
+    q, k, v = (x.shape for x in tensors)
+    return q[-1] == k[-1] != v[-1] > 0 and k[:-1] == v[:-1]
+
+
+def widened(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tensors as wide as the widest, by columns of zeros, which change no score."""
+    more = v.shape[-1] - k.shape[-1]
+    return (pad(q, (0, more)), pad(k, (0, more)), v) if more > 0 else (q, k, pad(v, (0, -more)))
+
+
+def autocast_dtype(x: object) -> torch.dtype | None:
+    """Return the dtype to which autocast casts x, or None; as PyTorch, it leaves meta alone."""
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        return None  # what is no tensor is left for the check that follows
+    kind = "cuda" if x.is_cuda else x.device.type  # of a GPU without its name, which is slow
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as autocast does; what is not a tensor is left for the check that follows."""
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    )

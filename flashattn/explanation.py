@@ -1,0 +1,94 @@
+"""explain(q, k, v): what ``attention`` would do on any GPU, and why."""
+
+from __future__ import annotations
+
+import torch
+
+from flashattn.arguments import facts_of, only_v_differs_in_width, scored_by, unknown_rows, widened
+from flashattn.gpus import gpu_of
+from flashattn.mask import UNBOUNDED, Causal, Window
+from flashattn.masks import RowMask
+from flashattn.plan.choose import choose
+from flashattn.plan.gpu import CARDS, Gpu
+from flashattn.plan.plan import Plan
+from flashattn.plan.spec import Family, TensorSpec
+from flashattn.problem import Problem, check_among, check_scale
+from flashattn.resolve import Documents
+from flashattn.score import Relative
+
+FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    window: Window = UNBOUNDED,
+    documents: Documents | None = None,
+    mask: RowMask | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | Relative | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+    precision: str = "auto",
+    deterministic: bool = True,
+    gpu: str | Gpu | None = None,
+) -> Plan:
+    """Return how ``attention`` computes this on a GPU, and why; printed it is a page of text.
+
+    Nothing is computed, so the tensors may be on the device "meta", and the GPU need not be there.
+    That is the plan of the Triton kernels: kernel, tile, splits, scheduler and workspaces of both
+    passes. The gradient of o is taken to lie as o does.
+
+    Args:
+        q: as in ``attention``.
+        k: likewise.
+        v: likewise.
+        causal: likewise.
+        window: likewise.
+        documents: likewise; all that is asked is whether there are some.
+        mask: likewise.
+        softcap: likewise.
+        alibi_slopes: likewise; all that is asked is whether there are some.
+        bias: likewise; its gradient is wanted.
+        sink: likewise.
+        scale: likewise.
+        impl: "triton", "hopper", or "auto", for each pass the faster one.
+        precision: likewise.
+        deterministic: likewise.
+        gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None is that of
+            the tensors, the interpreter on a CPU.
+
+    Raises:
+        ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
+    """
+    if only_v_differs_in_width(q, k, v):
+        scale = check_scale(scale, q.shape[-1])
+        q, k, v = widened(q, k, v)
+    rows = documents is not None or mask is not None
+    if rows:
+        causal, window = False, UNBOUNDED
+    scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=False)
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, softcap=softcap, **facts_of(scored),
+        documents=unknown_rows(rows),
+    )  # fmt: skip
+    check_among("impl", impl, FAMILIES)
+    if not isinstance(gpu, Gpu):
+        if gpu is not None:
+            check_among("gpu", gpu, CARDS)
+        gpu = gpu_of(q.device) if gpu is None else CARDS[gpu]
+    heads = (x[:, None] if x.ndim == 3 else x for x in (q, k, v))  # noqa: PLR2004 - [B, T, D]
+    return choose(
+        problem,
+        [TensorSpec.of(x) for x in heads],
+        gpu,
+        scale=scale,
+        precision=precision,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        family=FAMILIES[impl],
+    )

@@ -1,0 +1,143 @@
+"""From a call of ``attention`` to the operators, or past them: for the implementations of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashattn.bounds import Bounds
+from flashattn.dispatch import dispatch_is_trivial
+from flashattn.gpus import why_not
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
+from flashattn.ops import Attend, Outputs, bind, given_extras
+from flashattn.plan.spec import Extras, Family, signature
+from flashattn.problem import Problem, check_scale
+from flashattn.score import of_keys
+
+_forward = torch.ops.flashattn.forward.default  # ``ops`` defines them
+_backward = torch.ops.flashattn.backward.default
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    window: Window = UNBOUNDED,
+    bounds: Bounds | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    precision: str = "auto",
+    family: Family = "triton",
+    deterministic: bool = True,
+) -> Attend:
+    """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
+
+    The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
+    and by their names the bounds and what scores are made with, if they were given; it returns
+    o [B, H, T, D] and lse [B, H, T], and has no second derivative.
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        causal: see ``attention``.
+        window: see ``attention``.
+        bounds: all of the mask, in their place.
+        softcap: see ``attention``.
+        alibi_slopes: see ``Extras``, as for the next two.
+        bias: likewise.
+        sink: likewise.
+        scale: see ``attention``.
+        precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
+            ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
+            products on CUDA allows it, else "bf16x6".
+        family: the kernels: "triton", the portable ones, "hopper", or "auto", for each pass the
+            faster ones.
+        deterministic: whether the same inputs shall give the same bits of the gradients, as they
+            do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
+    """
+    mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    how = scale, softcap, precision, family, deterministic
+    diagonal = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
+    scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
+    if bounds is not None:
+        return _attend(q, k, v, Extras(*bounds, **scored), None, None, diagonal, *how)
+    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+    every = (seen.start, seen.stop) == (0, k.shape[2])
+    if not every:  # what no query sees may be NaN
+        k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
+        diagonal -= 0 if alibi_slopes is None else seen.start
+    band, extras = mask.over(q.shape[2], k.shape[2]), given_extras(Extras(**scored))
+    attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
+    if every:
+        return attend
+    return lambda q, k, v, **scored: attend(
+        q, k[:, :, seen], v[:, :, seen], **of_keys(scored, seen, q.shape[2])
+    )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Sequence[torch.Tensor | None],
+    *how: Any,
+) -> Attend:
+    """Return what attends to these and all like them, through the operators if one is due."""
+    if dispatch_is_trivial(q, k, v, *extras):
+        return bind(signature(q, k, v), *how, extras=extras)
+
+    def dispatched(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: Bounds | tuple[None, None] = (None, None),
+        **scored: torch.Tensor,
+    ) -> Outputs:
+        outputs: Outputs = _forward(q, k, v, *Extras(*bounds, **scored), *how)
+        return outputs
+
+    return dispatched
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """FlashAttention-2 in Triton as an autograd function: ``apply(Q, K, V, is_causal=False)``.
+
+    Q is ``(batch, N_q, d)``, K and V ``(batch, N_k, d)``; returns ``(batch, N_q, d)``. It saves Q,
+    K, V, O and one tensor of shape ``(batch, N_q)``: the logsumexp L.
+
+    Raises:
+        ValueError: bad arguments (see ``Problem.of``), or a problem that ``why_not`` refuses.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102 - autograd's name; its arguments are positional
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: Causal = False,  # noqa: FBT002
+    ) -> torch.Tensor:
+        reason = why_not(Problem.of(q, k, v, causal=is_causal), q.device)
+        if reason is not None:
+            raise ValueError(reason)
+        heads = [x.unsqueeze(-3) for x in (q, k, v)]
+        o, lse = (x.squeeze(1) for x in prepare(*heads, causal=is_causal)(*heads))
+        ctx.save_for_backward(q, k, v, o, lse)
+        last = Mask.of(is_causal).over(q.shape[1], k.shape[1]).right
+        ctx.options = None, last, 0, check_scale(None, q.shape[2]), None, "auto", "triton", True
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+        grad_o, *saved = (x.unsqueeze(1) for x in (grad_o, *ctx.saved_tensors))
+        dq, dk, dv, *_ = _backward(grad_o, None, *saved, *Extras(), *ctx.options, False)  # noqa: FBT003
+        return *(x.squeeze(1) for x in (dq, dk, dv)), None

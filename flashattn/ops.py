@@ -20,7 +20,7 @@ from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mod
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Extras, Family, Options, Signature, signature
+from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, signature
 from flashattn.problem import ALIGNMENT, Problem, check_scale
 from flashattn.score import of_keys
 
@@ -514,11 +514,23 @@ def _attend(
 
 
 def bind(
-    given: tuple[Signature, ...], *how: Any, extras: Sequence[torch.Tensor | None] = ()
+    given: tuple[Signature, ...],
+    *how: Any,
+    extras: Sequence[torch.Tensor | None] = (),
+    bias: TensorSpec | None = None,
 ) -> Prepared:
-    """Return what the operators launch for q, k and v with these signatures; args as theirs."""
-    attend = _execute().bind_forward(given, _options(given[0][2], extras, *how))
-    return Prepared(attend, how)
+    """Return what the operators launch for q, k and v with these signatures.
+
+    Args:
+        given: signatures of q, k and v.
+        how: as the operators take it.
+        extras: as theirs.
+        bias: the spec of one that is not among the extras.
+    """
+    options = _options(given[0][2], extras, *how)
+    if bias is not None:
+        options = options._replace(bias=bias)
+    return Prepared(_execute().bind_forward(given, options), how)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import hypothesis
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from flashattn import attention, masks
-from flashattn.bounds import Intervals, of_documents, of_rows
+from flashattn.bounds import Bounds, Intervals, of_documents, of_rows
 from flashattn.mask import Mask
 from flashattn.masks import Sizes
 from flashattn.problem import Problem
@@ -18,6 +19,7 @@ from flashattn.resolve import bounds_of, cumulative
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
 from flashattn.testing.results import ask, assert_agree, assert_same_bits
+from flashattn.testing.sample import run_guarded
 from flashattn.testing.strategies import documents, lengths
 
 PACKED = {"packed": (True,), "softcaps": (None,)}
@@ -344,6 +346,42 @@ def test_documents_are_calls(impl, sample):
         one = ask(impl, sample, change)
         got = {name: x[:, :, cut[name]] for name, x in packed.got.items()}
         assert_agree(one, replace(packed, case=one.case, change=change, got=got))
+
+
+@law(asked={"batches": (2, 3), "windowed": (False,), "softcaps": (None,)}, needs="intervals")
+def test_batches_have_their_own_keys(impl, sample):
+    """Of padded batches each has the results of a call for its own rows, and 0 behind them."""
+    p, draw = sample.problem, torch.Generator().manual_seed(sample.seed)
+    sizes = [[int(torch.randint(1, n + 1, (), generator=draw)) for n in (p.seq_q, p.seq_kv)]
+             for _ in range(p.batch)]  # fmt: skip
+    case = sample.draw()
+    each = [
+        of_documents(*cumulative((tuple(own),), sample.device), p.seq_q, p.seq_kv, p.mask)
+        for own in sizes
+    ]
+    bounds = Bounds(*map(torch.cat, zip(*each, strict=True)))
+    call = partial(impl, causal=False, bounds=bounds, scale=case.scale)
+    padded = run_guarded(call, case)
+    for i, (n, m) in enumerate(sizes):
+
+        def change(case, i=i, n=n, m=m):
+            q, k, v = (x[i : i + 1] for x in case.inputs)
+            grads = (x if x is None else x[i : i + 1, :, :n] for x in (case.grad_o, case.grad_lse))
+            grad_o, grad_lse = grads
+            return replace(
+                case,
+                problem=replace(p, batch=1, seq_q=n, seq_kv=m),
+                inputs=(q[:, :, :n], k[:, :, :m], v[:, :, :m]),
+                grad_o=grad_o,
+                grad_lse=grad_lse,
+            )
+
+        alone, got = ask(impl, sample, change), {}
+        for name, x in padded.items():
+            end = m if name in ("dk", "dv") else n
+            assert (x[i, :, end:] == (-torch.inf if name == "lse" else 0)).all()
+            got[name] = x[i : i + 1, :, :end]
+        assert_agree(alone, replace(alone, got=got))
 
 
 @law(asked=PACKED, needs="intervals")

@@ -6,104 +6,21 @@ its results as its fake kernel does. What our kernels cannot solve raises ``Unsu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn import gpus, ops
+from flashattn import ops
 from flashattn.bounds import Bounds
+from flashattn.integrations.binding import UnsupportedError, attend, differentiate, leave
 from flashattn.integrations.packed import bounds_of_packed, heads_first, tokens_first
 from flashattn.mask import CAUSAL, FULL, Mask
-from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
-from flashattn.problem import Problem, check_scale
 
 LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
-ONE_BATCH = Bounds(*(torch.empty(1, 0, 2, dtype=torch.int32, device="meta") for _ in range(2)))
+BIAS_ALIGNMENT = 16  # and those of a bias's gradient
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of its lse to a multiple of it
-
-
-class UnsupportedError(Exception):
-    """Our kernels cannot solve it; PyTorch's own may."""
-
-
-def _leave(*reasons: object) -> None:
-    if any(reasons):
-        raise UnsupportedError
-
-
-@lru_cache(1024)
-def _bind(
-    given: tuple[Signature, ...], mask: Mask | None, scale: float | None, fp32_precision: object
-) -> ops.Prepared | None:
-    """Return our kernels for q, k and v with these signatures, or None where ours cannot.
-
-    Args:
-        given: signatures of q [B, H, T, D], k and v [B, G, S, D].
-        mask: which keys a query sees; None is bounds of rows, for one batch.
-        scale: factor on the scores; None is D ** -0.5.
-        fp32_precision: torch's setting, on which the kernels of fp32 depend.
-    """
-    del fp32_precision
-    q, k, v = (TensorSpec(*x) for x in given)
-    if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
-        return None
-    asked: dict[str, Any] = {"documents": "unknown"}
-    if mask is not None:
-        asked = {"causal": mask.causal, "window": mask.window}
-    try:
-        problem = Problem.of(q.meta, k.meta, v.meta, **asked)
-        scale = check_scale(scale, problem.head_dim)
-    except ValueError:
-        return None
-    family = gpus.fastest_family(problem, q.device)
-    if family is None:
-        return None
-    how = scale, None, "auto", family, True
-    if mask is None:
-        return ops.bind(given, None, None, 0, *how, extras=Extras(*ONE_BATCH))
-    band = mask.over(problem.seq_q, problem.seq_kv)
-    return ops.bind(given, band.left, band.right, 0, *how)
-
-
-def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
-) -> ops.Prepared:
-    tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
-    prepared = _bind(signature(q, k, v), mask if isinstance(mask, Mask) else None, scale, tf32)
-    if prepared is None:
-        raise UnsupportedError
-    return prepared
-
-
-def _extras(mask: Mask | Bounds) -> Sequence[Tensor | None]:
-    """Return what kernels take besides q, k and v: bounds of rows, or nothing."""
-    return () if isinstance(mask, Mask) else Extras(*mask)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Bounds, scale: float | None
-) -> ops.Outputs:
-    """Return o, laid out like q, and lse [B, H, T]."""
-    o, lse = _prepared(q, k, v, mask, scale).attend(q, k, v, *_extras(mask))
-    return _like(o, q), lse
-
-
-def _differentiate(
-    grad_o: Tensor, saved: tuple[Tensor, ...], mask: Mask | Bounds, scale: float | None
-) -> ops.Gradients:
-    """Return the gradients of q, k and v, laid out like these; ``saved`` is q, k, v, o, lse."""
-    q, k, v, o, lse = saved
-    prepared, saved = _prepared(q, k, v, mask, scale), (q, k, v, o, lse.contiguous())
-    dq, dk, dv = prepared.backward((grad_o, None), saved, _extras(mask))
-    return _like(dq, q), _like(dk, k), _like(dv, v)
-
-
-def _like(x: Tensor, pattern: Tensor) -> Tensor:
-    """Return x laid out as ``torch.empty_like(pattern)``, as our kernels do if rows are dense."""
-    return x if pattern.stride(-1) == 1 else torch.empty_like(pattern).copy_(x)
 
 
 def _rows_outside(x: Tensor) -> Tensor:
@@ -126,8 +43,8 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    _leave(dropout_p, return_debug_mask)
-    o, lse = _attend(query, key, value, LOWER_RIGHT if is_causal else FULL, scale)
+    leave(dropout_p, return_debug_mask)
+    o, lse = attend(query, key, value, LOWER_RIGHT if is_causal else FULL, scale)
     return o, lse, None, None, query.shape[2], key.shape[2], *_flash_rest(query)
 
 
@@ -154,9 +71,9 @@ def _scaled_dot_product_flash_attention_backward(
     *,
     scale: float | None = None,
 ) -> ops.Gradients:
-    _leave(dropout_p)
+    leave(dropout_p)
     saved = query, key, value, out, logsumexp
-    return _differentiate(grad_out, saved, LOWER_RIGHT if is_causal else FULL, scale)
+    return differentiate(grad_out, saved, LOWER_RIGHT if is_causal else FULL, scale)
 
 
 def _scaled_dot_product_cudnn_attention(
@@ -171,8 +88,8 @@ def _scaled_dot_product_cudnn_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    _leave(dropout_p, return_debug_mask, attn_bias is not None)
-    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    leave(dropout_p, return_debug_mask, attn_bias is not None)
+    o, lse = attend(query, key, value, CAUSAL if is_causal else FULL, scale)
     seed, offset = _scalars(query, torch.int64, (), ())
     return o, lse[..., None], None, None, query.shape[2], key.shape[2], seed, offset, None
 
@@ -196,9 +113,9 @@ def _scaled_dot_product_cudnn_attention_backward(
     *,
     scale: float | None = None,
 ) -> ops.Gradients:
-    _leave(dropout_p, attn_bias is not None)
+    leave(dropout_p, attn_bias is not None)
     saved = query, key, value, out, logsumexp.reshape(query.shape[:3])
-    return _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
+    return differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
 
 
 def _grouped(query: Tensor, key: Tensor) -> bool:
@@ -217,8 +134,8 @@ def _scaled_dot_product_efficient_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
-    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    leave(dropout_p, _grouped(query, key))
+    o, lse = attend(query, key, value, CAUSAL if is_causal else FULL, scale, attn_bias)
     if compute_log_sumexp:
         padding = -lse.shape[2] % LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if padding else lse
@@ -243,10 +160,19 @@ def _scaled_dot_product_efficient_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    _leave(dropout_p, attn_bias is not None, _grouped(query, key))
+    leave(dropout_p, _grouped(query, key))
     saved = query, key, value, out, logsumexp[..., : query.shape[2]]
-    gradients = _differentiate(grad_out_, saved, CAUSAL if is_causal else FULL, scale)
-    return *map(_rows_outside, gradients), None
+    wanted = attn_bias is not None and grad_input_mask[3]
+    dq, dk, dv, *dbias = differentiate(
+        grad_out_, saved, CAUSAL if is_causal else FULL, scale, attn_bias, bias_grad=wanted
+    )
+    return *map(_rows_outside, (dq, dk, dv)), _aligned(dbias[0]) if dbias else None
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x laid out as the memory-efficient kernel's gradient of a bias: rows of 16."""
+    padding = -x.shape[-1] % BIAS_ALIGNMENT
+    return torch.nn.functional.pad(x, (0, padding))[..., : x.shape[-1]] if padding else x
 
 
 def _flash_attention_forward(
@@ -274,16 +200,16 @@ def _flash_attention_forward(
     ``max_q``, ``max_k`` and ``num_splits`` change nothing, but 1 split asks for the same bits
     whatever the other documents are, which tiles across documents do not give.
     """
-    _leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
-    _leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
+    leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
+    leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
     mask = _window(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        o, lse = _attend(q, k, v, mask, scale)
+        o, lse = attend(q, k, v, mask, scale)
         return o.transpose(1, 2), lse, *_flash_rest(query)
     q, k, v = map(heads_first, (query, key, value))
     bounds = _bounds(q, k, cum_seq_q, cum_seq_k, mask, seqused_k)
-    o, lse = _attend(q, k, v, bounds, scale)
+    o, lse = attend(q, k, v, bounds, scale)
     return tokens_first(o), lse[0], *_flash_rest(query)
 
 
@@ -313,15 +239,15 @@ def _flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    _leave(dropout_p)
+    leave(dropout_p)
     mask = _window(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         grad_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        gradients = _differentiate(grad_o, (q, k, v, o, logsumexp), mask, scale)
+        gradients = differentiate(grad_o, (q, k, v, o, logsumexp), mask, scale)
         return tuple(x.transpose(1, 2) for x in gradients)
     grad_o, q, k, v, o = map(heads_first, (grad_out, query, key, value, out))
     bounds = _bounds(q, k, cum_seq_q, cum_seq_k, mask)
-    gradients = _differentiate(grad_o, (q, k, v, o, logsumexp[None]), bounds, scale)
+    gradients = differentiate(grad_o, (q, k, v, o, logsumexp[None]), bounds, scale)
     return tuple(map(tokens_first, gradients))
 
 
@@ -357,9 +283,17 @@ def _scaled_dot_product_flash_attention_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> ops.Outputs:
-    _leave(dropout_p, attn_mask is not None)
-    o, lse = _attend(query, key, value, CAUSAL if is_causal else FULL, scale)
+    leave(dropout_p)
+    mask = CAUSAL if is_causal else FULL
+    o, lse = attend(query, key, value, mask, scale, _with_heads(attn_mask))
     return o, _rows_outside(lse)
+
+
+def _with_heads(attn_mask: Tensor | None) -> Tensor | None:
+    """Return a mask [T, S] or [B, H, T, S] with four dimensions; here a bool one is added, too."""
+    if attn_mask is None:
+        return None
+    return attn_mask[(None,) * (len("BHTS") - attn_mask.ndim)]
 
 
 def _scaled_dot_product_flash_attention_for_cpu_backward(
@@ -375,9 +309,9 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _leave(dropout_p, attn_mask is not None)
-    saved = query, key, value, out, logsumexp
-    gradients = _differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
+    leave(dropout_p)
+    saved, bias = (query, key, value, out, logsumexp), _with_heads(attn_mask)
+    gradients = differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale, bias)
     return tuple(map(_rows_outside, gradients))
 
 

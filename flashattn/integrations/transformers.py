@@ -4,7 +4,7 @@ A model asks twice: once per forward pass for a mask, then in each layer for att
 a ``KeyRanges``, a tensor without storage: causal masks, windows and full attention are a ``Call``,
 the keywords of one call of ``attention``; all others are the bounds of ``attention(mask=...)``.
 Neither is read by the host where transformers' mask function is known. What is no run of keys for
-each query is a boolean tensor, as transformers' own for PyTorch's SDPA.
+each query is a boolean tensor, as transformers' own for PyTorch's SDPA, and becomes a bias.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -26,7 +26,6 @@ from flashattn.bounds import Bounds, of_rows
 from flashattn.integrations.runs import meet, parts_of, shown_by, window_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import monotone, of_bounds, readable, runs_of
-from flashattn.resolve import bounds_of
 
 MOST_PAIRS = 1 << 26  # of queries and keys, whose mask is evaluated at once: 64 MiB
 HOLES = "attention_mask hides keys between others: register(holes=True) takes such masks"
@@ -303,29 +302,30 @@ def _attend(
     _refuse(dropout, options)
     documents = _documents(cu_seq_lens_q, cu_seq_lens_k, len(query))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = attention_mask
-    if mask is None:
+    mask, bias = attention_mask, position_bias
+    call: Call | Bounds = Call(False, UNBOUNDED, None)  # noqa: FBT003
+    if isinstance(mask, KeyRanges):
+        call = _asked(mask)
+    elif mask is not None:
+        bias = _added(mask, bias, query.dtype)
+    else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        call: Any = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
-    else:
-        call = _asked(mask) if isinstance(mask, KeyRanges) else None
-    if call is not None and position_bias is None:
-        causal, window, keys = call if isinstance(call, Call) else (False, UNBOUNDED, None)
-        o: Any = attention(
-            query, key[:, :, :keys], value[:, :, :keys], causal=causal, window=window,
-            mask=None if isinstance(call, Call) else of_bounds(call), documents=documents,
-            softcap=softcap, sink=s_aux, scale=scale, impl=impl,
-        )  # fmt: skip
-    else:
-        if mask is None:
-            size = len(query), 1, query.shape[2], key.shape[2]
-            mask = KeyRanges.of(call, size, query.device)
-        seen = mask.dense() if isinstance(mask, KeyRanges) else mask
-        if documents is not None:
-            others = ~bounds_of(query, key, Mask(), documents, None).seen[:, None]
-            seen = seen.masked_fill(others, False if seen.dtype == torch.bool else -torch.inf)
-        o = _attend_masked(query, key, value, seen, scale, softcap, s_aux, position_bias)
+        call = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
+    corner, window, keys = call if isinstance(call, Call) else (False, UNBOUNDED, None)
+    o: Any = attention(
+        query, key[:, :, :keys], value[:, :, :keys], causal=corner, window=window,
+        mask=None if isinstance(call, Call) else of_bounds(call), documents=documents,
+        softcap=softcap, bias=bias if bias is None else bias[..., :keys], sink=s_aux,
+        scale=scale, impl=impl,
+    )  # fmt: skip
     return o.transpose(1, 2).contiguous(), None
+
+
+def _added(mask: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to the scores in place of a mask tensor, and of a bias."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
+    return mask if bias is None else mask + bias
 
 
 def _asked(mask: KeyRanges) -> Call | Bounds:
@@ -362,39 +362,3 @@ def _call_without_mask(q_length: int, *, causal: bool, sliding_window: int | Non
     corner: Causal = "bottom_right" if q_length == 1 else "top_left"
     side = None if sliding_window is None else sliding_window - 1
     return Call(causal and corner, (side, None if causal else side), None)
-
-
-def _attend_masked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sink: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """Compute what ``attention`` has no keyword for, by PyTorch's scaled_dot_product_attention.
-
-    Scores that it has no keyword for either are its bias: capped ones, and those of a sink, which
-    is one more key.
-    """
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    if softcap is not None:
-        capped = softcap * (q @ k.mT * (scale / softcap)).tanh()
-        q, bias = torch.zeros_like(q), capped if bias is None else capped + bias
-    if bias is not None and mask is not None:
-        mask = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-    elif bias is not None:
-        mask = bias
-    if sink is not None:
-        # One more key, whose product with q is 0.
-        size = (*q.shape[:3], k.shape[2])
-        if mask is None or mask.dtype == torch.bool:
-            zeros = q.new_zeros(())
-            mask = zeros if mask is None else torch.where(mask, zeros, -torch.inf)
-        column = sink.to(q.dtype)[:, None, None].expand(*size[:3], 1)
-        mask = torch.cat([mask.expand(size), column], dim=-1)
-        k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

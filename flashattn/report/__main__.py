@@ -1,4 +1,4 @@
-"""``python -m flashattn.report``: write the page; ``compare A B``; ``show RUN``; or one study."""
+"""``python -m flashattn.report``: the page; ``compare A B``; ``show RUN``; one study; ``docs``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from flashattn.report.answer import cards
 from flashattn.report.compare import report
+from flashattn.report.docs import update
 from flashattn.report.html import write
 from flashattn.report.plot import save
 from flashattn.report.runs import Run, kept, load, merge
@@ -42,12 +44,17 @@ def main(arguments: list[str] | None = None) -> None:
     pair.add_argument("before", type=Path, metavar="A", help=RUN)
     pair.add_argument("after", type=Path, metavar="B", help=RUN)
     pair.set_defaults(run=lambda options: report(load(options.before), load(options.after)))
+    docs = commands.add_parser("docs", help="fill the tables of README and docs from kept runs")
+    docs.add_argument("--check", action="store_true", help="change nothing; fail if one is stale")
+    docs.add_argument("--root", type=Path, default=".", help="the checkout (%(default)s)")
+    docs.add_argument("--accelerator", default="nvidia-h200", help="(%(default)s)")
+    docs.set_defaults(run=_docs)
     if not given or given[0] not in {*commands.choices, "-h", "--help"}:
         given = ["write", *given]
     options = parser.parse_args(given)
     try:
         sys.stdout.write(options.run(options) + "\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
 
 
@@ -56,12 +63,22 @@ def _runs(options: argparse.Namespace) -> list[Run]:
 
 
 def _write(options: argparse.Namespace) -> str:
-    """Write the page; return its path and its findings."""
+    """Write the page; return its path, its numbers and its findings."""
     runs = _runs(options)
     run = merge(runs)
     page = write(run, options.output)
-    said = [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
+    said = [f"{card.title}: {card.value}, {card.text} ({card.origin})" for card in cards(run)]
+    said += [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
     return "\n".join([f"Written: {page}, of {len(runs)} run{'s' * (len(runs) != 1)}", *said])
+
+
+def _docs(options: argparse.Namespace) -> str:
+    """Fill the tables of a checkout's pages; return the pages that changed."""
+    run = merge(kept(options.root / ".benchmarks", options.accelerator))
+    changed = [str(path) for path in update(options.root, run, check=options.check)]
+    if changed and options.check:
+        raise ValueError(f"stale: {', '.join(changed)}; run python -m flashattn.report docs")
+    return f"Changed: {', '.join(changed) or 'nothing'}"
 
 
 def _study(options: argparse.Namespace) -> str:

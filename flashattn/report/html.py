@@ -1,23 +1,27 @@
-"""A run as one self-contained HTML page, with Markdown and plots next to it."""
+"""A run as one HTML page that needs no network, with Markdown and pictures next to it."""
 
 from __future__ import annotations
 
-from base64 import b64encode
+import csv
+import io
+import json
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from flashattn.report import plot
+from flashattn.report.answer import ANSWER, FILTERS, cards, explorer
 from flashattn.report.origin import circumstances, footnotes, reasons, roofs
-from flashattn.report.plot import save
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
 from flashattn.report.table import document
 
 PAGE = Path(__file__).with_name("page")  # template, style and script
+FIRST = 4  # findings of a study that are not folded
 
 
 def write(run: Run, folder: Path) -> Path:
-    """Write ``index.html``, ``report.md`` and every plot as PNG and SVG.
+    """Write ``index.html``, ``report.md`` and every picture as SVG.
 
     Args:
         run: a run, or several merged.
@@ -28,20 +32,18 @@ def write(run: Run, folder: Path) -> Path:
 
     Raises:
         ValueError: the run has no row of any study.
+        ImportError: the library that draws is not installed.
     """
     studies = [study for study in STUDIES if run.study(study.NAME)]
     if not studies:
         raise ValueError("run: wanted rows of at least one study, got none")
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {study.NAME: study.pictures(run) for study in studies}
-    images: dict[str, list[tuple[str, str]]] = {study: [] for study in drawn}  # titles and data
-    for study, figures in drawn.items():
-        for name, figure in figures.items():
-            for suffix in (".svg", ".png"):
-                save(figure, folder / f"{name}{suffix}")
-            data = b64encode((folder / f"{name}.svg").read_bytes()).decode()
-            images[study].append((figure.get_suptitle(), data))
-    names = {study: [f"{name}.png" for name in figures] for study, figures in drawn.items()}
+    picture, choices = explorer(run) or (None, {})
+    drawn = {ANSWER: {ANSWER: picture} if picture else {}}
+    drawn |= {study.NAME: study.pictures(run) for study in studies}
+    for name, made in [pair for own in drawn.values() for pair in own.items()]:
+        plot.save(made, folder / f"{name}.svg")
+    names = {study: [f"{name}.svg" for name in own] for study, own in drawn.items()}
     (folder / "report.md").write_text(document(run, names), encoding="utf-8")
     templates = Environment(
         loader=FileSystemLoader(PAGE),
@@ -52,8 +54,17 @@ def write(run: Run, folder: Path) -> Path:
     )
     text = templates.get_template("page.html").render(
         run=run,
+        cards=cards(run),
+        answer=picture,
+        choices=choices,
+        chosen={param["name"]: param["value"] for param in (picture or {}).get("params", ())},
+        filters=FILTERS | {"peer": "Compared with"},
         studies=studies,
-        images=images,
+        pictures={study: [*own.values()] for study, own in drawn.items()},
+        packed=packed,
+        library=plot.library(),
+        first=FIRST,
+        setup=json.dumps(plot.SETUP),
         circumstances=circumstances,
         roofs=roofs,
         footnotes=footnotes,
@@ -62,3 +73,16 @@ def write(run: Run, folder: Path) -> Path:
     page = folder / "index.html"
     page.write_text(text, encoding="utf-8")
     return page
+
+
+def packed(made: plot.Picture) -> str:
+    """Return a picture as JSON that is safe within a page, its data as CSV: half as long."""
+    records = made["data"]["values"]
+    text = io.StringIO()
+    fields = list(dict.fromkeys(name for record in records for name in record))
+    lines = csv.DictWriter(text, fields, lineterminator="\n")
+    lines.writeheader()
+    lines.writerows({k: v for k, v in record.items() if v is not False} for record in records)
+    data = {"name": "records", "values": text.getvalue(), "format": {"type": "csv"}}
+    said = json.dumps(made | {"data": data}, separators=(",", ":"), ensure_ascii=False)
+    return said.replace("<", "\\u003c")

@@ -1,45 +1,89 @@
-"""Shared parts of the plots: size, colours of implementations, axes and legend."""
+"""Pictures as Vega-Lite specifications: small multiples of lines, bars, dots and fields.
+
+A picture is a dict. The page draws it in the browser, ``save`` as SVG or PNG. Its data are records:
+dicts with the ``panel`` they belong to and the fields that a mark shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from flashattn.report.rows import KERNELS, NAIVE, OURS
-from flashattn.report.units import digits
+from flashattn.report.units import UNSTEADY
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+Picture = dict[str, Any]
+Record = dict[str, Any]
+Channel = dict[str, Any]
 
-WIDTH = 9.0  # inches: 900 pixels of a PNG
-DPI = 100
-LETTERS = 12  # characters of a legend per inch; the line sample counts as six
-FAR = 300  # axes that span more have ticks at powers of ten only
+WIDTH = 900  # pixels of a saved picture; a PNG has twice as many
+AXIS, GAP, LETTER = 74, 24, 7  # pixels: the y axis, between panels, a letter of a name
+SWATCH = 4  # letters as wide as a legend's symbol and gap
+WIDEST = 0.45  # of a panel's width for the names beside it
+FEW = 6  # labels of an axis that fit side by side
+# Each colour has a contrast of 3 with the page, light and dark.
 CYCLE = (
-    *("#0a58ca", "#e07a1f", "#17917f", "#7b2cbf", "#d4a017"),
-    *("#c1121f", "#8a817c", "#00a6d6", "#d16ba5", "#5b8c00"),
+    *("#2f7bea", "#c96a12", "#17917f", "#9a5ce0", "#a98208"),
+    *("#e03c4b", "#857c76", "#0c8fbd", "#cf5c9f", "#5c9210"),
 )
 # Implementations that share a plot have colours that colour-blind readers can tell apart.
 COLOURS = {OURS: CYCLE[0], "compiled": CYCLE[1], "sdpa_flash": CYCLE[2], "tiled": CYCLE[3]}
 COLOURS |= {"flex": CYCLE[4], NAIVE: CYCLE[5], "reference": CYCLE[6], "flash_attn_2": CYCLE[7]}
-COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f72585"}
-COLOURS |= {"sdpa": "#222222", "sdpa_math": "#a47148"}
-COLOURS |= {"flash_attn_3": "#5f0f40", "flash_attn_4": "#9a031e"}
-STYLE: Any = {  # matplotlib's type lists every key
-    "font.size": 9.5,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "lines.markersize": 3.5,
-    "legend.frameon": False,
-    "svg.hashsalt": "flashattn",  # reproducible files
-}
+COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f0267f"}
+COLOURS |= {"sdpa": "#6b7a90", "sdpa_math": "#a9714b", "flash_attn_3": "#b0487d"}
+COLOURS |= {"flash_attn_4": "#c4513f"}
+BEST = "ours"  # the faster of our kernels
+BOLD = (*KERNELS, BEST)
+COLOURS[BEST] = COLOURS["hopper"]
+HOLLOW = f"Hollow points: quartiles further apart than {UNSTEADY:.0%} of the median"
+FADED: Channel = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
+GREY: Channel = {"color": {"value": "#808a97"}, "opacity": {"value": 1}}
+TEXT: Picture = {"type": "text", "fontSize": 10.5, "baseline": "middle"}
+CROSS: Picture = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
+POINT: Picture = {"type": "point", "size": 34, "filled": True}
+MAJOR: Channel = {"condition": {"test": "datum.label", "value": 1}, "value": 0.35}
+DASHED: Picture = {"type": "line", "strokeDash": [5, 4], "strokeWidth": 1.3}
+
+
+def theme(ink: str, faint: str, line: str) -> Picture:
+    """Return the Vega configuration for these colours.
+
+    Args:
+        ink: colour of text.
+        faint: colour of axis labels and of reference lines.
+        line: colour of grids.
+    """
+    axis = {"gridColor": line, "domainColor": faint, "tickColor": faint, "labelColor": faint}
+    return {
+        "background": None,
+        "font": "sans-serif",
+        "view": {"stroke": None},
+        "axis": {**axis, "titleColor": faint, "titleFontWeight": "normal", "labelFontSize": 11},
+        "axisY": {"domain": False, "ticks": False},
+        "header": {"labelColor": ink, "labelFontWeight": "bold", "labelAnchor": "start"},
+        "legend": {
+            "labelColor": ink,
+            "labelFontSize": 11.5,
+            "orient": "bottom",
+            "title": None,
+            "symbolSize": 60,
+        },
+        "title": {"color": ink, "subtitleColor": faint, "anchor": "start", "offset": 12},
+        "text": {"color": ink},
+        "rule": {"color": faint},
+    }
+
+
+LIGHT = theme("#1c2026", "#5b6470", "#e3e7ec") | {"background": "#ffffff"}
+# What the page's script needs: the configuration with names of the page's colours, and sizes.
+SETUP: Picture = {"theme": json.dumps(theme("--ink", "--faint", "--line"))}
+SETUP |= {"widest": WIDEST, "letter": LETTER, "swatch": SWATCH}
 
 
 def colour(name: str) -> str:
@@ -47,117 +91,272 @@ def colour(name: str) -> str:
     return COLOURS.get(name) or CYCLE[crc32(name.encode()) % len(CYCLE)]
 
 
-def panels(
-    title: str, rows: int, columns: int, *, height: float, **shared: Any
-) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure and its axes, by row and column.
+def exact(value: float) -> float:
+    """Return a number with five digits, as a tooltip shows it."""
+    return float(f"{value:.5g}")
+
+
+def picture(
+    title: str,
+    records: Sequence[Record],
+    layers: Sequence[Picture],
+    *,
+    columns: int = 1,
+    height: Any = 190,
+    least: int = 150,
+    note: str = "",
+    **more: Any,
+) -> Picture:
+    """Return a grid of panels, one for each ``panel`` among the records.
 
     Args:
-        title: title of the figure, also the alternative text on the page.
-        rows: rows of panels.
-        columns: columns of panels.
-        height: height of a row in inches.
-        **shared: ``sharex`` and ``sharey`` of the panels.
+        title: what it shows; also the alternative text.
+        records: the data of all layers.
+        layers: marks with their encodings.
+        columns: most panels side by side.
+        height: height of a panel in pixels.
+        least: width in pixels below which panels go below one another.
+        note: subtitle.
+        **more: further properties, such as ``resolve``.
     """
-    import matplotlib as mpl  # noqa: PLC0415 - takes a second to import
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    mpl.rcParams.update(STYLE)
-    figure = Figure(figsize=(WIDTH, height * rows + 0.8), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    axes = figure.subplots(rows, columns, squeeze=False, **shared)
-    return figure, [list(line) for line in axes]
-
-
-def curves(axis: Axes, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw a line for each implementation, ours thicker and on top."""
-    for name, points in series.items():
-        ours = name.split(",")[0] in KERNELS
-        axis.plot(
-            *zip(*sorted(points), strict=True),
-            marker="o",
-            color=colour(name),
-            label=name,
-            linewidth=2.8 if ours else 1.3,
-            zorder=3 if ours else 2,
-        )
+    panels = list(dict.fromkeys(str(record["panel"]) for record in records))
+    header: Picture = {} if any(panels) else {"labels": False, "labelPadding": 0}
+    return {
+        "title": {"text": title} | ({"subtitle": note} if note else {}),
+        "description": title,
+        "data": {"values": list(records)},
+        "facet": {"field": "panel", "type": "nominal", "sort": panels, "title": None}
+        | {"header": header},
+        "columns": columns,
+        "spacing": GAP,
+        "spec": {"height": height, "layer": list(layers)},
+        # What ``fitted`` needs: here, and in the page's script.
+        "usermeta": {
+            "columns": min(columns, len(panels)),
+            "least": least,
+            "left": AXIS,  # pixels left of the first panel
+            "letters": 0,  # of the longest name in the legend
+        },
+        **more,
+    }
 
 
-def hollow(axis: Axes, points: Iterable[tuple[float, float]], name: str) -> None:
-    """Draw hollow markers over unreliable points."""
-    look: Any = {"markersize": 2.8, "markerfacecolor": "white", "markeredgecolor": "0.3"}
-    for x, y in points:
-        axis.plot(x, y, "o", **look, markeredgewidth=0.5, zorder=4, label=name)
+def fitted(made: Picture, width: int) -> Picture:
+    """Return a picture as wide as told, in light colours.
+
+    Args:
+        made: the picture.
+        width: pixels.
+    """
+    facts = made["usermeta"]
+    left = min(facts["left"], int(WIDEST * width))
+
+    def panel(columns: int) -> int:
+        return int(width - left - GAP * (columns - 1)) // columns
+
+    columns = facts["columns"]
+    while columns > 1 and panel(columns) < facts["least"]:
+        columns -= 1
+    across = max(1, int(width / LETTER) // (facts["letters"] + SWATCH))
+    config = LIGHT | {"legend": LIGHT["legend"] | {"columns": across}}
+    config |= {"axisYBand": {"labelLimit": left - 8}}
+    config |= {"header": LIGHT["header"] | {"labelLimit": panel(columns) + GAP // 2}}
+    spec = made["spec"] | {"width": panel(columns)}
+    return made | {"columns": columns, "spec": spec, "config": config}
 
 
-def lengths(axis: Axes, counts: Sequence[int], name: str = "N") -> None:
-    """Make x a base-2 logarithmic axis labelled with plain numbers."""
+def named(made: Picture, names: Sequence[str], colours: Sequence[str] = ()) -> Picture:
+    """Return a picture with a legend of names, of which a click singles out one.
+
+    Args:
+        made: the picture; its records have a ``name``.
+        names: the names in the order of the legend.
+        colours: their colours (default: those of implementations).
+    """
+    if not COLOURS.keys() & set(names):
+        colours = colours or [CYCLE[i % len(CYCLE)] for i in range(len(names))]
+    scale = {"domain": list(names), "range": list(colours) or [colour(name) for name in names]}
+    hue = {"field": "name", "type": "nominal", "scale": scale, "legend": {"labelLimit": 0}}
+    pick = {"type": "point", "fields": ["name"], "toggle": "true"}
+    first, *rest = (
+        layer | {"encoding": {"color": hue, "opacity": FADED} | layer["encoding"]}
+        for layer in made["spec"]["layer"]
+    )
+    first["params"] = [{"name": "picked", "select": pick, "bind": "legend"}]
+    spec = made["spec"] | {"layer": [first, *rest]}
+    letters = max(map(len, names), default=0)
+    return made | {"spec": spec, "usermeta": made["usermeta"] | {"letters": letters}}
+
+
+def layer(mark: Any, test: str = "", **encoding: Any) -> Picture:
+    """Return a mark with its channels, for the records that pass a test.
+
+    Args:
+        mark: type of the mark, or its properties.
+        test: Vega expression of ``datum`` (default: all records).
+        **encoding: channels.
+    """
+    kept = {"transform": [{"filter": test}]} if test else {}
+    return kept | {"mark": mark, "encoding": encoding}
+
+
+def tips(*fields: str, **titles: str) -> list[Channel]:
+    """Return what a pointer shows: fields under their own names, and others under a title."""
+    found = {field: field for field in fields} | titles
+    return [{"field": field, "title": title} for field, title in found.items()]
+
+
+def quantity(field: str, title: str, *, log: bool = False, zero: bool = False) -> Channel:
+    """Return an axis of numbers, written out.
+
+    Args:
+        field: the field of the records.
+        title: quantity or unit.
+        log: whether the axis is logarithmic.
+        zero: whether a linear axis begins at 0.
+    """
+    scale: Channel = {"type": "log"} if log else {"zero": zero}
+    axis: Channel = {"format": ",~r", "tickCount": 5, "gridOpacity": MAJOR}
+    common = {"field": field, "type": "quantitative", "title": title}
+    return common | {"scale": scale, "axis": axis}
+
+
+def lengths(counts: Iterable[int], title: str = "N", *, most: int = FEW) -> Channel:
+    """Return a base-2 logarithmic x axis labelled with plain numbers: 512, 1k, 64k.
+
+    Args:
+        counts: the numbers on it.
+        title: their name.
+        most: labels on it.
+    """
     few = sorted(set(counts))
-    few = few[:: len(few) // 8 + 1]
-    axis.set_xscale("log", base=2)
-    names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in few]
-    axis.set_xticks([], minor=True)
-    axis.set_xticks(few, names)
-    axis.set_xlabel(name)
+    few = few[:: len(few) // most + 1]
+    name = "datum.value % 1024 ? format(datum.value, 'd') : format(datum.value / 1024, 'd') + 'k'"
+    axis = {"values": few, "labelExpr": name, "labelOverlap": True}
+    scale = {"type": "log", "base": 2, "nice": False, "padding": 6}
+    common = {"field": "x", "type": "quantitative", "title": title}
+    return common | {"scale": scale, "axis": axis}
 
 
-def logarithmic(axis: Axes) -> None:
-    """Make y a base-10 logarithmic axis labelled with plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
+def lines(
+    title: str,
+    records: Sequence[Record],
+    x: Channel,
+    y: Channel,
+    *,
+    dots: bool = True,
+    tell: Sequence[str] = (),
+    **look: Any,
+) -> Picture:
+    """Return a picture with a line for each name, ours thicker and on top.
 
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > FAR else (1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    A record has ``panel``, ``name``, ``x`` and ``y``. ``hollow`` marks an unreliable point. A
+    ``kind`` is "reference" for a dashed line with a
+    ``label`` at one point, or "missing" for a cross with a ``label``.
 
-
-def bars(axis: Axes, places: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
-    """Draw a labelled group of bars at each place; None leaves a gap."""
-    width = 0.8 / max(1, len(series))
-    for i, (name, heights) in enumerate(series.items()):
-        known = [(x, height) for x, height in enumerate(heights) if height is not None]
-        offset = (i - (len(series) - 1) / 2) * width
-        drawn = axis.bar(
-            [x + offset for x, _ in known],
-            [height for _, height in known],
-            width * 0.94,
-            label=name,
-            color=colour(name) if name in COLOURS else CYCLE[i % len(CYCLE)],
-        )
-        axis.bar_label(drawn, fmt=digits, fontsize=7.5, padding=1)
-    axis.set_xticks(range(len(places)), places)
-    axis.grid(visible=False, axis="x")
-    axis.margins(y=0.12)
-
-
-def ranked(axis: Axes, places: Sequence[str], sizes: Sequence[float]) -> None:
-    """Draw one labelled horizontal bar for each place."""
-    drawn = axis.barh(range(len(places)), sizes, color=CYCLE[0], height=0.75)
-    clear: Any = {
-        "facecolor": "white",
-        "edgecolor": "none",
-        "pad": 0.5,
-    }  # hides lines behind the label
-    axis.bar_label(drawn, fmt=digits, fontsize=7, padding=2, bbox=clear)
-    axis.set_yticks(range(len(places)), places, fontsize=7)
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
-    axis.margins(x=0.12, y=0.01)
-
-
-def legend(figure: Figure, axes: Sequence[Sequence[Axes]]) -> None:
-    """Draw one legend below all panels."""
-    handles: dict[str, Any] = {}
-    for axis in (axis for line in axes for axis in line):
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    if handles:
-        most = max(1, int(WIDTH * LETTERS) // (max(map(len, handles)) + 6))
-        named = {"ncols": min(len(handles), most), "fontsize": 9}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", **named)
+    Args:
+        title: what it shows.
+        records: the data.
+        x: the x axis.
+        y: the y axis.
+        dots: whether points are marked.
+        tell: further facts to show under the pointer.
+        **look: options of ``picture``.
+    """
+    panels = [*dict.fromkeys(record["panel"] for record in records)]
+    ranked = sorted(  # ours are drawn last
+        records, key=lambda record: (panels.index(record["panel"]), record["name"] in BOLD)
+    )
+    shown = [record for record in ranked if record.get("kind") != "reference"]
+    names = sorted(dict.fromkeys(r["name"] for r in shown), key=lambda name: name not in BOLD)
+    told = {"x": x, "y": y, "tooltip": tips("name", x=x["title"], y=y["title"]) + tips(*tell)}
+    wide = {"test": f"indexof({list(BOLD)}, datum.name) >= 0", "value": 3}
+    label: Any = {"x": x, "y": y, "text": {"field": "label"}}
+    layers = [layer("line", "!datum.kind", x=x, y=y, strokeWidth={"condition": wide, "value": 1.6})]
+    kinds = {record.get("kind") for record in records}
+    if "reference" in kinds:
+        test = "datum.kind == 'reference'"
+        layers += [
+            layer(DASHED, test, x=x, y=y, **GREY, detail={"field": "name"}),
+            layer(TEXT | {"align": "right", "dy": 9}, f"{test} && datum.label", **label, **GREY),
+        ]
+    if "missing" in kinds:
+        test = "datum.kind == 'missing'"
+        layers += [layer(CROSS, test, **told)]
+        layers += [layer(TEXT | {"align": "right", "dx": -8}, test, **label)]
+    if dots:
+        layers.append(layer(POINT, "!datum.kind && !datum.hollow", **told))
+    if any(record.get("hollow") for record in records):
+        look.setdefault("note", HOLLOW)
+        layers.append(layer(POINT | {"filled": False}, "!datum.kind && datum.hollow", **told))
+    return named(picture(title, ranked, layers, **look), names)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure to a PNG or SVG file, reproducibly."""
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+def bars(title: str, records: Sequence[Record], **look: Any) -> Picture:
+    """Return a picture with a bar for each place and its value at the end, ours in colour.
+
+    A record has ``panel``, ``place``, ``value``, ``said`` (the value with its unit) and ``ours``.
+    The longest bar of each panel has the same length.
+
+    Args:
+        title: what it shows.
+        records: the data.
+        **look: options of ``picture``.
+    """
+    most: dict[str, float] = {}
+    for record in records:
+        most[record["panel"]] = max(record["value"], most.get(record["panel"], 0))
+    scaled = [r | {"part": exact(r["value"] / (most[r["panel"]] or 1))} for r in records]
+    room = {"domain": [0, 1.25]}  # for the value
+    x: Channel = {"field": "part", "type": "quantitative", "axis": None, "scale": room}
+    y: Channel = {"field": "place", "type": "nominal", "sort": None, "title": None}
+    hue = {"condition": {"test": "datum.ours", "value": COLOURS[OURS]}, "value": COLOURS["sdpa"]}
+    layers = [
+        layer("bar", x=x, y=y, color=hue, tooltip=tips(place="case", said="value")),
+        layer(TEXT | {"align": "left", "dx": 4}, x=x, y=y, text={"field": "said"}),
+    ]
+    made = picture(title, scaled, layers, height={"step": 17}, **look)
+    return beside(made, [record["place"] for record in records])
+
+
+def beside(made: Picture, places: Iterable[str]) -> Picture:
+    """Return a picture with room for names left of its panels."""
+    left = int(LETTER * max(map(len, places), default=0)) + 12
+    return made | {"usermeta": made["usermeta"] | {"left": left}}
+
+
+@cache
+def drawer() -> Any:
+    """Return the library that draws; it is needed for nothing else.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import vl_convert  # noqa: PLC0415 - takes a second to start
+    except ImportError as error:
+        raise ImportError("drawing needs vl-convert: pip install vl-convert-python") from error
+    return vl_convert
+
+
+@cache
+def library() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script, compressed, in base64."""
+    script = str(drawer().javascript_bundle()).encode()
+    return b64encode(gzip.compress(script, mtime=0)).decode()
+
+
+def save(made: Picture, *paths: Path) -> None:
+    """Draw a picture, reproducibly.
+
+    Args:
+        made: the picture.
+        *paths: files that end in ``.svg`` or ``.png``.
+
+    Raises:
+        ImportError: the library that draws is not installed.
+    """
+    svg = drawer().vegalite_to_svg(fitted(made, WIDTH))
+    for path in paths:
+        data = svg.encode() if path.suffix == ".svg" else drawer().svg_to_png(svg, scale=2)
+        path.write_bytes(data)

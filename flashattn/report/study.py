@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from flashattn.report.plot import Picture
 from flashattn.report.runs import Row, Run
 from flashattn.report.units import notes, word
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Cell = Callable[[Row], str]
 
@@ -81,7 +79,7 @@ class Study(Protocol):
     def tables(self, run: Run) -> list[Table]:
         """Return the tables."""
 
-    def pictures(self, run: Run) -> dict[str, Figure]:
+    def pictures(self, run: Run) -> dict[str, Picture]:
         """Return the plots by file name."""
 
     def findings(self, run: Run) -> list[str]:

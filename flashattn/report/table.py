@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
+from flashattn.report.answer import ANSWER, cards
 from flashattn.report.origin import circumstances, footnotes, reasons, roofs
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES
@@ -51,9 +52,12 @@ def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
 
     Args:
         run: the run.
-        pictures: file names of plots, by study.
+        pictures: file names of plots, by study, and under ``ANSWER`` for the top.
     """
-    parts = [f"# {run.machine.get('gpu') or run.accelerator}", circumstances(run), roofs(run)]
+    parts = [f"# {run.machine.get('gpu') or run.accelerator}"]
+    parts.append(_bullets([f"{c.title}: {c.value}. {c.text} ({c.origin})" for c in cards(run)]))
+    parts += [f"![Speed of attention]({name})" for name in pictures.get(ANSWER, ())]
+    parts += [circumstances(run), roofs(run)]
     for study in STUDIES:
         if not run.study(study.NAME):
             continue

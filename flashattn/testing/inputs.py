@@ -65,9 +65,10 @@ def make_scored(
 ) -> dict[str, torch.Tensor]:
     """Make what scores are made with besides q and k, by the name that ``attention`` has for it.
 
-    Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); of an odd seed each batch has its
-    own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed, and of
-    half of all seeds it is fp32 whatever q is. Sinks are from far below the scores to above them.
+    Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); where seed + B is even each batch
+    has its own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed;
+    where seed // 2 + B is odd it is fp32 whatever q is. Sinks are from far below the scores to
+    above them.
 
     Args:
         problem: shapes, and what is asked.
@@ -79,13 +80,13 @@ def make_scored(
     if problem.alibi:
         heads = torch.arange(problem.heads, device=device, dtype=torch.float32)
         slopes = torch.exp2(-8 * (heads + 1) / max(problem.heads, 1))[None]
-        if seed % 2:
+        if (seed + problem.batch) % 2 == 0:
             slopes = slopes * (1 + torch.arange(problem.batch, device=device)[:, None] / 10)
             slopes[:, :1] = 0
         made["alibi_slopes"] = slopes
     if problem.bias_shape is not None:
         bias = _normal(problem.bias_shape, generator)
-        bias = bias if seed // 2 % 2 else bias.to(problem.torch_dtype)
+        bias = bias if (seed // 2 + problem.batch) % 2 else bias.to(problem.torch_dtype)
         made["bias"] = bias.mT.contiguous().mT if seed % 2 else bias
     if problem.sink:
         made["sink"] = torch.linspace(-20, 3, problem.heads, device=device)[None]

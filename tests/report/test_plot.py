@@ -1,27 +1,49 @@
-"""What pictures share: ours stands out, lengths are plain numbers, and a file can be reproduced."""
+"""What pictures share: ours stands out, lengths are plain numbers, all fit the width they get."""
 
 from __future__ import annotations
+
+import re
+import sys
 
 import pytest
 
 from flashattn.report import plot
+from flashattn.report.studies import STUDIES
+
+X, Y = plot.lengths([1, 2, 4]), plot.quantity("y", "ms")
+GROUNDS = ("#ffffff", "#14171c")  # of the page, light and dark
+CONTRAST = 3  # of lines and fields with their ground: WCAG 2.1, 1.4.11
 
 
-@pytest.fixture
-def axis():
-    """One panel of a picture."""
-    return plot.panels("title", 1, 1, height=3)[1][0][0]
+def points(*names, panels=("",), **facts):
+    """Return two points for each name in each panel."""
+    return [
+        {"panel": panel, "name": name, "x": x, "y": 10.0 * x} | facts
+        for panel in panels
+        for name in names
+        for x in (1, 4)
+    ]
 
 
-def test_ours_stands_out(axis):
-    """Our lines are thickest and on top; each has a colour, and points from left to right."""
-    plot.curves(axis, {name: [(2, 2.0), (1, 1.0)] for name in plot.COLOURS})
-    lines = {line.get_label(): line for line in axis.get_lines()}
-    assert list(lines["sdpa"].get_xdata()) == list(lines["sdpa"].get_ydata()) == [1, 2]
-    for ours in [lines.pop(name) for name in plot.KERNELS]:
-        assert all(ours.get_linewidth() > line.get_linewidth() for line in lines.values())
-        assert all(ours.get_zorder() > line.get_zorder() for line in lines.values())
-    assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+def luminance(colour):
+    """Return the relative luminance of a colour such as #14171c."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def drawn(made, tmp_path):
+    """Return a picture as SVG text."""
+    plot.save(made, tmp_path / "a.svg")
+    return (tmp_path / "a.svg").read_text()
+
+
+def test_colours_can_be_seen_on_both_grounds():
+    """Every colour has enough contrast with the page, whether that is light or dark."""
+    for colour in {*plot.COLOURS.values(), *plot.CYCLE}:
+        for ground in GROUNDS:
+            low, high = sorted(map(luminance, (colour, ground)))
+            assert (high + 0.05) / (low + 0.05) >= CONTRAST, (colour, ground)
 
 
 def test_colour_stays_with_its_name():
@@ -29,65 +51,94 @@ def test_colour_stays_with_its_name():
     assert plot.colour("sdpa") == plot.COLOURS["sdpa"]
     assert plot.colour("mine") == plot.colour("mine")
     assert plot.colour("mine") in plot.CYCLE
+    alone = [plot.COLOURS[name] for name in plot.COLOURS if name != plot.BEST]
+    assert len(set(alone)) == len(alone)
 
 
-def test_lengths_are_plain_numbers(axis):
+def test_ours_stands_out(tmp_path):
+    """Our line is thicker, and the last to be drawn; it is the first in the legend."""
+    made = plot.lines("title", points("hopper", "sdpa"), X, Y)
+    assert [record["name"] for record in made["data"]["values"]] == ["sdpa"] * 2 + ["hopper"] * 2
+    text = drawn(made, tmp_path)
+    found = re.findall(r'stroke="(#\w+)" stroke-width="([\d.]+)"', text)
+    thick, thin = (
+        max(float(width) for colour, width in found if colour == plot.COLOURS[name])
+        for name in ("hopper", "sdpa")
+    )
+    assert thick > 1.5 * thin
+    assert made["spec"]["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["hopper", "sdpa"]
+
+
+def test_lengths_are_plain_numbers(tmp_path):
     """The axis of lengths is a logarithm of base two and is labelled 128, 1k, 64k."""
-    plot.lengths(axis, [128, 1024, 65536, 1500])
-    assert (axis.get_xscale(), axis.xaxis.get_transform().base) == ("log", 2)
-    assert [text.get_text() for text in axis.get_xticklabels()] == ["128", "1k", "1500", "64k"]
-    plot.lengths(axis, [2**e for e in range(30)])
-    assert 5 <= len(axis.get_xticks()) <= 9  # so few that they can be read
+    records = [{"panel": "", "name": "sdpa", "x": n, "y": 1.0} for n in (128, 1024, 65536)]
+    text = drawn(plot.lines("title", records, plot.lengths([128, 1024, 65536]), Y), tmp_path)
+    assert all(f">{label}</text>" in text for label in ("128", "1k", "64k"))
+    few = plot.lengths([2**e for e in range(30)])["axis"]["values"]
+    assert 5 <= len(few) <= plot.FEW  # so few that they can be read
 
 
-def test_logarithmic_heights_are_plain_numbers(axis):
-    """Powers of ten are written out."""
-    axis.plot([1, 2], [0.01, 5000])
-    plot.logarithmic(axis)
-    axis.figure.draw_without_rendering()
-    assert {"0.01", "1", "1000"} <= {text.get_text() for text in axis.get_yticklabels()}
+def test_a_picture_fits_its_width(tmp_path):
+    """Panels lie side by side while they have room, then below one another."""
+    made = plot.lines("t", points("sdpa", panels="abcd"), X, Y, columns=4, least=150)
+    found = {width: plot.fitted(made, width) for width in (900, 500, 358)}
+    assert [fit["columns"] for fit in found.values()] == [4, 2, 1]
+    for width, fit in found.items():
+        across = fit["columns"] * (fit["spec"]["width"] + plot.GAP) - plot.GAP + plot.AXIS
+        assert width - fit["columns"] < across <= width
+    size = re.search(r'width="(\d+)" height="(\d+)"', drawn(made, tmp_path))
+    assert 0.95 * plot.WIDTH < int(size[1]) <= 1.02 * plot.WIDTH
 
 
-@pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
-def test_same_figure_makes_the_same_file(tmp_path, suffix, begin):
+def test_names_beside_bars_have_room():
+    """The longest name decides where bars begin, up to half of the picture."""
+    bar = {"panel": "", "value": 1.0, "said": "1 ms", "ours": False}
+    for name, room in (("ab", 900), ("a" * 200, 900 * (1 - plot.WIDEST))):
+        made = plot.bars("title", [bar | {"place": name}])
+        assert 0.9 * room < plot.fitted(made, 900)["spec"]["width"] <= room
+
+
+def test_legend_names_each_colour_once(tmp_path):
+    """A name that is in several panels is in the legend once, and a click singles it out."""
+    made = plot.lines("title", points("sdpa", "flex", panels="ab"), X, Y)
+    text = drawn(made, tmp_path)
+    assert text.count(">sdpa</text>") == text.count(">flex</text>") == 1
+    (pick,) = made["spec"]["layer"][0]["params"]
+    assert pick["bind"] == "legend"
+    long = plot.lines("title", points("x" * 200, "y"), X, Y)
+    assert plot.fitted(long, 900)["config"]["legend"]["columns"] == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"kind": "reference", "label": "roof"}, ">roof</text>"),
+        ({"kind": "missing", "label": "OOM"}, ">OOM</text>"),
+        ({"hollow": True}, "Hollow points"),
+    ],
+)
+def test_special_records_are_told(tmp_path, facts, said):
+    """A reference line and a missing point are named, a hollow point is explained."""
+    made = plot.lines("title", [*points("sdpa"), *points("flex", **facts)], X, Y)
+    assert said in drawn(made, tmp_path)
+    assert said not in drawn(plot.lines("title", points("sdpa"), X, Y), tmp_path)
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<svg"), (".png", b"\x89PNG")])
+def test_same_picture_makes_the_same_file(tmp_path, suffix, begin):
     """A picture is of the kind that its name asks for, and has neither date nor chance in it."""
     contents = []
     for name in ("a", "b"):
-        figure, axes = plot.panels("title", 1, 1, height=3)
-        plot.curves(axes[0][0], {"sdpa": [(1, 1.0), (2, 2.0)]})
-        plot.legend(figure, axes)
-        plot.save(figure, tmp_path / f"{name}{suffix}")
+        plot.save(plot.lines("title", points("sdpa"), X, Y), tmp_path / f"{name}{suffix}")
         contents.append((tmp_path / f"{name}{suffix}").read_bytes())
     assert contents[0].startswith(begin)
     assert contents[0] == contents[1]
 
 
-def test_legend_names_each_colour_once():
-    """A name that is in several panels is in the legend once."""
-    figure, axes = plot.panels("title", 1, 2, height=3)
-    for axis in axes[0]:
-        plot.curves(axis, {"sdpa": [(1, 1.0)], "flex": [(1, 2.0)]})
-    plot.legend(figure, axes)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["sdpa", "flex"]
-
-
-def test_ranked_bars_go_down_from_the_first(axis):
-    """Each place has one bar of its size, its name at the left, the first one on top."""
-    plot.ranked(axis, ["one", "two"], [1.5, 1024.0])
-    assert [bar.get_width() for bar in axis.patches] == [1.5, 1024.0]
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["one", "two"]
-    assert axis.yaxis_inverted()
-    assert [text.get_text() for text in axis.texts] == ["1.5", "1024"]
-
-
-def test_a_legend_of_long_names_takes_fewer_columns(axis):
-    """No name of a legend leaves the picture."""
-    axis.plot([0, 1], [0, 1])
-    for count, letters, columns in ((8, 4, 8), (8, 22, 3), (2, 200, 1)):
-        for line in axis.get_lines():
-            line.remove()
-        for i in range(count):
-            axis.plot([0, 1], [0, i], label=str(i) * letters)
-        axis.figure.legends.clear()
-        plot.legend(axis.figure, [[axis]])
-        assert axis.figure.legends[0]._ncols == columns
+def test_without_what_draws_it_says_what_to_install(made_run, monkeypatch, tmp_path):
+    """Pictures are described without the library; only drawing them needs it, and says so."""
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    plot.drawer.cache_clear()
+    made = [made for study in STUDIES for made in study.pictures(made_run).values()]
+    with pytest.raises(ImportError, match="pip install vl-convert-python"):
+        plot.save(made[0], tmp_path / "a.svg")

@@ -38,9 +38,22 @@ def changed(made_run, study, change, **facts):
     return replace(made_run, rows=rows)
 
 
-def heights(axis):
+def panel(picture, name=None):
+    """Return the records of one panel of a picture, or of its only one."""
+    records = picture["data"]["values"]
+    names = {record["panel"] for record in records}
+    assert name in names or len(names) == 1
+    return [record for record in records if record["panel"] == (name or record["panel"])]
+
+
+def heights(records, fact="y"):
     """Return the heights of a panel's lines by their names."""
-    return {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
+    return {name: [r[fact] for r in records if r.get("name") == name] for name in names(records)}
+
+
+def names(records):
+    """Return the names of a panel's lines, each once."""
+    return list(dict.fromkeys(record["name"] for record in records if "name" in record))
 
 
 @EACH
@@ -77,7 +90,7 @@ def test_pictures_are_named_after_their_study(made_pictures):
     """Every study draws; its pictures' names begin with its own, and each has a title."""
     found = [(study, *drawn) for study, own in made_pictures.items() for drawn in own.items()]
     assert {name for _, name, _ in found} == set(PICTURES.split())
-    assert all(name.startswith(study) and figure.get_suptitle() for study, name, figure in found)
+    assert all(name.startswith(study) and made["title"]["text"] for study, name, made in found)
 
 
 @EACH
@@ -198,10 +211,8 @@ def test_dtypes_are_told_apart(made_run):
     run = changed(made_run, launch, lambda _: True, dtype="float32", seconds=9e-5)
     both = replace(run, rows=[*made_run.study("launch"), *run.rows])
     assert [line[:4] for line in launch.findings(both)] == ["bf16", "bf16", "fp32", "fp32"]
-    assert [axis.get_title()[:4] for axis in launch.pictures(both)["launch-host"].axes] == [
-        "bf16",
-        "fp32",
-    ]
+    records = launch.pictures(both)["launch-host"]["data"]["values"]
+    assert {record["panel"][:4] for record in records} == {"bf16", "fp32"}
     forward = changed(made_run, launch, lambda _: True, **{"pass": "forward"})
     assert "allocates" not in " ".join(launch.findings(forward))
 
@@ -217,61 +228,84 @@ def test_what_a_logarithm_cannot_show_is_left_out(made_run):
     """An error of nothing or without end has no dot; the picture is drawn nevertheless."""
     errors = {"normal": {"o": {"max": math.inf, "mean": 0.0}, "dq": {"max": 0.5, "mean": 0.1}}}
     triton = replace(made_run, rows=made_run.study("accuracy")[:1])
-    (figure,) = accuracy.pictures(changed(triton, accuracy, lambda _: True, errors=errors)).values()
-    assert [dots.get_offsets()[:, 1].tolist() for dots in figure.axes[0].collections] == [
-        [0.5],
-        [0.1],
-    ]
+    (made,) = accuracy.pictures(changed(triton, accuracy, lambda _: True, errors=errors)).values()
+    shown = [(r["output"], r["error"]) for r in panel(made) if "error" in r]
+    assert shown == [("dq", 0.5), ("dq", 0.1)]
 
 
 def test_lines_are_drawn_through_the_rows(made_pictures):
     """Lines have the rows' numbers in the unit of their axis, beside the roof or what is exact."""
-    (speed,) = made_pictures["flash"]["flash-tokens-bfloat16-full"].axes
-    assert heights(speed)["sdpa"] == pytest.approx([409.6, 409.6])
-    assert heights(speed)["bf16 product, measured"] == [800, 800]
-    assert speed.get_ylim()[0] == 0
-    assert speed.get_ylim()[1] > 800
-    (seconds,) = made_pictures["flash"]["flash-one-head-bfloat16-causal"].axes
-    assert heights(seconds)["sdpa"] == [1.25, 10]
-    held, _ = made_pictures["attention"]["attention-memory"].axes
-    assert heights(held)["naive"] == [16, 256]
-    assert {"N", "N²", "OOM"} == {text.get_text() for text in held.texts}
-    (sums,) = made_pictures["precision"]["precision-sums"].axes
+    speed = made_pictures["flash"]["flash-tokens-bfloat16-full"]
+    assert heights(panel(speed))["sdpa"] == [409.6, 409.6]
+    assert heights(panel(speed))["roof"] == [800, 800]
+    y = speed["spec"]["layer"][0]["encoding"]["y"]
+    assert (y["title"], y["scale"]) == ("TFLOP/s", {"zero": True})
+    seconds = made_pictures["flash"]["flash-one-head-bfloat16-causal"]
+    assert heights(panel(seconds))["sdpa"] == [1.25, 10]
+    held = panel(made_pictures["attention"]["attention-memory"], "held for backward")
+    assert heights([r for r in held if "kind" not in r])["naive"] == [16, 256]
+    assert {r["label"] for r in held if r.get("label")} == {"N", "N²", "OOM, predicted"}
+    sums = panel(made_pictures["precision"]["precision-sums"])
     assert heights(sums)["exact"] == [0, 10]
     assert heights(sums)["bf16 + bf16"][-1] == 4
-    (steps,) = made_pictures["warmup"]["warmup-steps"].axes
+    steps = panel(made_pictures["warmup"]["warmup-steps"])
     assert heights(steps)["0 warm-up steps"] == [100, *[10] * 9]
-    (curve, peak) = made_pictures["memory"]["memory-2_7B-fp32-naive"].axes[0].get_lines()
-    assert list(curve.get_ydata()) == [1, 4, 2]
-    assert (peak.get_xdata()[0], peak.get_ydata()[0]) == (pytest.approx(100), 4)
+    both = panel(made_pictures["parallel"]["parallel-tokens"])
+    assert heights(both)["linear"] == pytest.approx([1.1111, 2.2222], rel=1e-4)
+
+
+def test_a_timeline_keeps_its_peak(made_run, made_pictures):
+    """Of thousands of moments the highest stays, with its time; phases lie where they were."""
+    (phase, *_, peak) = panel(made_pictures["memory"]["memory-2_7B-fp32-naive"])
+    assert (phase["label"], phase["x"], phase["end"]) == ("forward", 0, 100)
+    assert (peak["x"], peak["y"], peak["label"]) == (pytest.approx(100), 4, "peak 4 GiB")
+    moments = [[i / 1e4, 2**30 * (9 if i == 1234 else i % 7)] for i in range(5000)]
+    run = changed(made_run, memory, lambda _: True, timeline=moments)
+    (_, _, *points, peak) = panel(memory.pictures(run)["memory-2_7B-fp32-naive"])
+    assert max(point["y"] for point in points) == 9
+    assert (peak["x"], peak["y"]) == (pytest.approx(123.4), 9)
+    assert len(points) <= memory.DRAWN + 1
 
 
 def test_bars_and_fields_are_the_rows(made_pictures):
-    """Bars are as high as gains, microseconds and shares; fields have the verdicts' words."""
+    """Bars are as long as gains, microseconds and shares; fields have the verdicts' words."""
 
-    def sizes(study, name, panel=0, of="get_height"):
-        groups = made_pictures[study][name].axes[panel].containers
-        return {g.get_label(): pytest.approx([getattr(bar, of)() for bar in g]) for g in groups}
+    def sizes(study, name, of=None, fact="value"):
+        return [record[fact] for record in panel(made_pictures[study][name], of)]
 
-    gains = sizes("lm", "lm-speedups")
-    assert (gains["tf32 / fp32"], gains["triton / sdpa"]) == ([2], [0.5, 0.5])
-    assert sizes("launch", "launch-host")["eager"] == [30, 10, 20]
-    assert list(sizes("compile", "compile-speedups", 0, "get_width").values()) == [[2, 0.8]]
-    shares = sizes("profile", "profile-categories", 0, "get_width")
-    assert shares["matmul"] == [80, 50]
-    assert shares["mine"] == [0, 10]
-    texts = made_pictures["accuracy"]["accuracy-contract"].axes[0].texts
-    assert [text.get_text() for text in texts] == ["yes", "yes", "yes", "NO"]
+    assert sizes("lm", "lm-speedups", "tf32 / fp32") == [2]
+    assert sizes("lm", "lm-speedups", "triton / sdpa") == [0.5, 0.5]
+    eager = "bf16, forward+backward, eager"
+    assert sizes("launch", "launch-host", eager) == pytest.approx([30, 10, 20])
+    assert sizes("launch", "launch-host", eager, "said") == ["30 µs", "10 µs", "20 µs"]
+    assert sizes("launch", "launch-host", eager, "ours") == [True, False, False]
+    assert sizes("compile", "compile-speedups") == [2, 0.8, 4]
+    shares = panel(made_pictures["profile"]["profile-categories"])
+    assert heights(shares, "share") == {
+        "softmax": [20],
+        "matmul": [80, 50],
+        "optimizer": [40],
+        "mine": [10],
+    }
+    assert sizes("accuracy", "accuracy-contract", fact="name") == ["yes", "yes", "yes", "NO"]
 
 
 def test_pictures_tell_what_is_unsteady_and_what_is_missing(made_run):
     """An unsteady point is hollow; a pass that was not measured at a head dimension says so."""
     run = changed(made_run, flash, lambda row: row["impl"] == "sdpa", q1=1e-4, q3=1.0)
     rows = [r | {"head_dim": 64, "pass": "backward"} for r in run.study("flash")]
-    figure = flash.pictures(replace(run, rows=run.rows + rows))["flash-tokens-bfloat16-full"]
-    missing, measured, *_ = figure.axes
-    assert [text.get_text() for text in missing.texts] == ["not measured"]
-    hollow = [line for line in measured.get_lines() if line.get_label() == "quartiles far apart"]
-    assert [line.get_xdata()[0] for line in hollow] == [512, 4096]
+    made = flash.pictures(replace(run, rows=run.rows + rows))["flash-tokens-bfloat16-full"]
+    assert made["facet"]["sort"] == [
+        "forward, D = 64: not measured",
+        "forward, D = 128",
+        "backward, D = 64",
+        "backward, D = 128: not measured",
+    ]
+    assert "Hollow" in made["title"]["subtitle"]
+    measured = panel(made, "forward, D = 128")
+    assert [(r["name"], r["x"]) for r in measured if r.get("hollow")] == [
+        ("sdpa", 512),
+        ("sdpa", 4096),
+    ]
     one = replace(run, rows=[r for r in run.rows if r.get("seq_q") == 512])
     assert flash.pictures(one) == {}

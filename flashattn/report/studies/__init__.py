@@ -1,4 +1,4 @@
-"""The studies in reading order: the model, its parts, its attention."""
+"""The studies in reading order: attention, its correctness, then the model around it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ from flashattn.report.studies import (
 from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    *(lm, warmup, profile, precision, memory),
-    *(attention, compile, flash, masks, launch, parallel, accuracy),
+    *(flash, accuracy, masks, attention, launch, parallel),
+    *(lm, memory, profile, compile, precision, warmup),
 )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 from flashattn.report import plot
-from flashattn.report.rows import OURS, by, groups, label, ok, ordered, values
+from flashattn.report.rows import by, groups, label, ok, ordered, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import digits
@@ -16,9 +15,9 @@ NAME = "accuracy"
 TITLE = "Accuracy"
 QUESTION = "How wrong is everybody against fp64, and who keeps which promise?"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
-KINDS = {"max": "-", "mean": ":"}  # line styles of the budgets
+KINDS = {"max": [1, 0], "mean": [2, 3]}  # dashes of the budgets
 MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
-COLOURS = {"yes": "#cfe8d5", "NO": "#f4b6a6", "-": "#ececec", "CRASH": "#e0705c"}  # by mark
+COLOURS = {"yes": "#3fa968", "NO": "#e4573d", "-": "#9aa4b1", "CRASH": "#b3261e"}  # by mark
 
 
 def _errors(run: Run) -> list[Row]:
@@ -32,6 +31,19 @@ def _errors(run: Run) -> list[Row]:
         for name, error in outputs.items()
         for kind in KINDS
     ]
+
+
+def judged(run: Run) -> list[Row]:
+    """Return a row for each error that has a budget."""
+    return [row for row in _errors(run) if not math.isnan(share(row))]
+
+
+def kept(run: Run) -> dict[str, tuple[int, int]]:
+    """Return how many clauses each implementation keeps, and of how many."""
+    return {
+        impl: (sum(_verdict(row, name) == "keeps" for name in row["clauses"]), len(row["clauses"]))
+        for impl, row in _contracts(run).items()
+    }
 
 
 def _contracts(run: Run) -> dict[str, Row]:
@@ -60,11 +72,11 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _cell(kinds: list[Row]) -> str:
-    told = [digits(row["error"]) + "!" * (_share(row) > 1) for row in kinds]
+    told = [digits(row["error"]) + "!" * (share(row) > 1) for row in kinds]
     return " / ".join([*told, *(digits(row["bias"]) for row in kinds[:1])])
 
 
-def _share(row: Row) -> float:
+def share(row: Row) -> float:
     """Return an error over its budget; infinite if only the budget is 0."""
     if row["error"] is None or row["budget"] is None:
         return math.nan
@@ -107,26 +119,25 @@ def _reasons(contracts: dict[str, Row]) -> Table:
 def findings(run: Run) -> list[str]:
     """Return, for each implementation, how often it exceeds budgets and which clauses it breaks."""
     said = []
-    judged = [row for row in _errors(run) if not math.isnan(_share(row))]
-    for (impl,), own in groups(judged, "impl").items():
-        worst = [max(errors, key=_share) for errors in groups(own, "kind").values()]
+    for (impl,), own in groups(judged(run), "impl").items():
+        worst = [max(errors, key=share) for errors in groups(own, "kind").values()]
         ends = [
-            f"its {row['kind']} error reaches {digits(_share(row))} of the budget "
+            f"its {row['kind']} error reaches {digits(share(row))} of the budget "
             f"({label(row, 'output', 'dtype', 'head_dim', 'values')})"
             for row in worst
         ]
-        above = f"{impl} exceeds its budget in {sum(_share(row) > 1 for row in own)} of {len(own)}"
+        above = f"{impl} exceeds its budget in {sum(share(row) > 1 for row in own)} of {len(own)}"
         said.append(f"{above} errors; {' and '.join(ends)}.")
-    for impl, row in _contracts(run).items():
-        verdicts = {clause: _verdict(row, clause) for clause in row["clauses"]}
-        kept = list(verdicts.values()).count("keeps")
-        broken = [name for name, verdict in verdicts.items() if verdict in ("breaks", "crashes")]
+    contracts = _contracts(run)
+    for impl, (count, of) in kept(run).items():
+        clauses = contracts[impl]["clauses"]
+        broken = [c for c in clauses if _verdict(contracts[impl], c) in ("breaks", "crashes")]
         end = "; ".join(broken) or "none"
-        said.append(f"{impl} keeps {kept} of {len(verdicts)} clauses and breaks {end}.")
+        said.append(f"{impl} keeps {count} of {of} clauses and breaks {end}.")
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the errors by output with their budgets, for each kind of values; and the clauses."""
     drawn = {}
     for (kind,), rows in groups(_errors(run), "values").items():
@@ -135,54 +146,61 @@ def pictures(run: Run) -> dict[str, plot.Figure]:
     return drawn | ({f"{NAME}-contract": _kept(clauses)} if clauses.lines else {})
 
 
-def _kept(clauses: Table) -> plot.Figure:
+def _kept(clauses: Table) -> plot.Picture:
     """Plot the table of clauses, a coloured field for each verdict."""
-    impls, names = clauses.header[1:], [name for name, *_ in clauses.lines]
+    records = [
+        {"panel": "", "clause": name, "impl": impl, "name": verdict}
+        for name, *verdicts in clauses.lines
+        for impl, verdict in zip(clauses.header[1:], verdicts, strict=True)
+    ]
+    top = {"orient": "top", "labelAngle": -35, "ticks": False, "domain": False, "labelLimit": 0}
+    common = {"type": "nominal", "sort": None, "title": None}
+    place: Any = {"x": common | {"field": "impl", "axis": top}, "y": common | {"field": "clause"}}
+    scale = {"domain": [*COLOURS], "range": [*COLOURS.values()]}
+    hue = {"field": "name", "type": "nominal", "scale": scale, "legend": None}
+    place["tooltip"] = plot.tips("clause", "impl", name="verdict")
+    band = {"band": 0.96}
+    box = {"type": "rect", "opacity": 0.45, "width": band, "height": band}
+    layers = [plot.layer(box, **place, color=hue)]
+    layers.append(plot.layer(plot.TEXT, **place, text={"field": "name"}))
     title = "The contract: kept (yes), broken (NO), refused with an error (-)"
-    figure, ((axis,),) = plot.panels(title, 1, 1, height=0.8 + 0.27 * len(names))
-    for y, (_, *verdicts) in enumerate(clauses.lines):
-        for x, verdict in enumerate(verdicts):
-            axis.barh(y, 0.96, 0.92, x - 0.48, color=COLOURS.get(verdict, "white"))
-            axis.text(x, y, verdict, ha="center", va="center", fontsize=8)
-    axis.set_xticks(range(len(impls)), impls, rotation=30, ha="left", fontsize=8.5)
-    axis.set_yticks(range(len(names)), names, fontsize=8.5)
-    axis.tick_params(length=0, top=False, labeltop=True, labelbottom=False)
-    axis.set(xlim=(-0.5, len(impls) - 0.5), ylim=(len(names) - 0.5, -0.5))
-    axis.spines[:].set_visible(False)
-    axis.grid(visible=False)
-    return figure
+    made = plot.picture(title, records, layers, height={"step": 20})
+    return plot.beside(made, [record["clause"] for record in records])
 
 
-def _picture(kind: str, rows: list[Row]) -> plot.Figure:
+def _picture(kind: str, rows: list[Row]) -> plot.Picture:
     """Plot a panel for each head dimension and dtype, on one scale."""
-    dims, dtypes, impls = (values(rows, fact) for fact in ("head_dim", "dtype", "impl"))
-    title = f"Errors against fp64 in ulps, values: {kind}; dots are the largest, rings the mean"
-    figure, axes = plot.panels(title, len(dims), len(dtypes), height=2.9, sharex=True, sharey=True)
-    for i, j in product(range(len(dims)), range(len(dtypes))):
-        shape = {"dtype": dtypes[j], "head_dim": dims[i]}
-        _panel(axes[i][j], [row for row in rows if shape.items() <= row.items()], impls)
-        axes[i][j].set(title=label(shape, *shape), ylabel="" if j else "ulps")
-        axes[i][j].set_xticks(range(len(OUTPUTS)), OUTPUTS)
-        plot.logarithmic(axes[i][j])
-    plot.legend(figure, axes)
-    return figure
+    records, told = list[plot.Record](), set[tuple[Any, ...]]()
+    for row in ordered(rows, "head_dim", "dtype", "impl"):
+        record = {"panel": label(row, "dtype", "head_dim"), "name": row["impl"]}
+        record |= {"kind": row["kind"], "output": row["output"]}
+        drawn = [fact for fact in ("error", "budget") if _drawable(row[fact])]
+        record |= {fact: plot.exact(row[fact]) for fact in drawn}
+        limit = (record["panel"], row["kind"], row["output"])
+        if "budget" in drawn and limit not in told:  # all have the same
+            told.add(limit)
+            record["limit"] = record["budget"]
+        records.append(record)
+    x: plot.Channel = {"field": "output", "type": "nominal", "sort": [*OUTPUTS], "title": None}
+    x["axis"] = {"labelAngle": 0}
+    y, names = plot.quantity("error", "ulps", log=True), values(rows, "impl")
+    tips = plot.tips("output", "kind", name="implementation", error="ulps", budget="budget, ulps")
+    dot = {"x": x, "y": y, "xOffset": {"field": "name", "sort": names}, "tooltip": tips}
+    ends = {"x": x | {"bandPosition": 0.02}, "x2": {"field": "output", "bandPosition": 0.98}}
+    ends |= {"y": y | {"field": "limit"}} | plot.GREY
+    layers = []
+    for of, dash in KINDS.items():
+        test, line = f"datum.kind == '{of}'", {"type": "rule", "strokeDash": dash}
+        spot = plot.POINT | {"filled": of == "max"}
+        layers.append(plot.layer(spot, f"{test} && datum.error", **dot))
+        layers.append(plot.layer(line, f"{test} && datum.limit", **ends))
+    title = f"Errors against fp64 in ulps, values: {kind}"
+    note = "Dots: the largest error, its budget a line. Rings: the mean error, its budget dotted."
+    columns = len(values(rows, "dtype"))
+    made = plot.picture(title, records, layers, columns=columns, least=240, note=note)
+    return plot.named(made, names)
 
 
-def _panel(axis: plot.Axes, rows: list[Row], impls: list[str]) -> None:
-    """Plot each output: budgets as lines, maxima as dots, means as rings."""
-    for (impl, kind), own in groups(_drawable(rows, "error"), "impl", "kind").items():
-        shift = (impls.index(impl) - (len(impls) - 1) / 2) * 0.8 / len(impls)
-        places = [OUTPUTS.index(row["output"]) + shift for row in own]
-        ours, colour = impl == OURS, plot.colour(impl)
-        look: Any = {"facecolors": "white"} if kind == "mean" else {"label": impl}
-        look = {"s": 36 if ours else 16, "color": colour, "zorder": 3 + ours} | look
-        axis.scatter(places, [row["error"] for row in own], **look, edgecolors=colour)
-    for (kind, output), own in groups(_drawable(rows, "budget"), "kind", "output").items():
-        x, heights = OUTPUTS.index(output), [own[0]["budget"]] * 2
-        name = f"budget of the {kind}"
-        axis.plot([x - 0.45, x + 0.45], heights, KINDS[kind], color="0.35", label=name)
-
-
-def _drawable(rows: list[Row], fact: str) -> list[Row]:
-    """Return the rows whose fact is positive and finite, as a logarithmic axis needs."""
-    return [row for row in rows if row[fact] is not None and 0 < row[fact] < math.inf]
+def _drawable(value: float | None) -> bool:
+    """Return whether a logarithmic axis can show a value."""
+    return value is not None and 0 < value < math.inf

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flashattn.report import plot
 from flashattn.report.fit import exponent
 from flashattn.report.rows import NAIVE, OURS, by, groups, known, label, timed, values
@@ -66,7 +64,7 @@ def _points(rows: list[Row], fact: str) -> list[tuple[int, float]]:
 def findings(run: Run) -> list[str]:
     """Return the growth of memory, our speed over naive attention, and the lengths that OOM."""
     rows = _rows(run)
-    return [*_growth(rows), *_against_naive(rows), *_ends(rows)]
+    return [*_growth(rows), *_compared(run), *_ends(rows)]
 
 
 def _chosen(rows: list[Row]) -> list[Row]:
@@ -87,21 +85,28 @@ def _growth(rows: list[Row]) -> list[str]:
     return said
 
 
-def _against_naive(rows: list[Row]) -> list[str]:
-    """Compare with naive attention at the longest common length, for each pass."""
-    said = []
-    for (name,), cases in groups(timed(rows), "pass").items():
+def against_naive(run: Run) -> dict[str, tuple[Row, Row]]:
+    """Return naive attention and ours at the longest common length, for each pass."""
+    found = dict[str, tuple[Row, Row]]()
+    for (name,), cases in groups(timed(_rows(run)), "pass").items():
         sides = [by(own, "impl") for own in groups(cases, "seq", *SHAPE).values()]
         both = [(side[NAIVE], side[OURS]) for side in sides if {NAIVE, OURS} <= set(side)]
-        for naive, ours in both[-1:]:
-            fact = next((fact for fact in MEMORY if naive.get(fact) and ours.get(fact)), None)
-            memory = ""
-            if fact:
-                memory = f" with {percent(ours[fact] / naive[fact])} of the bytes ({MEMORY[fact]})"
-            said.append(
-                f"{name}: {OURS} is {times(naive['seconds'] / ours['seconds'])} as fast as {NAIVE} "
-                f"at {label(naive, 'seq', 'head_dim')}{memory}."
-            )
+        if both:
+            found[name] = both[-1]
+    return found
+
+
+def _compared(run: Run) -> list[str]:
+    said = []
+    for name, (naive, ours) in against_naive(run).items():
+        fact = next((fact for fact in MEMORY if naive.get(fact) and ours.get(fact)), None)
+        memory = ""
+        if fact:
+            memory = f" with {percent(ours[fact] / naive[fact])} of the bytes ({MEMORY[fact]})"
+        said.append(
+            f"{name}: {OURS} is {times(naive['seconds'] / ours['seconds'])} as fast as {NAIVE} "
+            f"at {label(naive, 'seq', 'head_dim')}{memory}."
+        )
     return said
 
 
@@ -115,7 +120,7 @@ def _ends(rows: list[Row]) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot bytes over N on logarithmic axes, with reference lines for N and N²."""
     rows = _rows(run)
     chosen = _chosen([row for row in rows if _has_bytes(row)])
@@ -124,33 +129,33 @@ def pictures(run: Run) -> dict[str, plot.Figure]:
         return {}
     shape = {fact: chosen[0].get(fact) for fact in SHAPE}
     same = [row for row in rows if all(row.get(fact) == v for fact, v in shape.items())]
+    records = [record for fact in shown for record in _records(same, fact)]
+    x, y = plot.lengths(values(same, "seq")), plot.quantity("y", "MiB", log=True)
     title = f"Memory of attention, {label(shape, *SHAPE)}"
-    figure, axes = plot.panels(title, 1, len(shown), height=3.6, sharey=True)
-    for axis, fact in zip(axes[0], shown, strict=True):
-        _panel(axis, same, fact)
-        axis.set(title=MEMORY[fact])
-    axes[0][0].set(ylabel="MiB")
-    plot.legend(figure, axes)
-    return {"attention-memory": figure}
+    made = plot.lines(title, records, x, y, columns=2, least=280, height=250)
+    return {"attention-memory": made}
 
 
-def _panel(axis: plot.Axes, rows: list[Row], fact: str) -> None:
+def _records(rows: list[Row], fact: str) -> list[plot.Record]:
+    """Return a point for each length, a cross where memory ended, and lines for N and N²."""
+    panel = {"panel": MEMORY[fact]}
     found = {impl: _points(own, fact) for (impl,), own in groups(rows, "impl").items()}
-    series = {i: [(n, count / MEBI) for n, count in own] for i, own in found.items() if own}
-    plot.curves(axis, series)
-    away: Any = {"textcoords": "offset points"}
-    for row in known((row for row in rows if row["status"] == "oom"), "predicted_bytes"):
-        point = row["seq"], row["predicted_bytes"] / MEBI
-        axis.scatter(*point, marker="x", s=45, color=plot.colour(row["impl"]))
-        axis.annotate("OOM", point, fontsize=8, ha="right", xytext=(-7, 2), **away)
-    plot.logarithmic(axis)
-    plot.lengths(axis, values(rows, "seq"))
-    curved = sorted((own for own in series.values() if len(own) > 1), key=lambda own: own[-1][1])
+    made = [
+        panel | {"name": impl, "x": n, "y": plot.exact(count / MEBI)}
+        for impl, own in found.items()
+        for n, count in own
+    ]
+    ended = known((row for row in rows if row["status"] == "oom"), "predicted_bytes")
+    missing = {(row["impl"], row["seq"]): row["predicted_bytes"] / MEBI for row in ended}
+    for (impl, n), size in missing.items():
+        cross = {"kind": "missing", "label": "OOM, predicted"}
+        made.append(panel | cross | {"name": impl, "x": n, "y": plot.exact(size)})
+    curved = sorted((own for own in found.values() if len(own) > 1), key=lambda own: own[-1][1])
     for power, own in ((1, curved[:1]), (2, curved[-1:])):  # lowest and highest curve
         for (start, value), *_, (end, _) in own:
-            ends = [(n, 0.6 * value * (n / start) ** power) for n in (start, end)]
-            axis.plot(
-                *zip(*ends, strict=True), linestyle=":", color="0.45", linewidth=1.2, zorder=1
-            )
             name = ("N", "N²")[power - 1]
-            axis.annotate(name, ends[-1], color="0.35", xytext=(3, 0), fontsize=9, **away)
+            for n, said in ((start, ""), (end, name)):
+                line = {"name": name, "kind": "reference", "label": said}
+                height = 0.6 * value * (n / start) ** power / MEBI
+                made.append(panel | line | {"x": n, "y": plot.exact(height)})
+    return made

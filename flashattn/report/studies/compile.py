@@ -6,7 +6,7 @@ import math
 
 from flashattn.report import plot
 from flashattn.report.fit import in_words
-from flashattn.report.rows import attempted, groups, known, label, ordered, timed
+from flashattn.report.rows import KERNELS, attempted, groups, known, label, ordered, timed
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import digits, ms, or_mark, times
@@ -16,7 +16,7 @@ TITLE = "torch.compile"
 QUESTION = "What does the compiler gain, what does it cost first, and when has it paid off?"
 CASE = ("size", "impl", "context", "seq", "head_dim", "precision", "dtype")
 DOING = ("step", "pass")  # a model takes a step, attention a pass
-MOST = 40  # bars per panel
+MOST = 40  # bars for each subject
 
 
 def _gain(row: Row) -> float | None:
@@ -76,16 +76,14 @@ def _named(row: Row) -> str:
     return label(row, *CASE, *DOING)
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Plot the speed-up of each case, a panel for each subject."""
+def pictures(run: Run) -> dict[str, plot.Picture]:
+    """Plot the speed-up of each case."""
     rows = [row for row in timed(run.study(NAME)) if _gain(row) is not None]
-    found = groups(rows, "subject")
-    if not found:
-        return {}
-    figure, axes = plot.panels("Speed-up by torch.compile", 1, len(found), height=6.5)
-    for axis, ((subject,), own) in zip(axes[0], found.items(), strict=True):
-        shown = ordered(own, *CASE, *DOING)[:MOST]
-        plot.ranked(axis, [_named(row) for row in shown], [_gain(row) or 0 for row in shown])
-        axis.axvline(1, color="0.4", linewidth=1)
-        axis.set(title=str(subject), xlabel="speed-up")
-    return {"compile-speedups": figure}
+    records = [
+        {"panel": "", "place": _named(row), "value": plot.exact(_gain(row) or 0)}
+        | {"said": times(_gain(row)), "ours": row["impl"] in KERNELS}
+        for own in groups(rows, "subject").values()
+        for row in ordered(own, *CASE, *DOING)[:MOST]
+    ]
+    made = plot.bars("Speed over eager's by torch.compile", records)
+    return {"compile-speedups": made} if records else {}

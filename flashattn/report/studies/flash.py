@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import product
 
 from flashattn.report import plot
@@ -14,6 +13,7 @@ from flashattn.report.rows import (
     by,
     groups,
     known,
+    ordered,
     reached,
     share,
     speed,
@@ -32,10 +32,12 @@ OWN = (*KERNELS, "tiled")  # not peers
 ONE_HEAD = "one_head"
 FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv", "problem")
+Duel = tuple[Row, Row]  # of a peer and of ours
 WIDEST = 5  # columns of panels that stay readable
 
 
-def _rows(run: Run) -> list[Row]:
+def usable(run: Run) -> list[Row]:
+    """Return the rows that have the facts of a case."""
     return known(run.study(NAME), *FACTS)
 
 
@@ -45,14 +47,14 @@ def tables(run: Run) -> list[Table]:
     The protocol with one head has many lengths, so it gets a table for each head dimension.
     """
     made = []
-    for (protocol, name), rows in groups(_rows(run), "protocol", "pass").items():
+    for (protocol, name), rows in groups(usable(run), "protocol", "pass").items():
         parts = groups(rows, "head_dim").values() if protocol == ONE_HEAD else [rows]
         made += [_table(run, protocol, name, part) for part in parts if timed(part)]
     return filled(*made)
 
 
 def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
-    where, unit = f"{name}, {_sizes(rows)}", "TFLOP/s (share of the dtype's roof), no masked work"
+    where, unit = f"{name}, {sizes(rows)}", "TFLOP/s (share of the dtype's roof), no masked work"
     if protocol == ONE_HEAD:
         where, unit = f"{where}, D = {rows[0]['head_dim']}", "ms"
     impls, lines = values(timed(rows), "impl"), []
@@ -65,7 +67,7 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
     return Table(caption=caption, header=header, lines=lines, rows=rows, notes=notes(lines))
 
 
-def _sizes(rows: list[Row]) -> str:
+def sizes(rows: list[Row]) -> str:
     """Return what all problems share: one head, or the number of tokens and the hidden size."""
     rows = known(rows, "batch", "heads")
     batches = {row["batch"] for row in rows}
@@ -73,8 +75,8 @@ def _sizes(rows: list[Row]) -> str:
         return "one head" if batches == {1} else f"one head, batch {batches.pop()}"
     tokens = {row["batch"] * row["seq_q"] for row in rows}
     hidden = {row["heads"] * row["head_dim"] for row in rows}
-    if len(tokens) == len(hidden) == 1:
-        return f"{tokens.pop()} tokens, hidden {hidden.pop()}"
+    if len(tokens) == 1:
+        return f"{tokens.pop()} tokens" + (f", hidden {hidden.pop()}" if len(hidden) == 1 else "")
     return "many heads"
 
 
@@ -90,20 +92,25 @@ def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
     return tera(speed(row)) + (f" ({part})" if part else "") + unsteady
 
 
-def _best_pair(cases: list[Row]) -> tuple[Row, Row] | None:
+def duels(rows: list[Row]) -> list[Duel]:
+    """Return the fastest peer and ours for each problem where both have a time."""
+    return [duel for duel in map(_best_pair, groups(rows, *SHAPE).values()) if duel]
+
+
+def _best_pair(cases: list[Row]) -> Duel | None:
     """Return the rows of the fastest peer and of ours for one problem, if both have a time.
 
     Peers measured in the same run as ours take precedence over others.
     """
-    ours = _ours(cases)
+    ours = fastest(cases)
     peers = [row for row in by(timed(cases), "impl").values() if row["impl"] not in OWN]
     if ours is None or not peers:
         return None
-    beside = [row for row in peers if _beside(row, ours)]
+    beside = [row for row in peers if same_run(row, ours)]
     return min(beside or peers, key=_seconds), ours
 
 
-def _ours(cases: list[Row]) -> Row | None:
+def fastest(cases: list[Row]) -> Row | None:
     """Return the row of our fastest kernel."""
     return min((row for row in timed(cases) if row["impl"] in KERNELS), key=_seconds, default=None)
 
@@ -112,7 +119,7 @@ def _seconds(row: Row) -> float:
     return float(row["seconds"])
 
 
-def _beside(a: Row, b: Row) -> bool:
+def same_run(a: Row, b: Row) -> bool:
     """Return whether two rows were measured in one run."""
     return a.get("run") is b.get("run")
 
@@ -122,40 +129,36 @@ def _ratio(cases: list[Row]) -> str:
     if duel is None:
         return ""
     peer, ours = duel
-    mark = "" if _beside(peer, ours) else " +"
+    mark = "" if same_run(peer, ours) else " +"
     return f"{peer['seconds'] / ours['seconds']:.2f} x {peer['impl']}{mark}"
 
 
 def findings(run: Run) -> list[str]:
     """Return, for each protocol and pass, how often ours wins, its best speed and its growth."""
     said = []
-    for (protocol, name), rows in groups(_rows(run), "protocol", "pass").items():
+    for (protocol, name), rows in groups(usable(run), "protocol", "pass").items():
         found = [*_wins(rows), *_best(run, rows)]
         if protocol == ONE_HEAD:
             found += [*_slower(rows), *_growth(rows)]
-        said += [f"{name}, {_sizes(rows)}: {sentence}." for sentence in found]
+        said += [f"{name}, {sizes(rows)}: {sentence}." for sentence in found]
     return said
-
-
-def _problems(rows: list[Row]) -> Iterable[list[Row]]:
-    return groups(rows, *SHAPE).values()
 
 
 def _wins(rows: list[Row]) -> list[str]:
-    duels = [duel for duel in map(_best_pair, _problems(rows)) if duel]
-    quiet = [duel for duel in duels if all(map(steady, duel))]
-    said = [_wins_of(duels)] if duels else []
-    if quiet and len(quiet) < len(duels):
+    found = duels(rows)
+    quiet = [duel for duel in found if all(map(steady, duel))]
+    said = [_wins_of(found)] if found else []
+    if quiet and len(quiet) < len(found):
         said.append(f"where both medians are steady, {_wins_of(quiet)}")
-    apart = sum(not _beside(*duel) for duel in duels)
+    apart = sum(not same_run(*duel) for duel in found)
     if apart:
-        said.append(f"in {apart} of {len(duels)} problems the peer was measured in another run")
+        said.append(f"in {apart} of {len(found)} problems the peer was measured in another run")
     return said
 
 
-def _wins_of(duels: list[tuple[Row, Row]]) -> str:
+def _wins_of(found: list[Duel]) -> str:
     """Return how often and by how much ours is faster than the best peer."""
-    ratios = {ours["problem"]: peer["seconds"] / ours["seconds"] for peer, ours in duels}
+    ratios = {ours["problem"]: peer["seconds"] / ours["seconds"] for peer, ours in found}
     won = sum(ratio > 1 for ratio in ratios.values())
     first = f"ours is the fastest in {won} of {len(ratios)} problems"
     return f"{first}; its speed over the best peer's is {in_words(ratios)}"
@@ -163,12 +166,17 @@ def _wins_of(duels: list[tuple[Row, Row]]) -> str:
 
 def _slower(rows: list[Row]) -> list[str]:
     """Return how often, and up to which length, ours is slower than naive attention."""
-    sides = [(by(timed(cases), "impl").get(NAIVE), _ours(cases)) for cases in _problems(rows)]
+    sides = [
+        (by(timed(cases), "impl").get(NAIVE), fastest(cases))
+        for cases in groups(rows, *SHAPE).values()
+    ]
     both = [(naive, ours) for naive, ours in sides if naive and ours]
     slower = [ours for naive, ours in both if ours["seconds"] > naive["seconds"]]
     if not both:
         return []
-    longest = f", at most {max(slower, key=lambda row: row['seq_q'])['problem']}" if slower else ""
+    if not slower:
+        return [f"ours is never slower than {NAIVE}, in {len(both)} problems"]
+    longest = f", at most {max(slower, key=lambda row: row['seq_q'])['problem']}"
     return [f"ours is slower than {NAIVE} in {len(slower)} of {len(both)} problems{longest}"]
 
 
@@ -196,49 +204,50 @@ def _growth(rows: list[Row]) -> list[str]:
     return [f"{OURS}'s time grows as {', '.join(said)}"] if said else []
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot speed over length for a fixed number of tokens, and time over length for one head."""
     drawn, facts = {}, ("protocol", "dtype", "causal")
-    for (protocol, dtype, causal), rows in groups(timed(_rows(run)), *facts).items():
+    for (protocol, dtype, causal), rows in groups(timed(usable(run)), *facts).items():
         if len(values(rows, "seq_q")) > 1:
             mask, slow = word("causal", causal), protocol == ONE_HEAD
             what = "time" if slow else "speed"
-            title = f"{word('dtype', dtype)}, {mask}, {_sizes(rows)}: {what}"
+            title = f"{word('dtype', dtype)}, {mask}, {sizes(rows)}: {what}"
             stem = f"{NAME}-{protocol}-{dtype}-{mask}".replace("_", "-").replace(", ", "-")
             drawn[stem] = _picture(run, title, rows, slow=slow)
     return drawn
 
 
-def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> plot.Figure:
+def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> plot.Picture:
     """Plot a row of panels for each pass, a column for each of the largest head dimensions."""
     passes, dims = values(rows, "pass"), values(rows, "head_dim")[-WIDEST:]
-    figure, axes = plot.panels(title, len(passes), len(dims), height=2.9, sharex=True, sharey="row")
-    for (i, name), (j, head_dim) in product(enumerate(passes), enumerate(dims)):
-        axis = axes[i][j]
+    records = []
+    for name, head_dim in product(passes, dims):
         cases = [row for row in rows if (row["pass"], row["head_dim"]) == (name, head_dim)]
+        panel = f"{'both' if '+' in name else name}, D = {head_dim}"
         if cases:
-            _panel(run, axis, cases, slow=slow)
+            records += _records(run, panel, cases, slow=slow)
         else:
-            axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
-        axis.set(title=f"{'both' if '+' in name else name}, D = {head_dim}")
-        axis.set(ylabel="" if j else "ms" if slow else "TFLOP/s")
-        plot.lengths(axis, values(rows, "seq_q"), "N" if i == len(passes) - 1 else "")
-    for line in [] if slow else axes:  # a row shares its scale, so set it last
-        line[0].set_ylim(bottom=0)
-    plot.legend(figure, axes)
-    return figure
+            records.append({"panel": f"{panel}: not measured", "name": OURS, "kind": "gap"})
+    x = plot.lengths(values(rows, "seq_q"))
+    y = plot.quantity("y", "ms" if slow else "TFLOP/s", log=slow, zero=not slow)
+    return plot.lines(title, records, x, y, columns=len(dims), least=130, tell=("problem",))
 
 
-def _panel(run: Run, axis: plot.Axes, cases: list[Row], *, slow: bool) -> None:
-    def point(row: Row) -> tuple[float, float]:
-        return row["seq_q"], row["seconds"] * 1e3 if slow else (speed(row) or 0) / TERA
+def _records(run: Run, panel: str, cases: list[Row], *, slow: bool) -> list[plot.Record]:
+    """Return the points of a panel, and the ends of the line of its roof."""
+    made: list[plot.Record] = [
+        {"panel": panel, "name": row["impl"], "problem": row["problem"], "x": row["seq_q"]}
+        | {"y": plot.exact(row["seconds"] * 1e3 if slow else (speed(row) or 0) / TERA)}
+        | ({} if steady(row) else {"hollow": True})
+        for row in ordered(cases, "seq_q")
+    ]
+    return made + ([] if slow else [{"panel": panel} | end for end in roof_line(run, cases)])
 
-    found = groups(cases, "impl").items()
-    plot.curves(axis, {impl: [point(row) for row in own] for (impl,), own in found})
-    plot.hollow(axis, [point(row) for row in cases if not steady(row)], "quartiles far apart")
-    roof = run.roof(cases[0], cases[0]["dtype"])
-    if slow:
-        plot.logarithmic(axis)
-    elif roof:
-        name = f"{word('dtype', cases[0]['dtype'])} product, measured"
-        axis.axhline(roof / TERA, linestyle="--", color="0.4", linewidth=1, label=name)
+
+def roof_line(run: Run, cases: list[Row]) -> list[plot.Record]:
+    """Return the ends of a line at the speed of a plain product, if it was measured."""
+    dtype, counts = cases[0]["dtype"], values(cases, "seq_q")
+    roof = run.roof(cases[0], dtype)
+    line = {"name": "roof", "kind": "reference", "y": plot.exact((roof or 0) / TERA)}
+    ends = ((counts[0], ""), (counts[-1], f"{word('dtype', dtype)} product, measured"))
+    return [line | {"x": n, "label": said} for n, said in ends] if roof else []

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from flashattn.report import plot
-from flashattn.report.rows import OURS, attempted, by, groups, known, label, timed, values
+from flashattn.report.rows import (
+    KERNELS,
+    OURS,
+    attempted,
+    by,
+    groups,
+    known,
+    label,
+    ordered,
+    timed,
+    values,
+)
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import microseconds, or_mark, times, word
@@ -35,12 +46,13 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return, for each pass, the host time of ours, of the fastest, and of the floors."""
+    """Return, for each pass, the host time of ours, of the fastest other, and of the floors."""
     said = []
     for own in groups(_rows(run), "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
         floors = {name: costs.pop(name) for name in FLOORS if name in costs}
-        if OURS not in costs or len(costs) == 1:
+        ours = costs.pop(OURS, None)
+        if ours is None or not costs:
             continue
         least = min(costs, key=costs.__getitem__)
         told = {least: costs[least]}
@@ -49,26 +61,20 @@ def findings(run: Run) -> list[str]:
         beside = "; ".join(f"{name}, {microseconds(cost)} µs" for name, cost in told.items())
         said.append(
             f"{label(own[0], 'dtype', 'pass', 'mode')}: a call of {OURS} costs the host "
-            f"{microseconds(costs[OURS])} µs, {times(costs[OURS] / costs[least])} the least "
+            f"{microseconds(ours)} µs, {times(ours / costs[least])} the least of the others "
             f"({beside})."
         )
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
-    """Plot a bar for each implementation and mode: a row per dtype, a panel per pass."""
-    rows = _rows(run)
-    if not rows:
+def pictures(run: Run) -> dict[str, plot.Picture]:
+    """Plot a bar for each implementation, a panel for each dtype, pass and mode."""
+    records = [
+        {"panel": label(row, "dtype", "pass", "mode"), "place": row["impl"]}
+        | {"value": 1e6 * row["seconds"], "said": f"{microseconds(row['seconds'])} µs"}
+        | {"ours": row["impl"] in KERNELS}
+        for row in ordered(_rows(run), "dtype", "pass", "mode", "impl")
+    ]
+    if not records:
         return {}
-    dtypes, passes = [dtype for (dtype,) in groups(rows, "dtype")], values(rows, "pass")
-    modes = values(rows, "mode")
-    figure, axes = plot.panels("The host's time for a call", len(dtypes), len(passes), height=2.8)
-    for (dtype, name), own in groups(rows, "dtype", "pass").items():
-        axis = axes[dtypes.index(dtype)][passes.index(name)]
-        impls = values(own, "impl")
-        sides = {(row["impl"], row["mode"]): 1e6 * row["seconds"] for row in own}
-        series = {mode: [sides.get((impl, mode)) for impl in impls] for mode in modes}
-        plot.bars(axis, [impl.replace(", ", ",\n") for impl in impls], series)
-        axis.set(title=label(own[0], "dtype", "pass"), ylabel="µs")
-    plot.legend(figure, axes)
-    return {"launch-host": figure}
+    return {"launch-host": plot.bars("The host's time for a call", records, columns=3)}

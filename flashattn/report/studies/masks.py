@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashattn.report import plot
-from flashattn.report.rows import KERNELS, attempted, by, groups, known, timed, values
+from flashattn.report.rows import KERNELS, attempted, by, groups, known, ordered, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import digits, ms, notes, or_mark, percent, times
@@ -61,24 +61,18 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot time over pairs, a panel for each pass of the shape that has the most masks."""
     shapes = groups(timed(_rows(run)), *SHAPE[:-1])
     own = max(shapes.values(), key=lambda rows: len(values(rows, "problem")), default=[])
     if len(values(own, "pairs")) <= 1:
         return {}
-    passes = groups(own, "pass")
-    figure, axes = plot.panels("Time over the pairs that are seen", 1, len(passes), height=3.2)
-    for axis, ((name,), rows) in zip(axes[0], passes.items(), strict=True):
-        plot.curves(
-            axis,
-            {
-                impl: [(row["pairs"] / 1e6, row["seconds"] * 1e3) for row in each]
-                for (impl,), each in groups(rows, "impl").items()
-            },
-        )
-        axis.set_xscale("log")
-        plot.logarithmic(axis)
-        axis.set(title=name, xlabel="million pairs", ylabel="ms")
-    plot.legend(figure, axes)
-    return {"masks-pairs": figure}
+    records = [
+        {"panel": row["pass"], "name": row["impl"], "problem": row["problem"]}
+        | {"x": plot.exact(row["pairs"] / 1e6), "y": plot.exact(1e3 * row["seconds"])}
+        for row in ordered(own, "pass", "pairs")
+    ]
+    x, y = plot.quantity("x", "million pairs", log=True), plot.quantity("y", "ms", log=True)
+    title = "Time over the pairs that are seen"
+    made = plot.lines(title, records, x, y, columns=3, least=240, tell=("problem",))
+    return {"masks-pairs": made}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from flashattn.report import plot
 from flashattn.report.rows import attempted, groups, known, label, ok, ordered, pairs, worst
@@ -16,7 +15,9 @@ TITLE = "Where the memory goes"
 QUESTION = "How much memory does a step need at its peak, what for, and could it be predicted?"
 CASE = ("size", "context", "batch", "step", "precision", "impl")
 KEPT = "activations"
-SHADES = ("#dbe7fb", "#fde8d0", "#dff0e3", "#f3e1f2", "#ececec")  # of phases, cyclic
+DRAWN = 250  # points of a timeline in the plot
+ROOM = 1.3  # top of the plot over the highest peak
+SHOWN = 0.12  # share of a step from which a phase has room for its name
 
 
 def _predicted(row: Row) -> float | None:
@@ -119,36 +120,66 @@ def _residual(rows: list[Row]) -> list[str]:
     ]
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot active memory over time, for the longest context of each size and precision."""
     drawn, axes = {}, ("size", "precision", "impl")
     for case, own in groups(ok(run.study(NAME), "timeline"), *axes).items():
         cases = ordered(list(groups(own, "context").values())[-1], "step")
-        title = label(cases[0], "size", "context", "batch", "precision", "impl")
-        figure, panels = plot.panels(f"Active memory, {title}", len(cases), 1, height=2.5)
-        for (axis,), row in zip(panels, cases, strict=True):
-            _timeline(axis, row)
-        drawn["-".join(str(part) for part in (NAME, *case) if part).replace(".", "_")] = figure
+        what = label(cases[0], "size", "context", "batch", "precision", "impl")
+        name = "-".join(str(part) for part in (NAME, *case) if part).replace(".", "_")
+        records = [record for row in cases for record in _records(row)]
+        drawn[name] = _picture(f"Active memory, {what}", records)
     return drawn
 
 
-def _timeline(axis: plot.Axes, row: Row) -> None:
-    """Plot one step: phases shaded and named, the peak labelled."""
-    start = row["timeline"][0][0]
-    points = [(1e3 * (second - start), count / GIBI) for second, count in row["timeline"]]
-    moments, sizes = zip(*points, strict=True)
-    axis.fill_between(moments, sizes, step="post", color=plot.CYCLE[0], alpha=0.35, linewidth=0)
-    axis.plot(moments, sizes, drawstyle="steps-post", color=plot.CYCLE[0], linewidth=1.2)
-    moment, peak = max(points, key=lambda point: point[1])
-    for i, (name, begin, end) in enumerate(row.get("phases") or ()):
-        left, right = 1e3 * (begin - start), 1e3 * (end - start)
-        axis.axvspan(left, right, color=SHADES[i % len(SHADES)], zorder=0, linewidth=0)
-        look: Any = {"ha": "center", "va": "top", "fontsize": 8.5, "color": "0.25"}
-        axis.text((left + right) / 2, 1.29 * peak, name, **look)
-    axis.plot([moment], [peak], marker="v", color="#c1121f", markersize=7, zorder=5)
-    late = moment > (moments[0] + moments[-1]) / 2
-    look = {"xytext": (-8 if late else 8, 3), "textcoords": "offset points", "color": "#c1121f"}
-    where = "right" if late else "left"
-    axis.annotate(f"peak {digits(peak)} GiB", (moment, peak), ha=where, **look)
-    axis.set_title(row["step"], loc="left")
-    axis.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.32 * peak), xlabel="ms", ylabel="GiB")
+def _picture(title: str, records: list[plot.Record]) -> plot.Picture:
+    """Plot a panel for each step: phases shaded and named, the peak labelled."""
+    x, y = plot.quantity("x", "ms"), plot.quantity("y", "GiB", zero=True)
+    x["scale"] = {"nice": False}
+    y["scale"] = {"domain": [0, ROOM * max(record.get("y", 0) for record in records)]}
+    hues = {"field": "name", "type": "nominal", "legend": None, "scale": {"range": plot.CYCLE}}
+    shade = {"color": hues, "opacity": {"value": 0.14}}
+    area = {"type": "area", "interpolate": "step-after", "line": True, "opacity": 0.3}
+    told, red = plot.tips(x="ms", y="GiB active"), {"value": plot.CYCLE[5]}
+    phase, peak = "datum.kind == 'phase'", "datum.kind == 'peak'"
+    mark, said = {"type": "point", "shape": "triangle-down", "filled": True}, {"field": "label"}
+    end = max(record.get("x", 0) for record in records)
+    early = f"datum.x < {0.4 * end}"  # then its name has no room to the left
+    beside = plot.TEXT | {"dy": -7, "dx": {"expr": f"{early} ? 8 : -8"}}
+    beside["align"] = {"expr": f"{early} ? 'left' : 'right'"}
+    layers = [
+        plot.layer("rect", phase, x=x, x2={"field": "end"}, **shade),
+        plot.layer(area, "!datum.kind", x=x, y=y, tooltip=told, color={"value": plot.CYCLE[0]}),
+        plot.layer(plot.TEXT, phase, x=x | {"field": "middle"}, y={"value": 14}, text=said),
+        plot.layer(mark, peak, x=x, y=y, color=red),
+        plot.layer(beside, peak, x=x, y=y, text=said, color=red),
+    ]
+    return plot.picture(title, records, layers, columns=3, least=240)
+
+
+def _records(row: Row) -> list[plot.Record]:
+    """Return the timeline of a step in at most ``DRAWN`` points, each the most in its span."""
+    (start, _), *_, (end, _) = row["timeline"]
+    panel, spans = {"panel": row["step"]}, dict[int, list[float]]()
+    for second, count in row["timeline"]:
+        point = [1e3 * (second - start), count / GIBI]
+        span = int(DRAWN * (second - start) / (end - start or 1))
+        spans[span] = max(spans.get(span, point), point, key=lambda point: point[1])
+    points = [panel | {"x": plot.exact(x), "y": plot.exact(y)} for x, y in spans.values()]
+    moment, most = max(spans.values(), key=lambda point: point[1])
+    top = {"kind": "peak", "x": moment, "y": most, "label": f"peak {digits(most)} GiB"}
+    phases = []
+    for name, *ends in row.get("phases") or ():
+        left, right = (1e3 * (second - start) for second in ends)
+        wide = right - left > SHOWN * 1e3 * (end - start)
+        facts = {"kind": "phase", "name": name, "label": name if wide else ""}
+        phases.append(
+            panel
+            | facts
+            | {
+                "x": plot.exact(left),
+                "end": plot.exact(right),
+                "middle": plot.exact((left + right) / 2),
+            }
+        )
+    return [*phases, *points, panel | top]

@@ -14,6 +14,7 @@ QUESTION = "How much faster is one sequence on several GPUs?"
 CASE = ("problem", "size", "context", "pass")
 OURS, PEER = "keys", "pytorch"
 MOST = 6  # panels in the plot
+UNIT = "1000 tokens/s"
 
 
 def _rows(run: Run) -> list[Row]:
@@ -88,30 +89,34 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot tokens per second over the number of GPUs, a panel for each problem and pass."""
     rows = known(timed(_rows(run)), "tokens")
     found = [own for own in groups(rows, *CASE).values() if len(values(own, "world")) > 1][:MOST]
-    if not found:
+    records = [record for own in found for record in _records(own)]
+    if not records:
         return {}
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = plot.panels("Tokens per second on several GPUs", lines, columns, height=3.2)
-    places = [axis for line in axes for axis in line]
-    for axis, own in zip(places, found, strict=False):
-        series = {
-            method: [(x["world"], x["tokens"] / x["seconds"] / 1e3) for x in each]
-            for (method,), each in groups(own, "method").items()
-        }
-        plot.curves(axis, series)
-        worlds = values(own, "world")
-        for first, value in series.get(OURS, [])[:1]:
-            linear = [value * n / first for n in worlds]
-            axis.plot(worlds, linear, linestyle=":", color="0.45", label="linear")
-        plot.logarithmic(axis)
-        plot.lengths(axis, worlds, "GPUs")
-        axis.set(title=label(own[0], *CASE), ylabel="1000 tokens/s")
-    for axis in places[len(found) :]:
-        axis.set_visible(False)
-    plot.legend(figure, axes)
-    return {"parallel-tokens": figure}
+    x, y = plot.lengths(values(rows, "world"), "GPUs"), plot.quantity("y", UNIT, log=True)
+    title = "Tokens per second on several GPUs"
+    return {"parallel-tokens": plot.lines(title, records, x, y, columns=2, least=280)}
+
+
+def _records(rows: list[Row]) -> list[plot.Record]:
+    """Return a point for each method and number of GPUs, and the ends of linear scaling."""
+    panel = {"panel": label(rows[0], *CASE)}
+    points = [
+        panel | {"name": row["method"], "x": row["world"], "y": plot.exact(_thousands(row))}
+        for row in rows
+    ]
+    alone = next((row for row in rows if (row["method"], row["world"]) == (OURS, 1)), None)
+    if alone is None:
+        return points
+    ends, linear = (1, max(row["world"] for row in rows)), {"name": "linear", "kind": "reference"}
+    return points + [
+        panel | linear | {"x": n, "y": n * _thousands(alone), "label": "linear" * (n > 1)}
+        for n in ends
+    ]
+
+
+def _thousands(row: Row) -> float:
+    return float(row["tokens"] / row["seconds"] / 1e3)

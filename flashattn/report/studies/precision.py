@@ -119,26 +119,25 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the partial sums over the number of addends, a panel for each sum."""
     rows = [row for row in _part(run, "accumulation") if row.get("curve")]
-    found = list(groups(rows, "count", "value").values())
-    if not found:
+    records: list[plot.Record] = [
+        {"panel": _sum(row), "name": _named(row)}
+        | {"x": plot.exact(100 * n / row["count"]), "y": plot.exact(partial)}
+        for row in rows
+        for n, partial in row["curve"]
+    ]
+    for (count, value), (row, *_) in groups(rows, "count", "value").items():
+        for done, said in ((0, ""), (100, "exact")):
+            end = {"x": done, "y": plot.exact(done * count * value / 100), "label": said}
+            line: plot.Record = {"panel": _sum(row), "name": "exact", "kind": "reference"}
+            records.append(line | end)
+    if not records:
         return {}
-    figure, axes = plot.panels("Partial sums", 1, len(found), height=3.4)
-    names = list(dict.fromkeys(map(_named, rows)))
-    for axis, own in zip(axes[0], found, strict=True):
-        count = own[0]["count"]
-        exact = [0, count * own[0]["value"]]
-        axis.plot([0, count], exact, color="0.5", linestyle="--", label="exact", zorder=4)
-        for row in own:
-            colour = plot.CYCLE[names.index(_named(row)) % len(plot.CYCLE)]
-            points = zip(*row["curve"], strict=True)
-            axis.plot(*points, color=colour, label=_named(row), linewidth=1.8)
-        axis.set(title=_sum(own[0]), xlabel="addends")
-    axes[0][0].set(ylabel="partial sum")
-    plot.legend(figure, axes)
-    return {"precision-sums": figure}
+    x, y = plot.quantity("x", "% of the addends"), plot.quantity("y", "partial sum")
+    look: Any = {"dots": False, "columns": 2, "least": 280}
+    return {"precision-sums": plot.lines("Partial sums", records, x, y, **look)}
 
 
 def _named(row: Row) -> str:

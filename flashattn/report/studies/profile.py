@@ -145,28 +145,26 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the categories of each step as a stacked bar."""
     rows = _profiled(run)[-MOST:]
     if not rows:
         return {}
     found = dict.fromkeys(name for row in rows for name in row["categories"])
     names = [*(c for c in CATEGORIES if c in found), *(c for c in found if c not in CATEGORIES)]
-    colours = dict(zip(CATEGORIES, plot.CYCLE, strict=True))
-    figure, axes = plot.panels("Device time by category", 1, 1, height=0.34 * len(rows) + 0.9)
-    axis, left = axes[0][0], [0.0] * len(rows)
-    for name in names:
-        shares = [100 * row["categories"].get(name, 0) / _total(row) for row in rows]
-        colour = colours.get(name, "0.3")
-        drawn = axis.barh(
-            range(len(rows)), shares, left=left, color=colour, label=name, height=0.75
-        )
-        said = [f"{share:.0f}" if share >= 4 else "" for share in shares]  # noqa: PLR2004 - room
-        axis.bar_label(drawn, said, label_type="center", color="white", fontsize=7.5)
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    axis.set_yticks(range(len(rows)), [label(row, *CASE, "step") for row in rows], fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(y=0.01)
-    axis.set(xlim=(0, 100), xlabel="% of device time")
-    plot.legend(figure, axes)
-    return {"profile-categories": figure}
+    known = dict(zip(CATEGORIES, plot.CYCLE, strict=True))
+    records = [
+        {"panel": "", "place": label(row, *CASE, "step"), "name": name, "order": names.index(name)}
+        | {"share": plot.exact(100 * seconds / _total(row)), "ms": plot.exact(1e3 * seconds)}
+        for row in rows
+        for name, seconds in row["categories"].items()
+    ]
+    y = {"field": "place", "type": "nominal", "sort": None, "title": None}
+    x = plot.quantity("share", "% of device time") | {"stack": "zero"}
+    x["scale"] = {"domain": [0, 100]}
+    told = plot.tips("ms", place="step", name="category", share="% of device time")
+    mark = plot.layer("bar", x=x, y=y, order={"field": "order"}, tooltip=told)
+    made = plot.picture("Device time by category", records, [mark], height={"step": 17})
+    made = plot.beside(made, [record["place"] for record in records])
+    colours = [known.get(name, plot.colour(name)) for name in names]
+    return {"profile-categories": plot.named(made, names, colours)}

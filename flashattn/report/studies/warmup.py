@@ -51,23 +51,18 @@ def findings(run: Run) -> list[str]:
     return said
 
 
-def pictures(run: Run) -> dict[str, plot.Figure]:
+def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the measured steps in order, a line for each number of warm-up steps."""
     found = list(groups(known(timed(run.study(NAME)), "in_order"), *CASE).values())[-MOST:]
-    if not found:
+    records = [
+        {"panel": label(row, *CASE), "name": f"{row.get('warm_steps') or 0} warm-up steps"}
+        | {"x": i, "y": plot.exact(1e3 * seconds)}
+        for cases in found
+        for row in ordered(cases, "warm_steps")
+        for i, seconds in enumerate(row["in_order"], start=1)
+    ]
+    if not records:
         return {}
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = plot.panels("Measured steps in their order", lines, columns, height=2.7)
-    places = [axis for line in axes for axis in line]
-    for axis, cases in zip(places, found, strict=False):
-        for row in ordered(cases, "warm_steps"):
-            steps, samples = row.get("warm_steps") or 0, [1e3 * s for s in row["in_order"]]
-            colour, name = plot.CYCLE[steps % len(plot.CYCLE)], f"{steps} warm-up steps"
-            axis.plot(range(1, len(samples) + 1), samples, marker="o", color=colour, label=name)
-        plot.logarithmic(axis)
-        axis.set(title=label(cases[0], *CASE), xlabel="measured step", ylabel="ms")
-    for axis in places[len(found) :]:
-        axis.set_visible(False)
-    plot.legend(figure, axes)
-    return {"warmup-steps": figure}
+    x, y = plot.quantity("x", "measured step"), plot.quantity("y", "ms", log=True)
+    title = "Measured steps in their order"
+    return {"warmup-steps": plot.lines(title, records, x, y, columns=2, least=280)}

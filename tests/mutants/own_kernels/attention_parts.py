@@ -68,6 +68,13 @@ def right(q, k, v, *, causal, scale, window=UNBOUNDED):
     return o.to(q.dtype), lse
 
 
+def right_with_scores(q, k, v, *, causal, scale, window=UNBOUNDED, **scored):
+    """Answer as the definition does, with bounds and with all that scores are made with."""
+    mask = Mask.of(causal, window)
+    o, lse = reference_attention(*wide(q, k, v), mask=mask, scale=scale, **scored)
+    return o.to(q.dtype), lse
+
+
 def seen_by(q, k, causal, window):
     """Return which keys each query sees [T, S]."""
     t, s = (torch.arange(x.shape[2], device=x.device) for x in (q, k))

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import torch
-from attention_parts import UNBOUNDED, fused, inputs_in_fp32, kernel, masked, right, seen_by
+from attention_parts import (
+    UNBOUNDED,
+    fused,
+    inputs_in_fp32,
+    kernel,
+    masked,
+    right,
+    right_with_scores,
+    seen_by,
+)
 
 from flashattn import registry
 
@@ -134,3 +143,9 @@ def tiles(q, k, v, **how):
 def three_lines(q, k, v, **how):
     """Promise ordinary inputs only."""
     return registry.get("naive")(q, k, v, **how)[0]
+
+
+@kernel(softcap=True, alibi=True, bias=True, sink=True, intervals=True)
+def masks_of_rows_and_all_scores(q, k, v, **how):
+    """Claim all that can be claimed."""
+    return right_with_scores(q, k, v, **{name: x for name, x in how.items() if x is not None})

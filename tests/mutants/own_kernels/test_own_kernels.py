@@ -27,6 +27,7 @@ def rows(name):
 
 WRONG, RIGHT = rows("wrong.py"), rows("right_ones.py")
 FILES = ("test_impls.py", "test_laws.py", "test_conduct.py", "test_sizes.py")
+FILES += ("test_masks.py", "test_scores.py")
 FOUND = {
     name: x
     for file in FILES

@@ -19,9 +19,12 @@ from attention_parts import (
     kernel,
     masked,
     right,
+    right_with_scores,
     seen_by,
     wide,
 )
+
+from flashattn.bounds import Bounds
 
 FORM, LEAVES, SWAYS = "test_cases", "test_leaves_no_trace", "test_settings_do_not_sway_it"
 GRADS, HIDDEN, REMEMBERS = "test_grad_layouts", "test_hidden_scores", "test_calls_do_not_remember"
@@ -426,3 +429,69 @@ def sums_in_bf16(q, k, v, **how):
 def scale_taken_for_positive(q, k, v, *, causal, scale, window=UNBOUNDED):
     """Forget a scale's sign."""
     return right(q, k, v, causal=causal, scale=abs(scale), window=window)
+
+
+SCORED = {"softcap": True, "alibi": True, "bias": True, "sink": True, "intervals": True}
+
+
+def scored(caught, name, change):
+    """Add a kernel that takes masks of rows and all scores, and changes what it was given."""
+
+    def call(q, k, v, **how):
+        given = {name: x for name, x in how.items() if x is not None}
+        return right_with_scores(q, k, v, **given | change(q, k, given))
+
+    call.__name__ = name
+    kernel(caught, **SCORED)(call)
+
+
+def of_batch_0(x, q):
+    """Give every batch what is the first one's."""
+    return x[:1].expand(len(q) if len(x) > 1 else 1, *x.shape[1:])
+
+
+scored(
+    "test_batches_have_their_own_keys",
+    "bounds_of_the_first_batch",
+    lambda q, k, how: (
+        {"bounds": Bounds(*(of_batch_0(x, q) for x in how["bounds"]))} if "bounds" in how else {}
+    ),
+)
+scored(
+    FORM,
+    "slopes_of_the_first_batch",
+    lambda q, k, how: (
+        {"alibi_slopes": of_batch_0(how["alibi_slopes"], q)} if "alibi_slopes" in how else {}
+    ),
+)
+scored(
+    "test_a_bias_of_minus_infinity_is_a_mask",
+    "bias_of_a_finite_mask",
+    lambda q, k, how: {"bias": how["bias"].clamp(min=-1e4)} if "bias" in how else {},
+)
+scored(
+    FORM,
+    "bias_of_half_precision",
+    lambda q, k, how: (
+        {"bias": how["bias"].bfloat16().to(how["bias"].dtype)} if "bias" in how else {}
+    ),
+)
+scored(
+    FORM,
+    "cap_before_the_scale",
+    lambda q, k, how: {"softcap": how["softcap"] * how["scale"]} if "softcap" in how else {},
+)
+scored(
+    FORM,
+    "half_of_the_sinks_gradient",
+    lambda q, k, how: {"sink": (how["sink"] + how["sink"].detach()) / 2} if "sink" in how else {},
+)
+
+
+@kernel(LENGTHS)
+def decoding_without_the_last_tile(q, k, v, **how):
+    """Forget the keys behind the last whole tile, if one query has many."""
+    whole = k.shape[2] // 128 * 128
+    if q.shape[2] == 1 and whole >= 512:
+        k, v = k[:, :, :whole], v[:, :, :whole]
+    return right(q, k, v, **how)

@@ -1,0 +1,81 @@
+"""Fill the tables of README and docs from the kept runs: ``python -m flashattn.report docs``.
+
+A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``, and NAME is one of
+``excerpts.EXCERPTS``. Text outside of such tables holds no measured number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashattn.report.excerpt import Excerpt
+from flashattn.report.excerpts import EXCERPTS
+from flashattn.report.runs import Run
+from flashattn.report.table import markdown
+
+TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+VERSIONS = ("torch", "triton")
+
+
+def pages(root: Path) -> list[Path]:
+    """Return the Markdown files of a checkout that may hold tables."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def render(text: str, run: Run) -> str:
+    """Return a page with its tables made anew.
+
+    Raises:
+        ValueError: the page asks for a table that does not exist.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in EXCERPTS:
+            raise ValueError(f"table: wanted one of {', '.join(EXCERPTS)}, got {name}")
+        return f"{begin}\n{_table(EXCERPTS[name], run)} {end}"
+
+    return TABLE.sub(filled, text)
+
+
+def _table(excerpt: Excerpt, run: Run) -> str:
+    table = excerpt.table(run)
+    if not table.lines:
+        command = f"pytest benchmarks/bench_{excerpt.study}.py"
+        return f"*No kept run has this table yet; `{command}` measures it.*"
+    return f"{markdown(table)}\n\n*{table.caption} {_origin(run, table.rows)}.*"
+
+
+def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:
+    """Return accelerator, versions and dates of the runs that measured rows."""
+    runs = {id(run.origin(row)): run.origin(row) for row in rows}.values()
+    machine = run.machine
+    facts = [f"One {machine.get('gpu') or machine.get('cpu') or run.accelerator}"]
+    for name in VERSIONS:
+        found = sorted({str(own.machine[name]) for own in runs if own.machine.get(name)})
+        facts += [f"{name} {' and '.join(found)}"] if found else []
+    dates = sorted({own.made[:10] for own in runs if own.made})
+    return ", ".join([*facts, " to ".join(sorted({dates[0], dates[-1]}))] if dates else facts)
+
+
+def update(root: Path, run: Run, *, check: bool) -> list[Path]:
+    """Fill the tables of a checkout's pages.
+
+    Args:
+        root: folder of the checkout.
+        run: the kept runs, merged.
+        check: change nothing.
+
+    Returns:
+        The pages that were, or with ``check`` would be, changed.
+    """
+    changed = []
+    for path in pages(root):
+        text = path.read_text(encoding="utf-8")
+        if (made := render(text, run)) != text:
+            changed.append(path)
+            if not check:
+                path.write_text(made, encoding="utf-8")
+    return changed

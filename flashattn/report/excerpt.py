@@ -1,0 +1,209 @@
+"""A table that README or docs quote, made from the rows of one study, and its cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashattn.report.fit import geometric_mean
+from flashattn.report.rows import KERNELS, groups, ok, share, speed, timed
+from flashattn.report.runs import Row, Run
+from flashattn.report.study import Table
+from flashattn.report.units import gib, ms, percent, tera, word
+
+Unit = Callable[[float | None], str]
+Cell = Callable[[list[Row]], str]  # from the rows of a line
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """A table of some rows of a study.
+
+    Args:
+        study: the study's name.
+        where: the values that facts of its rows have; several in a tuple, or a predicate.
+        lines: the facts that name a line, by column.
+        cells: the other columns.
+        note: what the numbers are, and in which unit.
+    """
+
+    study: str
+    where: Mapping[str, Any]
+    lines: Mapping[str, str]
+    cells: Mapping[str, Cell]
+    note: str
+
+    def table(self, run: Run) -> Table:
+        """Return the table, without lines and columns that nothing was measured for."""
+        rows = [row for row in ok(run.study(self.study)) if _matches(row, self.where)]
+        lines = []
+        for case, own in groups(rows, *self.lines.values()).items():
+            names = map(word, self.lines.values(), case)
+            cells = [cell(own) for cell in self.cells.values()]
+            if any(cells):
+                lines.append([*names, *cells])
+        header = [*self.lines, *self.cells]
+        kept = [i for i in range(len(header)) if any(line[i] for line in lines)]
+        return Table(
+            caption=self.note,
+            header=[header[i] for i in kept],
+            lines=[[line[i] for i in kept] for line in lines],
+            rows=rows,
+        )
+
+
+def _matches(row: Row, where: Mapping[str, Any]) -> bool:
+    for fact, wanted in where.items():
+        value = row.get(fact)
+        if callable(wanted):
+            if not wanted(value):
+                return False
+        elif value not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+            return False
+    return True
+
+
+def _fastest(rows: list[Row], **where: Any) -> Row | None:
+    """Return the fastest of the rows that have these facts."""
+    found = (row for row in timed(rows) if _matches(row, where))
+    return min(found, key=lambda row: float(row["seconds"]), default=None)
+
+
+def number(unit: Unit, fact: str = "seconds", **where: Any) -> Cell:
+    """Return a cell with one fact of the fastest row that has these facts."""
+
+    def cell(rows: list[Row]) -> str:
+        row = _fastest(rows, **where)
+        return "" if row is None else unit(row.get(fact))
+
+    return cell
+
+
+def rate(**where: Any) -> Cell:
+    """Return a cell with the TFLOP/s of the fastest row that has these facts."""
+
+    def cell(rows: list[Row]) -> str:
+        row = _fastest(rows, **where)
+        return "" if row is None else tera(speed(row))
+
+    return cell
+
+
+def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cell:
+    """Return a cell with the speed of one row over that of another."""
+
+    def cell(rows: list[Row]) -> str:
+        a, b = _fastest(rows, **slow), _fastest(rows, **fast)
+        return f"{a['seconds'] / b['seconds']:.2f}" if a and b else ""
+
+    return cell
+
+
+def mean_ratio(peer: str, **where: Any) -> Cell:
+    """Return a cell with mean and range over problems of our speed over a peer's."""
+
+    def cell(rows: list[Row]) -> str:
+        own = [row for row in rows if _matches(row, where)]
+        duels = [
+            (_fastest(cases, impl=peer), _fastest(cases, impl=KERNELS))
+            for cases in groups(own, "problem").values()
+        ]
+        found = [peer["seconds"] / ours["seconds"] for peer, ours in duels if peer and ours]
+        if not found:
+            return ""
+        return f"{geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+    return cell
+
+
+def worst(peers: tuple[str, ...], rows: list[Row]) -> str:
+    """Return the least of our speeds over the fastest peer's, and its problem, if it is below 1."""
+    duels = [
+        (_fastest(cases, impl=peers), _fastest(cases, impl=KERNELS))
+        for cases in groups(rows, "problem").values()
+    ]
+    ratios = {o["problem"]: p["seconds"] / o["seconds"] for p, o in duels if p and o}
+    problem = min(ratios, key=ratios.__getitem__, default="")
+    return f"{ratios[problem]:.2f} ({problem})" if ratios and ratios[problem] < 1 else ""
+
+
+def both_passes(peers: Mapping[str, str], one: Callable[..., Cell]) -> dict[str, Cell]:
+    """Return, for each pass, a column of ours, one of each peer, and the ratio."""
+    made: dict[str, Cell] = {}
+    for name in PASSES:
+        made[f"{name}: ours"] = one(impl=KERNELS, **{"pass": name})
+        made |= {f"{name}: {x}": one(impl=y, **{"pass": name}) for x, y in peers.items()}
+        slow = {"impl": tuple(peers.values()), "pass": name}
+        made[f"{name}: ratio"] = ratio(slow, {"impl": KERNELS, "pass": name})
+    return made
+
+
+def category(name: str, rows: list[Row]) -> str:
+    """Return the share of a step's device time that kernels of one category take."""
+    parts = rows[-1]["categories"]
+    return percent(parts[name] / sum(parts.values())) if parts.get(name) else ""
+
+
+def unwarmed(rows: list[Row]) -> str:
+    """Return mean ± standard deviation, in ms, of the steps without a warm-up."""
+    row = next((row for row in rows if row["warm_steps"] == 0), None)
+    return "" if row is None else f"{ms(row['mean'])} ± {ms(row['std'])}"
+
+
+def of_roof(rows: list[Row]) -> str:
+    """Return the share of the roof that the fastest row reaches."""
+    row = _fastest(rows)
+    return "" if row is None else percent(share(row["run"], row, row["dtype"]))
+
+
+def held(*names: str) -> Cell:
+    """Return a cell with the measured GiB of these parts of the memory."""
+
+    def cell(rows: list[Row]) -> str:
+        parts = rows[-1]["measured"]
+        return gib(sum(parts.get(name, 0) for name in names))
+
+    return cell
+
+
+def pays_off(rows: list[Row]) -> str:
+    """Return after how many calls compiling has paid off."""
+    row = _fastest(rows)
+    if row is None:
+        return ""
+    won = row["eager_seconds"] - row["seconds"]
+    return str(math.ceil(row["compile_seconds"] / won)) if won > 0 else "never"
+
+
+def gain(rows: list[Row]) -> str:
+    """Return the speed of the compiled call over the eager one."""
+    row = _fastest(rows)
+    return "" if row is None else f"{row['eager_seconds'] / row['seconds']:.2f}"
+
+
+def over_budget(rows: list[Row]) -> str:
+    """Return how many errors exceed their budget, of how many."""
+    errors = [
+        (error.get(kind), error.get(f"{kind}_budget"))
+        for row in rows
+        for outputs in (row.get("errors") or {}).values()
+        for error in outputs.values()
+        for kind in ("max", "mean")
+    ]
+    judged = [error > budget for error, budget in errors if None not in (error, budget)]
+    return f"{sum(judged)} of {len(judged)}" if judged else ""
+
+
+def kept_clauses(rows: list[Row]) -> str:
+    """Return how many clauses of the contract are kept, of how many."""
+    verdicts = [c["verdict"] for row in rows for c in (row.get("clauses") or {}).values()]
+    return f"{verdicts.count('keeps')} of {len(verdicts)}" if verdicts else ""
+
+
+def broken_clauses(rows: list[Row]) -> str:
+    """Return the clauses that are broken: neither kept nor refused with an error."""
+    clauses = [item for row in rows for item in (row.get("clauses") or {}).items()]
+    return ", ".join(name for name, c in clauses if c["verdict"] in ("breaks", "crashes"))

@@ -1,0 +1,259 @@
+"""The tables that README and docs quote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from flashattn.report.excerpt import (
+    PASSES,
+    Excerpt,
+    both_passes,
+    broken_clauses,
+    category,
+    gain,
+    held,
+    kept_clauses,
+    mean_ratio,
+    number,
+    of_roof,
+    over_budget,
+    pays_off,
+    rate,
+    ratio,
+    unwarmed,
+    worst,
+)
+from flashattn.report.rows import KERNELS, NAIVE
+from flashattn.report.units import digits, gib, mib, microseconds, ms
+
+CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex", "sdpa"
+EFFICIENT = "sdpa_efficient"
+PEERS = {"cuDNN": CUDNN, "FA-4": FA4, "FlexAttention": FLEX, "FA-2": FA2}
+SPEED = (
+    "TFLOP/s: operations of the pairs that the mask leaves, over the median device time with a"
+    " cold L2 cache. Ratio: time of the fastest peer in the table over ours."
+)
+
+
+def _speeds(peers: Mapping[str, str], **where: Any) -> Excerpt:
+    return Excerpt(
+        study="flash",
+        where={"protocol": "tokens", "dtype": "bfloat16", **where},
+        lines={"N": "seq_q", "D": "head_dim", "mask": "causal"},
+        cells=both_passes(peers, rate),
+        note=f"bf16, 16 384 tokens, hidden size 2048. {SPEED}",
+    )
+
+
+def _model(**where: Any) -> dict[str, Any]:
+    return {"size": "2.7B", "context": 1024, "batch": 4, **where}
+
+
+_FULL = {"causal": False}
+_CAUSAL = {"causal": "top_left"}
+
+EXCERPTS: dict[str, Excerpt] = {
+    "speed": _speeds(
+        {name: PEERS[name] for name in ("cuDNN", "FA-4")},
+        seq_q=16384,
+        head_dim=(64, 128, 256),
+    ),
+    "speeds": _speeds(PEERS, seq_q=(4096, 16384), head_dim=(64, 128, 192, 256)),
+    "gaps": Excerpt(
+        study="flash",
+        where={"protocol": "tokens", "dtype": "bfloat16", "pass": PASSES},
+        lines={"pass": "pass", "D": "head_dim"},
+        cells={
+            "least speed over the fastest peer's (problem)": partial(worst, tuple(PEERS.values()))
+        },
+        note="Where ours is the slower: bf16, against cuDNN, FlashAttention and FlexAttention.",
+    ),
+    "ratios": Excerpt(
+        study="flash",
+        where={"protocol": "tokens", "dtype": "bfloat16"},
+        lines={"D": "head_dim"},
+        cells={
+            f"{name}, {mask}": mean_ratio(CUDNN, **{"pass": name}, **causal)
+            for name in PASSES
+            for mask, causal in (("full", _FULL), ("causal", _CAUSAL))
+        },
+        note="Our speed over cuDNN's, geometric mean (least to greatest) over the lengths, bf16,"
+        " 16 384 tokens, hidden size 2048.",
+    ),
+    "roofline": Excerpt(
+        study="flash",
+        where={
+            "protocol": "tokens",
+            "dtype": "bfloat16",
+            "causal": False,
+            "seq_q": 4096,
+            "impl": KERNELS,
+            "pass": "forward",
+        },
+        lines={"D": "head_dim"},
+        cells={
+            "operations per byte": lambda rows: digits(rows[-1]["flops"] / rows[-1]["bytes"]),
+            "TFLOP/s": rate(),
+            "of the products' roof": of_roof,
+        },
+        note="Forward, no mask, bf16, N = 4096, 16 384 tokens, hidden size 2048; bytes: of q, k, v"
+        " and o, once.",
+    ),
+    "fp32": Excerpt(
+        study="flash",
+        where={"protocol": "batch", "dtype": "float32", "seq_q": 16384},
+        lines={"D": "head_dim", "N": "seq_q", "mask": "causal"},
+        cells=both_passes({"memory-efficient": EFFICIENT}, rate),
+        note=f"fp32, eight sequences of one head. {SPEED}",
+    ),
+    "one-head": Excerpt(
+        study="flash",
+        where={
+            "protocol": "one_head",
+            "dtype": "bfloat16",
+            "seq_q": (4096, 65536),
+            "head_dim": (64, 128),
+        },
+        lines={"D": "head_dim", "N": "seq_q", "mask": "causal"},
+        cells=both_passes(
+            {"cuDNN": CUDNN, "FA-2": FA2, "naive": NAIVE}, partial(number, microseconds)
+        ),
+        note="One head of one sequence, bf16: µs. Ratio: time of the fastest peer over ours.",
+    ),
+    "masks": Excerpt(
+        study="masks",
+        where={},
+        lines={"problem": "problem"},
+        cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
+        note="Median device time in ms. Ratio: time of the fastest peer over ours.",
+    ),
+    "train": Excerpt(
+        study="lm",
+        where=_model(step="train"),
+        lines={"precision": "precision", "attention": "impl"},
+        cells={
+            "eager, ms": number(ms, compiled=False),
+            "compiled, ms": number(ms, compiled=True),
+            "peak of eager, GiB": number(gib, "peak_bytes", compiled=False),
+        },
+        note="A train step of the 2.7B model, context 1024, batch 4.",
+    ),
+    "phases": Excerpt(
+        study="lm",
+        where=_model(impl=NAIVE, compiled=False),
+        lines={"precision": "precision"},
+        cells={
+            **{f"{step}, ms": number(ms, step=step) for step in (*PASSES, "train")},
+            "train, TFLOP/s": rate(step="train"),
+        },
+        note="2.7B, context 1024, batch 4, naive attention, eager.",
+    ),
+    "host": Excerpt(
+        study="launch",
+        where={"dtype": "bfloat16"},
+        lines={"attention": "impl"},
+        cells={
+            f"{'both' if '+' in name else name}, {mode}": number(
+                microseconds, mode=mode, **{"pass": name}
+            )
+            for name in ("forward", "forward+backward")
+            for mode in ("eager", "compiled", "graph")
+        },
+        note="CPU time of a call in µs: 2 heads of 64, D = 64, causal, bf16.",
+    ),
+    "first-steps": Excerpt(
+        study="warmup",
+        where={},
+        lines={"model": "size", "precision": "precision"},
+        cells={
+            "first step": number(ms, "first", warm_steps=0),
+            "second": number(ms, "second", warm_steps=0),
+            "after five": number(ms, warm_steps=5),
+            "mean of ten without warm-up": unwarmed,
+        },
+        note="Train steps in ms, context 512, batch 4.",
+    ),
+    "kernels": Excerpt(
+        study="profile",
+        where=_model(step="train", categories=bool),
+        lines={"precision": "precision", "attention": "impl", "mode": "compiled"},
+        cells={
+            name: partial(category, name)
+            for name in ("matmul", "elementwise", "copy", "softmax", "optimizer", "ours")
+        },
+        note="Share of a train step's device time, 2.7B, context 1024, batch 4.",
+    ),
+    "sums": Excerpt(
+        study="precision",
+        where={"part": "accumulation", "count": 1000, "cast": ("none", "explicit")},
+        lines={"sum in": "accumulator", "addend in": "addend"},
+        cells={"result": lambda rows: f"{rows[-1]['result']:.6g}"},
+        note="The sum of 1000 addends of 0.01, one after the other.",
+    ),
+    "memory": Excerpt(
+        study="memory",
+        where={"size": "2.7B", "context": 512, "step": "train"},
+        lines={"precision": "precision", "attention": "impl"},
+        cells={
+            "parameters, gradients, moments": held("parameters", "gradients", "optimizer"),
+            "activations": held("activations"),
+            "peak": number(gib, "peak_bytes"),
+            "predicted peak": number(gib, "predicted_bytes"),
+        },
+        note="GiB of a train step of 2.7B, context 512, batch 4.",
+    ),
+    "square": Excerpt(
+        study="attention",
+        where={"head_dim": 64, "dtype": "bfloat16", "impl": (NAIVE, *KERNELS)},
+        lines={"N": "seq"},
+        cells={
+            "naive: held, MiB": number(mib, "held_bytes", impl=NAIVE),
+            "ours: held, MiB": number(mib, "held_bytes", impl=KERNELS),
+            **{
+                f"{who}: {name}, ms": number(ms, impl=impl, **{"pass": name})
+                for name in PASSES
+                for who, impl in (("naive", NAIVE), ("ours", KERNELS))
+            },
+        },
+        note="Causal, bf16, batch 8, one head, D = 64; held: kept for the backward pass.",
+    ),
+    "compiling": Excerpt(
+        study="compile",
+        where={"subject": "model", "step": "train"},
+        lines={"model": "size", "precision": "precision", "attention": "impl"},
+        cells={
+            "eager, ms": number(ms, "eager_seconds"),
+            "compiled, ms": number(ms),
+            "speed-up": gain,
+            "compiling, s": number(digits, "compile_seconds"),
+            "pays off after steps": pays_off,
+        },
+        note="Train steps, context 1024, batch 4.",
+    ),
+    "parallel": Excerpt(
+        study="parallel",
+        where={},
+        lines={"problem": "problem", "pass": "pass", "GPUs": "world"},
+        cells={
+            "ours, ms": number(ms, method="keys"),
+            "predicted, ms": number(ms, "predicted_seconds", method="keys"),
+            "PyTorch, ms": number(ms, method="pytorch"),
+            "ratio": ratio({"method": "pytorch"}, {"method": "keys"}),
+        },
+        note="Time of the slowest rank. Ratio: time of PyTorch's context_parallel over ours.",
+    ),
+    "accuracy": Excerpt(
+        study="accuracy",
+        where={},
+        lines={"implementation": "impl"},
+        cells={
+            "errors above the budget": over_budget,
+            "clauses kept": kept_clauses,
+            "clauses broken": broken_clauses,
+        },
+        note="Errors: maximum and mean of five outputs for five kinds of values, three dtypes and"
+        " D = 64, 128, 256. A clause that is neither kept nor broken is refused with an error.",
+    ),
+}

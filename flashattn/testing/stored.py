@@ -1,0 +1,181 @@
+"""What recomputation costs the gradients of a fused backward: ``stored`` of the error budgets.
+
+A fused backward has no P: it finds P = exp(S - lse) and dS = P * (dP - delta),
+delta = rowsum(dO * O) - dlse, from the O and lse that forward stored. A rounding moves a number by
+eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and independent ones add up as the
+root of their squares' sum. Four separate S from lse, which counts where they nearly cancel: m + log
+l, that sum made natural, made base 2 again, and S * scale; so a row of P changes by the factor 1 +
+a, a = 2 * eps32 * |lse|. Rounding O, and adding up dP and delta in fp32, changes a row's dP - delta
+by b = (eps + root(D + 2) * eps32) * |(dO * O, dlse)|: in each of the two sums every product is
+rounded once, and so is the running sum at each of D steps, where its square is D / 2 terms' on
+average. Both a and b are one number a row, so they are carried exactly along a row, and as
+independent between rows::
+
+    stored(dq) = a * |dq| + scale * b * |P @ K|
+    stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
+    stored(dv) = root of ((P * a) ** 2).T @ (dO ** 2)
+
+These matter where naive is exact: with one key, its P is 1 and its dS 0.
+
+The backward sums S in another order than forward, whose S lse has, and a score is as wrong as the
+sums that b is made of: P changes by the factor 1 + c, c = scale * root(D + 2) * eps32 * |q * k|,
+another number for each score. So scores are carried as independent: dk and dv have a^2 + c^2 in
+place of a^2, and dq has one term more::
+
+    scale * root of (P * c * (dP - delta)) ** 2 @ (K ** 2)
+
+Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical behavior of NVIDIA
+tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
+three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
+eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
+the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. Of a
+score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost
+(measured in docs/tuning-log.md), and c^2 grows by t^2.
+
+With a softcap dS has the score's slope as a further factor, in all of these; so have c and t. Where
+tanh is flat the error of the product is lost, and naive has next to none; what is left is that a
+score is rounded once more, in base 2::
+
+    stored(o) = root of (P * eps32 * |S|) ** 2 @ (V ** 2)
+
+The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings separate S / cap from
+tanh: its own, and those of the product and the quotient with the cap. So the slope is off by
+2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
+
+What ALiBi and a bias add is rounded, and so are the scores before and behind it, in base 2: P
+changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. The gradient of a
+bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
+queries of -p * delta, p = exp(sink - lse)::
+
+    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
+    stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
+
+The scores that share an element may all be alike, so their c are added up as they are; they are
+four times as large where the terms of a score have one sign, too (see below). Where the keys of a
+row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where rows
+do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and a *
+|dsink|.
+
+Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
+of the ratio larger, and divided by it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashattn import score
+from flashattn.score import Terms
+from flashattn.testing.sample import Case, Outputs
+
+TF32_STEP = 8  # terms that a tensor core adds at once
+ONE_SIGN = 4  # how much more wrong a sum may be whose terms have one sign
+
+
+def stored_terms(case: Case, exact: Outputs) -> Outputs:
+    """Return what rounding stored numbers does to o, dq, dk and dv (see the module)."""
+    softcap, dtype = case.problem.softcap, case.problem.torch_dtype
+    rounded_again = softcap is not None or case.problem.added
+    if case.grad_o is None and not rounded_again:
+        return {}
+    group = case.problem.heads // max(case.problem.kv_heads, 1)
+    q, k, v = (x.double() for x in case.inputs)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    seen = case.seen
+    uncapped = (q @ k.mT * case.scale).masked_fill(~seen, 0.0)  # [B, H, T, S]
+    scores = score.scores(uncapped, 1.0, softcap)
+    sizes = scores.abs()
+    slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)
+    scores, terms = _with_terms(case, scores)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sizes = torch.hypot(sizes, terms).masked_fill(scores == -torch.inf, 0.0)
+    sink = case.scored.get("sink")
+    p, lse = _softmax(scores, sink)
+    accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
+    found = {}
+    if rounded_again:
+        found["o"] = ((p * sizes * accumulated.eps).square() @ v.square()).sqrt()
+    if case.grad_o is None:
+        return found
+    do = case.grad_o.double()
+    a = lse.abs().nan_to_num(posinf=0.0)[..., None] * 2 * accumulated.eps
+    terms = do * exact["o"]  # of delta
+    if case.grad_lse is not None:
+        terms = torch.cat([terms, -case.grad_lse.double()[..., None]], dim=-1)
+    delta, size = terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()
+    truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
+    summed = (q.shape[-1] + 2) ** 0.5 + truncated
+    b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
+    t = uncapped.abs() * truncated / 3
+    c = abs(case.scale) * (q.shape[-1] + 2) ** 0.5 * (q.square() @ k.square().mT).sqrt()
+    off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
+    if case.problem.added:
+        off = torch.hypot(off, sizes * accumulated.eps)
+    dp = (do @ v.mT - delta).abs()
+    of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
+    of_scores = (p * dp).square() * ((slope * off).square() + of_slope.square())  # of each dS
+    dk = ((slope * p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
+    dv = (p.square() * (a.square() + off.square())).mT @ do.square()
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
+    dq = a * exact["dq"].abs() + abs(case.scale) * (
+        b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
+    )
+    found |= {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
+    if "bias" in case.scored:
+        found["dbias"] = _of_bias(case, p, do @ v.mT - delta, a, b, off)
+    if sink is not None:
+        of_sinks = _sink_shares(sink, lse) * (a * delta.abs() + b)[..., 0]
+        found["dsink"] = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
+    alike = a.max() if a.numel() else 0.0
+    return found | {n: found[n] + alike * exact[n].abs() for n in ("dbias", "dsink") if n in found}
+
+
+def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return P, with 0 in rows that see no key, and lse."""
+    lse = scores.logsumexp(-1)
+    lse = lse if sink is None else torch.logaddexp(lse, sink.double()[..., None])
+    return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp(), lse
+
+
+def _sink_shares(sink: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return the shares of sinks in rows of the softmax, [B, H, T]."""
+    return (sink.double()[..., None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+
+
+def _with_terms(case: Case, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores with what is added to them, and how large that is in all."""
+    q, k, _ = case.inputs
+    terms = Terms.of(q, k, case.scored.get("alibi_slopes"), case.scored.get("bias"))
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
+    return terms.added(scores, *whole), terms.added(torch.zeros_like(scores), *whole).abs()
+
+
+def _of_bias(
+    case: Case,
+    p: torch.Tensor,
+    dp: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    off: torch.Tensor,
+) -> torch.Tensor:
+    """Return what rounding stored numbers does to dbias.
+
+    Args:
+        case: what is asked.
+        p: P [B, H, T, S].
+        dp: dP - delta, likewise.
+        a: see the module, [B, H, T, 1].
+        b: likewise.
+        off: c, [B, H, T, S].
+    """
+    q, k, _ = case.inputs
+    bias = case.scored["bias"]
+    carried = p * (a * dp.abs() + b)
+    if bias.shape[-1] == 1 and k.shape[2] > 0:  # the keys of a row share an element
+        of_row = a * (p * dp).sum(-1, keepdim=True).abs() + b * p.sum(-1, keepdim=True)
+        carried = of_row / k.shape[2] ** 0.5  # whose squares add up to the row's
+    squares, alike = (torch.zeros(bias.shape, dtype=p.dtype, device=p.device) for _ in range(2))
+    whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
+    terms.add_gradient(squares, carried.square().expand_as(p), *whole)
+    terms.add_gradient(alike, p * dp.abs() * off, *whole)
+    return squares.sqrt() + ONE_SIGN * alike

@@ -1,0 +1,97 @@
+"""The top of the page: numbers of known rows, and a picture that can be filtered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashattn.report.answer import EVERY, cards, explorer
+from flashattn.report.runs import Run, merge
+
+
+@pytest.fixture(scope="module")
+def found(made_run):
+    """The numbers of the made-up run, by title."""
+    return {card.title: card for card in cards(made_run)}
+
+
+def speeds(*seconds, impl="hopper", n=512, **facts):
+    """Return rows of ours and of a peer for one problem."""
+    same = {"study": "flash", "status": "ok", "problem": f"q{n}", "pass": "forward", "seq_q": n}
+    same |= {"seq_kv": n, "dtype": "bfloat16", "head_dim": 64, "causal": False, "flops": 1e9}
+    same |= {"protocol": "tokens", "batch": 1024 // n, "heads": 2} | facts
+    rows = zip((impl, "sdpa"), seconds, strict=False)
+    return [same | {"impl": name, "name": f"{n}-{name}", "seconds": s} for name, s in rows]
+
+
+def run(*rows, made="2026-01-01", number="0001"):
+    """Return a saved run of one machine."""
+    machine, name = {"accelerator": "a", "gpu": "A GPU"}, f"a/{number}_x.json"
+    return Run(machine=machine, made=made, name=name, rows=[r for each in rows for r in each])
+
+
+def test_speed_is_the_geometric_mean_over_the_fastest_peer():
+    """Eight times as fast and half as fast is twice as fast, in one problem of two."""
+    (card,) = cards(run(speeds(1.0, 8.0), speeds(1.0, 0.5, n=1024)))
+    assert (card.study, card.title, card.value) == ("flash", "Forward pass", "2.00x")
+    assert card.text == (
+        "the speed of the fastest peer (sdpa): geometric mean of 2 problems, 0.50x to 8.00x; "
+        "faster in 1. bf16, 1024 tokens, hidden 128, D = 64."
+    )
+    assert card.origin == "A GPU, run 0001, 2026-01-01"
+
+
+def test_old_kernels_do_not_count():
+    """Problems that only an older run measured are left out, and so are peers of another run."""
+    old = run(speeds(1.0, 0.1, n=1024), speeds(1.0, 0.1, n=256))
+    new = run(speeds(1.0, 3.0), speeds(1.0, n=256), made="2026-01-02", number="0002")
+    (card,) = cards(merge([old, new]))
+    assert card.value == "3.00x"
+    assert card.origin == "A GPU, run 0002, 2026-01-02"
+
+
+def test_numbers_are_the_made_up_run_s(found):
+    """The step, the errors and the memory are those that the rows say, with what they are over."""
+    assert [*found] == [
+        *("Forward pass", "Train step, 2.7B", "Above the error budget", "Memory for backward"),
+    ]
+    assert found["Forward pass"].value == "1.25x"
+    step = found["Train step, 2.7B"]
+    assert step.value == "100 ms"
+    assert step.text.startswith("bf16, triton, compiled; 1.00x the speed of the fastest peer: ")
+    assert "sdpa, eager, 100 ms" in step.text
+    right = found["Above the error budget"]
+    assert right.value == "0 of 6"
+    assert right.text.endswith("triton keeps 2 of 2, the best peer, naive, 1.")
+    assert found["Memory for backward"].value == "0.1%"
+    assert all(card.origin.startswith("NVIDIA H200, run 0002") for card in found.values())
+
+
+def test_a_run_without_ours_has_no_number(made_run):
+    """Peers alone are no answer, and nothing is drawn of them."""
+    peers = [row for row in made_run.rows if row.get("impl") not in ("triton", "hopper")]
+    assert cards(replace(made_run, rows=peers)) == []
+    assert explorer(replace(made_run, rows=peers)) is None
+
+
+def test_filters_offer_what_was_measured(made_run):
+    """Each filter has the values of the rows; the first choice is one that was measured."""
+    picture, choices = explorer(made_run)
+    assert choices == {
+        "pass": ["forward"],
+        "dtype": ["bf16"],
+        "D": ["128"],
+        "mask": ["full", "causal"],
+        "shape": ["16384 tokens, hidden 2048", "one head"],
+        "peer": [EVERY, "naive", "sdpa"],
+    }
+    chosen = {param["name"]: param["value"] for param in picture["params"]}
+    assert all(value in choices[name] for name, value in chosen.items())
+    points = [record for record in picture["data"]["values"] if not record.get("kind")]
+    assert any(chosen.items() - {("peer", EVERY)} <= record.items() for record in points)
+    assert picture["title"]["text"].endswith("forward, bf16, D = 128, full")
+    ours = [record for record in points if record["name"] == "ours"]
+    assert {record["kernel"] for record in ours} == {"hopper"}
+    assert ours[0]["y"] == 512
+    assert ours[0]["ms"] == 1

@@ -1,0 +1,113 @@
+"""The tables of README and docs: made from rows, fresh, and the only place of measured numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import flashattn
+from flashattn.report.__main__ import main
+from flashattn.report.docs import TABLE, pages, render, update
+from flashattn.report.excerpts import EXCERPTS
+from flashattn.report.runs import kept, merge
+
+ROOT = Path(flashattn.__file__).parents[1]
+H200 = "nvidia-h200"
+CODE = re.compile(r"```.*?```", re.DOTALL)
+MEASURED = re.compile(
+    r"\d[\d.]*\s?(?:TFLOP/s|TB/s|GB/s|µs|ms|[KMGT]iB|\u00d7|%|times as fast)(?!\w)"
+)
+LOG = "tuning-log.md"  # what was tried, with its figures and its date
+
+
+@pytest.fixture(scope="module")
+def record():
+    """Return the kept runs of an H200."""
+    return merge(kept(ROOT / ".benchmarks", H200))
+
+
+def test_tables_are_fresh(record):
+    """``python -m flashattn.report docs`` would change nothing."""
+    assert update(ROOT, record, check=True) == []
+
+
+@pytest.mark.parametrize("path", pages(ROOT), ids=lambda path: path.name)
+def test_text_holds_no_measured_number(path):
+    """What is measured stands in a table that is made, or in the log."""
+    if path.name == LOG:
+        return
+    text = CODE.sub("", TABLE.sub("", path.read_text(encoding="utf-8")))
+    assert MEASURED.findall(text) == []
+
+
+def test_every_table_is_quoted():
+    """One that no page asks for is dead."""
+    text = "".join(path.read_text(encoding="utf-8") for path in pages(ROOT))
+    assert {found[1] for found in TABLE.findall(text)} == {*EXCERPTS}
+
+
+def lines(name, run):
+    """Return the lines of a table, cells without their padding."""
+    table = EXCERPTS[name].table(run)
+    return [table.header, *table.lines]
+
+
+def test_numbers(made_run):
+    """A made-up run whose answers a reader can check in the head."""
+    run = replace(made_run, rows=[row | {"run": made_run} for row in made_run.rows])
+    problem = {"seq_q": 16384, "flops": 4e12, "problem": "p", "dtype": "bfloat16", "status": "ok"}
+    problem |= {"study": "flash", "protocol": "tokens", "head_dim": 64, "causal": False}
+    times = {"hopper": 0.01, "triton": 0.02, "sdpa_cudnn": 0.008, "flash_attn_4": 0.016}
+    run.rows.extend(
+        problem | {"impl": impl, "name": impl, "pass": "forward", "seconds": seconds}
+        for impl, seconds in times.items()
+    )
+    ours = ["forward: ours", "forward: cuDNN", "forward: FA-4", "forward: ratio"]
+    assert lines("speed", run) == [
+        ["N", "D", "mask", *ours],
+        ["16384", "64", "full", "400", "500", "250", "0.80"],
+    ]
+    assert lines("gaps", run)[1:] == [["forward", "64", "0.80 (p)"]]
+    assert lines("ratios", run)[1:] == [["64", "0.80 (0.80 to 0.80)"]]
+    assert lines("accuracy", run)[1:] == [
+        ["triton", "0 of 6", "2 of 2", ""],
+        ["naive", "3 of 6", "1 of 2", "empty"],
+    ]
+    assert lines("host", run)[1:] == [
+        ["triton", "30", "3"],
+        ["floor", "10", ""],
+        ["sdpa", "20", "2"],
+    ]
+    assert lines("masks", run)[1:] == [
+        ["p10", "100", "1000", "10.00"],
+        ["p100", "1000", "2000", "2.00"],
+    ]
+
+
+def test_a_stale_table_is_seen(tmp_path, capsys, made_run, monkeypatch):
+    """And mended, without ``--check``."""
+    monkeypatch.setattr("flashattn.report.__main__.kept", lambda *_: [made_run])
+    page = tmp_path / "README.md"
+    page.write_text("Text 1.\n\n<!-- table: masks -->\n\n| old |\n<!-- end -->\n\nText 2.\n")
+    with pytest.raises(SystemExit):
+        main(["docs", "--root", str(tmp_path), "--check"])
+    assert f"stale: {page}" in capsys.readouterr().err
+    assert "| old |" in page.read_text()
+    main(["docs", "--root", str(tmp_path)])
+    text = page.read_text()
+    assert "| p10 " in text
+    assert "One NVIDIA H200, torch 2.11, 2026-11-21.* <!-- end -->\n\nText 2.\n" in text
+    main(["docs", "--root", str(tmp_path), "--check"])
+    assert "Changed: nothing" in capsys.readouterr().out
+
+
+def test_tables_that_cannot_be_made(made_run):
+    """One that was not measured says what measures it; one that does not exist is an error."""
+    text = "<!-- table: {} -->\n<!-- end -->\n"
+    empty = render(text.format("parallel"), replace(made_run, rows=[]))
+    assert "`pytest benchmarks/bench_parallel.py` measures it" in empty
+    with pytest.raises(ValueError, match=r"table: wanted one of speed, .*, got x"):
+        render(text.format("x"), made_run)

@@ -24,7 +24,7 @@ from flashattn.report.runs import Run
 from flashattn.report.table import tables
 from flashattn.testing import comparison, kept, swept
 from flashattn.testing.graph import Graph
-from flashattn.testing.inputs import make_inputs
+from flashattn.testing.inputs import make_inputs, make_scored
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE, rounded
 from flashattn.testing.swept import DEVICE, study_and_name, sweep_name
 from flashattn.testing.train_case import Trained, costs, problem_of
@@ -261,7 +261,7 @@ def time_pass(
     verifier: Verifier,
     left_out: Callable[[str | None], None],
     interpreted: Callable[[Impl], bool],
-) -> Callable[[str, str | None], None]:
+) -> Callable[..., None]:
     """Return what checks a pass of an implementation and times it, or leaves it out with a reason.
 
     The backward pass is timed alone, not as a difference of two times; both passes together get a
@@ -276,20 +276,22 @@ def time_pass(
                 raise
             pytest.xfail(str(error))
 
-    def time(passes: str, reason: str | None) -> None:
+    def time(passes: str, reason: str | None, *, learned: bool = False) -> None:
+        device_benchmark.extra_info["learned"] = learned
         left_out(verifier.admit(passes))
         left_out(reason)
         left_out(f"{impl.name} is interpreted: not a speed" if interpreted(impl) else None)
         if passes == "forward":
             inputs = make_inputs(problem, device=device)
-            call = partial(impl, *inputs, **problem.keywords, scale=problem.head_dim**-0.5)
+            how = problem.keywords | make_scored(problem, device=device)
+            call = partial(impl, *inputs, **how, scale=problem.head_dim**-0.5)
             check(**dict(zip(("o", "lse"), call(), strict=True)))
             device_benchmark.time(call)
             return
-        graph = Graph(impl, problem, device)
+        graph = Graph(impl, problem, device, learned=learned)
         o = graph.forward() if passes == "backward" else ()
         call = graph.backward if passes == "backward" else graph.both
-        check(**dict(zip(("dq", "dk", "dv"), call(*o), strict=True)))
+        check(**dict(zip(graph.grads, call(*o), strict=True)))
         if o and not graph.keep:
             device_benchmark.time(call, setup=graph.forward)
         else:

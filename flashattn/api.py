@@ -227,7 +227,7 @@ def explain(
         softcap: likewise.
         alibi_slopes: likewise; all that is asked is whether there are some.
         bias: likewise; its gradient is wanted.
-        sink: likewise; of impl="hopper" and "auto" it is applied behind the kernels.
+        sink: likewise.
         scale: likewise.
         impl: "triton", "hopper", or "auto", for each pass the faster one.
         precision: likewise.
@@ -244,7 +244,7 @@ def explain(
     rows = documents is not None or mask is not None
     if rows:
         causal, window = False, UNBOUNDED
-    scored = _scored(q, k, v, alibi_slopes, bias, sink if impl == "triton" else None, packed=False)
+    scored = _scored(q, k, v, alibi_slopes, bias, sink, packed=False)
     problem = Problem.of(
         q, k, v, causal=causal, window=window, softcap=softcap, **_facts(scored),
         documents=_unknown(rows),

@@ -10,7 +10,7 @@ A bias is any tensor that broadcasts to the scores, or a vector of T + S - 1 ele
 s - t (``relative``). Where it is -inf, a key is hidden.
 
 A sink is one more logit of a head, not scaled and not capped, which takes its share of each row's
-softmax and has no value, as in gpt-oss (OpenAI, 2025).
+softmax and has no value, as in gpt-oss (OpenAI, 2025). One of -inf is none: its gradient is 0.
 """
 
 from __future__ import annotations
@@ -287,6 +287,7 @@ def with_sink(
         sink: [B or 1, H].
     """
     logits = sink.to(lse.dtype)[..., None]
+    logits = logits.masked_fill(logits == -torch.inf, -torch.inf)  # is none, and has no gradient
     dead = lse == -torch.inf  # o is 0
     seen = lse.masked_fill(dead, 0)
     # Either way the smaller share is computed: autograd takes 1 - sigmoid for the other.

@@ -8,8 +8,8 @@ import pytest
 
 from flashattn.counts import compiled
 from flashattn.counts.addresses import findings, read
-from flashattn.counts.offline import variants
 from flashattn.counts.resources import Resources
+from flashattn.counts.variants import variants
 from flashattn.kernels.hopper.offline import variants as hopper_variants
 
 BOTH = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"  # A at UR4 and UR5, B at UR6 and UR7

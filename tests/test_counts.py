@@ -21,7 +21,8 @@ from flashattn.counts import compiled, interpreter
 from flashattn.counts.compiled import may_spill, unsteady
 from flashattn.counts.expect import differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
-from flashattn.counts.offline import FIXED, variants
+from flashattn.counts.offline import FIXED
+from flashattn.counts.variants import variants
 from flashattn.gpus import INTERPRETER_FAILS
 from flashattn.kernels.portable.steps import KERNELS as GRADIENTS
 

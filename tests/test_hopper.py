@@ -216,6 +216,27 @@ def test_softcap(device, head_dim, cap, mask, values):
         assert all(torch.equal(other[name], x) for name, x in one.items())
 
 
+@pytest.mark.parametrize("packed", [None, "uneven"])
+@pytest.mark.parametrize("mask", ["causal", "causal_br", "window70+30", "full"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@on_hopper
+def test_sinks(device, head_dim, mask, packed):
+    """So are rows that share their softmax with a sink, its gradient, and the same bits again."""
+    asked, documents = Mask.parse(mask), packed and DOCUMENTS[packed]
+    for dtype, group in (("bfloat16", 1), ("float16", 2), ("float32", 2)):
+        problem = Problem(
+            batch=2, heads=4, kv_heads=4 // group, seq_q=1000, seq_kv=900, head_dim=head_dim,
+            causal=asked.causal, window=asked.window, documents=documents, sink=True, dtype=dtype,
+        )  # fmt: skip
+        if why_not_hopper(problem.torch_dtype, head_dim, H200):
+            continue
+        sample = Sample(problem=problem, device=device)
+        attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+        assert_accurate(attend, sample)
+        one, other = run(attend, sample.draw()), run(attend, sample.draw())
+        assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
 @gluon.jit
 def tanh_kernel(x, y):
     """Write tanh_approx of 128 numbers."""
@@ -530,12 +551,13 @@ def test_gqa_splits(heads, kv_heads, seq, head_dim, causal, count):
         ({"heads": 6, "seq_q": 2048, "head_dim": 128}, ("sm90", "portable")),
     ],
 )
+@pytest.mark.parametrize("sunk", [False, True])
 @on_hopper
-def test_one_of_both_is_portable(device, sizes, kernels):
+def test_one_of_both_is_portable(device, sizes, kernels, sunk):
     """With ``family="auto"`` one pass may be the portable one's, and both are right."""
-    problem = Problem(**sizes, dtype="bfloat16")
+    problem = Problem(**sizes, sink=sunk, dtype="bfloat16")
     q, k, v = make_inputs(problem, device=device)
-    plan = explain(q, k, v)
+    plan = explain(q, k, v, sink=torch.zeros(problem.heads, device=device) if sunk else None)
     assert (plan.forward.kernel, plan.backward.kernel) == kernels
     attends = partial(get("hopper"), causal=False, scale=0.1, family="auto")
     assert_accurate(attends, Sample(problem=problem, device=device, scale=0.1))

@@ -50,35 +50,39 @@ SMALL = HopperTile(block_kv=64)
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     how = {"deterministic": False} | (how or {})
-    bounds, band = (), problem.band
+    bounds, band = (None, None), problem.band
     if problem.documents is not None:
         lengths = cumulative(problem.documents, "cpu")
-        bounds = Extras(*of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask))
+        bounds = of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask)
+    rows = bounds[0] is not None
     options = Options(
-        None if bounds else band.right,
+        None if rows else band.right,
         check_scale(None, problem.head_dim),
         input_precision(precision, problem.torch_dtype),
         "hopper",
         how.pop("deterministic"),
-        None if bounds else band.left,
+        None if rows else band.left,
         problem.softcap,
-        int(bool(bounds)),
     )
 
     class Attend(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v):
-            o, lse = execute.prepare_forward(q, k, v, options, tile=config)(q, k, v, *bounds)
+        def forward(ctx, q, k, v, sink):
+            ctx.extras = Extras(*bounds, sink=sink) if rows or sink is not None else ()
+            ctx.options = options.given(ctx.extras)
+            run = execute.prepare_forward(q, k, v, ctx.options, tile=config)
+            o, lse = run(q, k, v, *ctx.extras)
             ctx.save_for_backward(q, k, v, o, lse)
             return o, lse
 
         @staticmethod
         def backward(ctx, *grads):
             (grad_o, grad_lse), (q, k, v, o, lse) = grads, ctx.saved_tensors
-            run = execute.prepare_backward(grads, ctx.saved_tensors, options, **how)
-            return run(q, k, v, grad_o, o, lse, grad_lse, *bounds)
+            run = execute.prepare_backward(grads, ctx.saved_tensors, ctx.options, **how)
+            dq, dk, dv, *dsink = run(q, k, v, grad_o, o, lse, grad_lse, *ctx.extras)
+            return dq, dk, dv, *(dsink or [None])
 
-    return Attend.apply
+    return lambda q, k, v, sink=None: Attend.apply(q, k, v, sink)
 
 
 def bf16(**sizes):
@@ -366,6 +370,71 @@ def test_shares_of_capped(shape, cap, divide):
         assert_accurate(attend(problem, config, dict(how)), Sample(problem=problem))
 
 
+SUNK = [
+    *((problem, config, None, at_once) for problem, config, at_once in FORWARDS),
+    *(
+        (bf16(head_dim=d, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2)
+        for shape, d in zip(WINDOWS, cycle((64, 128)))
+    ),
+    *(
+        (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once)
+        for problem, config, deterministic, at_once in BACKWARDS[:4]
+    ),
+    *(
+        (problem, WIDE, {"tile": HopperD256Tile(section=2)}, at_once)
+        for problem, at_once in WIDE_BACKWARDS
+    ),
+    (fp16(batch=2, heads=2, seq_q=200, seq_kv=140, softcap=5.0), SMALL, {"tile": TURNED}, 2),
+    (Problem(heads=4, kv_heads=2, seq_q=100, seq_kv=130, head_dim=128), None, {}, 2),
+    (Problem(heads=2, seq_q=200, seq_kv=70, head_dim=72, causal="bottom_right"), None, {}, 2),
+]
+
+
+@pytest.mark.parametrize(("problem", "config", "how", "at_once"), SUNK, ids=str)
+def test_sinks(problem, config, how, at_once):
+    """So are rows that share their softmax with a sink, and its gradient.
+
+    Rows that see no key have its logit as lse.
+    """
+    problem = replace(problem, sink=True)
+    with emulated(multiprocessors=at_once) as launched:
+        assert_accurate(attend(problem, config, how), Sample(problem=problem, grad=how is not None))
+    assert launched[0].startswith("flashattn_hopper_fwd")
+    assert (how is None) == (len(launched) == 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tile"),
+    [("bfloat16", 64, TURNED), ("float16", 256, HopperD256Tile()), ("float32", 128, None)],
+)
+def test_sinks_of_each_batch(dtype, head_dim, tile):
+    """Batches may have their own sinks; one of -inf is none, by bits, and has no gradient."""
+    sizes = {"heads": 2, "seq_q": 150, "seq_kv": 100, "causal": "bottom_right"}  # dead queries
+    problem = Problem(dtype=dtype, batch=2, head_dim=head_dim, **sizes)
+    case = Sample(problem=problem).draw()
+    how = {"deterministic": True} | ({} if tile is None else {"tile": tile})
+    attends = attend(problem, WIDE if tile else None, how)
+
+    def answer(part, sink=None):
+        given = [x[part].detach().requires_grad_() for x in case.inputs]
+        given += [] if sink is None else [sink.clone().requires_grad_()]
+        outputs = attends(*given)
+        grads = case.grad_o[part], case.grad_lse[part]
+        return *outputs, *torch.autograd.grad(outputs, given, grads)
+
+    sinks = torch.tensor([[-torch.inf, 1.0], [2.0, -torch.inf]])
+    with emulated():
+        *both, dsink = answer(slice(None), sinks)
+        for batch in range(2):
+            part = slice(batch, batch + 1)
+            *alone, of_sink = answer(part, sinks[part])
+            assert torch.equal(dsink[part], of_sink)
+            for x, one, none in zip(both, alone, answer(part), strict=True):
+                assert torch.equal(x[part], one)
+                assert torch.equal(x[part, batch], none[:, batch])
+    assert torch.equal(dsink == 0, sinks.isinf())
+
+
 def promised(x):
     """Return tanh(x) as wrong as PTX allows ``tanh.approx.f32`` to be."""
     up = x.contiguous().view(torch.int32) & 1
@@ -542,7 +611,7 @@ FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
 WIDE_BACKWARD, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
-SCHEDULER = "kernels/hopper/scheduler.py"
+SCHEDULER, SCORE = "kernels/hopper/scheduler.py", "kernels/hopper/score.py"
 PIPELINE = "kernels/hopper/pipeline.py"
 # What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
@@ -608,6 +677,13 @@ ASKED = {
         WIDE,
         WIDE_PASSES,
     ),
+    "sunk": (bf16(heads=2, seq_q=200, seq_kv=130, sink=True), "normal", SMALL, TURNS),
+    "cut sunk": (
+        Problem(heads=2, seq_q=130, seq_kv=150, head_dim=128, sink=True),
+        "normal",
+        None,
+        {},
+    ),
     "cut": (Problem(heads=2, kv_heads=1, seq_q=130, seq_kv=150, head_dim=128), "normal", None, {}),
     "cut causal": (
         Problem(seq_q=200, seq_kv=150, head_dim=72, causal="bottom_right"),
@@ -618,6 +694,61 @@ ASKED = {
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
 PLANTED = [
+    (
+        "sunk",
+        Mutant(
+            "sink_in_natural_units",
+            SCORE,
+            "self.sink_stride + head)) * LOG2E",
+            "self.sink_stride + head))",
+            "a sink is taken for one in base 2",
+        ),
+        WRONG,
+    ),
+    (
+        "sunk",
+        Mutant(
+            "sink_of_the_first_head",
+            SCORE,
+            "gl.load(self.sink + (batch * self.sink_stride + head))",
+            "gl.load(self.sink + batch * self.sink_stride)",
+            "all heads have the first one's sink",
+        ),
+        WRONG,
+    ),
+    (
+        "sunk",
+        Mutant(
+            "sink_takes_nothing_from_o",
+            FORWARD,
+            "gl.where(total == 0.0, 0.0, weight / total)",
+            "gl.where(total == 0.0, 0.0, weight / (gl.sum(l, 1) * weight))",
+            "the sink is in lse, and o is as without it",
+        ),
+        WRONG,
+    ),
+    (
+        "sunk",
+        Mutant(
+            "sink_not_in_lse",
+            FORWARD,
+            "        m, total, weight = with_sink(m, total, sink)\n",
+            "        _, _, weight = with_sink(m, total, sink)\n",
+            "the backward has the P of rows without a sink",
+        ),
+        WRONG,
+    ),
+    (
+        "cut sunk",
+        Mutant(
+            "sums_before_a_larger_sink",
+            CUT_FORWARD,
+            "        acc = scale_rows(acc, weight)\n",
+            "",
+            "o weighs too much where the sink is above all scores",
+        ),
+        WRONG,
+    ),
     (
         "cut causal",
         Mutant(
@@ -1275,7 +1406,7 @@ PLANTED = [
         "capped",
         Mutant(
             "slope_of_the_root",
-            "kernels/hopper/score.py",
+            SCORE,
             "(root * root)",
             "root",
             "dq and dk have the wrong sizes",

@@ -197,9 +197,12 @@ def test_relative_bias(name, shape, window, device):
 @OURS
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 1), (0, 5), (1, 0), (5, 0)])
 def test_empty_problems(name, sizes, device):
-    """Without queries or keys lse is the sink's, a bias adds nothing, and gradients are zeros."""
+    """Without queries or keys lse is the sink's, a bias adds nothing, and gradients are zeros.
+
+    That of a sink is of lse, but 0 of -inf, which is none.
+    """
     given = [x.requires_grad_() for x in tensors(device, seq_q=sizes[0], seq_kv=sizes[1])]
-    sink = torch.linspace(-1, 1, 4, device=device).requires_grad_()
+    sink = torch.tensor([-torch.inf, -1.0, 0.0, 1.0], device=device).requires_grad_()
     vector = torch.zeros(4, max(sum(sizes) - 1, 0), device=device).requires_grad_()
     full = torch.zeros(4, *sizes, device=device).requires_grad_()
     for x, bias in ((vector, relative(vector)), (full, full)):
@@ -207,7 +210,8 @@ def test_empty_problems(name, sizes, device):
         assert torch.equal(lse, sink[:, None].expand_as(lse))
         gradients = torch.autograd.grad((o.sum() + lse.sum()), (*given, x, sink))
         assert not any(y.any() for y in (o, *gradients[:-1]))
-        assert torch.equal(gradients[-1], torch.full_like(sink, 2 * sizes[0]))
+        wanted = torch.full_like(sink, 2 * sizes[0]).masked_fill(sink.isinf(), 0.0)
+        assert torch.equal(gradients[-1], wanted)
 
 
 @OURS
@@ -456,7 +460,7 @@ def test_a_sink_of_split_keys(family, causal, device):
 def test_a_sink_behind(name, device):
     """To an implementation that takes none it is applied by lse, with the same gradients.
 
-    So it is where a query sees no key, or neither key nor sink.
+    So it is where a query sees no key, or neither key nor sink: one of -inf has no gradient.
     """
     given = [x.requires_grad_() for x in tensors(device, seq_kv=12)]
     sink = torch.tensor([[-torch.inf, -2.0, 0.0, 3.0]], device=device)
@@ -466,9 +470,9 @@ def test_a_sink_behind(name, device):
     grads, results = make_grads(PROBLEM, device=device), []
     for impl in (inside, behind):
         outputs = impl(*given[:3], sink=given[3], **how)
-        *gradients, of_sink = torch.autograd.grad(outputs, given, grads)
-        assert of_sink.isfinite().all()
-        results.append((*outputs, *gradients, of_sink[:, 1:]))  # of -inf a limit, not the same one
+        gradients = torch.autograd.grad(outputs, given, grads)
+        assert not gradients[-1][:, 0].any()
+        results.append((*outputs, *gradients))
     torch.testing.assert_close(*results)
     without = replace(behind, lse=False, prepares=False, call=lambda q, *_, **__: q)
     with pytest.raises(ValueError, match="sink: behind takes none, and returns no logsumexp"):
@@ -485,6 +489,9 @@ def test_plans_say_what_scores_are_made_with(device):
     half = [x.bfloat16() for x in tensors(device, head_dim=64)]
     said = str(explain(*half, bias=torch.ones(20, 26, device=device), impl="hopper", gpu="H200"))
     assert "Hopper's add nothing to scores" in said
+    sunk = explain(*half, sink=torch.ones(4, device=device), impl="hopper", gpu="H200")
+    assert (sunk.forward.kernel, sunk.backward.kernel) == ("sm90", "sm90")
+    assert "dsink_partial" in [x.name for x in sunk.backward.workspaces]
 
 
 def scored(case, **changes):
@@ -661,6 +668,17 @@ def test_scaling_queries(impl, sample, factor):
 
     plain, changed = ask(impl, sample), ask(impl, sample, change)
     assert_agree(plain, changed, times=abs(factor), dq=lambda x: x * factor)
+
+
+def test_a_sink_behind_rows_that_see_no_key():
+    """Their lse is the sink's, and passes its gradient to that alone; one of -inf has none."""
+    o, lse, sink = torch.zeros(1, 2, 3, 8), torch.full((1, 2, 3), -torch.inf), (-torch.inf, 2.0)
+    given = [lse.requires_grad_(), torch.tensor([sink]).requires_grad_()]
+    got = with_sink(o, *given)[1]
+    of_lse, of_sink = torch.autograd.grad(got.sum(), given)
+    assert torch.equal(got, given[1][..., None].expand_as(got))
+    assert not of_lse.any()
+    assert of_sink.tolist() == [[0.0, 3.0]]
 
 
 @pytest.mark.parametrize("logit", [-40.0, -20.0, 0.0, 20.0, 40.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,20 +11,22 @@ import torch
 from flashattn import registry
 from flashattn.problem import Problem
 from flashattn.testing import verifier as module
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.graph import Graph
 from flashattn.testing.verifier import Verifier
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=48, head_dim=16, causal=True)
 LONG = Problem(heads=2, kv_heads=1, seq_q=96, head_dim=16, causal=True)
 WINDOW = replace(LONG, window=(30, None))
+SUNK = replace(LONG, alibi=True, sink=True)
+BIASED = replace(LONG, heads=4, kv_heads=2, bias="1hts", sink=True)
 
 
 def outputs(problem, device):
-    """Return what the reference gives: o, lse, dq, dk, dv."""
-    inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
-    o, lse = registry.get("reference")(*inputs, **problem.keywords, scale=problem.head_dim**-0.5)
-    grads = torch.autograd.grad(o, inputs, make_grads(problem, device=device)[0])
-    return {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    """Return what the reference gives: o, lse, dq, dk, dv, dbias, dsink."""
+    graph = Graph(registry.get("reference"), problem, device, learned=True)
+    o, lse = graph._call()
+    grads = torch.autograd.grad(o, graph.inputs, graph.grad_o)
+    return {"o": o, "lse": lse, **dict(zip(graph.grads, grads, strict=True))}
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def test_facts_are_noted(device):
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW], ids=str)
+@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW, SUNK, BIASED], ids=str)
 def test_right_results_are_admitted(device, problem):
     """The reference's own results pass, those of a long problem by its last queries and keys."""
     Verifier(registry.get("reference"), problem, device, {}).check(**outputs(problem, device))
@@ -60,7 +63,7 @@ def test_right_results_are_admitted(device, problem):
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW], ids=str)
+@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW, SUNK, BIASED], ids=str)
 def test_one_wrong_row_is_seen(device, problem, name):
     """One row of the last head, wrong by a hundredth, fails, whichever output it is of."""
     found = {key: x.detach().clone() for key, x in outputs(problem, device).items()}
@@ -68,3 +71,20 @@ def test_one_wrong_row_is_seen(device, problem, name):
     row += 0.01 * found[name].abs().max()
     with pytest.raises(AssertionError, match=f"reference: {name}: max error"):
         Verifier(registry.get("reference"), problem, device, {}).check(**found)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("name", ["dbias", "dsink"])
+@pytest.mark.parametrize(
+    ("problem", "seen"),
+    [(BIASED, True), (replace(BIASED, batch=2), False), (SUNK, False)],
+    ids=["of a head", "of batches", "of rows that are not verified"],
+)
+def test_a_wrong_gradient_of_a_bias_or_sinks_is_seen(device, problem, seen, name):
+    """Of the last head, unless others give to it that the verifier does not look at."""
+    found = {key: x.detach().clone() for key, x in outputs(problem, device).items()}
+    if name in found:
+        found[name][-1, -1] += 0.1 * found[name].abs().max()
+    verifier = Verifier(registry.get("reference"), problem, device, {})
+    with pytest.raises(AssertionError, match=f"{name}: max error") if seen else nullcontext():
+        verifier.check(**found)

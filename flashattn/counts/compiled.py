@@ -15,13 +15,9 @@ from triton import knobs
 
 from flashattn.counts import addresses, operands
 from flashattn.counts.expect import Rows
-from flashattn.counts.offline import (
-    ARCHITECTURES,
-    Variant,
-    compiled_kernel,
-    variants,
-)
+from flashattn.counts.offline import Variant, compiled_kernel
 from flashattn.counts.resources import Resources, resources_of, sass_of
+from flashattn.counts.variants import ARCHITECTURES, variants
 from flashattn.kernels.hopper.offline import HopperVariant
 
 # The assembler allots registers and lays out code, and each minor version of Triton has its own.

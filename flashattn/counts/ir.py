@@ -32,7 +32,8 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-from flashattn.counts.offline import Variant, source_of, variants
+from flashattn.counts.offline import Variant, source_of
+from flashattn.counts.variants import variants
 
 SOURCE_LINE = re.compile(r"(^#loc.*$)|\s*loc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
 SIGNATURE = re.compile(r"tt\.func public @[\w$.]+\((.*?)\) attributes", re.DOTALL)

@@ -1,12 +1,11 @@
-"""Every kernel with every tile, compiled for any GPU without having one.
+"""A kernel as a launch compiles it, for any GPU without having one.
 
 It needs a process in which Triton is not interpreted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,19 +13,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn.counts.resources import SHARED_LIMIT, Resources, resources_of
-from flashattn.gpus import TRITON
-from flashattn.kernels.hopper import offline as hopper
+from flashattn.counts.resources import Resources, resources_of
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, score_gradients, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.score import Scale, ScoreLayout
-from flashattn.plan.gpu import Gpu
-from flashattn.plan.portable import RELATIVE_KEYS, dbias_tile, terms_of
+from flashattn.plan.portable import terms_of
 from flashattn.plan.precision import TERMS, input_precision
-from flashattn.plan.rows import HEAD_DIMS, OPTIONAL, Kernel, Rows
-from flashattn.plan.tables import rows_of
-from flashattn.plan.tile import HALF, VECTOR, Tile, block_d, padding
+from flashattn.plan.rows import Kernel
+from flashattn.plan.tile import VECTOR, Tile, block_d, padding
 
 Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce", "bwd_dsink"]
 KERNELS: dict[str, Any] = {
@@ -48,11 +43,6 @@ FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where 
 }
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-
-ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is compiled in all ways
-ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
-ARCHITECTURES = tuple(SHARED_LIMIT)
-SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
 
 
 @dataclass(frozen=True)
@@ -306,98 +296,3 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
 def compile_variant(variant: Variant | HopperVariant) -> Resources:
     """Compile one variant and return what it takes; see ``compiled_kernel``."""
     return resources_of(compiled_kernel(variant))
-
-
-def _tiled(arch: str, table: Rows) -> list[Variant]:
-    """Return each tile of a table once: under a mask, whose code has that of full attention, too.
-
-    Full attention is compiled where it has a tile of its own, and among all ways.
-    """
-    whole = [
-        Variant(arch, kernel, size, head_dim, tile, causal, describable, kernel in ALWAYS_SPLIT)
-        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
-        if causal
-        or (arch, head_dim) == (ALL_WAYS, ANY_D)
-        or tile != table.tiles[kernel, size, head_dim, True, describable]
-    ]
-    tf32 = [
-        Variant(arch, kernel, 4, head_dim, tile, True, tile.descriptors, precision="tf32")  # noqa: FBT003
-        for tiles in table.tf32
-        for (kernel, head_dim), tile in tiles.items()
-    ]
-    return whole + tf32
-
-
-def _other_ways(tiled: list[Variant]) -> list[Variant]:
-    """Return the ways to compile a kernel that borrow a tile, with ``ANY_D`` under a mask."""
-    one_d = [v for v in tiled if v.head_dim == ANY_D and v.precision == "auto" and not v.split]
-    masked = [variant for variant in one_d if variant.causal]
-    half = [variant for variant in masked if variant.size == HALF]
-    small_grids = {variant.size for variant in tiled if variant.kernel == "fwd_small_grid"}
-    split = [
-        replace(variant, split=True)
-        for variant in masked
-        if variant.kernel not in {"fwd_short_kv", "bwd_one_launch"}
-        and not (variant.kernel == "fwd" and variant.size in small_grids)
-    ]
-    capped = [  # in the backward with the tiles of full attention, see ``plan.portable``
-        replace(variant, softcap=True, causal=True)
-        for variant in one_d
-        if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
-    ]
-    scored = [  # likewise; a few
-        replace(variant, softcap=False, scored=scored)
-        for variant, scored in product(capped, ("alibi", "bias", "sink"))
-        if variant.describable and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
-    ]
-    scored += [
-        replace(variant, tile=replace(variant.tile, block_kv=RELATIVE_KEYS), scored="relative")
-        for variant in scored if variant.scored == "sink" and variant.tile
-    ]  # fmt: skip
-    scored += [
-        Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
-        for size, d, scored in product((2, 4), (64, 256), ("bias", "relative"))
-    ]
-    return [
-        *split,
-        *(replace(variant, window=True) for variant in half),
-        *(replace(variant, rows=True) for variant in half),
-        *capped,
-        *scored,
-    ]
-
-
-def _columns(arch: str, table: Rows) -> list[Variant]:
-    """Return those of a single column, which takes the tiles of the least width."""
-    return [
-        Variant(arch, kernel, size, 1, tile, causal, describable, kernel in ALWAYS_SPLIT)
-        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
-        if (head_dim, causal, describable) == (HEAD_DIMS[0], True, False) and kernel not in OPTIONAL
-    ]
-
-
-def _untiled(arch: str) -> list[Variant]:
-    """Return the kernels that have one tile for all, of one column, of some and of the most."""
-    found = [
-        Variant(arch, kernel, size, head_dim, None, causal=False)
-        for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
-        if kernel != "decompose" or (DTYPES[size] == torch.float32 and head_dim > 1)
-        if kernel != "bwd_dsink" or (arch, size, head_dim) == (ALL_WAYS, HALF, ANY_D)
-    ]
-    decomposed = [variant for variant in found if variant.kernel == "decompose"]
-    return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]
-
-
-def variants(version: tuple[int, int] = TRITON) -> list[Variant | HopperVariant]:
-    """Return every kernel with every tile of the tables of every architecture.
-
-    Args:
-        version: of Triton, on which tables depend.
-    """
-    found: list[Variant | HopperVariant] = []
-    for arch in ARCHITECTURES:
-        table = rows_of(Gpu((int(arch[3:-1]), 0), 1, version))
-        tiled = _tiled(arch, table)
-        ways = _other_ways(tiled) if arch == ALL_WAYS else []
-        found += [*tiled, *ways, *_columns(arch, table), *_untiled(arch)]
-    return found + hopper.variants()

@@ -185,8 +185,8 @@ def convert_layout(x: Registers, _: object, *, assert_trivial: bool = False) -> 
 
 
 def load(pointer: Pointer) -> Any:
-    """Read from memory: an integer, or what a tensor of pointers points to."""
-    if isinstance(pointer.at, torch.Tensor):
+    """Read from memory: an integer, another number, or what a tensor of pointers points to."""
+    if isinstance(pointer.at, torch.Tensor) or pointer.elements.is_floating_point():
         return pointer.load()
     return Number(pointer.value)
 

@@ -136,7 +136,7 @@ class Pointer:
         Raises:
             IndexError: outside of the tensor.
         """
-        return registers(self.elements[self._within(self.at)])
+        return registers(self.elements[self._within(torch.as_tensor(self.at))])
 
     def _within(self, at: torch.Tensor) -> torch.Tensor:
         at = at.long()

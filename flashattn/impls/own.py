@@ -77,6 +77,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     softcap=True,
     alibi=True,
     bias=True,
+    sink=True,
     lse=True,
 )
 def _hopper(
@@ -90,6 +91,7 @@ def _hopper(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     scale: float | None = None,
     precision: str = "auto",
     deterministic: bool = True,
@@ -116,6 +118,7 @@ def _hopper(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         bias=bias,
+        sink=sink,
         scale=scale,
         precision=precision,
         family=family,

@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn.bounds import Bounds
 from flashattn.dispatch import no_forward_mode
-from flashattn.mask import CORNERS, UNBOUNDED, Band, Causal, Mask, Window
+from flashattn.mask import CORNERS, FULL, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
-from flashattn.score import Terms
+from flashattn.score import Terms, is_relative
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +44,8 @@ def _added(
 ) -> torch.Tensor:
     """Return what PyTorch adds to the scores [B, H, T, S]: the bias, and -inf on hidden keys."""
     sizes, whole = (*q.shape[:3], k.shape[2]), (slice(0, q.shape[2]), slice(0, k.shape[2]))
+    if bounds is None and mask == FULL and bias.dtype == q.dtype and not is_relative(bias):
+        return bias.expand(sizes)
     added = Terms.of(q, k, bias=bias).added(q.new_zeros(()).expand(sizes), *whole)
     if bounds is not None:
         return added.masked_fill(~bounds.seen[:, None], -torch.inf)

@@ -111,7 +111,7 @@ def _no_gradients(
         found.append(torch.zeros_like(bias, memory_format=torch.contiguous_format))
     if sink is not None:
         of_rows = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum(2)
-        found.append(of_rows.sum_to_size(sink.shape))
+        found.append(of_rows.sum_to_size(sink.shape).masked_fill(sink == -torch.inf, 0.0))
     return tuple(found)
 
 

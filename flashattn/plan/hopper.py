@@ -93,8 +93,6 @@ def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
         return "the portable kernels: Hopper's in fp32 have no softcap"
     if options.added:
         return "the portable kernels: Hopper's add nothing to scores, no ALiBi and no bias"
-    if options.sink:
-        return "the portable kernels: Hopper's take no sinks"
     if options.bounds and q.dtype == torch.float32:
         return "the portable kernels: Hopper's in fp32 take no bounds of rows"
     if options.bounds and backward and q.shape[3] > rows.ONE_PASS:
@@ -224,7 +222,7 @@ def backward(
     if isinstance(tile, HopperBackwardTile):
         return _backward_half(q, k, gpu, options, tile)
     if isinstance(tile, HopperD256Tile):
-        return _backward_d256(q, k, gpu, tile, causal=options.causal)
+        return _backward_d256(q, k, gpu, options, tile)
     return _backward_fp32(q, k, gpu, options)
 
 
@@ -273,16 +271,17 @@ def _backward_half(
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
             Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it
+            *portable.dsink_workspaces(q, options),
         ),
         why=tuple(why),
     )
 
 
 def _backward_d256(
-    q: TensorSpec, k: TensorSpec, gpu: Gpu, tile: HopperD256Tile, *, causal: bool
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperD256Tile
 ) -> BackwardPlan:
     """Return the plan of the backward for D from 129 to 256."""
-    tiles = cdiv(k.shape[2], tile.BLOCK_KV) * k.shape[0] * k.shape[1]
+    tiles, causal = cdiv(k.shape[2], tile.BLOCK_KV) * k.shape[0] * k.shape[1], options.causal
     splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
     queries = cdiv(q.shape[2], tile.BLOCK_Q) * q.shape[0] * q.shape[1]
     why = ["two passes: one would own 64 keys, and add to dq as often as it loads"]
@@ -295,7 +294,11 @@ def _backward_d256(
         ),
         gqa_splits=splits,
         scheduler=Scheduler("lpt" if causal else "linear", section=tile.section),
-        workspaces=(*portable.row_workspaces(q), *portable.partials(splits, dk=k, dv=k)),
+        workspaces=(
+            *portable.row_workspaces(q),
+            *portable.partials(splits, dk=k, dv=k),
+            *portable.dsink_workspaces(q, options),
+        ),
         why=tuple(why),
     )
 
@@ -321,6 +324,9 @@ def _backward_fp32(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> 
         kernel="sm90_fp32",
         passes=passes,
         scheduler=Scheduler("lpt" if causal else "linear"),
-        workspaces=portable.backward_workspaces(passes, q, k, k, q),
+        workspaces=(
+            *portable.backward_workspaces(passes, q, k, k, q),
+            *portable.dsink_workspaces(q, options),
+        ),
         why=("two passes over bf16 terms of fp32",),
     )

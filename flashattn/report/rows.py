@@ -26,6 +26,10 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
     "causal": (False, "top_left", "bottom_right"),
     "protocol": ("tokens", "one_head", "batch"),
     "values": ("normal",),
+    "scores": (
+        *("plain", "softcap 50", "ALiBi", "bias", "bias and its gradient", "relative bias"),
+        *("relative bias and its gradient", "sink", "sink and its gradient"),
+    ),
     "method": ("keys", "keys, kept", "keys, contiguous", "heads"),
 }
 

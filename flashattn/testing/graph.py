@@ -8,7 +8,8 @@ import torch
 
 from flashattn.problem import Problem
 from flashattn.registry import Impl
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.inputs import make_grads, make_inputs, make_scored
+from flashattn.testing.sample import LEARNED
 
 
 class Graph:
@@ -18,25 +19,36 @@ class Graph:
         impl: the implementation.
         problem: the problem.
         device: where to run.
+        learned: whether a bias and sinks have gradients, too.
+
+    Attributes:
+        grads: names of the gradients, in their order.
     """
 
-    def __init__(self, impl: Impl, problem: Problem, device: torch.device) -> None:
+    def __init__(
+        self, impl: Impl, problem: Problem, device: torch.device, *, learned: bool = False
+    ) -> None:
         """Create the inputs and the gradient of o."""
-        self.inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
+        q, k, v = make_inputs(problem, device=device)
+        scored = make_scored(problem, device=device)
+        others = [name for name in LEARNED if learned and name in scored]
+        self.inputs = [x.requires_grad_() for x in (q, k, v, *(scored[name] for name in others))]
+        self.grads = ["dq", "dk", "dv", *(f"d{name}" for name in others)]
         self.grad_o, _ = make_grads(problem, device=device)
         # Compiled code reuses the buffers of the graph, so each call needs a new graph.
         self.keep = not impl.compiles
-        self._call = partial(impl, *self.inputs, **problem.keywords, scale=problem.head_dim**-0.5)
+        how = problem.keywords | scored
+        self._call = partial(impl, q, k, v, **how, scale=problem.head_dim**-0.5)
 
     def forward(self) -> tuple[torch.Tensor]:
         """Return o as a tuple of arguments for ``backward``."""
         return (self._call()[0],)
 
     def backward(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return dq, dk and dv."""
+        """Return ``grads``."""
         return torch.autograd.grad(o, self.inputs, self.grad_o, retain_graph=self.keep)
 
     def both(self) -> tuple[torch.Tensor, ...]:
-        """Return dq, dk and dv through a new graph."""
+        """Return ``grads`` through a new graph."""
         (o,) = self.forward()
         return torch.autograd.grad(o, self.inputs, self.grad_o)

@@ -59,6 +59,7 @@ BIAS = "tests/test_scores.py::test_bias"
 RELATIVE = "tests/test_scores.py::test_relative_bias"
 SINK = "tests/test_attention.py::test_sink"
 SINK_BEHIND = "tests/test_scores.py::test_a_sink_behind"
+SINK_OF_HOPPER = "tests/test_hopper_emulated.py::test_sinks_of_each_batch"
 WINDOWS = "tests/test_attention.py::test_windows_are_inclusive"
 BOUNDS = "tests/test_mask.py::test_bounds_are_the_support"
 TILES = "tests/test_mask.py::test_tiles"
@@ -613,6 +614,30 @@ MUTANTS = [
         SINK,
     ),
     Mutant(
+        "hopper_sink_without_a_gradient",
+        "kernels/hopper/steps.py",
+        "sums = [portable.sum_sinks(o, options)] if options.sink else []",
+        "sums: list[Step] = []",
+        "the gradient of a sink is whatever was in memory",
+        SINK_OF_HOPPER,
+    ),
+    Mutant(
+        "hopper_sink_of_the_first_batch",
+        "kernels/hopper/steps.py",
+        "ScoreLayout.of(options, heads, 0).sink",
+        "0 if options.sink else None",
+        "all batches have the sinks of the first",
+        SINK_OF_HOPPER,
+    ),
+    Mutant(
+        "sink_of_minus_infinity_has_a_gradient",
+        "score.py",
+        "    logits = logits.masked_fill(logits == -torch.inf, -torch.inf)",
+        "    logits = logits + 0",
+        "where a query sees no key, a sink that is none has lse's gradient",
+        SINK_BEHIND,
+    ),
+    Mutant(
         "tiled_sink_without_delta",
         "tiled.py",
         "others.append(-(share * delta)[..., None]",
@@ -642,7 +667,7 @@ MUTANTS = [
         "torch.where(dead, logits, torch.logaddexp(seen, logits))",
         "torch.logaddexp(lse, logits)",
         "NaN where a query sees neither key nor sink",
-        SINK_BEHIND,
+        "tests/test_scores.py::test_a_sink_behind_rows_that_see_no_key",
     ),
     # Values of another width
     Mutant(
@@ -721,7 +746,7 @@ MUTANTS = [
     ),
     Mutant(
         "both_passes_overlap",
-        "kernels/portable/gradients.py",
+        "kernels/portable/backward.py",
         "program - dkdv_programs, tl.num_programs(0)",
         "program, tl.num_programs(0)",
         "the programs that own queries begin behind the last of them: rows of dq are not written",

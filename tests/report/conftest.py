@@ -146,6 +146,19 @@ def masks():
         yield row("masks", seconds, status, **facts, **more)
 
 
+def scores():
+    """Return ours, which a softcap slows by half and a bias's gradient by 3, and a peer."""
+    facts = {"pass": "backward", "dtype": "bfloat16"}
+    for impl, problem, seconds, learned in (
+        *(("hopper", "b1h2", 0.01, False), ("hopper", "b1h2-cap50", 0.015, False)),
+        *(("triton", "b1h2-bias1hts", 0.02, False), ("triton", "b1h2-bias1hts", 0.03, True)),
+        *(("sdpa", "b1h2", 0.02, False), ("sdpa", "b1h2-bias1hts", 0.01, False)),
+        ("sdpa", "b1h2-bias1hts", None, True),
+    ):
+        more = {"impl": impl, "problem": problem, "learned": learned}
+        yield row("scores", seconds, "ok" if seconds else "oom", **facts, **more)
+
+
 def launch():
     """Return the host's microseconds of a call, both ways, and what nobody falls below."""
     for impl, micros in (("sdpa", 20), ("triton", 30), ("floor", 10)):
@@ -181,7 +194,7 @@ def accuracy():
 def made_run():
     """A run with rows of every study."""
     makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, masks)
-    makers += (launch, parallel, accuracy)
+    makers += (scores, launch, parallel, accuracy)
     return Run(
         machine={
             "accelerator": "nvidia-h200",

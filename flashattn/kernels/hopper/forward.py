@@ -33,7 +33,7 @@ from flashattn.kernels.hopper.mma import (
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
-from flashattn.kernels.hopper.score import Score
+from flashattn.kernels.hopper.score import Score, with_sink
 
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
 # may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).
@@ -212,6 +212,7 @@ def consumer(
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         bounds = mask.key_bounds(start_q, ROWS, S)
+        sink = score.sink_of(batch, head)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
         keys.consumer_release(n)
@@ -241,7 +242,7 @@ def consumer(
         else:
             so = queries.tiles.index(q_n % t.groups)
         acc = acc_wait(acc, 0, t.d_hi)
-        inverse = store_lse(m, l, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S)
+        inverse = store_lse(m, l, sink, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S)
         store_o(scale_acc(acc, inverse, t.d_hi), o, so, batch, head, start_q, t)
         if not t.own_so:
             tma.store_wait(0)
@@ -260,14 +261,20 @@ def store_o(acc, o, so, batch, head, start_q, t):
 
 
 @gluon.jit
-def store_lse(m, l, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexpr):
-    """Store lse, and return the factors of o; a fully masked row has lse = -inf and o = 0."""
+def store_lse(m, l, sink, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexpr):
+    """Store lse, and return the factors of o.
+
+    A fully masked row has lse = -inf, or the sink, and o = 0.
+    """
     total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT))
+    weight = 1.0
+    if sink is not None:
+        m, total, weight = with_sink(m, total, sink)
     rows = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     value = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * LN2)
     row = (batch * heads + head).to(gl.int64) * seq_q
     gl.store(lse + row + rows, value, mask=rows < seq_q)
-    return gl.where(total == 0.0, 0.0, 1.0 / total)
+    return gl.where(total == 0.0, 0.0, weight / total)
 
 
 @gluon.jit(
@@ -281,22 +288,23 @@ def store_lse(m, l, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexp
         "seq_kv",
         "left",
         "right",
+        "sink_stride",
     ]
 )
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, tile_counter, key_bounds, tiles, blocks, heads, section_heads, group, seq_q,
-    seq_kv, left, right, keys_stride, scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
-    D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
-    OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
+    q, k, v, o, lse, tile_counter, key_bounds, sink, tiles, blocks, heads, section_heads, group,
+    seq_q, seq_kv, left, right, keys_stride, sink_stride, scale_log2, cap, BLOCK_KV: gl.constexpr,
+    D_LO: gl.constexpr, D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
 
-    If key_bounds is not None, it is all of the mask, and keys_stride is from batch to batch.
+    If key_bounds is not None, it is all of the mask; its stride is from batch to batch, as sink's.
     """
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
-    score = Score(scale_log2, cap, q.dtype == gl.float16)
+    score = Score(scale_log2, cap, q.dtype == gl.float16, sink, sink_stride)
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)

@@ -16,6 +16,7 @@ from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_tile_each
+from flashattn.kernels.hopper.score import Score, with_sink
 
 GROUPS = gl.constexpr(2)
 OWNED = gl.constexpr(128)  # queries of a program
@@ -54,7 +55,7 @@ def producer(q, k, v, queries, keys, values, heads, shape):
 
 @gluon.jit
 def consumer(
-    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, o_strides, heads, shape, scale_log2,
+    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, o_strides, heads, shape, score,
     head_dim, BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Fold the keys into the online softmax of 64 queries, and write o and lse."""
@@ -64,6 +65,7 @@ def consumer(
     R: gl.constexpr = gl.SliceLayout(1, S)
     start_q, batch, head, first, end = own_tile(heads, shape)
     start_q += WARPGROUP * ROWS
+    sink = score.sink_of(batch, head)
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
     m = gl.full([ROWS], float("-inf"), gl.float32, R)
     l = gl.zeros([ROWS], gl.float32, R)
@@ -75,9 +77,9 @@ def consumer(
         s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
         keys.consumer_release(n)
         s = shape.mask.apply(s, start_q, i * WALKED, (0, 0), float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        m_new = gl.maximum(m, gl.max(s, 1) * score.log2)
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-        p = gl.exp2(s * scale_log2 - finite[:, None])
+        p = gl.exp2(s * score.log2 - finite[:, None])
         alpha = gl.exp2(m - finite)
         term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as portable
         longer = l * alpha + term
@@ -89,6 +91,9 @@ def consumer(
         acc = scale_rows(acc, alpha) + mma_terms(operands, v, O, TERMS)
         values.consumer_release(n)
     rows = start_q + gl.arange(0, ROWS, layout=R)
+    if sink is not None:
+        m, l, weight = with_sink(m, l, sink)
+        acc = scale_rows(acc, weight)
     dead = l == 0.0
     value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
     at = lse + (batch * heads + head).to(gl.int64) * shape.mask.seq_q
@@ -100,23 +105,24 @@ def consumer(
     store_global(o, acc, o_strides, batch, head, start_q, shape.mask.seq_q, head_dim)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "left", "right"])
+@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "left", "right", "sink_stride"])
 def flashattn_hopper_fwd_fp32(
-    q, k, v, o, lse, o_strides, heads, group, seq_q, seq_kv, left, right, scale_log2, head_dim,
-    BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
+    q, k, v, o, lse, sink, o_strides, heads, group, seq_q, seq_kv, left, right, sink_stride,
+    scale_log2, head_dim, BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of bf16 terms."""
     STAGES: gl.constexpr = stages(BLOCK_D, TERMS)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
+    score = Score(scale_log2, None, False, sink, sink_stride)
     queries = new_pipeline(q, GROUPS, 1, TERMS)
     keys = new_pipeline(k, STAGES, GROUPS, TERMS)
     values = new_pipeline(v, STAGES, GROUPS, TERMS)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (0, o, lse, queries, keys, values, o_strides, heads, shape, scale_log2,
+            (consumer, (0, o, lse, queries, keys, values, o_strides, heads, shape, score,
                         head_dim, BLOCK_D, TERMS)),
-            (consumer, (1, o, lse, queries, keys, values, o_strides, heads, shape, scale_log2,
+            (consumer, (1, o, lse, queries, keys, values, o_strides, heads, shape, score,
                         head_dim, BLOCK_D, TERMS)),
             (producer, (q, k, v, queries, keys, values, heads, shape)),
         ],

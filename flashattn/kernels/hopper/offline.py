@@ -41,12 +41,12 @@ from flashattn.plan.tile import (
 FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
-    "hopper_fwd": ("dynamic", "window", "rows", "softcap"),
+    "hopper_fwd": ("dynamic", "window", "rows", "softcap", "sink"),
     "hopper_bwd": ("gqa_split", "window", "rows", "softcap"),
     "hopper_bwd_postprocess": ("rows",),
     "hopper_bwd_d256_dkdv": ("gqa_split", "window", "softcap"),
     "hopper_bwd_d256_dq": ("window", "softcap"),
-    "hopper_fwd_fp32": ("tf32", "window"),
+    "hopper_fwd_fp32": ("tf32", "window", "sink"),
     "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
     "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),
 }
@@ -67,7 +67,7 @@ class HopperVariant:
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
             "gqa_split", where query heads are split; of any "window", which a left bound masks,
-            "rows", by bounds of rows, or "softcap", where scores are capped.
+            "rows", by bounds of rows, "softcap", where scores are capped, or "sink".
     """
 
     kernel: str
@@ -174,6 +174,7 @@ class HopperVariant:
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
     modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
+    modes |= dict.fromkeys(("sink", "sink_stride"), "sink")
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
@@ -193,7 +194,7 @@ def _source(
     function: Any, types: dict[str, str], constants: dict[str, Any], *, fp32: bool
 ) -> ASTSource:
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
-    common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum"), "*fp32")
+    common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum", "sink"), "*fp32")
     common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
     common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")

@@ -13,7 +13,7 @@ from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
 from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
 from flashattn.kernels.launch import Described, Launch, Step
 from flashattn.kernels.portable import steps as portable
-from flashattn.kernels.portable.score import Scale
+from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.hopper import row_names
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
@@ -47,39 +47,52 @@ def forward(
     plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
 ) -> list[Step]:
     """Return the launches that fill o and lse."""
+    if isinstance(plan.tile, HopperFp32Tile):
+        return _forward_fp32(plan, q, k, v, options)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    group, scale = heads // kv_heads, Scale.of(options, forward=True)
-    left, right = options.left, options.right
-    tile = plan.tile
-    if isinstance(tile, HopperFp32Tile):
-        steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
-        launch = _launch(
-            flashattn_hopper_fwd_fp32,
-            plan.programs,
-            [Tiles(WARPGROUP_Q), Tiles(tile.other), Tiles(tile.other), None, None],
-            (
-                *(q.like().strides[:3], heads, group, seq_q, seq_kv, left, right),
-                *(scale.log2, head_dim),
-            ),
-            forward_fp32_constants(head_dim, terms=plan.terms),
-        )
-        return [*steps, Step(launch, (*names, "o", "lse"))]
-    tile = cast("HopperTile", tile)
+    scale, tile = Scale.of(options, forward=True), cast("HopperTile", plan.tile)
     queries, keys = Tiles(WARPGROUP_Q), Tiles(tile.block_kv)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
-        [queries, keys, keys, queries, *[None] * 3],
+        [queries, keys, keys, queries, *[None] * 4],
         (
-            *(blocks * batch * heads, blocks, heads, plan.scheduler.section, group),
-            *(seq_q, seq_kv, left, right, bounds_strides(options, seq_q, seq_kv)[0]),
+            *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
+            *(seq_q, seq_kv, options.left, options.right),
+            *(bounds_strides(options, seq_q, seq_kv)[0], _sinks(options, heads)[1]),
             *(scale.log2, scale.cap),
         ),
         forward_constants(tile, head_dim, dynamic=dynamic),
     )
-    counter = "tile_counter" if dynamic else None
-    return [Step(launch, ("q", "k", "v", "o", "lse", counter, bounds_names(options)[0]))]
+    counter, rows = "tile_counter" if dynamic else None, bounds_names(options)[0]
+    return [Step(launch, ("q", "k", "v", "o", "lse", counter, rows, _sinks(options, heads)[0]))]
+
+
+def _forward_fp32(
+    plan: ForwardPlan, q: TensorSpec, k: TensorSpec, v: TensorSpec, options: Options
+) -> list[Step]:
+    """Return the launches that fill o and lse in fp32."""
+    (_, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    scale, keys = Scale.of(options, forward=True), Tiles(cast("HopperFp32Tile", plan.tile).other)
+    sink, sink_stride = _sinks(options, heads)
+    steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
+    launch = _launch(
+        flashattn_hopper_fwd_fp32,
+        plan.programs,
+        [Tiles(WARPGROUP_Q), keys, keys, *[None] * 3],
+        (
+            *(q.like().strides[:3], heads, heads // kv_heads, seq_q, seq_kv),
+            *(options.left, options.right, sink_stride, scale.log2, head_dim),
+        ),
+        forward_fp32_constants(head_dim, terms=plan.terms),
+    )
+    return [*steps, Step(launch, (*names, "o", "lse", sink))]
+
+
+def _sinks(options: Options, heads: int) -> tuple[str | None, int | None]:
+    """Return the name of the sinks, and the distance of two batches in them; None of none."""
+    return "sink" if options.sink else None, ScoreLayout.of(options, heads, 0).sink
 
 
 def bounds_names(options: Options) -> tuple[str | None, str | None]:
@@ -125,21 +138,26 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     splits = plan.gqa_splits
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
+    sums = [portable.sum_sinks(o, options)] if options.sink else []
     if isinstance(tile, HopperBackwardTile):
         counters = next(x for x in plan.workspaces if x.name == "dq_semaphore")
         return [
-            portable.preprocessing(o, grad_o, counters, options.scale, row_names(options)),
+            portable.preprocessing(
+                o, grad_o, counters, options.scale, row_names(options), options.sink
+            ),
             _one_pass(plan, tile, q, k, options),
             *summing,
             _postprocess(plan, q, k, options),
+            *sums,
         ]
-    rows = portable.preprocessing(o, grad_o)
+    rows = portable.preprocessing(o, grad_o, sink=options.sink)
     if isinstance(tile, HopperD256Tile):
         return [
             rows,
             _d256_dkdv(plan, tile, q, k, options),
             *summing,
             _d256_dq(plan, tile, q, k, options),
+            *sums,
         ]
     decomposing, *_ = portable.terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
     passes = [_fp32(one, specs, options) for one in plan.passes]
@@ -147,7 +165,7 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     summing = portable.sum_partials(
         {"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)}
     )
-    return [rows, *decomposing, *passes, *summing]
+    return [rows, *decomposing, *passes, *summing, *sums]
 
 
 def _gqa(k: TensorSpec, splits: int) -> tuple[tuple[Any, ...], tuple[str, str]]:

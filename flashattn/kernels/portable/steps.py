@@ -8,12 +8,18 @@ from typing import Any, cast
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Name, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
-from flashattn.kernels.portable import combine, gradients, preprocess, score_gradients
+from flashattn.kernels.portable import combine, preprocess, score_gradients
+from flashattn.kernels.portable.backward import (
+    flashattn_bwd,
+    flashattn_bwd_dkdv,
+    flashattn_bwd_dq,
+)
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
 from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
+from flashattn.plan.bias import shares_bias
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
-from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows, shares_bias
+from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
 from flashattn.plan.rows import FUSED, Kernel
 from flashattn.plan.spec import Extras, Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
@@ -21,10 +27,10 @@ from flashattn.plan.tile import Tile, block_d, padding
 from flashattn.score import is_relative
 
 KERNELS: dict[Kernel, Any] = {
-    "bwd_fused": gradients.flashattn_bwd,
-    "bwd_one_launch": gradients.flashattn_bwd,
-    "bwd_dkdv": gradients.flashattn_bwd_dkdv,
-    "bwd_dq": gradients.flashattn_bwd_dq,
+    "bwd_fused": flashattn_bwd,
+    "bwd_one_launch": flashattn_bwd,
+    "bwd_dkdv": flashattn_bwd_dkdv,
+    "bwd_dq": flashattn_bwd_dq,
 }
 BOUNDS, SCORED = Extras._fields[:2], Extras._fields[2:]
 BACKWARD_SCORED = (*SCORED[:2], "dbias")

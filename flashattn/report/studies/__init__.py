@@ -14,11 +14,12 @@ from flashattn.report.studies import (
     parallel,
     precision,
     profile,
+    scores,
     warmup,
 )
 from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    *(flash, accuracy, masks, attention, launch, parallel),
+    *(flash, accuracy, masks, scores, attention, launch, parallel),
     *(lm, memory, profile, compile, precision, warmup),
 )

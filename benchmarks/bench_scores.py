@@ -1,0 +1,74 @@
+"""Softcap, ALiBi, biases and sinks, forward and backward: what do scores cost beyond products?
+
+Slopes, biases and sinks are made once, before the clock starts. PyTorch's SDPA takes a bias as its
+``attn_mask``, for which a relative one is written out at each call; it takes none of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashattn.problem import Problem
+
+# They loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
+LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
+ADDED = ({"alibi": True}, {"bias": "1hts"}, {"bias": "1hr"})
+CAPPED, SUNK = {"softcap": 50.0}, {"sink": True}
+
+
+def scores(plain: Problem, *changes: dict[str, object]) -> list[Problem]:
+    """Return a plain problem, and what it is with other scores."""
+    return [plain, *(replace(plain, **change) for change in changes)]
+
+
+# One batch, of which each head has its own bias: its gradient is verified head by head.
+HEADS = Problem(dtype="bfloat16", heads=16, seq_q=4096, head_dim=128)
+NARROW = replace(HEADS, heads=32, kv_heads=32, head_dim=64)
+GPT_OSS = Problem(
+    dtype="bfloat16", heads=64, kv_heads=8, seq_q=8192, head_dim=64, causal=True, window=(127, None)
+)
+TINY = Problem(heads=2, seq_q=40, head_dim=16)
+SMOKE = scores(TINY, CAPPED, *ADDED, SUNK)
+DEFAULT = [
+    *scores(HEADS, CAPPED, *ADDED, SUNK),
+    *scores(GPT_OSS, SUNK),
+    *scores(replace(GPT_OSS, window=(None, None)), SUNK),
+]
+FULL = [
+    *DEFAULT,
+    *scores(NARROW, CAPPED, *ADDED, SUNK),
+    *scores(replace(HEADS, causal=True), CAPPED, *ADDED, SUNK),
+    *scores(replace(HEADS, seq_q=16384, seq_kv=16384, causal=True), CAPPED, {"alibi": True}, SUNK),
+    *scores(replace(HEADS, heads=8, kv_heads=8, head_dim=256), CAPPED, *ADDED, SUNK),
+]
+SWEEPS = {
+    name: {
+        "bench_forward": problems,
+        "bench_backward": problems,
+        "bench_backward_learned": [x for x in problems if x.bias or x.sink],
+    }
+    for name, problems in {"smoke": SMOKE, "default": DEFAULT, "full": FULL}.items()
+}
+
+
+@pytest.fixture
+def reason(impl):
+    """Why an implementation is not timed, or None."""
+    return f"{impl.name} is timed without such scores" if impl.name in LEFT_OUT else None
+
+
+def bench_forward(time_pass, reason):
+    """Time the forward pass without gradients."""
+    time_pass("forward", reason)
+
+
+def bench_backward(time_pass, reason):
+    """Time the gradients of q, k and v alone."""
+    time_pass("backward", reason)
+
+
+def bench_backward_learned(time_pass, reason):
+    """Time the same with those of a bias and of sinks."""
+    time_pass("backward", reason, learned=True)

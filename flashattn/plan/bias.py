@@ -1,0 +1,60 @@
+"""What a bias changes in plans of portable kernels: smaller tiles, a launch for its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashattn.plan.gpu import Gpu
+from flashattn.plan.plan import Pass
+from flashattn.plan.rows import FP32, HEAD_DIMS
+from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.splits import cdiv
+from flashattn.plan.tile import Tile, block_d
+from flashattn.score import is_relative
+
+RELATIVE_KEYS = 32  # of a forward tile beside a relative bias, whose numbers each have an address
+LARGE_BIAS = 128 * 64  # scores of a tile up to which a bias fits beside all stages
+
+
+def beside_bias(tile: Tile, q: TensorSpec, options: Options) -> Tile:
+    """Return a tile with a stage less where tiles of a bias, pipelined too, would not fit."""
+    large = tile.block_q * tile.block_kv > LARGE_BIAS or block_d(q.shape[3]) >= HEAD_DIMS[-1]
+    if options.bias is None or tile.stages == 1 or not (large or q.dtype == torch.float32):
+        return tile
+    return replace(tile, stages=tile.stages - 1)
+
+
+def shares_bias(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
+    """Return whether scores share an element of a bias whose gradient is wanted."""
+    if options.bias is None or not options.bias_grad:
+        return False
+    return tuple(options.bias.shape) != (*q.shape[:3], k.shape[2])
+
+
+def dbias_pass(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> Pass | None:
+    """Return the launch for the gradient of a bias that scores share, or None."""
+    if options.bias is None or not shares_bias(q, k, options):
+        return None
+    tile = Tile(32, 32, 4, 1) if gpu.interpreted else dbias_tile(q.shape[3], q.dtype.itemsize)
+    batch, head, *rows = options.bias.shape
+    seq_q, seq_kv = q.shape[2], k.shape[2]
+    if is_relative(options.bias):
+        blocks = cdiv(seq_q - 1, tile.block_kv) + cdiv(seq_kv, tile.block_kv)
+    else:
+        blocks = cdiv(rows[0], tile.block_q) * cdiv(rows[1], tile.block_kv)
+    return Pass("bwd_dbias", tile, (batch * head * blocks,))
+
+
+def dbias_tile(head_dim: int, size: int) -> Tile:
+    """Return a square, as diagonals need it, that compiles without much spilling; not measured.
+
+    Args:
+        head_dim: D.
+        size: bytes of an element of q.
+    """
+    d = block_d(head_dim)
+    if size == FP32 and d > HEAD_DIMS[2]:
+        return Tile(16, 16, 4, 1)
+    return Tile(32, 32, 8, 1) if d == HEAD_DIMS[-1] else Tile(64, 64, 8, 1)

@@ -1,0 +1,106 @@
+"""Softcap, ALiBi, biases and sinks: time against that of plain scores."""
+
+from __future__ import annotations
+
+import re
+
+from flashattn.report import plot
+from flashattn.report.rows import KERNELS, attempted, by, groups, known, timed, values
+from flashattn.report.runs import Row, Run
+from flashattn.report.study import Table, filled
+from flashattn.report.units import ms, notes, or_mark, times
+
+NAME = "scores"
+TITLE = "Scores"
+QUESTION = "What do softcap, ALiBi, biases and sinks cost?"
+PLAIN = "plain"
+LEARNED = " and its gradient"
+PROBLEM = re.compile(  # the end of its name says what its scores are
+    r"(?P<shape>.*?)(?:-cap(?P<cap>[^-]+))?(?P<alibi>-alibi)?(?:-bias(?P<bias>\w+))?(?P<sink>-sink)?"
+)
+
+
+def _named(row: Row) -> Row:
+    """Return a row with the shape of its problem, and its scores in words."""
+    found = PROBLEM.fullmatch(str(row["problem"]))
+    made = found.groupdict() if found else {"shape": row["problem"]}
+    words = {
+        f"softcap {made.get('cap')}": made.get("cap"),
+        "ALiBi": made.get("alibi"),
+        "relative bias" if str(made.get("bias")).endswith("r") else "bias": made.get("bias"),
+        "sink": made.get("sink"),
+    }
+    said = ", ".join(name for name, there in words.items() if there) or PLAIN
+    learned = LEARNED if row.get("learned") else ""
+    return {**row, "shape": made["shape"], "scores": said + learned}
+
+
+def _rows(run: Run) -> list[Row]:
+    return [_named(row) for row in attempted(known(run.study(NAME), "impl", "problem", "pass"))]
+
+
+def _best(rows: list[Row], *, ours: bool) -> float | None:
+    """Return the seconds of the fastest of our kernels, or of the peers."""
+    found = (float(row["seconds"]) for row in timed(rows) if (row["impl"] in KERNELS) == ours)
+    return min(found, default=None)
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one and other else None
+
+
+def _plain(rows: list[Row]) -> float | None:
+    """Return the seconds of ours for plain scores, of rows of one shape and pass."""
+    return _best([row for row in rows if row["scores"] == PLAIN], ours=True)
+
+
+def tables(run: Run) -> list[Table]:
+    """Return a table for each shape and pass: a line per kind of scores."""
+    found = []
+    for (shape, name), own in groups(_rows(run), "shape", "pass").items():
+        impls, plain, lines = values(timed(own), "impl"), _plain(own), []
+        for (said,), cases in groups(own, "scores").items():
+            sides, ours = by(cases, "impl"), _best(cases, ours=True)
+            cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
+            peer = _ratio(_best(cases, ours=False), ours)
+            lines.append([said, *cells, times(_ratio(ours, plain)), times(peer)])
+        header = ["scores", *impls, "time / plain", "ours / best peer"]
+        caption = f"{shape}, {name}: ms"
+        found.append(
+            Table(caption=caption, header=header, lines=lines, rows=own, notes=notes(lines))
+        )
+    return filled(*found)
+
+
+def findings(run: Run) -> list[str]:
+    """Return, for each shape and pass, our time over that of plain scores."""
+    said = []
+    for (shape, name), own in groups(_rows(run), "shape", "pass").items():
+        plain = _plain(own)
+        ratios = {
+            scores: _ratio(_best(cases, ours=True), plain)
+            for (scores,), cases in groups(own, "scores").items()
+            if scores != PLAIN
+        }
+        each = [f"{times(ratio)} ({scores})" for scores, ratio in ratios.items() if ratio]
+        if each:
+            said.append(f"{shape}, {name}: ours takes {', '.join(each)} the time of plain scores.")
+    return said
+
+
+def pictures(run: Run) -> dict[str, plot.Picture]:
+    """Plot times over ours for plain scores, a panel for each pass of the shape with the most."""
+    shapes = groups(timed(_rows(run)), "shape")
+    own = max(shapes.values(), key=lambda rows: len(values(rows, "scores")), default=[])
+    if len(values(own, "scores")) <= 1:
+        return {}
+    records = [
+        {"panel": name, "place": f"{scores}, {who}", "ours": ours}
+        | {"value": plot.exact(ratio), "said": times(ratio)}
+        for (name,), rows in groups(own, "pass").items()
+        for (scores,), cases in groups(rows, "scores").items()
+        for who, ours in (("ours", True), ("best peer", False))
+        if (ratio := _ratio(_best(cases, ours=ours), _plain(rows)))
+    ]
+    made = plot.bars("Time over that of our kernels for plain scores", records, columns=2)
+    return {"scores-times": made} if records else {}

@@ -471,7 +471,7 @@ def test_the_same_bits(deterministic, causal, left):
     case = Sample(problem=problem).draw()
     how = {"tile": HopperBackwardTile(persistent=not causal), "deterministic": deterministic}
     answers = []
-    for seed in range(8):
+    for seed in range(8 if deterministic else 3):  # what is the same is asked of the others
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
         with emulated(seed=seed, multiprocessors=5):
             o, lse = attend(problem, SMALL, how)(q, k, v)

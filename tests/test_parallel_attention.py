@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -258,18 +260,30 @@ def work(rank, store):
     mesh = init_device_mesh("cpu", (WORLD,))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
     for case in CASES:
-        sys.stderr.write(f"{case}\n")
+        sys.stderr.write(f"{rank}: {case}\n")
         check_case(mesh, case)
     checks = (check_rest, check_compiled, check_second_derivative, check_training)
     for check in checks:
-        sys.stderr.write(f"{check.__name__}\n")
+        sys.stderr.write(f"{rank}: {check.__name__}\n")
         check(mesh)
-    sys.stderr.write("meshes of two dimensions\n")
+    sys.stderr.write(f"{rank}: meshes of two dimensions\n")
     check_refusals(mesh, both)
     check_tensor_parallel(both)
-    sys.stderr.write("death\n")
+    sys.stderr.write(f"{rank}: death\n")
     check_death(mesh)
     os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+
+
+def fork(store):
+    """Check everything as four processes, which share what was imported; print how they end."""
+    children = []
+    for rank in range(WORLD):
+        child = os.fork()
+        if child == 0:
+            work(rank, store)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.stdout.write(" ".join(map(str, statuses)))
 
 
 def test_ranks_share_the_whole(tmp_path):
@@ -280,24 +294,26 @@ def test_ranks_share_the_whole(tmp_path):
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
+    with (tmp_path / "said.txt").open("w") as said:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "store")],
             env=env,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
             text=True,
+            start_new_session=True,
         )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [process.communicate(timeout=SECONDS)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+        try:
+            statuses, _ = process.communicate(timeout=SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     wanted = [STATUS if rank == DIES else 0 for rank in range(WORLD)]
-    assert [process.returncode for process in processes] == wanted, "\n".join(said)
+    assert [*map(int, statuses.split())] == wanted, (tmp_path / "said.txt").read_text()
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), sys.argv[2])
+    import torch._dynamo
+
+    fork(sys.argv[1])

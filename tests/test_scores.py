@@ -83,7 +83,7 @@ def test_alibi(name, of_batches, causal, device):
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 
-@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+@pytest.mark.parametrize("name", ["auto", "triton", "reference"])  # on a CPU auto is tiled
 def test_alibi_under_transforms(name, device):
     """Compiled, mapped, cast and differentiated attention has its slopes, after one without."""
     q, k, v = tensors(device)
@@ -228,7 +228,7 @@ def test_relative_bias_of_one_row(name, sizes, device):
         assert_like(got, wanted, given, make_grads(problem, device=device))
 
 
-@pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
+@pytest.mark.parametrize("name", ["auto", "triton", "reference"])  # on a CPU auto is tiled
 def test_bias_and_sink_under_transforms(name, device):
     """Compiled, mapped, cast and differentiated attention has them, after one without."""
     q, k, v = tensors(device)

@@ -57,11 +57,8 @@ class Warps:
         self.products: list[Any] = []  # begun, and not waited for
         self.stores: list[Any] = []
         self.unfenced: list[Callable[[], object]] = []
-        self._error: BaseException | None = None
-        self._dropped = False
-        self._turn, self._back = threading.Lock(), threading.Lock()  # faster than semaphores
-        self._turn.acquire()
-        self._back.acquire()
+        self.turn = threading.Lock()  # faster than a semaphore
+        self.turn.acquire()
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
 
@@ -71,34 +68,31 @@ class Warps:
             self._await_turn()
             body()
         except _DroppedError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised again by who gave the turn
-            self._error = error
+            return
+        except BaseException as error:  # noqa: BLE001 - raised again by Schedule.run
+            self.schedule.error = error
         self.ended = True
-        self._back.release()
+        self.schedule.warps.remove(self)
+        self.schedule.next_turn().release()
 
     def _await_turn(self) -> None:
-        self._turn.acquire()
-        if self._dropped:
+        self.turn.acquire()
+        if self.schedule.over:
             raise _DroppedError
 
-    def go_on(self) -> None:
-        """Give them the turn until they wait or end; raise what they raise."""
-        self._turn.release()
-        self._back.acquire()
-        if self._error is not None:
-            raise self._error
-
     def pause(self, ready: Callable[[], bool] = always) -> None:
-        """Give the turn back until something is so: called by themselves."""
+        """Give the turn away until something is so: called by themselves."""
+        if self.schedule.over:
+            raise _DroppedError
         self.ready = ready
-        self._back.release()
-        self._await_turn()
+        turn = self.schedule.next_turn()
+        if turn is not self.turn:
+            turn.release()
+            self._await_turn()
 
     def drop(self) -> None:
-        """End them."""
-        self._dropped = True
-        self._turn.release()
+        """End them, who wait for a turn."""
+        self.turn.release()
         self._thread.join()
 
     def __str__(self) -> str:
@@ -122,7 +116,11 @@ class Schedule:
     def __init__(self, seed: int = 0) -> None:
         """Nobody runs yet."""
         self.random = random.Random(seed)  # noqa: S311 - repeatable
-        self._warps: list[Warps] = []
+        self.error: BaseException | None = None  # that ended it
+        self.over = False
+        self._turn = threading.Lock()  # of who runs the schedule: the last
+        self._turn.acquire()
+        self.warps: list[Warps] = []
         self._events: list[tuple[int, Callable[[], object]]] = []
 
     def start(
@@ -130,7 +128,7 @@ class Schedule:
     ) -> Warps:
         """Let warps take part."""
         warps = Warps(self, name, body, program, threads)
-        self._warps.append(warps)
+        self.warps.append(warps)
         return warps
 
     def later(self, event: Callable[[], object]) -> None:
@@ -144,27 +142,41 @@ class Schedule:
             DeadlockError: they wait for one another.
         """
         try:
-            while self._warps or self._events:
-                self._move()
+            turn = self.next_turn()
+            if turn is not self._turn:
+                turn.release()
+                self._turn.acquire()
         finally:
-            for warps in self._warps:
+            self.over = True
+            for warps in self.warps:
                 warps.drop()
+        if self.error is not None:
+            raise self.error
 
-    def _move(self) -> None:
-        choices: list[tuple[int, Callable[[], object]]] = [
-            (warps.speed, warps.go_on) for warps in self._warps if warps.ready()
-        ]
-        waiting = len(choices)
-        choices += self._events
-        if not choices:
-            raise DeadlockError("all wait: " + "; ".join(map(str, self._warps)))
-        speeds = list(accumulate(speed for speed, _ in choices))
-        at = bisect(speeds, self.random.random() * speeds[-1], 0, len(choices) - 1)
-        if at >= waiting:
-            del self._events[at - waiting]
-        choices[at][1]()
-        if any(warps.ended for warps in self._warps):
-            self._warps = [warps for warps in self._warps if not warps.ended]
+    def next_turn(self) -> threading.Lock:
+        """Let events happen until warps are drawn, and return what gives them the turn.
+
+        Who has the turn calls this, so that no other thread runs between two turns.
+        """
+        try:
+            while self.error is None and (self.warps or self._events):
+                chosen = self._draw()
+                if isinstance(chosen, Warps):
+                    return chosen.turn
+                chosen()
+        except BaseException as error:  # noqa: BLE001 - raised again by run
+            self.error = error
+        return self._turn
+
+    def _draw(self) -> Warps | Callable[[], object]:
+        """Return warps that can go on, or an event, which is no longer to come."""
+        ready = [warps for warps in self.warps if warps.ready()]
+        if not ready and not self._events:
+            raise DeadlockError("all wait: " + "; ".join(map(str, self.warps)))
+        speeds = [warps.speed for warps in ready] + [speed for speed, _ in self._events]
+        total = list(accumulate(speeds))
+        at = bisect(total, self.random.random() * total[-1], 0, len(total) - 1)
+        return ready[at] if at < len(ready) else self._events.pop(at - len(ready))[1]
 
 
 def here() -> Warps:

@@ -96,7 +96,10 @@ def law(
             held = hypothesis.given(sample=sample, **drawn or {})(Count.of(check))
             if not impl.excused:
                 held = hypothesis.seed(chance(check.__name__).getrandbits(64))(held)
+            phases = set(hypothesis.settings().phases)
             settings = hypothesis.settings(
+                # An expected failure is shrunk, but nobody waits for what else could be varied.
+                phases=phases - {hypothesis.Phase.explain} if impl.excused else phases,
                 max_examples=share(impl, device),
                 report_multiple_bugs=False,  # one AssertionError, and not a group of them
                 derandomize=impl.excused,  # or peers would fail in one run and not in the next

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -23,12 +25,20 @@ BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 
 
+@lru_cache(None, typed=True)  # 1 is not True
+def one_of(*options: Any) -> st.SearchStrategy[Any]:
+    """Draw one of some options; made once, as Hypothesis examines each new strategy."""
+    return st.sampled_from(options)
+
+
+@cache
 def lengths(shortest: int, longest: int) -> st.SearchStrategy[int]:
     """Draw how many queries or keys: any number, and every other time one at the edge of a tile."""
     edges = [n for n in (*EDGES, longest) if shortest <= n <= longest]
     return st.integers(shortest, longest) | st.sampled_from(edges)
 
 
+@cache
 def windows(longest: int) -> st.SearchStrategy[Window]:
     """Draw how far a query sees on either side: any number, an edge of a tile, all or no bound."""
     bound = st.none() | st.integers(0, longest) | st.sampled_from((0, *EDGES, 2 * longest))
@@ -104,29 +114,29 @@ def problems(
     if aligned:
         rows = st.integers(-(-shortest // 16), longest // 16).map(lambda n: 16 * n)
     dims = WHOLE_HEAD_DIMS if aligned else HEAD_DIMS
-    dims = st.sampled_from(head_dims) if head_dims else dims
+    dims = one_of(*head_dims) if head_dims else dims
     seq_q = draw(rows, label="seq_q")
     seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
-    alibi = draw(st.sampled_from(sloped), label="alibi")
+    alibi = draw(one_of(*sloped), label="alibi")
     return Problem(
-        batch=draw(st.sampled_from(batches), label="batch"),
-        heads=kv_heads * draw(st.sampled_from(groups), label="group"),
+        batch=draw(one_of(*batches), label="batch"),
+        heads=kv_heads * draw(one_of(*groups), label="group"),
         kv_heads=kv_heads,
         seq_q=seq_q,
         seq_kv=seq_kv,
         head_dim=draw(dims, label="head_dim"),
-        causal=draw(st.sampled_from(masks), label="causal"),
+        causal=draw(one_of(*masks), label="causal"),
         window=draw(windows(longest), label="window")
-        if draw(st.sampled_from(windowed), label="windowed")
+        if draw(one_of(*windowed), label="windowed")
         else UNBOUNDED,
         documents=draw(documents(seq_q, seq_kv, longest), label="documents")
-        if draw(st.sampled_from(packed), label="packed") and not alibi
+        if draw(one_of(*packed), label="packed") and not alibi
         else None,
-        softcap=draw(st.sampled_from(softcaps), label="softcap"),
+        softcap=draw(one_of(*softcaps), label="softcap"),
         alibi=alibi,
-        bias=draw(st.sampled_from(biases), label="bias"),
-        sink=draw(st.sampled_from(sunk), label="sink"),
-        dtype=draw(st.sampled_from(dtypes), label="dtype"),
+        bias=draw(one_of(*biases), label="bias"),
+        sink=draw(one_of(*sunk), label="sink"),
+        dtype=draw(one_of(*dtypes), label="dtype"),
     )
 
 

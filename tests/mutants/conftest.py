@@ -21,9 +21,14 @@ CHOSEN = {
     "triton": "triton or test_kernels or kernel_of_documents or emulated or sink_behind",
     "tiled": "tiled or test_mask or test_parallel or test_flash or test_kvcache or transformers",
 }
+# What a run imports besides the package. SymPy comes with the first tensor on the meta device.
+PRELOADED = ["torch", "triton.runtime.interpreter", "triton.experimental.gluon.language"]
+PRELOADED += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
+PRELOADED += ["hypothesis.strategies", "pytest", "_pytest.pytester", "pytest_benchmark.plugin"]
 # Tests are named before they run. The first failure is enough: nobody needs it made small, and
-# nobody reads a rewritten assertion.
+# nobody reads a rewritten assertion, or looks for what is lost at the end.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures", "--assert=plain")
+OPTIONS += ("-p", "no:unraisableexception", "-p", "no:threadexception")
 OPTIONS += ("--hypothesis-profile", "at once")  # of suite.py
 # Interpreted; lines are wide, so that no test's name is cut.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "COLUMNS": "400"}
@@ -33,7 +38,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "COLUMNS": "
 def forks():
     """Start a process that has imported what takes seconds, and return what forks it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton.language", "hypothesis.strategies"])
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)

@@ -4,6 +4,7 @@
 ``output.txt`` in the folder, and the process ends with pytest's exit status.
 """
 
+import gc
 import os
 import sys
 
@@ -26,4 +27,5 @@ hypothesis.settings.register_profile(
 with open("output.txt", "wb") as file:  # noqa: PTH123
     for stream in (1, 2):
         os.dup2(file.fileno(), stream)
+gc.freeze()  # what was imported before the fork: nobody need look through it again
 sys.exit(pytest.main(ARGUMENTS))  # noqa: F821

@@ -44,6 +44,7 @@ def _execute() -> ModuleType:
 # Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
 # the launch. What it would add, these operators have below: fakes, autograd and vmap.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
 _EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
 _HOW = (
     "SymInt? left, SymInt? right, SymInt diagonal, float scale, float? softcap, str precision,"
@@ -51,13 +52,13 @@ _HOW = (
 )
 _LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_HOW}) -> (Tensor o, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 _LIBRARY.define(
     "backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
     f" {_EXTRAS}, {_HOW}, bool bias_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 _forward = torch.ops.flashattn.forward.default
 _backward = torch.ops.flashattn.backward.default
@@ -374,11 +375,10 @@ _LIBRARY.impl("forward", _autograd(_run_forward, _Differentiable, FORWARD), "Aut
 _LIBRARY.impl("backward", _autograd(_run_backward, _Once, BACKWARD), "Autograd")
 
 
-_RULES = {
-    "forward": rule_of(_forward, q=0, tensors=FORWARD),
-    "backward": rule_of(_backward, q=2, tensors=BACKWARD),
-}
-for _name, _rule in _RULES.items():
+for _name, _rule in (
+    ("forward", rule_of(_forward, q=0, tensors=FORWARD)),
+    ("backward", rule_of(_backward, q=2, tensors=BACKWARD)),
+):
     torch.library.register_vmap(f"flashattn::{_name}", _rule, lib=_LIBRARY)
 
 

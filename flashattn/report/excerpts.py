@@ -129,6 +129,13 @@ EXCERPTS: dict[str, Excerpt] = {
         cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
         note="Median device time in ms. Ratio: time of the fastest peer over ours.",
     ),
+    "scores": Excerpt(
+        study="scores",
+        where={"learned": (None, False)},
+        lines={"problem": "problem"},
+        cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
+        note="Median device time in ms. Ratio: time of the fastest peer over ours.",
+    ),
     "train": Excerpt(
         study="lm",
         where=_model(step="train"),

@@ -489,6 +489,7 @@ def test_mask_is_a_boolean_tensor():
     assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(wanted, 0.0, 1.0))
 
 
+LATER_HIDDEN = torch.full((3, 3), -torch.inf).triu(1)[None, None]
 CU = torch.tensor([0, 1, 3])
 PADDED = drop_in._make_mask(1, 3, 3, attention_mask=torch.tensor([[True, True, False]]))
 
@@ -511,6 +512,7 @@ def attend(t=3, s=3, mask=None, **options):
         ({"sliding_window": 2, "is_causal": False}, [2, 4, 6]),
         ({"position_bias": torch.zeros(1, 1, 3, 3)}, [0, 2, 4]),
         ({"mask": torch.zeros(1, 1, 3, 3), "sliding_window": 2}, [4, 4, 4]),
+        ({"mask": torch.ones(1, 1, 3, 3) > 0, "position_bias": LATER_HIDDEN}, [0, 2, 4]),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, [0, 2, 4]),
         ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, [0, 4, 6]),
         ({"cu_seq_lens_q": torch.tensor([0, 1, 3]), "is_causal": False}, [0, 6, 6]),

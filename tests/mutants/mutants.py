@@ -219,6 +219,22 @@ MUTANTS = [
         RECOGNISED,
     ),
     Mutant(
+        "bias_of_the_operator_forgotten_backward",
+        "integrations/operators.py",
+        "attn_bias, bias_grad=wanted",
+        "None",
+        "the backward of memory-efficient attention forgets its mask",
+        "tests/test_sdpa_hook.py::test_a_bias_of_the_operator",
+    ),
+    Mutant(
+        "mask_tensor_in_place_of_a_bias",
+        "integrations/transformers.py",
+        "return mask if bias is None else mask + bias",
+        "return mask",
+        "a model's mask tensor hides its position_bias",
+        "tests/test_transformers.py::test_without_our_mask",
+    ),
+    Mutant(
         "row_falls_behind",
         "masks.py",
         "falls = (low.diff(dim=1) < 0) | ",

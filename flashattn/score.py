@@ -290,8 +290,10 @@ def with_sink(
     logits = logits.masked_fill(logits == -torch.inf, -torch.inf)  # is none, and has no gradient
     dead = lse == -torch.inf  # o is 0
     seen = lse.masked_fill(dead, 0)
-    # Either way the smaller share is computed: autograd takes 1 - sigmoid for the other.
+    # Of the smaller exponential: sigmoid and logaddexp overflow where a share is denormal.
     above = seen - logits
-    share = torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))
-    whole = torch.where(dead, logits, torch.logaddexp(seen, logits))
+    small = torch.where(above > 0, -above, above).exp()
+    share = torch.where(above > 0, 1, small) / (1 + small)
+    larger = torch.where(above > 0, seen, logits)
+    whole = torch.where(dead, logits, larger + small.log1p())
     return (o * share[..., None]).to(o.dtype), whole

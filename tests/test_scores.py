@@ -692,3 +692,20 @@ def test_a_sink_behind_a_kernel_that_takes_little_or_all(logit):
         found.append(torch.autograd.grad(got, given[1:], grad_o.to(dtype)))
     for x, exact in zip(*found, strict=True):
         torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=0)
+
+
+def test_a_sink_behind_takes_a_denormal_share():
+    """Its gradients are as exact as denormal numbers are, whichever way the sink lies."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        o = torch.ones(1, 2, 1, 4, dtype=dtype)
+        lse = torch.tensor([[[93.0], [-93.0]]], dtype=dtype, requires_grad=True)
+        sink = torch.zeros(1, 2, dtype=dtype, requires_grad=True)
+        found += [
+            torch.autograd.grad(x.sum(), (lse, sink), retain_graph=True)
+            for x in with_sink(o, lse, sink)
+        ]
+    for got, wanted in zip(found[:2], found[2:], strict=True):
+        for x, y in zip(got, wanted, strict=True):
+            assert y.count_nonzero() == y.numel()
+            torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=2**-149)

@@ -304,8 +304,10 @@ def packed(function, positions):
     """Return what transformers makes of a mask function where documents are packed."""
     documents = masking_utils.find_packed_sequence_indices(positions)
     documents = torch.zeros_like(positions) if documents is None else documents
-    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):  # of 5.18 to 5.23
         return masking_utils.packed_sequence_compatibility_function(function, positions, documents)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # alone from 5.24 on
+        function = masking_utils.remap_positions_for_packed_sequence(function, positions)
     return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
 
 

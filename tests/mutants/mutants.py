@@ -672,7 +672,7 @@ MUTANTS = [
     Mutant(
         "sink_not_in_lse",
         "score.py",
-        "torch.where(dead, logits, torch.logaddexp(seen, logits))",
+        "torch.where(dead, logits, larger + small.log1p())",
         "torch.where(dead, logits, seen)",
         "a merge of parts by lse forgets the sink",
         SINK_BEHIND,
@@ -680,9 +680,9 @@ MUTANTS = [
     Mutant(
         "sink_of_rows_that_see_no_key",
         "score.py",
-        "torch.where(dead, logits, torch.logaddexp(seen, logits))",
-        "torch.logaddexp(lse, logits)",
-        "NaN where a query sees neither key nor sink",
+        "torch.where(dead, logits, larger + small.log1p())",
+        "larger + small.log1p()",
+        "a query that sees no key has seen one with a score of 0",
         "tests/test_scores.py::test_a_sink_behind_rows_that_see_no_key",
     ),
     # Values of another width

@@ -111,8 +111,8 @@ def attention(
             to the scores, differentiable, read by strides of 0 where it is broadcast. Or, for a
             bias of s - t alone, ``relative(vector)``. -inf hides a key.
         sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
-            gpt-oss; differentiable. "hopper" and others than ours have it applied to o and lse
-            behind them, so that these must return the logsumexp.
+            gpt-oss; differentiable. An implementation that takes none has it applied to o and lse
+            behind it, so it must return the logsumexp.
         scale: factor on the scores; None is D ** -0.5.
         return_lse: return the natural-log logsumexp of each row of scores, too.
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can

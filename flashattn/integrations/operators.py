@@ -19,8 +19,8 @@ from flashattn.integrations.packed import bounds_of_packed, heads_first, tokens_
 from flashattn.mask import CAUSAL, FULL, Mask
 
 LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
-BIAS_ALIGNMENT = 16  # and those of a bias's gradient
-LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of its lse to a multiple of it
+# The memory-efficient kernel pads rows of a bias's gradient, and of its lse, to multiples of these.
+BIAS_ALIGNMENT, LSE_ALIGNMENT = 16, 32
 
 
 def _rows_outside(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from flashattn.report.fit import geometric_mean
 from flashattn.report.rows import KERNELS, groups, ok, share, speed, timed
 from flashattn.report.runs import Row, Run
+from flashattn.report.studies import compile as compiling
 from flashattn.report.study import Table
-from flashattn.report.units import gib, ms, percent, tera, word
+from flashattn.report.units import gib, percent, spread, tera, times, word
 
 Unit = Callable[[float | None], str]
 Cell = Callable[[list[Row]], str]  # from the rows of a line
@@ -150,7 +150,7 @@ def category(name: str, rows: list[Row]) -> str:
 def unwarmed(rows: list[Row]) -> str:
     """Return mean ± standard deviation, in ms, of the steps without a warm-up."""
     row = next((row for row in rows if row["warm_steps"] == 0), None)
-    return "" if row is None else f"{ms(row['mean'])} ± {ms(row['std'])}"
+    return "" if row is None else spread(row)
 
 
 def of_roof(rows: list[Row]) -> str:
@@ -172,16 +172,13 @@ def held(*names: str) -> Cell:
 def pays_off(rows: list[Row]) -> str:
     """Return after how many calls compiling has paid off."""
     row = _fastest(rows)
-    if row is None:
-        return ""
-    won = row["eager_seconds"] - row["seconds"]
-    return str(math.ceil(row["compile_seconds"] / won)) if won > 0 else "never"
+    return "" if row is None else compiling.break_even(row)
 
 
 def gain(rows: list[Row]) -> str:
     """Return the speed of the compiled call over the eager one."""
     row = _fastest(rows)
-    return "" if row is None else f"{row['eager_seconds'] / row['seconds']:.2f}"
+    return "" if row is None else times(compiling.gain(row))
 
 
 def over_budget(rows: list[Row]) -> str:

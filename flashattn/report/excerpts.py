@@ -47,6 +47,16 @@ def _speeds(peers: Mapping[str, str], **where: Any) -> Excerpt:
     )
 
 
+def _problems(study: str, **where: Any) -> Excerpt:
+    return Excerpt(
+        study=study,
+        where=where,
+        lines={"problem": "problem"},
+        cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
+        note="Median device time in ms. Ratio: time of the fastest peer over ours.",
+    )
+
+
 def _model(**where: Any) -> dict[str, Any]:
     return {"size": "2.7B", "context": 1024, "batch": 4, **where}
 
@@ -122,20 +132,8 @@ EXCERPTS: dict[str, Excerpt] = {
         ),
         note="One head of one sequence, bf16: µs. Ratio: time of the fastest peer over ours.",
     ),
-    "masks": Excerpt(
-        study="masks",
-        where={},
-        lines={"problem": "problem"},
-        cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
-        note="Median device time in ms. Ratio: time of the fastest peer over ours.",
-    ),
-    "scores": Excerpt(
-        study="scores",
-        where={"learned": (None, False)},
-        lines={"problem": "problem"},
-        cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
-        note="Median device time in ms. Ratio: time of the fastest peer over ours.",
-    ),
+    "masks": _problems("masks"),
+    "scores": _problems("scores", learned=(None, False)),
     "train": Excerpt(
         study="lm",
         where=_model(step="train"),

@@ -19,14 +19,14 @@ DOING = ("step", "pass")  # a model takes a step, attention a pass
 MOST = 40  # bars for each subject
 
 
-def _gain(row: Row) -> float | None:
+def gain(row: Row) -> float | None:
     """Return the speed-up of the compiled call."""
     return row["eager_seconds"] / row["seconds"] if known(timed([row]), "eager_seconds") else None
 
 
-def _break_even(row: Row) -> str:
+def break_even(row: Row) -> str:
     """Return the number of calls after which compilation pays off, or "never"."""
-    if _gain(row) is None or row.get("compile_seconds") is None:
+    if gain(row) is None or row.get("compile_seconds") is None:
         return ""
     won = row["eager_seconds"] - row["seconds"]
     return str(math.ceil(row["compile_seconds"] / won)) if won > 0 else "never"
@@ -39,10 +39,10 @@ def tables(run: Run) -> list[Table]:
         "pass or step": lambda row: label(row, *DOING),
         "eager": lambda row: ms(row.get("eager_seconds")),
         "compiled": lambda row: or_mark(row, ms),
-        "speed-up": lambda row: times(_gain(row)),
+        "speed-up": lambda row: times(gain(row)),
         "compiling": lambda row: digits(row.get("compile_seconds")),
         **facts("graphs", "graph_breaks", "recompiles"),
-        "pays off after calls": _break_even,
+        "pays off after calls": break_even,
     }
     rows = ordered(attempted(run.study(NAME)), *CASE, *DOING)
     return filled(
@@ -58,10 +58,10 @@ def findings(run: Run) -> list[str]:
     said = []
     for (subject,), own in groups(timed(run.study(NAME)), "subject").items():
         of = f" of {subject}" if subject else ""
-        gains = {_named(row): gain for row in own if (gain := _gain(row)) is not None}
+        gains = {_named(row): x for row in own if (x := gain(row)) is not None}
         if gains:
             said.append(f"Speed{of}, compiled / eager: {in_words(gains)}.")
-        calls = {_named(row): int(count) for row in own if (count := _break_even(row)).isdigit()}
+        calls = {_named(row): int(count) for row in own if (count := break_even(row)).isdigit()}
         if calls:
             soon, late = min(calls, key=calls.__getitem__), max(calls, key=calls.__getitem__)
             end = f" ({soon}) to {calls[late]} ({late})" if calls[late] > calls[soon] else ""
@@ -78,10 +78,10 @@ def _named(row: Row) -> str:
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the speed-up of each case."""
-    rows = [row for row in timed(run.study(NAME)) if _gain(row) is not None]
+    rows = [row for row in timed(run.study(NAME)) if gain(row) is not None]
     records = [
-        {"panel": "", "place": _named(row), "value": plot.exact(_gain(row) or 0)}
-        | {"said": times(_gain(row)), "ours": row["impl"] in KERNELS}
+        {"panel": "", "place": _named(row), "value": plot.exact(gain(row) or 0)}
+        | {"said": times(gain(row)), "ours": row["impl"] in KERNELS}
         for own in groups(rows, "subject").values()
         for row in ordered(own, *CASE, *DOING)[:MOST]
     ]

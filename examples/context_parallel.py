@@ -19,10 +19,11 @@ LENGTH = 1000  # any; ranks need not have the same number of rows
 
 def main() -> None:
     """Run both passes on all ranks, and print how far they are from those of one call."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = int(os.environ["WORLD_SIZE"])
+    device = "cuda" if torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    mesh = init_device_mesh(device, (world,))
 
     torch.manual_seed(0)  # the same on all ranks
     whole = [torch.randn(1, heads, LENGTH, 64, device=device) for heads in (8, 2, 2)]

@@ -203,8 +203,10 @@ def test_by_position_and_by_keyword(name, argument, device, monkeypatch):
 
     defaults = COMMON | POSITIONAL[name][1]
     before = list(defaults.values())[: list(defaults).index(argument)]
-    by_position = outcome(*before, CHANGES[argument])
-    assert by_position == outcome(**{argument: CHANGES[argument]})
+    changed = CHANGES[argument]
+    changed = changed.to(device) if isinstance(changed, torch.Tensor) else changed
+    by_position = outcome(*before, changed)
+    assert by_position == outcome(**{argument: changed})
     assert by_position != outcome()
 
 

@@ -45,7 +45,9 @@ def _added(
     """Return what PyTorch adds to the scores [B, H, T, S]: the bias, and -inf on hidden keys."""
     sizes, whole = (*q.shape[:3], k.shape[2]), (slice(0, q.shape[2]), slice(0, k.shape[2]))
     if bounds is None and mask == FULL and bias.dtype == q.dtype and not is_relative(bias):
-        return bias.expand(sizes)
+        # One number for all keys is repeated: the memory-efficient backend reads rows of them.
+        rows = bias.expand(*bias.shape[:-1], sizes[-1])
+        return (rows.contiguous() if bias.shape[-1] == 1 else rows).expand(sizes)
     added = Terms.of(q, k, bias=bias).added(q.new_zeros(()).expand(sizes), *whole)
     if bounds is not None:
         return added.masked_fill(~bounds.seen[:, None], -torch.inf)

@@ -13,6 +13,7 @@ from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.problem import Lengths, Problem
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.sample import Sample
+from flashattn.testing.seed import chance
 from flashattn.testing.values import VALUES
 
 WHOLE_HEAD_DIMS = st.sampled_from((16, 32, 64, 128))
@@ -23,6 +24,9 @@ SOFTCAPS = (None, None, None, 0.7, 50.0)
 # None most often; of each score, of all batches, of rows or columns, of all, of distances.
 BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1hr", "bhr")
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
+SIDES = ((True, True), (True, False), (False, True))  # that a window bounds
+SCALES = (None, 0.3, 0.0, -0.2)  # the default, an ordinary one, zero, a negative one
+KINDS = 6  # of problems in a run, where each further one is seconds of compiling
 
 
 @lru_cache(None, typed=True)  # 1 is not True
@@ -39,10 +43,30 @@ def lengths(shortest: int, longest: int) -> st.SearchStrategy[int]:
 
 
 @cache
-def windows(longest: int) -> st.SearchStrategy[Window]:
+def windows(longest: int, bounded: tuple[bool, ...] = ()) -> st.SearchStrategy[Window]:
     """Draw how far a query sees on either side: any number, an edge of a tile, all or no bound."""
-    bound = st.none() | st.integers(0, longest) | st.sampled_from((0, *EDGES, 2 * longest))
-    return st.tuples(bound, bound)
+    bound = st.integers(0, longest) | st.sampled_from((0, *EDGES, 2 * longest))
+    if bounded:
+        left, right = (bound if x else st.none() for x in bounded)
+        return st.tuples(left, right)
+    return st.tuples(st.none() | bound, st.none() | bound)
+
+
+def chooser(draw: st.DrawFn, kind: int | None) -> Callable[[str, tuple[Any, ...]], Any]:
+    """Return what chooses one of some options that kernels are compiled for.
+
+    Without a kind each example draws its own. With one of ``KINDS`` the run's seed decides: tests
+    that have the same options share what was compiled.
+    """
+
+    def choose(name: str, options: tuple[Any, ...]) -> Any:
+        if kind is None:
+            return draw(one_of(*options), label=name)
+        dealt = [*options] * -(-KINDS // len(options))
+        chance("kind", name).shuffle(dealt)
+        return dealt[kind]
+
+    return choose
 
 
 @st.composite
@@ -88,6 +112,7 @@ def problems(
     aligned: bool = False,
     head_dims: tuple[int, ...] = (),
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
+    kind: int | None = None,
 ) -> Problem:
     """Draw problems with empty, single, ragged and whole tiles, grouped heads and every mask.
 
@@ -108,7 +133,9 @@ def problems(
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
         head_dims: to choose from; none means any, up to 128.
         dtypes: to choose from.
+        kind: below ``KINDS``: what decides over masks, scores and dtypes; None draws each.
     """
+    choose = chooser(draw, kind)
     kv_heads = draw(st.integers(1, 2), label="kv_heads")
     rows = lengths(shortest, longest)
     if aligned:
@@ -117,7 +144,8 @@ def problems(
     dims = one_of(*head_dims) if head_dims else dims
     seq_q = draw(rows, label="seq_q")
     seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
-    alibi = draw(one_of(*sloped), label="alibi")
+    alibi = choose("alibi", sloped)
+    sides = () if kind is None else choose("sides", SIDES)
     return Problem(
         batch=draw(one_of(*batches), label="batch"),
         heads=kv_heads * draw(one_of(*groups), label="group"),
@@ -125,18 +153,18 @@ def problems(
         seq_q=seq_q,
         seq_kv=seq_kv,
         head_dim=draw(dims, label="head_dim"),
-        causal=draw(one_of(*masks), label="causal"),
-        window=draw(windows(longest), label="window")
-        if draw(one_of(*windowed), label="windowed")
+        causal=choose("causal", masks),
+        window=draw(windows(longest, sides), label="window")
+        if choose("windowed", windowed)
         else UNBOUNDED,
         documents=draw(documents(seq_q, seq_kv, longest), label="documents")
-        if draw(one_of(*packed), label="packed") and not alibi
+        if choose("packed", packed) and not alibi
         else None,
-        softcap=draw(one_of(*softcaps), label="softcap"),
+        softcap=choose("softcap", softcaps),
         alibi=alibi,
-        bias=draw(one_of(*biases), label="bias"),
-        sink=draw(one_of(*sunk), label="sink"),
-        dtype=draw(one_of(*dtypes), label="dtype"),
+        bias=choose("bias", biases),
+        sink=choose("sink", sunk),
+        dtype=choose("dtype", dtypes),
     )
 
 
@@ -156,30 +184,41 @@ def grad_layouts() -> st.SearchStrategy[str]:
 
 
 def scales() -> st.SearchStrategy[float | None]:
-    """Draw a factor on the scores: the default, an ordinary one, zero, or a negative one."""
-    return st.sampled_from((None, 0.3, 0.0, -0.2))
+    """Draw a factor on the scores."""
+    return st.sampled_from(SCALES)
 
 
+@st.composite
 def samples(
+    draw: st.DrawFn,
     device: torch.device | str,
     solves: Callable[[Problem], bool],
     *,
-    asked: st.SearchStrategy[Problem],
+    asked: dict[str, Any],
     strict: bool = True,
-    **fixed: object,
-) -> st.SearchStrategy[Sample]:
+    kinds: bool = False,
+    **fixed: Any,
+) -> Sample:
     """Draw samples: a problem, and how its inputs are made.
 
     Args:
+        draw: Hypothesis passes it.
         device: where.
         solves: whether a problem can be asked at all.
-        asked: to choose from.
+        asked: arguments of ``problems``.
         strict: any values, layout and scale, or only the ordinary.
+        kinds: of ``KINDS`` kinds only.
         fixed: attributes of ``Sample`` that are not drawn.
     """
-    drawn: dict[str, st.SearchStrategy[object]] = {"seed": st.integers(0, 2**31)}
+    kind = draw(st.integers(0, KINDS - 1), label="kind") if kinds else None
+    choose = chooser(draw, kind)
+    drawn: dict[str, Any] = {"seed": draw(st.integers(0, 2**31), label="seed")}
     if strict:
-        drawn |= {"values": values(), "scale": scales()}
-        drawn |= {"layout": layouts(), "grad_layout": grad_layouts()}
-    drawn |= {name: st.just(value) for name, value in fixed.items()}
-    return st.builds(Sample, problem=asked.filter(solves), device=st.just(device), **drawn)
+        drawn |= {
+            "values": draw(values(), label="values"),
+            "scale": choose("scale", SCALES),
+            "layout": choose("layout", tuple(LAYOUTS)),
+            "grad_layout": choose("grad_layout", tuple(GRAD_LAYOUTS)),
+        }
+    problem = draw(problems(**asked, kind=kind).filter(solves), label="problem")
+    return Sample(problem=problem, device=device, **drawn | fixed)

@@ -286,6 +286,6 @@ def test_same_bits(impl, device):
     """The same inputs give the same bits, as often as they are asked."""
     asked = Asked(impl, usual(impl, device), device)
     first = run(asked.call, asked.case)
-    for time in range(INTERPRETED_REPEATS if interpreted(impl, device) else REPEATS):
+    for call in range(INTERPRETED_REPEATS if interpreted(impl, device) else REPEATS):
         for name, x in run(asked.call, asked.case).items():
-            assert torch.equal(first[name], x), f"{name}: other bits in call {time + 2} of the same"
+            assert torch.equal(first[name], x), f"{name}: other bits in call {call + 2} of the same"

@@ -50,25 +50,26 @@ SMALL = HopperTile(block_kv=64)
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     how = {"deterministic": False} | (how or {})
-    bounds, band = (None, None), problem.band
+    bounds, band, diagonal = (None, None), problem.band, problem.seq_kv - problem.seq_q
     if problem.documents is not None:
         lengths = cumulative(problem.documents, "cpu")
         bounds = of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask)
-    rows = bounds[0] is not None
     options = Options(
-        None if rows else band.right,
+        None if problem.documents else band.right,
         check_scale(None, problem.head_dim),
         input_precision(precision, problem.torch_dtype),
         "hopper",
         how.pop("deterministic"),
-        None if rows else band.left,
+        None if problem.documents else band.left,
         problem.softcap,
+        diagonal=diagonal if problem.alibi else 0,
     )
 
     class Attend(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, sink):
-            ctx.extras = Extras(*bounds, sink=sink) if rows or sink is not None else ()
+        def forward(ctx, q, k, v, slopes, sink):
+            given = [x for x in (*bounds, slopes, sink) if x is not None]
+            ctx.extras = Extras(*bounds, alibi_slopes=slopes, sink=sink) if given else ()
             ctx.options = options.given(ctx.extras)
             run = execute.prepare_forward(q, k, v, ctx.options, tile=config)
             o, lse = run(q, k, v, *ctx.extras)
@@ -80,9 +81,9 @@ def attend(problem, config, how=None, precision="auto"):
             (grad_o, grad_lse), (q, k, v, o, lse) = grads, ctx.saved_tensors
             run = execute.prepare_backward(grads, ctx.saved_tensors, ctx.options, **how)
             dq, dk, dv, *dsink = run(q, k, v, grad_o, o, lse, grad_lse, *ctx.extras)
-            return dq, dk, dv, *(dsink or [None])
+            return dq, dk, dv, None, *(dsink or [None])
 
-    return lambda q, k, v, sink=None: Attend.apply(q, k, v, sink)
+    return lambda q, k, v, alibi_slopes=None, sink=None: Attend.apply(q, k, v, alibi_slopes, sink)
 
 
 def bf16(**sizes):
@@ -403,6 +404,40 @@ def test_sinks(problem, config, how, at_once):
     assert (how is None) == (len(launched) == 1)
 
 
+SLOPED = [
+    *((problem, config, None, at_once) for problem, config, at_once in FORWARDS),
+    *(
+        (bf16(head_dim=d, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2)
+        for shape, d in zip(WINDOWS, cycle((64, 128)))
+    ),
+    *(
+        (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once)
+        for problem, config, deterministic, at_once in BACKWARDS
+    ),
+    (fp16(batch=2, heads=2, seq_q=200, seq_kv=140, softcap=5.0), SMALL, {"tile": TURNED}, 2),
+]
+
+
+@pytest.mark.parametrize(("problem", "config", "how", "at_once"), SLOPED, ids=str)
+def test_alibi(problem, config, how, at_once):
+    """So are scores with ALiBi, of all batches or of each, and a sink besides."""
+    for seed in range(2):
+        asked = replace(problem, alibi=True, sink=seed > 0)
+        sample = Sample(problem=asked, seed=seed, grad=how is not None)
+        with emulated(seed=seed, multiprocessors=at_once) as launched:
+            assert_accurate(attend(asked, config, how), sample)
+        assert launched[0] == "flashattn_hopper_fwd"
+
+
+@pytest.mark.parametrize(("problem", "count"), [x[:2] for x in SHARES[:4]], ids=str)
+def test_alibi_of_shares(problem, count, divide):
+    """A program that has several query heads takes the slope of each."""
+    divide(count)
+    problem = replace(problem, alibi=True)
+    with emulated(multiprocessors=3):
+        assert_accurate(attend(problem, SMALL, {"tile": TURNED}), Sample(problem=problem))
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "tile"),
     [("bfloat16", 64, TURNED), ("float16", 256, HopperD256Tile()), ("float32", 128, None)],
@@ -418,7 +453,7 @@ def test_sinks_of_each_batch(dtype, head_dim, tile):
     def answer(part, sink=None):
         given = [x[part].detach().requires_grad_() for x in case.inputs]
         given += [] if sink is None else [sink.clone().requires_grad_()]
-        outputs = attends(*given)
+        outputs = attends(*given[:3], sink=given[3] if given[3:] else None)
         grads = case.grad_o[part], case.grad_lse[part]
         return *outputs, *torch.autograd.grad(outputs, given, grads)
 
@@ -677,6 +712,13 @@ ASKED = {
         WIDE,
         WIDE_PASSES,
     ),
+    "sloped": (bf16(heads=2, seq_q=200, seq_kv=260, alibi=True), "normal", SMALL, TURNS),
+    "sloped back": (
+        bf16(heads=2, seq_q=200, seq_kv=260, alibi=True, causal="bottom_right"),
+        "normal",
+        SMALL,
+        TURNS,
+    ),
     "sunk": (bf16(heads=2, seq_q=200, seq_kv=130, sink=True), "normal", SMALL, TURNS),
     "cut sunk": (
         Problem(heads=2, seq_q=130, seq_kv=150, head_dim=128, sink=True),
@@ -695,6 +737,50 @@ ASKED = {
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
 PLANTED = [
     (
+        "sloped",
+        Mutant(
+            "slopes_one_sided",
+            SCORE,
+            "self.slope * gl.abs(apart)",
+            "self.slope * apart",
+            "keys behind a query's place are the nearer the farther they are",
+        ),
+        WRONG,
+    ),
+    (
+        "sloped",
+        Mutant(
+            "slope_of_the_first_head",
+            SCORE,
+            "gl.load(slope + (batch * self.slopes_stride + head))",
+            "gl.load(slope + batch * self.slopes_stride)",
+            "all heads have the first one's slope",
+        ),
+        WRONG,
+    ),
+    (
+        "sloped back",
+        Mutant(
+            "slopes_off_the_diagonal",
+            SCORE,
+            "far = self.slope * (rows + (start_q + self.diagonal - start_kv))",
+            "far = self.slope * (rows + (start_q - start_kv))",
+            "the logsumexp lacks what the offset of queries adds",
+        ),
+        WRONG,
+    ),
+    (
+        "sloped back",
+        Mutant(
+            "tiles_not_apart",
+            SCORE,
+            "            m = m + far\n",
+            "            m = m + 0 * far\n",
+            "P is taken for that of a row at its first key",
+        ),
+        WRONG,
+    ),
+    (
         "sunk",
         Mutant(
             "sink_in_natural_units",
@@ -710,8 +796,8 @@ PLANTED = [
         Mutant(
             "sink_of_the_first_head",
             SCORE,
-            "gl.load(self.sink + (batch * self.sink_stride + head))",
-            "gl.load(self.sink + batch * self.sink_stride)",
+            "gl.load(sink + (batch * self.sink_stride + head))",
+            "gl.load(sink + batch * self.sink_stride)",
             "all heads have the first one's sink",
         ),
         WRONG,
@@ -1339,8 +1425,8 @@ PLANTED = [
         Mutant(
             "first_tile_not_capped",
             FORWARD,
-            "        s = score.capped(s)\n",
-            "",
+            "own.in_base_2(own.capped(s), start_q",
+            "own.in_base_2(s, start_q",
             "a tile of keys has products for scores",
         ),
         WRONG,
@@ -1361,8 +1447,8 @@ PLANTED = [
         Mutant(
             "masked_gradient_not_capped",
             BACKWARD,
-            "    product, s = s, score.capped(s)\n",
-            "    product = s\n    if not MASKED:\n        s = score.capped(s)\n",
+            "    s = score.capped(s)\n",
+            "    if not MASKED:\n        s = score.capped(s)\n",
             "P of such a tile is not what the forward had",
         ),
         WRONG,
@@ -1383,7 +1469,7 @@ PLANTED = [
         Mutant(
             "slope_forgotten",
             BACKWARD,
-            "    p = score.with_slope(p, product, s)\n",
+            "    p = score.with_slope(p, s)\n",
             "",
             "dq and dk are too large where scores are capped",
         ),
@@ -1395,8 +1481,8 @@ PLANTED = [
             "slope_in_dv",
             BACKWARD,
             "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n"
-            "    p = score.with_slope(p, product, s)\n",
-            "    p = score.with_slope(p, product, s)\n"
+            "    p = score.with_slope(p, s)\n",
+            "    p = score.with_slope(p, s)\n"
             "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n",
             "dv is too small there",
         ),
@@ -1407,8 +1493,8 @@ PLANTED = [
         Mutant(
             "slope_of_the_root",
             SCORE,
-            "(root * root)",
-            "root",
+            "p * (1 - s * s)",
+            "p * (1 - s)",
             "dq and dk have the wrong sizes",
         ),
         WRONG,
@@ -1418,7 +1504,7 @@ PLANTED = [
         Mutant(
             "slope_not_shared",
             WIDE_BACKWARD,
-            "sP.store(n, score.with_slope(p, product, s))",
+            "sP.store(n, score.with_slope(p, s))",
             "sP.store(n, p)",
             "dk is too large where scores are capped",
         ),
@@ -1429,8 +1515,8 @@ PLANTED = [
         Mutant(
             "slope_of_hidden_scores",
             WIDE_BACKWARD,
-            "lse_log2[:, None]), product, s)",
-            "lse_log2[:, None]), product, seen)",
+            "lse_log2[:, None]), s)",
+            "lse_log2[:, None]), seen)",
             "dq is 0 * inf where keys are hidden",
         ),
         WRONG,
@@ -1440,7 +1526,7 @@ PLANTED = [
         Mutant(
             "slope_forgotten_in_dq",
             WIDE_BACKWARD,
-            "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), product, s)",
+            "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)",
             "gl.exp2(seen * score.log2 - lse_log2[:, None])",
             "dq is too large where scores are capped",
         ),

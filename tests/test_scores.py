@@ -488,7 +488,9 @@ def test_plans_say_what_scores_are_made_with(device):
     assert "bwd_dbias" not in str(each)
     half = [x.bfloat16() for x in tensors(device, head_dim=64)]
     said = str(explain(*half, bias=torch.ones(20, 26, device=device), impl="hopper", gpu="H200"))
-    assert "Hopper's add nothing to scores" in said
+    assert "Hopper's add no bias to scores" in said
+    sloped = explain(*half, alibi_slopes=torch.ones(4, device=device), impl="hopper", gpu="H200")
+    assert (sloped.forward.kernel, sloped.backward.kernel) == ("sm90", "sm90")
     sunk = explain(*half, sink=torch.ones(4, device=device), impl="hopper", gpu="H200")
     assert (sunk.forward.kernel, sunk.backward.kernel) == ("sm90", "sm90")
     assert "dsink_partial" in [x.name for x in sunk.backward.workspaces]

@@ -124,7 +124,7 @@ class Variant:
         if self.tile is None:
             raise ValueError(f"{self} has no tile")
         precision = input_precision(self.precision, DTYPES[self.size])
-        vector = VECTOR if self.scored == "bias" else 1
+        vector = VECTOR if self.scored in ("bias", "relative") else 1
         return Config.of(self.tile, self.head_dim, [], precision, self.terms, vector)
 
     @property
@@ -233,7 +233,7 @@ def _score_layout(variant: Variant) -> ScoreLayout:
         "": {},
         "alibi": {"slopes": INT, "diagonal": INT},
         "bias": {"head": rows, "query": rows, "key": 1},
-        "relative": {"head": rows, "query": INT, "key": 1, "origin": INT},
+        "relative": {"head": rows, "length": rows},
         "sink": {"sink": INT},
     }
     return ScoreLayout(**made[variant.scored])

@@ -11,11 +11,11 @@ from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import steps
-from flashattn.plan.bias import RELATIVE_KEYS, dbias_tile
+from flashattn.plan.bias import FORWARD, dbias_tile
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.rows import FP32, HEAD_DIMS, OPTIONAL, Rows
 from flashattn.plan.tables import rows_of
-from flashattn.plan.tile import HALF
+from flashattn.plan.tile import HALF, Tile
 
 ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is compiled in all ways
 ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
@@ -61,14 +61,10 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
     ]
     scored = [  # likewise; a few
-        replace(variant, softcap=False, scored=scored)
-        for variant, scored in product(capped, ("alibi", "bias", "sink"))
+        replace(variant, softcap=False, scored=scored, tile=beside(variant, scored))
+        for variant, scored in product(capped, ("alibi", "bias", "relative", "sink"))
         if variant.describable and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
     ]
-    scored += [
-        replace(variant, tile=replace(variant.tile, block_kv=RELATIVE_KEYS), scored="relative")
-        for variant in scored if variant.scored == "sink" and variant.tile
-    ]  # fmt: skip
     scored += [
         Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
         for size, d, scored in product((2, 4), (64, 256), ("bias", "relative"))
@@ -80,6 +76,12 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         *capped,
         *scored,
     ]
+
+
+def beside(variant: Variant, scored: str) -> Tile | None:
+    """Return the tile that a variant has beside what its scores are made with."""
+    forward = variant.kernel == "fwd" and scored in {"bias", "relative"}
+    return FORWARD if forward else variant.tile
 
 
 def _columns(arch: str, table: Rows) -> list[Variant]:

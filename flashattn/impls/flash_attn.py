@@ -31,9 +31,10 @@ HOPPER = (9, 0)
 @cache
 def _installed(module: str) -> bool:
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module)
     except ModuleNotFoundError:  # a submodule of a package that is not there
         return False
+    return spec is not None and spec.origin is not None  # FlashAttention 4 alone has no flash_attn
 
 
 def _attending(module: str) -> Callable[..., torch.Tensor]:

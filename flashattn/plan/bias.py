@@ -1,4 +1,4 @@
-"""What a bias changes in plans of portable kernels: smaller tiles, a launch for its gradient."""
+"""What a bias changes in plans of portable kernels: smaller tiles, copies, its gradient."""
 
 from __future__ import annotations
 
@@ -7,23 +7,50 @@ from dataclasses import replace
 import torch
 
 from flashattn.plan.gpu import Gpu
-from flashattn.plan.plan import Pass
+from flashattn.plan.plan import Pass, Workspace
 from flashattn.plan.rows import FP32, HEAD_DIMS
-from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.spec import Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
-from flashattn.plan.tile import Tile, block_d
+from flashattn.plan.tile import VECTOR, Tile, block_d
 from flashattn.score import is_relative
 
-RELATIVE_KEYS = 32  # of a forward tile beside a relative bias, whose numbers each have an address
+BEHIND = 256  # keys behind the last one that a tile has at most
+FORWARD = Tile(128, 64, 8, 3, descriptors=True)  # beside a bias: with 4 warps it spills
+FORWARD_D = HEAD_DIMS[2:4]  # columns of those it was measured with
 LARGE_BIAS = 128 * 64  # scores of a tile up to which a bias fits beside all stages
+
+
+def shifted(bias: TensorSpec) -> TensorSpec:
+    """Return what kernels read a bias from: of a relative one copies, see ``portable.relative``."""
+    if not is_relative(bias):
+        return bias
+    batch, heads, size = bias.shape
+    length = cdiv(size + BEHIND, 2 * VECTOR) * 2 * VECTOR  # of a multiple of 16 Triton knows it
+    shape = torch.Size((batch, heads, VECTOR, length))
+    return bias._replace(shape=shape, strides=dense_strides(shape), offset=0)
+
+
+def bias_workspaces(options: Options) -> tuple[Workspace, ...]:
+    """Return the workspace of the copies of a relative bias."""
+    if options.bias is None or not is_relative(options.bias):
+        return ()
+    return (Workspace("bias_copies", tuple(shifted(options.bias).shape), options.bias.dtype),)
 
 
 def beside_bias(tile: Tile, q: TensorSpec, options: Options) -> Tile:
     """Return a tile with a stage less where tiles of a bias, pipelined too, would not fit."""
+    if tile == FORWARD:
+        return tile
     large = tile.block_q * tile.block_kv > LARGE_BIAS or block_d(q.shape[3]) >= HEAD_DIMS[-1]
     if options.bias is None or tile.stages == 1 or not (large or q.dtype == torch.float32):
         return tile
     return replace(tile, stages=tile.stages - 1)
+
+
+def forward_tile(tile: Tile, q: TensorSpec, options: Options) -> Tile:
+    """Return the forward's tile for a full GPU, of half precision if it has descriptors."""
+    measured = tile.descriptors and not tile.decomposed and block_d(q.shape[3]) in FORWARD_D
+    return FORWARD if options.bias is not None and measured else tile
 
 
 def shares_bias(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
@@ -48,7 +75,7 @@ def dbias_pass(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> Pass
 
 
 def dbias_tile(head_dim: int, size: int) -> Tile:
-    """Return a square, as diagonals need it, that compiles without much spilling; not measured.
+    """Return a square, as diagonals need it, without much spilling: 64 x 64 as measured.
 
     Args:
         head_dim: D.
@@ -57,4 +84,4 @@ def dbias_tile(head_dim: int, size: int) -> Tile:
     d = block_d(head_dim)
     if size == FP32 and d > HEAD_DIMS[2]:
         return Tile(16, 16, 4, 1)
-    return Tile(32, 32, 8, 1) if d == HEAD_DIMS[-1] else Tile(64, 64, 8, 1)
+    return Tile(32, 32, 8, 1) if d == HEAD_DIMS[-1] else Tile(64, 64, 2 * size, 1)

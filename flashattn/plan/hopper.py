@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -89,18 +90,21 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
 
 def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
-    if options.softcap is not None and q.dtype == torch.float32:
-        return "the portable kernels: Hopper's in fp32 have no softcap"
-    if options.added:
-        return "the portable kernels: Hopper's add nothing to scores, no ALiBi and no bias"
-    if options.bounds and q.dtype == torch.float32:
-        return "the portable kernels: Hopper's in fp32 take no bounds of rows"
-    if options.bounds and backward and q.shape[3] > rows.ONE_PASS:
-        return "the portable kernels: Hopper's for more than 128 columns take no bounds of rows"
-    return None
+    fp32, wide = q.dtype == torch.float32, backward and q.shape[3] > rows.ONE_PASS
+    lacks = {
+        "Hopper's in fp32 have no softcap": fp32 and options.softcap is not None,
+        "Hopper's add no bias to scores": options.bias is not None,
+        "Hopper's in fp32 have no ALiBi": fp32 and options.alibi,
+        "Hopper's for more than 128 columns have no ALiBi": wide and options.alibi,
+        "Hopper's in fp32 take no bounds of rows": fp32 and options.bounds,
+        "Hopper's for more than 128 columns take no bounds of rows": wide and options.bounds,
+    }
+    return next((f"the portable kernels: {x}" for x, holds in lacks.items() if holds), None)
 
 
-def forward_tile(q: TensorSpec, gpu: Gpu, *, causal: bool) -> HopperTile | None:
+def forward_tile(
+    q: TensorSpec, gpu: Gpu, *, causal: bool, alibi: bool = False
+) -> HopperTile | None:
     """Return the forward's tile, or None where there is none."""
     batch, heads, seq_q, head_dim = q.shape
 
@@ -108,10 +112,12 @@ def forward_tile(q: TensorSpec, gpu: Gpu, *, causal: bool) -> HopperTile | None:
         return cdiv(batch * heads * cdiv(seq_q, tile.block_q), gpu.num_sms)
 
     few = rows.FEW_WAVES_FORWARD.get((columns(head_dim), causal))
-    if few and waves(few[0]) < rows.FEW_WAVES:
+    if few and not alibi and waves(few[0]) < rows.FEW_WAVES:
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
         return min(few, key=lambda tile: waves(tile) * (tile.consumers + 1))
-    return _from(rows.FORWARD, q, causal=causal)
+    found = _from(rows.FORWARD, q, causal=causal)
+    # Beside what ALiBi adds, three consumers have too few registers each.
+    return replace(found, consumers=2) if found and alibi else found
 
 
 def forward(
@@ -120,7 +126,11 @@ def forward(
     """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
     if q.dtype == torch.float32:
         return _forward_fp32(q, k, v, gpu, options)
-    found = tile if isinstance(tile, HopperTile) else forward_tile(q, gpu, causal=options.causal)
+    found = (
+        tile
+        if isinstance(tile, HopperTile)
+        else forward_tile(q, gpu, causal=options.causal, alibi=options.alibi > 0)
+    )
     if found is None:
         return "no tile for so few columns"
     reason = why_not_tma(q, k, v, scale=options.scale)

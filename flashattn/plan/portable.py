@@ -8,7 +8,13 @@ from typing import Any, cast
 import torch
 
 from flashattn.plan import tables
-from flashattn.plan.bias import RELATIVE_KEYS, beside_bias, dbias_pass, shares_bias
+from flashattn.plan.bias import (
+    beside_bias,
+    bias_workspaces,
+    dbias_pass,
+    forward_tile,
+    shares_bias,
+)
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
@@ -16,7 +22,6 @@ from flashattn.plan.rows import FUSED, Kernel, Limits
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
-from flashattn.score import is_relative
 
 TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
@@ -127,7 +132,7 @@ def forward_row(
         most = limits.small_grid_narrow if narrow else limits.small_grid
         if programs_of(q, small) <= most * gpu.num_sms:
             return "fwd_small_grid", small, f"small_grid: {most} programs for each SM at most"
-    tile = tile_of("fwd", q, k, v, **how)
+    tile = forward_tile(tile_of("fwd", q, k, v, **how), q, options)
     return "fwd", tile, "the tile for a full GPU"
 
 
@@ -164,12 +169,10 @@ def forward(
         usual: Kernel = "decode" if q.shape[2] <= tables.rows_of(gpu).limits.decode_q else "fwd"
         row, why = row or usual, "the tile was given"
     tile = beside_bias(tile, q, options)
-    if options.bias is not None and is_relative(options.bias):
-        tile = replace(tile, block_kv=RELATIVE_KEYS)
     most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
     keys = split(k.shape[2], tile.block_kv, most)
     terms = terms_of(tile, q.dtype, precision)
-    workspaces = terms_workspaces(terms, q=q, k=k, v=v)
+    workspaces = (*terms_workspaces(terms, q=q, k=k, v=v), *bias_workspaces(options))
     if keys.num > 1:
         shape = (keys.num * q.shape[0], *q.shape[1:3])
         workspaces += (
@@ -225,7 +228,11 @@ def backward(
                 sentence = "one launch: each program finds lse_log2 and delta itself"
                 order = Scheduler("lpt" if causal else "linear")
                 return BackwardPlan(
-                    kernel="portable", passes=(whole,), scheduler=order, why=(sentence,)
+                    kernel="portable",
+                    passes=(whole,),
+                    scheduler=order,
+                    workspaces=bias_workspaces(options),
+                    why=(sentence,),
                 )
     passes = tuple(
         replace(one, tile=beside_bias(cast("Tile", one.tile), q, options))
@@ -238,6 +245,7 @@ def backward(
         scheduler=Scheduler("lpt" if causal else "linear"),
         workspaces=(
             *backward_workspaces(passes, q, k, v, grad_o),
+            *bias_workspaces(options),
             *dsink_workspaces(q, options),
         ),
         why=(why, *(x for one in passes for each in one.splits for x in _split_why(each, "rows"))),

@@ -319,15 +319,15 @@ def mainloop_step(
     do, minus_delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_minus(own_v, do, ones, minus_delta, t, S)
     s = warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])
-    product, s = s, score.capped(s)
+    s = score.capped(s)
     x = s * score.log2
     if score.cap is not None:
         x -= lse.load(gl.SliceLayout(0, S))[None, :]
-    p = gl.exp2(x)
+    p = gl.exp2(score.sloped(x, start_q, start_kv, True))
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
-    p = score.with_slope(p, product, s)
+    p = score.with_slope(p, s)
     ds = (p * warpgroup_mma_wait(0, deps=[dp])).to(q.dtype)
     n = opaque(n)  # stages are computed again, for the same reason
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
@@ -397,8 +397,7 @@ def consumer(
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         bounds = mask.query_bounds(start_kv, KEYS, S)
-        dk_acc = zero_acc(t.d_lo, t.d_hi)
-        dv_acc = zero_acc(t.d_lo, t.d_hi)
+        dk_acc, dv_acc = zero_acc(t.d_lo, t.d_hi), zero_acc(t.d_lo, t.d_hi)
         keys.consumer_wait(kv_n)
         values.consumer_wait(kv_n)
         clean_keys(WARPGROUP, keys.tile(kv_n), values.tile(kv_n), block * BLOCK_KV, mask)
@@ -407,19 +406,20 @@ def consumer(
         full_begin = gl.minimum(full_begin, full_end)
         for half in range(2 * shape.group):  # of a head: the last tiles, then those without a mask
             second = half % 2 > 0  # ... and then the others, masked as the last are
+            own = score.of_head(batch, split_head * shape.group + half // 2)
             start = gl.where(second, full_begin, end)
             stop = gl.where(second, first, full_end)
             clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, bounds, score, t, COLUMNS, True, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, own, t, COLUMNS, True, S, P, DQ,
                 )  # fmt: skip
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
                 dk_acc, dv_acc = mainloop_step(
                     WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, bounds, score, t, COLUMNS, False, S, P, DQ,
+                    i * t.block_q, start_kv, mask, bounds, own, t, COLUMNS, False, S, P, DQ,
                 )  # fmt: skip
                 n += 1
         if splits.count is None:
@@ -460,28 +460,31 @@ def consumer(
         "seq_kv",
         "left",
         "right",
+        "slopes_stride",
+        "diagonal",
     ]
 )
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse, minus_delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, tiles,
-    blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger, ordered,
-    num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride, scale, scale_log2,
-    cap, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, grad_o, lse, minus_delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, slopes,
+    tiles, blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger,
+    ordered, num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride,
+    slopes_stride, diagonal, scale, scale_log2, cap, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
     The key tiles of a head take the accumulators in rotation. The first ``ordered`` of an
     accumulator add in their order, and the others after these. lse is -lse / scale in terms, and
-    lse_log2 where scores are capped. All tensors but dq_semaphore and bounds are descriptors; where
-    heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...]. Bounds that are not None
-    are all of the mask; strides are from batch to batch.
+    lse_log2 where scores are capped. All tensors but dq_semaphore, bounds and slopes are
+    descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...]. Bounds
+    that are not None are all of the mask; their strides are from batch to batch, as that of slopes.
     """
     t = Tile(BLOCK_Q, D_LO, D_HI, BLOCK_Q * (D_LO + D_HI) // LINE)
     gl.static_assert(t.lines > LINE)
     gl.static_assert(t.lines <= 2 * LINE)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
     shape = Shape(group, mask, keys_stride, queries_stride)
-    score = Score(scale_log2, cap, q.dtype == gl.float16)
+    score = Score(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, diagonal)
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)

@@ -101,12 +101,12 @@ def compute_p(
 ):  # fmt: skip
     """Return 2^14 P of the n-th tile of queries, packed, and share it."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
-    product, s = s, score.capped(s)
+    s = score.capped(s)
     p = gl.exp2(s * score.log2 - rows[None, :])
     if MASKED:
         p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
     # The n-th queries lie where those of two tiles before did, which dk released after it read P.
-    sP.store(n, score.with_slope(p, product, s))
+    sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
 
@@ -328,12 +328,11 @@ def compute_p_ds(
 ):  # fmt: skip
     """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
     lse_log2, delta = stats
-    product = mma_wait(s, 1, D_HI)
-    s = score.capped(product)
+    s = score.capped(mma_wait(s, 1, D_HI))
     seen = s
     if MASKED:
         seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
-    p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), product, s)
+    p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
     dp = mma_wait(dp, 0, D_HI)
     values.consumer_release(n)
     return pack(p * (dp - delta[:, None]), DTYPE)

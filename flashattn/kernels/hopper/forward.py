@@ -127,11 +127,11 @@ def thread_row_sums(p):
 
 
 @gluon.jit
-def softmax_first(s, score, DTYPE: gl.constexpr):
+def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
     """Return P of the first tile of keys, the row maxima, and the row sums."""
-    m = gl.max(s, 1) * score.log2
+    m = score.nearer(gl.max(s, 1) * log2, far)
     finite = gl.where(m == float("-inf"), 0.0, m)
-    p = gl.exp2(s * score.log2 - finite[:, None])
+    p = gl.exp2(s * log2 - score.farther(finite, far)[:, None])
     return pack(p, DTYPE), m, thread_row_sums(p)
 
 
@@ -145,14 +145,15 @@ def mainloop_step(
     s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi, LAYOUT)
     acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
     s = score.capped(mma_wait(s, 1, t.d_hi))
+    s, log2, far = score.in_base_2(s, start_q, start_kv)
     if MASKED:
         s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * score.log2)
+    m_new = gl.maximum(m, score.nearer(gl.max(s, 1) * log2, far))
     finite = m_new
     if MASKED:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
-    p_fp32 = gl.exp2(s * score.log2 - finite[:, None])
+    p_fp32 = gl.exp2(s * log2 - score.farther(finite, far)[:, None])
     sums = thread_row_sums(p_fp32)
     rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
@@ -212,18 +213,18 @@ def consumer(
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         bounds = mask.key_bounds(start_q, ROWS, S)
-        sink = score.sink_of(batch, head)
+        own = score.of_head(batch, head)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
         keys.consumer_release(n)
-        s = score.capped(s)
+        s, log2, far = own.in_base_2(own.capped(s), start_q, (end - 1) * t.block_kv)
         if mask.masked or full_end < end:
             s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
-        p, m, l = softmax_first(s, score, o.dtype)
+        p, m, l = softmax_first(s, log2, far, own, o.dtype)
         acc = zero_acc(t.d_lo, t.d_hi)
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
         acc, p, m, l, n = mainloop(
-            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, score, t,
+            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, own, t,
             o.dtype, S, P,
         )  # fmt: skip
         if t.dynamic:
@@ -242,7 +243,9 @@ def consumer(
         else:
             so = queries.tiles.index(q_n % t.groups)
         acc = acc_wait(acc, 0, t.d_hi)
-        inverse = store_lse(m, l, sink, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S)
+        inverse = store_lse(
+            m, l, own.sink, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S
+        )
         store_o(scale_acc(acc, inverse, t.d_hi), o, so, batch, head, start_q, t)
         if not t.own_so:
             tma.store_wait(0)
@@ -288,23 +291,29 @@ def store_lse(m, l, sink, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.co
         "seq_kv",
         "left",
         "right",
+        "slopes_stride",
+        "diagonal",
         "sink_stride",
     ]
 )
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, tile_counter, key_bounds, sink, tiles, blocks, heads, section_heads, group,
-    seq_q, seq_kv, left, right, keys_stride, sink_stride, scale_log2, cap, BLOCK_KV: gl.constexpr,
-    D_LO: gl.constexpr, D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr,
+    q, k, v, o, lse, tile_counter, key_bounds, slopes, sink, tiles, blocks, heads, section_heads,
+    group, seq_q, seq_kv, left, right, keys_stride, slopes_stride, diagonal, sink_stride,
+    scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr,
+    REGISTERS: gl.constexpr, BARRIER: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
 
-    If key_bounds is not None, it is all of the mask; its stride is from batch to batch, as sink's.
+    If key_bounds is not None, it is all of the mask. Strides are from batch to batch.
     """
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
-    score = Score(scale_log2, cap, q.dtype == gl.float16, sink, sink_stride)
+    score = Score(
+        scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, diagonal, BEFORE, sink,
+        sink_stride,
+    )  # fmt: skip
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)

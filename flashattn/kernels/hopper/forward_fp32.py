@@ -65,7 +65,7 @@ def consumer(
     R: gl.constexpr = gl.SliceLayout(1, S)
     start_q, batch, head, first, end = own_tile(heads, shape)
     start_q += WARPGROUP * ROWS
-    sink = score.sink_of(batch, head)
+    sink = score.of_head(batch, head).sink
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
     m = gl.full([ROWS], float("-inf"), gl.float32, R)
     l = gl.zeros([ROWS], gl.float32, R)
@@ -113,7 +113,7 @@ def flashattn_hopper_fwd_fp32(
     """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of bf16 terms."""
     STAGES: gl.constexpr = stages(BLOCK_D, TERMS)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
-    score = Score(scale_log2, None, False, sink, sink_stride)
+    score = Score(scale_log2, None, False, sink=sink, sink_stride=sink_stride)
     queries = new_pipeline(q, GROUPS, 1, TERMS)
     keys = new_pipeline(k, STAGES, GROUPS, TERMS)
     values = new_pipeline(v, STAGES, GROUPS, TERMS)

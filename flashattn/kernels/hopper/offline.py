@@ -41,8 +41,8 @@ from flashattn.plan.tile import (
 FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
-    "hopper_fwd": ("dynamic", "window", "rows", "softcap", "sink"),
-    "hopper_bwd": ("gqa_split", "window", "rows", "softcap"),
+    "hopper_fwd": ("dynamic", "window", "rows", "softcap", "alibi", "sink"),
+    "hopper_bwd": ("gqa_split", "window", "rows", "softcap", "alibi"),
     "hopper_bwd_postprocess": ("rows",),
     "hopper_bwd_d256_dkdv": ("gqa_split", "window", "softcap"),
     "hopper_bwd_d256_dq": ("window", "softcap"),
@@ -67,7 +67,7 @@ class HopperVariant:
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
             "gqa_split", where query heads are split; of any "window", which a left bound masks,
-            "rows", by bounds of rows, "softcap", where scores are capped, or "sink".
+            "rows", by bounds of rows, "softcap", where scores are capped, "alibi" or "sink".
     """
 
     kernel: str
@@ -125,8 +125,8 @@ class HopperVariant:
         if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)
-            drawn = self.mode == "dynamic"
-            constants = steps.forward_constants(self.config, d, dynamic=drawn)
+            how = {"dynamic": self.mode == "dynamic", "before": self.mode == "alibi"}
+            constants = steps.forward_constants(self.config, d, **how)
         elif isinstance(self.config, HopperBackwardTile):
             function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
@@ -175,6 +175,7 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
     modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
     modes |= dict.fromkeys(("sink", "sink_stride"), "sink")
+    modes |= dict.fromkeys(("slopes", "slopes_stride", "diagonal"), "alibi")
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
@@ -194,7 +195,7 @@ def _source(
     function: Any, types: dict[str, str], constants: dict[str, Any], *, fp32: bool
 ) -> ASTSource:
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
-    common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum", "sink"), "*fp32")
+    common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum", "slopes", "sink"), "*fp32")
     common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
     common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")

@@ -31,38 +31,109 @@ def with_sink(m, l, sink):
 
 @aggregate
 class Score:
-    """The factors of ``kernels.portable.score.Scale`` that a kernel needs for its scores; sinks.
+    """The factors of ``kernels.portable.score.Scale`` that a kernel needs for its scores, and more.
+
+    Slopes of ALiBi and sinks are those of the first batch, to which they point; after ``of_head``
+    those of a head, in base 2. Either may be None.
 
     Args:
         log2: on a score, where it enters exp2.
         cap: on a product, where it enters tanh; None is no softcap.
         exact: whether tanh has the bits that fp16 would show.
-        sink: points to the sinks of the first batch, whose heads are neighbours; or None.
-        sink_stride: from batch to batch in these.
+        slope: of ALiBi.
+        slopes_stride: from batch to batch.
+        diagonal: query t stands at key t + diagonal.
+        before: whether no query sees a key behind that.
+        sink: of a row's softmax.
+        sink_stride: from batch to batch.
     """
 
     log2: gl.tensor
     cap: gl.tensor | gl.constexpr
     exact: gl.constexpr
+    slope: gl.tensor | gl.constexpr
+    slopes_stride: gl.tensor | gl.constexpr
+    diagonal: gl.tensor | gl.constexpr
+    before: gl.constexpr
     sink: gl.tensor | gl.constexpr
     sink_stride: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, log2, cap, exact, sink=None, sink_stride=None):
+    def __init__(
+        self, log2, cap, exact, slope=None, slopes_stride=None, diagonal=None, before=None,
+        sink=None, sink_stride=None,
+    ):  # fmt: skip
         """Store the fields."""
         self.log2 = log2
         self.cap = gl.constexpr(None) if cap is None else cap
         self.exact = gl.constexpr(exact)
+        self.slope = gl.constexpr(None) if slope is None else slope
+        self.slopes_stride = gl.constexpr(None) if slopes_stride is None else slopes_stride
+        self.diagonal = gl.constexpr(None) if diagonal is None else diagonal
+        self.before = gl.constexpr(before)
         self.sink = gl.constexpr(None) if sink is None else sink
         self.sink_stride = gl.constexpr(None) if sink_stride is None else sink_stride
 
     @gluon.jit
-    def sink_of(self, batch, head):
-        """Return the sink of a head, in base 2, or None."""
-        logit = None
-        if self.sink is not None:
-            logit = gl.load(self.sink + (batch * self.sink_stride + head)) * LOG2E
-        return logit
+    def of_head(self, batch, head):
+        """Return the scores of a head."""
+        slope, sink = self.slope, self.sink
+        if slope is not None:
+            slope = gl.load(slope + (batch * self.slopes_stride + head)) * LOG2E
+        if sink is not None:
+            sink = gl.load(sink + (batch * self.sink_stride + head)) * LOG2E
+        return Score(
+            self.log2, self.cap, self.exact, slope, None, self.diagonal, self.before, sink, None
+        )
+
+    @gluon.jit
+    def sloped(self, x, start_q, start_kv, TRANSPOSED: gl.constexpr):
+        """Return scores in base 2 with ALiBi; TRANSPOSED is a tile [keys, queries]."""
+        if self.slope is not None:
+            layout: gl.constexpr = x.type.layout
+            rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+            columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+            ahead = start_q + self.diagonal - start_kv
+            rows = rows - ahead if TRANSPOSED else rows + ahead
+            apart = rows.to(gl.float32)[:, None] - columns.to(gl.float32)[None, :]
+            x -= self.slope * gl.abs(apart)
+        return x
+
+    @gluon.jit
+    def in_base_2(self, s, start_q, start_kv):
+        """Return the scores of what ``capped`` returned [queries, keys], and their factor yet.
+
+        The last result is what ``farther`` adds to numbers of rows before these meet scores. Where
+        no query sees a key behind its own place, ALiBi is a number for each row, which that is,
+        and one for each key.
+        """
+        log2, far = self.log2, 0.0
+        if self.slope is not None:
+            s = s * log2
+            log2 = 1.0
+            if self.before:
+                layout: gl.constexpr = s.type.layout
+                rows = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
+                keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
+                s = s + (self.slope * keys.to(gl.float32))[None, :]
+                far = self.slope * (rows + (start_q + self.diagonal - start_kv)).to(gl.float32)
+            else:
+                s = self.sloped(s, start_q, start_kv, False)
+        return s, log2, far
+
+    @gluon.jit
+    def nearer(self, m, far):
+        """Return maxima of rows, of scores as they are, from those of ``in_base_2``."""
+        if self.slope is not None:
+            m = m - far
+        return m
+
+    @gluon.jit
+    def farther(self, m, far):
+        """Return what ``nearer`` made m of."""
+        if self.slope is not None:
+            m = m + far
+        return m
 
     @gluon.jit
     def capped(self, s):
@@ -76,17 +147,6 @@ class Score:
         return scores
 
     @gluon.jit
-    def with_slope(self, p, product, s):
-        """Return P times the slope of its scores ``capped(product)``, which dS takes in place of P.
-
-        1 - tanh^2 is e (1 + |tanh|)^2, e = exp(-2 |x|), which says more where tanh is nearly flat.
-        """
-        if self.cap is None:
-            sloped = p
-        elif self.exact:
-            sloped = p * (1 - s * s)
-        else:
-            root = 1 + gl.abs(s)
-            log2 = gl.abs(product) * (-2 * LOG2E * gl.abs(self.cap))
-            sloped = p * (gl.exp2(log2) * (root * root))
-        return sloped
+    def with_slope(self, p, s):
+        """Return P times the slope of its scores s, capped, which dS takes in place of P."""
+        return p if self.cap is None else p * (1 - s * s)

@@ -53,20 +53,22 @@ def forward(
     scale, tile = Scale.of(options, forward=True), cast("HopperTile", plan.tile)
     queries, keys = Tiles(WARPGROUP_Q), Tiles(tile.block_kv)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
+    lies, right = ScoreLayout.of(options, heads), options.right
+    before = options.alibi > 0 and right is not None and right <= options.diagonal
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
-        [queries, keys, keys, queries, *[None] * 4],
+        [queries, keys, keys, queries, *[None] * 5],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
-            *(bounds_strides(options, seq_q, seq_kv)[0], _sinks(options, heads)[1]),
+            *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.diagonal, lies.sink),
             *(scale.log2, scale.cap),
         ),
-        forward_constants(tile, head_dim, dynamic=dynamic),
+        forward_constants(tile, head_dim, dynamic=dynamic, before=before),
     )
     counter, rows = "tile_counter" if dynamic else None, bounds_names(options)[0]
-    return [Step(launch, ("q", "k", "v", "o", "lse", counter, rows, _sinks(options, heads)[0]))]
+    return [Step(launch, ("q", "k", "v", "o", "lse", counter, rows, *scored_names(options)))]
 
 
 def _forward_fp32(
@@ -75,7 +77,6 @@ def _forward_fp32(
     """Return the launches that fill o and lse in fp32."""
     (_, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     scale, keys = Scale.of(options, forward=True), Tiles(cast("HopperFp32Tile", plan.tile).other)
-    sink, sink_stride = _sinks(options, heads)
     steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
     launch = _launch(
         flashattn_hopper_fwd_fp32,
@@ -83,16 +84,17 @@ def _forward_fp32(
         [Tiles(WARPGROUP_Q), keys, keys, *[None] * 3],
         (
             *(q.like().strides[:3], heads, heads // kv_heads, seq_q, seq_kv),
-            *(options.left, options.right, sink_stride, scale.log2, head_dim),
+            *(options.left, options.right, ScoreLayout.of(options, heads).sink),
+            *(scale.log2, head_dim),
         ),
         forward_fp32_constants(head_dim, terms=plan.terms),
     )
-    return [*steps, Step(launch, (*names, "o", "lse", sink))]
+    return [*steps, Step(launch, (*names, "o", "lse", scored_names(options)[1]))]
 
 
-def _sinks(options: Options, heads: int) -> tuple[str | None, int | None]:
-    """Return the name of the sinks, and the distance of two batches in them; None of none."""
-    return "sink" if options.sink else None, ScoreLayout.of(options, heads, 0).sink
+def scored_names(options: Options) -> tuple[str | None, str | None]:
+    """Return the names of the slopes of ALiBi and of the sinks; None where there are none."""
+    return "alibi_slopes" if options.alibi else None, "sink" if options.sink else None
 
 
 def bounds_names(options: Options) -> tuple[str | None, str | None]:
@@ -105,8 +107,10 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
     return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
-def forward_constants(tile: HopperTile, head_dim: int, *, dynamic: bool) -> dict[str, Any]:
-    """Return the constexpr arguments of flashattn_hopper_fwd."""
+def forward_constants(
+    tile: HopperTile, head_dim: int, *, dynamic: bool, before: bool = False
+) -> dict[str, Any]:
+    """Return the constexpr arguments of flashattn_hopper_fwd; ``before`` is ``Score``'s."""
     d_lo, d_hi = head_dim_split(head_dim)
     return {
         "BLOCK_KV": tile.block_kv,
@@ -118,6 +122,7 @@ def forward_constants(tile: HopperTile, head_dim: int, *, dynamic: bool) -> dict
         "OWN_SO": tile.own_o,
         "REGISTERS": tile.registers,
         "BARRIER": tile.barrier,
+        "BEFORE": before,
     }
 
 
@@ -184,9 +189,12 @@ def _one_pass(
     scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     (programs,) = plan.passes[0].programs
-    block_q, rotates = tile.block_q(head_dim), tile.persistent and not options.causal
+    block_q = tile.block_q(head_dim)
+    # What adds slopes knows where its queries stand only if all programs visit them in one order.
+    rotates = tile.persistent and not options.causal and not options.alibi
     queries, keys, terms = Tiles(block_q), Tiles(tile.BLOCK_KV), RowTerms(block_q)
     lse = terms if scale.cap is None else Numbers(block_q)
+    lies = ScoreLayout.of(options, heads)
     launch = _launch(
         half.flashattn_hopper_bwd,
         programs,
@@ -194,7 +202,7 @@ def _one_pass(
             *(queries, keys, keys, queries, lse, terms),
             half.Lines(box_lines(head_dim)),
             *[keys if plan.gqa_splits == 1 else None] * 2,
-            *[None] * 3,
+            *[None] * 4,
         ],
         (
             *(blocks * batch * owners, blocks, owners, *splits),
@@ -202,7 +210,7 @@ def _one_pass(
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *bounds_strides(options, seq_q, seq_kv),
-            *(scale.factor, scale.log2, scale.cap),
+            *(lies.slopes, lies.diagonal, scale.factor, scale.log2, scale.cap),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
         backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
@@ -214,6 +222,7 @@ def _one_pass(
         *grads,
         "dq_semaphore",
         *bounds_names(options),
+        scored_names(options)[0],
     )
     return Step(launch, names)
 

@@ -15,6 +15,8 @@ import triton.language as tl
 
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.portable.memory import multiple
+from flashattn.kernels.portable.relative import load_shifted
+from flashattn.plan.bias import shifted
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.support import SMALLEST_SCALE
 from flashattn.plan.tile import VECTOR
@@ -64,7 +66,7 @@ class ScoreLayout(NamedTuple):
         head: from head to head.
         query: from query to query.
         key: from key to key.
-        origin: of the first query and the first key in a head of a relative bias.
+        length: of each of the copies of a relative bias, see ``relative``.
         sink: from batch to batch in the sinks.
     """
 
@@ -74,11 +76,11 @@ class ScoreLayout(NamedTuple):
     head: Any = None
     query: Any = None
     key: Any = None
-    origin: Any = None
+    length: Any = None
     sink: Any = None
 
     @classmethod
-    def of(cls, options: Options, heads: int, seq_q: int) -> ScoreLayout:
+    def of(cls, options: Options, heads: int) -> ScoreLayout:
         """Return how they lie; all is None where there are none."""
         made: dict[str, int | None] = {}
         if options.alibi:
@@ -86,21 +88,19 @@ class ScoreLayout(NamedTuple):
         if options.sink:
             made["sink"] = heads if options.sink > 1 else 0
         if options.bias is not None:
-            relative = is_relative(options.bias)
-            batch, head, *others, key = options.bias.strides
-            shared = [n == 1 for n in options.bias.shape]
-            shared[2:] = [False, False] if relative else shared[2:]
-            strides = batch, head, *((-key,) if relative else others), key
-            names = ("batch", "head", "query", "key")
-            given = zip(names, shared, strides, strict=True)
-            made |= {name: None if one else stride for name, one, stride in given}
-            made["origin"] = (seq_q - 1) * key if relative else None
+            bias = shifted(options.bias)
+            given = zip(("batch", "head", "query", "key"), bias.shape, bias.strides, strict=False)
+            made |= {name: None if n == 1 else stride for name, n, stride in given}
+            if is_relative(options.bias):
+                made |= {"query": None, "key": None, "length": bias.shape[-1]}
         return cls(**made)
 
 
 def vector(bias: TensorSpec | None, seq_kv: int) -> int:
     """Return how many keys of a bias a thread can load at once: as many as are there or are not."""
-    if bias is None or bias.strides[-1] != 1 or is_relative(bias):
+    if bias is not None and is_relative(bias):
+        return VECTOR
+    if bias is None or bias.strides[-1] != 1:
         return 1
     return math.gcd(VECTOR, seq_kv, *bias.strides[:-1])
 
@@ -114,8 +114,6 @@ def slope_of(slopes, lies, batch, head):
 @triton.jit
 def bias_of(bias, lies, batch, head, VECTOR: tl.constexpr):
     """Return where the bias of a head's first query and key lies."""
-    if lies.origin is not None:
-        bias += lies.origin
     if lies.batch is not None:
         bias += tl.cast(batch, tl.int64) * multiple(lies.batch, VECTOR)
     if lies.head is not None:
@@ -129,16 +127,16 @@ def load_bias(
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Load the bias of a tile, or of its rows or columns; ALL_KEYS says that all keys exist."""
-    if lies.origin is not None:  # addresses in a tile differ by constants, and spill otherwise
-        bias += tl.cast(start_kv - start_q, tl.int64) * lies.key + (keys - queries) * lies.key
     queries, keys = queries + start_q, keys + start_kv
-    if lies.origin is None and lies.query is not None:
+    if lies.query is not None:
         bias += queries.to(tl.int64) * multiple(lies.query, VECTOR)
-    if lies.origin is None and lies.key is not None:
+    if lies.key is not None:
         bias += keys.to(tl.int64) * lies.key
     CHECKED: tl.constexpr = lies.key is not None and not ALL_KEYS
     there = keys // VECTOR < seq_kv // VECTOR
-    if lies.query is not None and CHECKED:
+    if lies.length is not None:
+        x = load_shifted(bias, lies.length, queries, keys, seq_q, VECTOR)
+    elif lies.query is not None and CHECKED:
         x = tl.load(bias, mask=(queries < seq_q) & there, other=0.0)
     elif lies.query is not None:
         x = tl.load(bias, mask=queries < seq_q, other=0.0)

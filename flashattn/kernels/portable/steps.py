@@ -8,7 +8,7 @@ from typing import Any, cast
 from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.launch import Launch, Name, Step, TileLoads
 from flashattn.kernels.portable import bf16x3 as decompose
-from flashattn.kernels.portable import combine, preprocess, score_gradients
+from flashattn.kernels.portable import combine, preprocess, relative, score_gradients
 from flashattn.kernels.portable.backward import (
     flashattn_bwd,
     flashattn_bwd_dkdv,
@@ -17,7 +17,7 @@ from flashattn.kernels.portable.backward import (
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
 from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
-from flashattn.plan.bias import shares_bias
+from flashattn.plan.bias import shares_bias, shifted
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
 from flashattn.plan.rows import FUSED, Kernel
@@ -65,7 +65,7 @@ def forward(
         ],
         (
             *absent,
-            ScoreLayout.of(options, heads, seq_q),
+            ScoreLayout.of(options, heads),
             ForwardLayout._make((*strides, head_dim, bounds_strides(options, seq_q, seq_kv))),
             *(heads, heads // kv_heads, seq_q, seq_kv, left, right, batch),
             plan.split.length if split else None,
@@ -78,6 +78,7 @@ def forward(
             **tile.compiler_options(),
         },
     )
+    steps += copies(options)
     if not split:
         return [*steps, Step(launch, (*names, "o", "lse", *extras))]
     rows = batch * heads * seq_q
@@ -114,7 +115,25 @@ def extra_names(
     if scored is None:
         given = zip(SCORED, options.scored, strict=True)
         scored = [name if there else None for name, there in given]
+    if copies(options):
+        scored = ["bias_copies" if name == "bias" else name for name in scored]
     return (BOUNDS if options.bounds else absent[0], tuple(scored)), ()
+
+
+def copies(options: Options) -> list[Step]:
+    """Return the launch that fills the copies of a relative bias, if there is one."""
+    bias = options.bias
+    if bias is None or not is_relative(bias):
+        return []
+    batch, heads, count, length = shifted(bias).shape
+    launch = Launch(
+        relative.flashattn_shift,
+        batch * heads * cdiv(length, relative.BLOCK),
+        [None] * 2,
+        (bias.strides, heads, bias.shape[-1], length),
+        {"COPIES": count, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
+    )
+    return [Step(launch, ("bias", "bias_copies"))]
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:
@@ -178,7 +197,7 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     q, k, v, grad_o, o, *_ = specs
     passes = [backward_pass(one, specs, plan.precision, options) for one in plan.passes]
     if plan.passes[0].kernel == "bwd_one_launch":
-        return passes
+        return [*copies(options), *passes]
     decomposing, *_ = terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
     of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
     summing = sum_partials({"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)})
@@ -186,7 +205,8 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
         summing.append(dbias_pass(plan.dbias, specs, plan.precision, options))
     if options.sink:
         summing.append(sum_sinks(o, options))
-    return [preprocessing(o, grad_o, sink=options.sink), *decomposing, *passes, *summing]
+    first = [preprocessing(o, grad_o, sink=options.sink), *decomposing, *copies(options)]
+    return [*first, *passes, *summing]
 
 
 def preprocessing(
@@ -297,7 +317,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
         [*loads, *[None] * (2 + len(extras))],
         (
             *absent,
-            ScoreLayout.of(options, heads, seq_q),
+            ScoreLayout.of(options, heads),
             layout,
             *(heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             *split_lens,
@@ -332,7 +352,7 @@ def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: 
         sum(one.programs),
         [None] * (6 + len(extras)),
         (
-            ScoreLayout.of(options, heads, seq_q),
+            ScoreLayout.of(options, heads),
             *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             Scale.of(options, forward=False),
         ),

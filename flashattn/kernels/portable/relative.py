@@ -1,0 +1,49 @@
+"""A relative bias as rows that a thread loads 16 bytes at a time.
+
+Row t of the scores begins at element T - 1 - t of the vector. Of ``tile.VECTOR`` copies, each of
+which begins one element later, one has that element at an aligned address: O(T + S) memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn.kernels.constants import SIZES
+
+BLOCK, WARPS = 512, 4  # elements of a copy that a program fills
+
+
+@triton.jit(do_not_specialize=[*SIZES, "size", "length"])
+def flashattn_shift(
+    bias, shifted, strides, heads, size, length, COPIES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Fill shifted [B or 1, H or 1, COPIES, length] with the vector from element 0, 1, ... on.
+
+    Args:
+        bias: [B or 1, H or 1, size].
+        shifted: dense; what lies behind the vector is 0.
+        strides: of the bias.
+        heads: H or 1.
+        size: T + S - 1.
+        length: of a copy.
+        COPIES: how many.
+        BLOCK: see above.
+    """
+    blocks = tl.cdiv(length, BLOCK)
+    row, start = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK
+    origin = tl.cast(row // heads, tl.int64) * strides[0]
+    origin += tl.cast(row % heads, tl.int64) * strides[1]
+    copies, at = tl.arange(0, COPIES)[:, None], start + tl.arange(0, BLOCK)[None, :]
+    found = copies + at
+    x = tl.load(bias + origin + found.to(tl.int64) * strides[2], mask=found < size, other=0.0)
+    to = shifted + (tl.cast(row, tl.int64) * COPIES + copies) * length + at
+    tl.store(to, x, mask=at < length)
+
+
+@triton.jit
+def load_shifted(shifted, length, queries, keys, seq_q, COPIES: tl.constexpr):
+    """Load a tile of one head's bias; keys that do not exist have numbers, too."""
+    begin = seq_q - 1 - queries
+    row = begin % COPIES * (length // COPIES * COPIES) + begin // COPIES * COPIES
+    return tl.load(shifted + row + keys, mask=queries < seq_q, other=0.0)

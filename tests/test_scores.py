@@ -550,19 +550,31 @@ def test_a_number_added_to_a_bias(impl, sample):
     assert_agree(ask(impl, sample), ask(impl, sample, moved), lse=lambda x: x - 2)
 
 
-@law(asked={"biases": ("bhts",), "masks": (False,), "windowed": (False,)}, needs="bias strict")
+@law(
+    asked={
+        "biases": ("bhts",),
+        "masks": (False,),
+        "windowed": (False,),
+        "batches": (1, 2),
+        "shortest": 2,
+    },
+    needs="bias intervals strict",
+)
 def test_a_bias_of_minus_infinity_is_a_mask(impl, sample):
-    """It hides what a mask hides, rows that see no key among them."""
+    """It hides what a mask hides; half of the rows see no key."""
     p = sample.problem
-    masked = replace(p, causal="bottom_right", window=(7, None))
+    half = p.seq_q // 2
+    documents = (half, 0), (p.seq_q - half, p.seq_kv)
+    masked = {"documents": documents, "causal": "bottom_right", "window": (7, None)}
     t, s = (torch.arange(n, device=sample.device) for n in (p.seq_q, p.seq_kv))
-    seen = masked.band.sees(t[:, None], s)
+    band = replace(p, **masked).bands[1]
+    seen = (t[:, None] >= half) & band.sees(t[:, None] - half, s)
 
     def hidden(case):
         return scored(case, bias=case.scored["bias"].masked_fill(~seen, -torch.inf))
 
     def by_mask(case):
-        return replace(case, problem=replace(case.problem, causal="bottom_right", window=(7, None)))
+        return replace(case, problem=replace(case.problem, **masked))
 
     assert_agree(ask(impl, sample, by_mask), ask(impl, sample, hidden))
 

@@ -35,7 +35,7 @@ SWEEPS = {
     "default": problems(
         head_dim=[64],
         seq=[256, 1024, 4096, 8192, 16384],
-        dtype=["float32"],
+        dtype=["bfloat16"],
         impl=["naive", "triton"],
     ),
     "full": [

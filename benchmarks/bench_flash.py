@@ -44,9 +44,10 @@ HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
 ROWS = [1 << n for n in range(7, 17)]  # of one head
 SMOKE = tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"])
 DEFAULT = [
-    *community(seq=[1024, 4096, 16384], head_dim=[64, 128], dtype=HALF),
-    *community(seq=[4096], head_dim=[256], dtype=HALF),
-    *one_head(seq=[512, 4096, 32768], head_dim=[64], dtype=HALF),
+    *community(seq=[1024, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF),
+    *community(seq=[4096, 16384], head_dim=[192, 256], dtype=HALF),
+    *one_head(seq=[512, 4096, 32768], head_dim=[64, 128], dtype=HALF),
+    *eight(seq=[16384], head_dim=[64, 128]),
 ]
 FULL = [
     *community(seq=[512, 1024, 2048, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF),

@@ -38,7 +38,7 @@ SWEEPS = {
         batch=[4],
         precision=["bf16"],
         compiled=[False],
-        impl=["naive"],
+        impl=["naive", "triton"],
         step=STEPS,
     ),
     "full": [

@@ -37,7 +37,11 @@ SWEEPS = {
                 size=["small"], context=[1024], precision=["bf16"], compiled=[False], impl=["naive"]
             ),
             *steps(
-                size=["2.7B"], context=[1024], precision=["bf16"], compiled=[False], impl=["triton"]
+                size=["2.7B"],
+                context=[1024],
+                precision=["bf16"],
+                compiled=[False],
+                impl=["naive", "triton"],
             ),
         ],
         "bench_attention_parts": parts(

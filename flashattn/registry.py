@@ -59,7 +59,8 @@ class Impl(Claims):
             False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
             there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
             likewise ``softcap=``, a float, ``bounds=``, which ``intervals`` claims,
-            ``alibi_slopes=``, ``bias=`` and ``sink=``.
+            ``alibi_slopes=``, ``bias=`` and ``sink=``. One that names ``documents`` among its
+            arguments is given the lengths of packed documents in place of their bounds.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
@@ -124,7 +125,9 @@ class Impl(Claims):
         **options: Any,
     ) -> Pair:
         """Compute (o, lse); lse is None where it returns none."""
-        if documents is not None:
+        if documents is not None and "documents" in (self.options or ()):  # as they are
+            options["documents"] = documents
+        elif documents is not None:
             mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
             made = _bounds if dispatch_is_trivial(q) else _bounds.__wrapped__
             bounds = made(documents, mask, q.shape[-2], k.shape[-2], q.device)

@@ -1,11 +1,12 @@
 """FlashAttention 2, 3 and 4 of the flash-attn project, when they are installed.
 
-Their tensors are [B, T, H, D]; their causal masks and windows are bottom-right.
+Their tensors are [B, T, H, D], or [total, H, D] of packed documents; their causal masks and windows
+are bottom-right.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
-from flashattn.problem import Problem
+from flashattn.problem import Lengths, Problem
 from flashattn.registry import WhyNot, register
+from flashattn.resolve import cumulative
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,11 +47,12 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
         *,
         causal: Causal,
         window: Window = UNBOUNDED,
+        documents: Lengths | None = None,
         softcap: float | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
         scale: float,
     ) -> torch.Tensor:
-        flash = import_module(module).flash_attn_func
         options: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": bool(causal),
@@ -63,11 +66,26 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
             mask = Mask.of(causal, window)
             bounds = (NO_BOUND[module] if x is None else x for x in (mask.left, mask.right))
             options["window_size"] = tuple(bounds)
-        result = flash(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        if sink is not None:
+            options["learnable_sink"] = sink[0]
+        flash, inputs = import_module(module), [x.transpose(1, 2) for x in (q, k, v)]
+        if documents is None:
+            result = flash.flash_attn_func(*inputs, **options)
+        else:
+            options |= _packed(documents, q.device)
+            result = flash.flash_attn_varlen_func(*(x[0] for x in inputs), **options)
         o = result[0] if isinstance(result, tuple) else result
-        return o.transpose(1, 2)
+        return (o if documents is None else o[None]).transpose(1, 2)
 
     return attend
+
+
+@lru_cache(maxsize=4)  # calls of one problem share them, as the layers of a model do
+def _packed(documents: Lengths, device: torch.device) -> dict[str, Any]:
+    cu_q, cu_k = cumulative(documents, device)
+    longest = (max(rows) for rows in zip(*documents, strict=True))
+    lengths = zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True)
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **dict(lengths)}
 
 
 def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
@@ -81,7 +99,9 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         not in range(8, 257, 8),
         "aligns masks at the bottom right only": problem.mask != FULL
         and problem.mask.corner == "top_left"
-        and problem.seq_q != problem.seq_kv,
+        and any(band.seq_q != band.seq_kv for band in problem.bands),
+        "takes no mask of bounds": problem.documents == "unknown",
+        "packs documents into one batch": problem.documents is not None and problem.batch != 1,
         "is not asked for empty problems": 0
         in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
         "does not test its gradients where a query sees no key": problem.fully_masked_rows > 0,
@@ -92,8 +112,8 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 for _name, _module in MODULES.items():
-    _alibi = _name == "flash_attn_2"
     _why_not: WhyNot = partial(_limits, name=_name)
-    register(_name, why_not=_why_not, windows=True, softcap=True, alibi=_alibi, strict=False)(
-        _attending(_module)
-    )
+    _scores = {"alibi": _name == "flash_attn_2", "sink": _name == "flash_attn_4"}
+    register(
+        _name, why_not=_why_not, windows=True, intervals=True, softcap=True, strict=False, **_scores
+    )(_attending(_module))

@@ -123,7 +123,7 @@ EXCERPTS: dict[str, Excerpt] = {
         where={
             "protocol": "one_head",
             "dtype": "bfloat16",
-            "seq_q": (4096, 65536),
+            "seq_q": (4096, 32768),
             "head_dim": (64, 128),
         },
         lines={"D": "head_dim", "N": "seq_q", "mask": "causal"},
@@ -131,6 +131,19 @@ EXCERPTS: dict[str, Excerpt] = {
             {"cuDNN": CUDNN, "FA-2": FA2, "naive": NAIVE}, partial(number, microseconds)
         ),
         note="One head of one sequence, bf16: µs. Ratio: time of the fastest peer over ours.",
+    ),
+    "grouped": _problems("heads", seq_q=lambda rows: rows > 1),
+    "decoding": Excerpt(
+        study="heads",
+        where={"seq_q": 1},
+        lines={"problem": "problem"},
+        cells={
+            "ours, µs": number(microseconds, impl=KERNELS),
+            "SDPA, µs": number(microseconds, impl=(SDPA, FA2, EFFICIENT, CUDNN)),
+            "FlexAttention, µs": number(microseconds, impl=FLEX),
+            "ratio": ratio({"impl": (SDPA, FA2, EFFICIENT, CUDNN, FLEX)}, {"impl": KERNELS}),
+        },
+        note="One query, bf16. SDPA: its fastest backend. Ratio: that of the fastest peer over ours.",
     ),
     "masks": _problems("masks"),
     "scores": _problems("scores", learned=(None, False)),

@@ -44,6 +44,19 @@ def timed(rows: Iterable[Row]) -> list[Row]:
     return [row for row in ok(rows) if row.get("seconds")]
 
 
+def best(rows: Iterable[Row], *, ours: bool) -> Row | None:
+    """Return the fastest of our kernels, or of all others, or None."""
+    found = (row for row in timed(rows) if (row["impl"] in KERNELS) == ours)
+    return min(found, key=lambda row: float(row["seconds"]), default=None)
+
+
+def over_peer(rows: Iterable[Row]) -> float | None:
+    """Return the speed of the faster of our kernels over that of the fastest peer."""
+    rows = list(rows)
+    ours, peer = best(rows, ours=True), best(rows, ours=False)
+    return peer["seconds"] / ours["seconds"] if ours and peer else None
+
+
 def attempted(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of supported cases, measured or not."""
     return [row for row in rows if row["status"] != "unsupported"]

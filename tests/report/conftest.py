@@ -146,6 +146,16 @@ def masks():
         yield row("masks", seconds, status, **facts, **more)
 
 
+def heads():
+    """Return ours at half of the bandwidth of a copy in decoding, and a peer at a third of ours."""
+    for seq_q, name, impl, seconds in (
+        *((1, "forward", "triton", 2.0), (1, "forward", "sdpa", 6.0)),
+        *((64, "backward", "hopper", 1.0), (64, "backward", "sdpa", 0.5)),
+    ):
+        facts = {"impl": impl, "problem": f"q{seq_q}", "seq_q": seq_q, "pass": name}
+        yield row("heads", seconds, bytes=ROOFS["copy"], dtype="bfloat16", **facts)
+
+
 def scores():
     """Return ours, which a softcap slows by half and a bias's gradient by 3, and a peer."""
     facts = {"pass": "backward", "dtype": "bfloat16"}
@@ -193,7 +203,7 @@ def accuracy():
 @pytest.fixture(scope="session")
 def made_run():
     """A run with rows of every study."""
-    makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, masks)
+    makers = (lm, warmup, profile, precision, memory, attention, compiled, flash, heads, masks)
     makers += (scores, launch, parallel, accuracy)
     return Run(
         machine={

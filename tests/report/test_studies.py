@@ -20,7 +20,7 @@ EXPECTED = Path(__file__).with_name("expected.txt")
 PICTURES = """lm-speedups warmup-steps profile-categories precision-sums memory-2_7B-fp32-naive
 memory-2_7B-bf16-naive attention-memory compile-speedups flash-tokens-bfloat16-full
 flash-one-head-bfloat16-causal masks-pairs scores-times launch-host parallel-tokens accuracy-normal
-accuracy-huge-v accuracy-contract"""
+heads-speeds accuracy-huge-v accuracy-contract"""
 
 
 def told(study, run):

@@ -7,6 +7,7 @@ from flashattn.report.studies import (
     attention,
     compile,  # noqa: A004 - the name of the study
     flash,
+    heads,
     launch,
     lm,
     masks,
@@ -20,6 +21,6 @@ from flashattn.report.studies import (
 from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    *(flash, accuracy, masks, scores, attention, launch, parallel),
+    *(flash, accuracy, heads, masks, scores, attention, launch, parallel),
     *(lm, memory, profile, compile, precision, warmup),
 )

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from flashattn.report import plot
-from flashattn.report.rows import KERNELS, attempted, by, groups, known, ordered, timed, values
+from flashattn.report.rows import (
+    attempted,
+    best,
+    by,
+    groups,
+    known,
+    ordered,
+    over_peer,
+    timed,
+    values,
+)
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import digits, ms, notes, or_mark, percent, times
@@ -18,17 +28,6 @@ def _rows(run: Run) -> list[Row]:
     return attempted(known(run.study(NAME), "impl", "problem", "pass", "pairs"))
 
 
-def _best(rows: list[Row], *, ours: bool) -> Row | None:
-    found = (row for row in timed(rows) if (row["impl"] in KERNELS) == ours)
-    return min(found, key=lambda row: float(row["seconds"]), default=None)
-
-
-def _ratio(rows: list[Row]) -> float | None:
-    """Return the speed of the faster of our kernels over that of the fastest peer."""
-    ours, peer = _best(rows, ours=True), _best(rows, ours=False)
-    return peer["seconds"] / ours["seconds"] if ours and peer else None
-
-
 def tables(run: Run) -> list[Table]:
     """Return a table for each shape and pass: a line per mask, a column per implementation."""
     found = []
@@ -37,7 +36,7 @@ def tables(run: Run) -> list[Table]:
         for (pairs, problem), cases in groups(own, "pairs", "problem").items():
             sides = by(cases, "impl")
             cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
-            lines.append([problem, digits(pairs / 1e6), *cells, times(_ratio(cases))])
+            lines.append([problem, digits(pairs / 1e6), *cells, times(over_peer(cases))])
         header = ["problem", "million pairs", *impls, "ours / best peer"]
         found.append(
             Table(caption=f"{name}: ms", header=header, lines=lines, rows=own, notes=notes(lines))
@@ -49,7 +48,7 @@ def findings(run: Run) -> list[str]:
     """Return, for each shape and pass, the share of our time that the fewest pairs take."""
     said = []
     for (*_, name), own in groups(_rows(run), *SHAPE).items():
-        each = [_best(cases, ours=True) for cases in groups(own, "problem").values()]
+        each = [best(cases, ours=True) for cases in groups(own, "problem").values()]
         ours = sorted((row for row in each if row), key=lambda row: int(row["pairs"]))
         if len(ours) > 1 and ours[0]["pairs"]:
             few, most = ours[0], ours[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flashattn.report import plot
-from flashattn.report.rows import KERNELS, attempted, by, groups, known, timed, values
+from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import ms, notes, or_mark, times
@@ -41,8 +41,8 @@ def _rows(run: Run) -> list[Row]:
 
 def _best(rows: list[Row], *, ours: bool) -> float | None:
     """Return the seconds of the fastest of our kernels, or of the peers."""
-    found = (float(row["seconds"]) for row in timed(rows) if (row["impl"] in KERNELS) == ours)
-    return min(found, default=None)
+    row = best(rows, ours=ours)
+    return row["seconds"] if row else None
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
@@ -62,8 +62,7 @@ def tables(run: Run) -> list[Table]:
         for (said,), cases in groups(own, "scores").items():
             sides, ours = by(cases, "impl"), _best(cases, ours=True)
             cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
-            peer = _ratio(_best(cases, ours=False), ours)
-            lines.append([said, *cells, times(_ratio(ours, plain)), times(peer)])
+            lines.append([said, *cells, times(_ratio(ours, plain)), times(over_peer(cases))])
         header = ["scores", *impls, "time / plain", "ours / best peer"]
         caption = f"{shape}, {name}: ms"
         found.append(

@@ -1,0 +1,80 @@
+"""Grouped heads and decoding: what do shapes of language models cost?
+
+Training has 4 to 8 query heads for each key/value head. Decoding has one query, so the least time
+is that of the keys' and values' bytes at the bandwidth of a copy.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn.problem import Problem
+
+# They loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
+LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
+
+
+def training(batch: int, heads: int, kv_heads: int, rows: int, head_dim: int) -> Problem:
+    """Return a causal problem of training or prefill."""
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seq_q=rows,
+        head_dim=head_dim,
+        causal=True,
+        dtype="bfloat16",
+    )
+
+
+def decoding(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int) -> Problem:
+    """Return a problem of one query."""
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seq_q=1,
+        seq_kv=keys,
+        head_dim=head_dim,
+        dtype="bfloat16",
+    )
+
+
+TRAINING = [
+    training(2, 32, 8, 8192, 128),
+    training(1, 64, 8, 4096, 128),
+    training(4, 32, 4, 2048, 64),
+]
+DECODING = [
+    decoding(4, 32, 8, 32768, 128),
+    decoding(64, 32, 8, 4096, 128),
+    decoding(1, 64, 8, 131072, 128),
+    decoding(16, 16, 1, 8192, 64),
+]
+MORE = [training(1, 32, 8, n, d) for n in (1024, 4096, 16384) for d in (64, 128)]
+SMALL = [decoding(1, 32, 8, n, 128) for n in (1024, 4096, 16384, 65536)]
+SMOKE = [training(1, 4, 2, 40, 16), decoding(2, 4, 1, 200, 16)]
+SWEEPS = {
+    name: {"bench_forward": problems, "bench_backward": [x for x in problems if x.seq_q > 1]}
+    for name, problems in {
+        "smoke": SMOKE,
+        "default": [*TRAINING, *DECODING],
+        "full": [*TRAINING, *MORE, *DECODING, *SMALL],
+    }.items()
+}
+
+
+@pytest.fixture
+def reason(impl):
+    """Why an implementation is not timed, or None."""
+    return f"{impl.name} is timed without such heads" if impl.name in LEFT_OUT else None
+
+
+def bench_forward(time_pass, reason):
+    """Time the forward pass without gradients."""
+    time_pass("forward", reason)
+
+
+def bench_backward(time_pass, reason):
+    """Time the backward pass alone."""
+    time_pass("backward", reason)

@@ -1,0 +1,72 @@
+"""Grouped heads and decoding: time of shapes that language models have."""
+
+from __future__ import annotations
+
+from flashattn.report import plot
+from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
+from flashattn.report.runs import Row, Run
+from flashattn.report.study import Table, filled
+from flashattn.report.units import microseconds, notes, of_roof, or_mark, times
+
+NAME = "heads"
+TITLE = "Grouped heads and decoding"
+QUESTION = "How fast are the shapes of language models?"
+
+
+def _rows(run: Run) -> list[Row]:
+    found = attempted(known(run.study(NAME), "impl", "problem", "pass", "seq_q", "bytes"))
+    return [{**row, "what": _what(row)} for row in found]
+
+
+def _what(row: Row) -> str:
+    return "decoding" if row["seq_q"] == 1 else f"grouped heads, {row['pass']}"
+
+
+def of_copy(run: Run, rows: list[Row]) -> str:
+    """Return the bandwidth that ours reaches, each byte counted once, as a share of a copy's."""
+    ours = best(rows, ours=True)
+    roof = run.roof(ours, "copy") if ours else None
+    return of_roof(ours["bytes"] / ours["seconds"] / roof) if ours and roof else ""
+
+
+def tables(run: Run) -> list[Table]:
+    """Return a table for each pass, and one for decoding: a line per problem."""
+    found = []
+    for (what,), own in groups(_rows(run), "what").items():
+        impls, lines = values(timed(own), "impl"), []
+        for (problem,), cases in groups(own, "problem").items():
+            sides = by(cases, "impl")
+            cells = [or_mark(sides[x], microseconds) if x in sides else "" for x in impls]
+            share = [of_copy(run, cases)] if what == "decoding" else []
+            lines.append([problem, *cells, times(over_peer(cases)), *share])
+        header = ["problem", *impls, "ours / best peer"]
+        header += ["of the copy's bandwidth"] if what == "decoding" else []
+        found.append(
+            Table(caption=f"{what}: µs", header=header, lines=lines, rows=own, notes=notes(lines))
+        )
+    return filled(*found)
+
+
+def findings(run: Run) -> list[str]:
+    """Return, for each table, the range of our speed over the fastest peer's."""
+    said = []
+    for (what,), own in groups(_rows(run), "what").items():
+        each = (over_peer(cases) for cases in groups(own, "problem").values())
+        ratios = [x for x in each if x]
+        if ratios:
+            span = f"{times(min(ratios))} to {times(max(ratios))}"
+            said.append(f"{what}: {span} the speed of the fastest peer, {len(ratios)} problems.")
+    return said
+
+
+def pictures(run: Run) -> dict[str, plot.Picture]:
+    """Plot our speed over the fastest peer's, a panel for each table."""
+    records = [
+        {"panel": what, "place": problem, "ours": True}
+        | {"value": plot.exact(ratio), "said": times(ratio)}
+        for (what,), own in groups(_rows(run), "what").items()
+        for (problem,), cases in groups(own, "problem").items()
+        if (ratio := over_peer(cases))
+    ]
+    made = plot.bars("Speed over that of the fastest peer", records, columns=1)
+    return {"heads-speeds": made} if records else {}

@@ -143,7 +143,8 @@ EXCERPTS: dict[str, Excerpt] = {
             "FlexAttention, µs": number(microseconds, impl=FLEX),
             "ratio": ratio({"impl": (SDPA, FA2, EFFICIENT, CUDNN, FLEX)}, {"impl": KERNELS}),
         },
-        note="One query, bf16. SDPA: its fastest backend. Ratio: that of the fastest peer over ours.",
+        note="One query, bf16. SDPA: its fastest backend. Ratio: time of the fastest peer over"
+        " ours.",
     ),
     "masks": _problems("masks"),
     "scores": _problems("scores", learned=(None, False)),

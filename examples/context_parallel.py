@@ -23,6 +23,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (world,))
 
     torch.manual_seed(0)  # the same on all ranks

@@ -269,9 +269,10 @@ class _Tiled(torch.autograd.Function):
         dq, dk, dv, *others = (_TiledGradients.forward if alone else _TiledGradients.apply)(
             *(*ctx.how, bias_grad, grad_o, grad_lse, *saved)
         )
-        dbias = others.pop(0) if bias is not None and bias_grad else None
-        drelative = others.pop(0) if relative is not None and bias_grad else None
-        dsink = others.pop(0) if sink is not None else None
+        rest = iter(others)
+        dbias = next(rest) if bias is not None and bias_grad else None
+        drelative = next(rest) if relative is not None and bias_grad else None
+        dsink = next(rest) if sink is not None else None
         return dq, dk, dv, None, dbias, drelative, dsink, *[None] * len(ctx.how)
 
     @staticmethod

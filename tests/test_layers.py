@@ -46,6 +46,7 @@ ALLOWED = {
         "registry",
         "mask",
         "problem",
+        "resolve",
         "score",
     },
     "arguments": {"bounds", "mask", "masks", "problem", "resolve", "score"},

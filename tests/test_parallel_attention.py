@@ -24,6 +24,7 @@ from flashattn.lm import Config
 from flashattn.parallel import attention as shared
 from flashattn.parallel import positions, shard, unshard
 from flashattn.problem import Problem
+from flashattn.registry import get
 from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import Sample, expected_of
 from flashattn.testing.inputs import make_grads, make_inputs
@@ -259,7 +260,9 @@ def work(rank, store):
     )
     mesh = init_device_mesh("cpu", (WORLD,))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
-    for case in CASES:
+    for case, (_, how) in CASES.items():
+        if get(how.get("impl", "tiled")).why_not(Problem(), "cpu"):
+            continue  # the interpreter of an older Triton wants an older numpy
         sys.stderr.write(f"{rank}: {case}\n")
         check_case(mesh, case)
     checks = (check_rest, check_compiled, check_second_derivative, check_training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
@@ -26,6 +27,7 @@ BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 SIDES = ((True, True), (True, False), (False, True))  # that a window bounds
 SCALES = (None, 0.3, 0.0, -0.2)  # the default, an ordinary one, zero, a negative one
+UNITS = (1, 8, 16)  # of lengths in such a run
 KINDS = 3  # of problems in a run, where each further one is seconds of compiling
 
 
@@ -40,6 +42,20 @@ def lengths(shortest: int, longest: int) -> st.SearchStrategy[int]:
     """Draw how many queries or keys: any number, and every other time one at the edge of a tile."""
     edges = [n for n in (*EDGES, longest) if shortest <= n <= longest]
     return st.integers(shortest, longest) | st.sampled_from(edges)
+
+
+@cache
+def lengths_of(unit: int, shortest: int, longest: int) -> st.SearchStrategy[int]:
+    """Draw a length of a unit, for which Triton compiles one kernel, as ``lengths`` does.
+
+    Args:
+        unit: the largest divisor of 16 that divides it.
+        shortest: the fewest, but 1 has kernels of its own.
+        longest: the most.
+    """
+    own = [n for n in range(max(shortest, 2), longest + 1) if math.gcd(n, 16) == unit]
+    edges = [n for n in (*EDGES, longest) if n in own]
+    return one_of(*own) | one_of(*edges) if edges else one_of(*own)
 
 
 @cache
@@ -136,8 +152,10 @@ def problems(
         kind: below ``KINDS``: what decides over masks, scores and dtypes; None draws each.
     """
     choose = chooser(draw, kind)
-    kv_heads = draw(st.integers(1, 2), label="kv_heads")
+    kv_heads = choose("kv_heads", (1, 2))
     rows = lengths(shortest, longest)
+    if kind is not None and longest >= max(UNITS):
+        rows = lengths_of(choose("unit", UNITS), shortest, longest)
     if aligned:
         rows = st.integers(-(-shortest // 16), longest // 16).map(lambda n: 16 * n)
     dims = WHOLE_HEAD_DIMS if aligned else HEAD_DIMS
@@ -147,8 +165,8 @@ def problems(
     alibi = choose("alibi", sloped)
     sides = () if kind is None else choose("sides", SIDES)
     return Problem(
-        batch=draw(one_of(*batches), label="batch"),
-        heads=kv_heads * draw(one_of(*groups), label="group"),
+        batch=choose("batch", batches),
+        heads=kv_heads * choose("group", groups),
         kv_heads=kv_heads,
         seq_q=seq_q,
         seq_kv=seq_kv,

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from flashattn.problem import Problem
+from flashattn.testing.sweep import UNEQUAL
 
 # They loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
 LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
-UNEQUAL = (64, 500, 3000, 1200, 2500, 900, 1800, 300, 2600, 1120, 2400)
 
 
 def masks(total: int, *, windows: list[int], documents: list[tuple[int, ...]], **sizes):

@@ -203,6 +203,7 @@ def trained(
 
     def make(case: Point, *, compiled: bool = False, **how: Any) -> Trained:
         named = {axis: getattr(case, axis) for axis in ("size", "context", "batch", "precision")}
+        named |= {axis: getattr(case, axis, False) for axis in ("packed", "checkpoint")}
         compiled = compiled or getattr(case, "compiled", False)
         of_case, impl = costs(**named, impl=case.impl, device=device), get(case.impl)
         facts.update(

@@ -44,11 +44,14 @@ class Costs:
             mask. "naive_autocast": the same code under autocast on a GPU, which computes the
             softmax in fp32 and casts it; equal to "naive" in fp32. "flash": q, k, v, o and the fp32
             logsumexp.
+        documents: lengths of the documents packed into each sequence, which attend to themselves
+            only; None is one of length T. Bytes of their masks are not included.
         checkpoint: whether the model recomputes its blocks.
         device: on "cuda" RMSNorm is one kernel; elsewhere it also saves the normalized x.
 
     Raises:
-        ValueError: batch or context is below 1, or precision, attention or a step is unknown.
+        ValueError: batch or context is below 1, documents have another sum than T, or precision,
+            attention or a step is unknown.
     """
 
     config: Config
@@ -56,6 +59,7 @@ class Costs:
     context: int
     precision: str = "fp32"
     attention: str = "naive"
+    documents: tuple[int, ...] | None = None
     checkpoint: bool = False
     device: str = "cuda"
 
@@ -69,6 +73,9 @@ class Costs:
             if getattr(self, name) not in known:
                 msg = f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}"
                 raise ValueError(msg)
+        if self.documents is not None and sum(self.documents) != self.context:
+            msg = f"documents: wanted {self.context} tokens in all, got {sum(self.documents)}"
+            raise ValueError(msg)
 
     @property
     def tokens(self) -> int:
@@ -83,24 +90,25 @@ class Costs:
     def flops(self, step: Step) -> int:
         """Return the model FLOPs of a step, the numerator of model FLOPs utilization (MFU).
 
-        2 FLOPs per token and matrix weight, and 4 D per head and causal pair (t >= s). Backward has
-        twice the FLOPs of forward.
+        2 FLOPs per token and matrix weight, and 4 D per head and causal pair (t >= s) of the same
+        document. Backward has twice the FLOPs of forward. What a checkpointed block recomputes does
+        not count; ``executed`` has it.
         """
         forwards, backwards = _passes(step)
         matrices = self._block_products + self._head_products
-        attention = self._attention_products(CAUSAL.over(self.context, self.context).pairs)
+        attention = self._attention_products(self._pairs)
         return (forwards + 2 * backwards) * (matrices + attention)
 
     def executed(self, step: Step) -> int:
         """Return the executed FLOPs of a step.
 
-        Naive attention computes all T * T pairs. Flash computes the pairs t >= s, and recomputes
-        q @ k.T in backward, which has 2.5 times the FLOPs of forward. A checkpointed block runs
-        forward again before backward, except its last product, w2.
+        Naive attention computes all T * T pairs. Flash computes the pairs t >= s of each document,
+        and recomputes q @ k.T in backward, which has 2.5 times the FLOPs of forward. A checkpointed
+        block runs forward again before backward, except its last product, w2.
         """
         forwards, backwards = _passes(step)
         if self.attention == "flash":
-            attention = self._attention_products(CAUSAL.over(self.context, self.context).pairs)
+            attention = self._attention_products(self._pairs)
             again = attention // 2
         else:
             attention, again = self._attention_products(self.context**2), 0
@@ -118,6 +126,11 @@ class Costs:
     @property
     def _head_products(self) -> int:
         return 2 * self.tokens * self.config.vocab * self.config.width
+
+    @property
+    def _pairs(self) -> int:
+        """Causal pairs of one head and one sequence."""
+        return sum(CAUSAL.over(n, n).pairs for n in self.documents or (self.context,))
 
     def _attention_products(self, pairs: int) -> int:
         """FLOPs of q @ k.T and p @ v in all layers, given the pairs of one head."""

@@ -260,7 +260,8 @@ class _Tiled(torch.autograd.Function):
     def backward(
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        saved, scored = ctx.saved_tensors[:5], iter(ctx.saved_tensors[5:])
+        kept = ctx.saved_tensors  # read once: a checkpoint unpacks them once
+        saved, scored = kept[:5], iter(kept[5:])
         saved = *saved, *(next(scored) if there else None for there in ctx.scored)
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
         _, bias, relative, sink = saved[5:]

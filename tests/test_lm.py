@@ -442,6 +442,16 @@ def test_flash_flops():
     assert costs.executed("train") - costs.flops("train") == 3 * 2 * 16 * pairs
 
 
+def test_packed_documents_cost_their_own_pairs():
+    """Documents of 10, 0 and 14 tokens have the pairs of each, which flash computes 3.5 times."""
+    whole = Costs(config=STUDY, batch=2, context=24, attention="flash")
+    packed = dataclasses.replace(whole, documents=(10, 0, 14))
+    spared = 4 * 48 * 2 * 3 * (24 * 25 - 10 * 11 - 14 * 15) // 2  # 4 C, batch, layers
+    assert whole.flops("train") - packed.flops("train") == 3 * spared
+    assert 2 * (whole.executed("train") - packed.executed("train")) == 7 * spared
+    assert packed.bytes("train") == whole.bytes("train")
+
+
 def test_checkpointing():
     """Checkpointed blocks give the same gradients, and keep as many bytes less as predicted."""
     tokens, targets = batch_of()
@@ -481,6 +491,7 @@ def test_parameter_gradient_optimizer_bytes():
         ({"batch": 0}, "batch: wanted at least 1, got 0"),
         ({"context": 0}, "context: wanted at least 1, got 0"),
         ({"precision": "int8"}, "precision: wanted one of fp32, tf32, bf16, fp16, got 'int8'"),
+        ({"documents": (3, 4)}, "documents: wanted 8 tokens in all, got 7"),
         ({"attention": "sdpa"}, "attention: wanted one of naive, .*, got 'sdpa'"),
     ],
 )

@@ -248,6 +248,19 @@ def test_every_sample_is_kept_within_the_budget(simulated, ours, device, rounds)
     assert ours.extra_info["status"] == "ok"
 
 
+def test_a_warm_call_is_only_measured(simulated, ours):
+    """The caller has warmed it up: no call but the rounds, and late samples are not repeated."""
+
+    def call():
+        simulated.log.append("call")
+        simulated.queue("kernel", host=1.0, device=2.0)
+
+    ours.time(call, rounds=2, warm=True)
+    assert simulated.log.count("call") == 2
+    assert ours.kept[0].stats.data == pytest.approx([2.0, 2.0], rel=0.5)
+    assert (ours.extra_info["late"], ours.extra_info["retaken"]) == (2, 0)
+
+
 def test_looped_rounds_are_device_time(simulated, ours):
     """The plugin's own calibrated way of calling, several calls a round, tells device time."""
     cost = {"host": 7 * MICRO, "device": 1e-3}

@@ -7,8 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashattn import registry
+from flashattn.lm import SIZES
 from flashattn.testing import train_case
-from flashattn.testing.train_case import Trained, attend, cold_steps, costs, problem_of
+from flashattn.testing.sweep import UNEQUAL
+from flashattn.testing.train_case import (
+    Trained,
+    attend,
+    cold_steps,
+    costs,
+    documents_of,
+    problem_of,
+)
 
 TINY = {"size": "tiny", "context": 16, "batch": 2, "precision": "fp32"}
 
@@ -71,6 +81,66 @@ def test_costs_by_name(device):
     problem = problem_of(ours)
     assert (problem.batch, problem.heads, problem.seq_q, problem.head_dim) == (2, 4, 1024, 32)
     assert problem.causal == "top_left"
+
+
+def test_documents_fill_the_context():
+    """They are as unequal in any context."""
+    assert documents_of(16384) == UNEQUAL
+    assert documents_of(65536) == tuple(4 * n for n in UNEQUAL)
+    assert sum(documents_of(100)) == 100
+
+
+def test_packed_documents_are_apart(device):
+    """A model gives each document the logits that it has alone, where it does not see the rest."""
+    facts = TINY | {"context": 64, "batch": 1}
+    packed, whole = (
+        Trained(**facts, impl="tiled", device=device, packed=p).trainer for p in (True, False)
+    )
+    logits, start = packed.forward(), 0
+    for length in filter(None, documents_of(64)):
+        document = slice(start, start := start + length)
+        alone = whole.model(whole.tokens[:, document])
+        torch.testing.assert_close(logits[:, document], alone, atol=1e-4, rtol=1e-4)
+    assert problem_of(costs(**facts, impl="tiled", device=device, packed=True)).documents
+    assert not torch.allclose(logits, whole.forward(), atol=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_mask_of_documents_is_made_once(device, precision, monkeypatch):
+    """Every layer gets the same bounds, also under autocast and where it is recomputed."""
+    seen, tiled = [], registry.get("tiled")
+
+    def spy(*qkv, bounds, **options):
+        seen.append(bounds)
+        return tiled(*qkv, bounds=bounds, **options)
+
+    monkeypatch.setattr(train_case.registry, "get", lambda _: spy)
+    facts = TINY | {"precision": precision, "packed": True, "checkpoint": True}
+    Trained(**facts, impl="tiled", device=device).trainer.train()
+    assert len(seen) == 2 * SIZES["tiny"].layers
+    assert all(bounds is seen[0] for bounds in seen)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("attention", ["tiled", "triton"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_can_be_recomputed(device, attention, packed):
+    """Checkpointed blocks give the same gradients."""
+    grads = []
+    for checkpoint in (False, True):
+        how = {"impl": attention, "packed": packed, "checkpoint": checkpoint, "device": device}
+        trainer = Trained(**TINY | how).trainer
+        assert trainer.model.checkpoint is checkpoint
+        trainer.forward_backward()
+        grads.append([x.grad for x in trainer.model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_contexts_beyond_the_table(device):
+    """RoPE's table is as long as the context, and costs its bytes."""
+    long = TINY | {"context": 9000, "batch": 1}
+    model = Trained(**long, impl="sdpa", device=device)
+    assert len(model.trainer.model.rope.cos) == model.costs.config.longest == 9000
 
 
 def test_cold_steps(monkeypatch):

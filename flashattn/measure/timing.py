@@ -249,6 +249,7 @@ class DeviceBenchmark(BenchmarkFixture):
         setup: Callable[[], tuple[Any, ...]] = tuple,
         budget: float = BUDGET,
         rounds: int | None = None,
+        warm: bool = False,
     ) -> Any:
         """Warm up, then time as many calls as fit in the budget.
 
@@ -260,11 +261,15 @@ class DeviceBenchmark(BenchmarkFixture):
             setup: makes the arguments of each call, untimed.
             budget: seconds for all rounds; at least ``FEWEST_ROUNDS`` are timed.
             rounds: number of calls to time, regardless of the budget.
+            warm: the caller has warmed up; for calls of seconds, with ``rounds``. Late samples are
+                kept.
 
         Returns:
             The result of the last call.
         """
-        if self.enabled:
+        if self.enabled and warm:
+            self.clock.cover(0)
+        elif self.enabled:
             pace = warm_up(call, clock=self.clock, setup=setup)
             lead = self.clock.cover(pace.launch)
             cost = pace.wall + lead

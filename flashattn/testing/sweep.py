@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+UNEQUAL = (64, 500, 3000, 1200, 2500, 900, 1800, 300, 2600, 1120, 2400)  # documents, 16384 tokens
+
 
 @dataclass(frozen=True)
 class Point:

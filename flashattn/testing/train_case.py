@@ -13,17 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
+from flashattn.bounds import Bounds, of_documents
 from flashattn.costs import Costs
 from flashattn.lm import SIZES, Attention
 from flashattn.measure.memory import allocated_bytes
 from flashattn.measure.timing import clock_of
 from flashattn.problem import Problem
+from flashattn.resolve import cumulative
+from flashattn.testing.sweep import UNEQUAL
 from flashattn.training import Trainer
 
 # What attention keeps, where that is not what flash does. Autocast widens a softmax on CUDA only.
@@ -33,12 +38,21 @@ HOLDS = {
 }
 
 
-def attend(name: str) -> Attention:
-    """Return the causal attention of a registered implementation, as a model takes it."""
+def attend(name: str, bounds: Bounds | None = None) -> Attention:
+    """Return the causal attention of a registered implementation, as a model takes it.
+
+    Args:
+        name: of the implementation.
+        bounds: the mask, if it is another. Made once: under autocast, a call with ``documents``
+            makes it anew.
+    """
     impl = registry.get(name)
+    mask: dict[str, Any] = {"causal": "top_left"}
+    if bounds is not None:
+        mask = {"causal": False, "bounds": bounds}
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return impl(q, k, v, causal="top_left", scale=q.shape[-1] ** -0.5)[0]
+        return impl(q, k, v, **mask, scale=q.shape[-1] ** -0.5)[0]
 
     return attention
 
@@ -53,6 +67,8 @@ class Trained:
         precision: one of Trainer's.
         impl: the name of the attention.
         device: where.
+        packed: whether the sequence is ``documents_of`` the context.
+        checkpoint: whether to recompute each block in backward.
         compiled: through torch.compile.
         phase: see Trainer.
     """
@@ -66,16 +82,19 @@ class Trained:
         precision: str,
         impl: str,
         device: torch.device,
+        packed: bool = False,
+        checkpoint: bool = False,
         compiled: bool = False,
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Make it; this is where a model that is too large runs out of memory."""
         self.ground = allocated_bytes(device)  # not the model's
         facts: dict[str, Any] = {"context": context, "batch": batch, "precision": precision}
-        self.costs = costs(size=size, impl=impl, device=device, **facts)
+        facts["checkpoint"] = checkpoint
+        self.costs = costs(size=size, impl=impl, device=device, packed=packed, **facts)
         self.trainer = Trainer(
-            SIZES[size],
-            attention=attend(impl),
+            self.costs.config,
+            attention=attend(impl, _bounds(problem_of(self.costs), device)),
             device=device,
             compiled=compiled,
             phase=phase,
@@ -117,17 +136,34 @@ class Trained:
 
 
 def costs(
-    *, size: str, context: int, batch: int, precision: str, impl: str, device: torch.device
+    *,
+    size: str,
+    context: int,
+    batch: int,
+    precision: str,
+    impl: str,
+    device: torch.device,
+    packed: bool = False,
+    checkpoint: bool = False,
 ) -> Costs:
     """Return what a step costs, before anything is made."""
+    config = SIZES[size]
     return Costs(
-        config=SIZES[size],
+        config=replace(config, longest=max(config.longest, context)),
         batch=batch,
         context=context,
         precision=precision,
         attention=HOLDS[device.type].get(impl, "flash"),
+        documents=documents_of(context) if packed else None,
+        checkpoint=checkpoint,
         device=device.type,
     )
+
+
+def documents_of(context: int) -> tuple[int, ...]:
+    """Return lengths of documents in proportion to ``UNEQUAL``, ``context`` in all."""
+    ends = (end * context // sum(UNEQUAL) for end in accumulate(UNEQUAL, initial=0))
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def problem_of(costs: Costs) -> Problem:
@@ -139,8 +175,17 @@ def problem_of(costs: Costs) -> Problem:
         seq_q=costs.context,
         head_dim=config.head_dim,
         causal=True,
+        documents=tuple((n, n) for n in costs.documents) if costs.documents else None,
         dtype={"bf16": "bfloat16", "fp16": "float16"}.get(costs.precision, "float32"),
     )
+
+
+def _bounds(problem: Problem, device: torch.device) -> Bounds | None:
+    """Return the mask of packed documents."""
+    if not isinstance(problem.documents, tuple):
+        return None
+    cu_q, cu_k = cumulative(problem.documents, device)
+    return of_documents(cu_q, cu_k, problem.seq_q, problem.seq_kv, problem.mask)
 
 
 def _bytes(tensors: Iterable[object]) -> int:

@@ -101,7 +101,7 @@ def _speed(run: Run, name: str) -> list[Card]:
 
 def _step(run: Run) -> list[Card]:
     """Return our fastest train step of the largest model, beside the fastest of the peers."""
-    rows = [row for row in timed(known(run.study(lm.NAME), "size")) if row["step"] == "train"]
+    rows = [row for row in timed(lm.steps(run)) if row["step"] == "train"]
     for own in reversed(groups(rows, "size", "context", "batch").values()):
         sides = (
             [row for row in own if row["impl"] in KERNELS],

@@ -159,6 +159,21 @@ EXCERPTS: dict[str, Excerpt] = {
         },
         note="A train step of the 2.7B model, context 1024, batch 4.",
     ),
+    "long": Excerpt(
+        study="lm",
+        where={"checkpoint": True, "step": "train", "precision": "bf16"},
+        lines={"model": "size", "N": "context", "documents": "packed"},
+        cells={
+            "ours, ms": number(ms, impl=KERNELS),
+            "SDPA, ms": number(ms, impl=SDPA),
+            "FlexAttention, ms": number(ms, impl=FLEX),
+            "ratio": ratio({"impl": (SDPA, FLEX)}, {"impl": KERNELS}),
+            "ours, TFLOP/s": rate(impl=KERNELS),
+            "ours: peak, GiB": number(gib, "peak_bytes", impl=KERNELS),
+        },
+        note="A train step of one sequence in bf16, eager, blocks checkpointed. TFLOP/s: operations"
+        " of the model, without those recomputed. Ratio: time of the fastest peer over ours.",
+    ),
     "phases": Excerpt(
         study="lm",
         where=_model(impl=NAIVE, compiled=False),

@@ -36,6 +36,8 @@ def word(fact: str, value: Any) -> str:
         return ""
     if fact == "compiled":
         return "compiled" if value else "eager"
+    if fact == "packed":
+        return "packed documents" if value else "one document"
     if fact == "causal":
         return MASKS.get(value, str(value))
     return SHORT.get(value, str(value)) if isinstance(value, str) else str(value)

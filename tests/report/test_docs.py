@@ -81,6 +81,13 @@ def test_numbers(made_run):
         ["floor", "10", ""],
         ["sdpa", "20", "2"],
     ]
+    assert lines("long", run)[1:] == [
+        ["2.7B", "65536", "one document", "400", "500", "800", "1.25", "100", "3"],
+        ["2.7B", "65536", "packed documents", "100", "", "300", "3.00", "400", "3"],
+    ]
+    assert [line[:2] for line in lines("train", run)[1:]] == [
+        *(["tf32", "naive"], ["bf16", "triton"], ["bf16", "naive"], ["bf16", "sdpa"]),
+    ]
     assert lines("masks", run)[1:] == [
         ["p10", "100", "1000", "10.00"],
         ["p100", "1000", "2000", "2.00"],

@@ -8,6 +8,7 @@ from typing import Any
 from flashattn.report import plot, units
 from flashattn.report.fit import geometric_mean, in_words
 from flashattn.report.rows import (
+    KERNELS,
     NAIVE,
     OURS,
     attempted,
@@ -25,6 +26,7 @@ from flashattn.report.rows import (
     worst,
 )
 from flashattn.report.runs import Row, Run
+from flashattn.report.studies.flash import OWN
 from flashattn.report.study import Table, facts, filled
 
 NAME = "lm"
@@ -32,6 +34,7 @@ TITLE = "The model, end to end"
 QUESTION = "What time and memory does a step take? What do precision, compiler and attention gain?"
 CASE = ("size", "context", "batch", "step")
 SETTING = ("precision", "impl", "compiled")
+LONG = ("size", "context", "packed")
 # Name: the fact that differs, its slow value and its fast value.
 CONTRASTS: dict[str, tuple[str, Any, Any]] = {
     "tf32 / fp32": ("precision", "fp32", "tf32"),
@@ -42,8 +45,14 @@ CONTRASTS: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-def _rows(run: Run) -> list[Row]:
-    return known(run.study(NAME), "size", "step")
+def steps(run: Run) -> list[Row]:
+    """Return the steps that keep their activations."""
+    return [row for row in known(run.study(NAME), "size", "step") if not row.get("checkpoint")]
+
+
+def long_steps(run: Run) -> list[Row]:
+    """Return the train steps of checkpointed blocks, at long contexts."""
+    return [row for row in known(run.study(NAME), "size", "step") if row.get("checkpoint")]
 
 
 def _other_facts(axis: str) -> list[str]:
@@ -51,11 +60,15 @@ def _other_facts(axis: str) -> list[str]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return the sizes, a table for each precision, attention and compiler, and the gains."""
-    rows = _rows(run)
-    steps = [_steps(run, own) for own in groups(rows, *SETTING).values()]
+    """Return the sizes, a table for each setting, the gains, and the long contexts."""
+    rows, long = steps(run), long_steps(run)
+    made = [_steps(run, own, SETTING, *CASE) for own in groups(rows, *SETTING).values()]
     gains = [_gains(rows, axis) for axis in ("precision", "compiled", "impl")]
-    return filled(_sizes(rows), *steps, *gains)
+    made_long = [
+        _steps(run, own, ("precision", "compiled", "batch"), *LONG, "impl")
+        for own in groups(long, "precision", "compiled", "batch").values()
+    ]
+    return filled(_sizes(rows + long), *made, *gains, *made_long)
 
 
 def _sizes(rows: list[Row]) -> Table:
@@ -70,11 +83,12 @@ def _sizes(rows: list[Row]) -> Table:
     )
 
 
-def _steps(run: Run, rows: list[Row]) -> Table:
+def _steps(run: Run, rows: list[Row], shared: tuple[str, ...], *columns: str) -> Table:
+    what = "a checkpointed train step" if rows[0].get("checkpoint") else "a step"
     return Table.of(
-        f"{label(rows[0], *SETTING)}: a step in ms, memory in GiB",
-        attempted(ordered(rows, *CASE)),
-        facts(*CASE)
+        f"{label(rows[0], *shared)}: {what} in ms, memory in GiB",
+        attempted(ordered(rows, *columns)),
+        facts(*columns)
         | {
             "median": partial(units.or_mark, unit=units.ms),
             "mean ± std": units.spread,
@@ -131,7 +145,7 @@ def _contrasted(rows: list[Row]) -> dict[str, list[tuple[Row, Row]]]:
 
 def findings(run: Run) -> list[str]:
     """Return the gain of each choice, the fastest train step, and the error of predictions."""
-    rows = _rows(run)
+    rows, long = steps(run), long_steps(run)
     said = []
     for name, found in _contrasted(rows).items():
         ratios = {
@@ -139,7 +153,19 @@ def findings(run: Run) -> list[str]:
             for slow, fast in found
         }
         said.append(f"Speed of a step, {name}: {in_words(ratios)}.")
-    return [*said, *_best(run, rows), *_memory(rows)]
+    return [*said, *_best(run, rows), *_against_peers(long), *_memory(attempted(rows + long))]
+
+
+def _against_peers(rows: list[Row]) -> list[str]:
+    """Return our speed over the fastest peer's in checkpointed steps."""
+    ratios = {}
+    for own in groups(known(timed(rows), "impl"), *LONG, "batch", "precision", "compiled").values():
+        ours = [row["seconds"] for row in own if row["impl"] in KERNELS]
+        peers = [row["seconds"] for row in own if row["impl"] not in OWN]
+        if ours and peers:
+            ratios[label(own[0], *LONG)] = min(peers) / min(ours)
+    said = "Speed of a checkpointed train step, ours / the fastest peer"
+    return [f"{said}: {in_words(ratios)}."] if ratios else []
 
 
 def _best(run: Run, rows: list[Row]) -> list[str]:
@@ -158,7 +184,10 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
 def _memory(rows: list[Row]) -> list[str]:
     """Return how far measured peaks are from predictions, and how many cases ran out of memory."""
     both = known(timed(rows), "peak_bytes", "predicted_bytes")
-    off = {label(row, *CASE, *SETTING): row["peak_bytes"] / row["predicted_bytes"] for row in both}
+    off = {
+        label(row, *CASE, "packed", *SETTING): row["peak_bytes"] / row["predicted_bytes"]
+        for row in both
+    }
     said = worst("Peak memory differs from its prediction", off)
     failed = [row for row in rows if row["status"] == "oom"]
     if failed:
@@ -173,7 +202,7 @@ def _memory(rows: list[Row]) -> list[str]:
 def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the speed-up of each choice by model size, a panel for each choice."""
     records = []
-    for name, found in _contrasted(_rows(run)).items():
+    for name, found in _contrasted(steps(run)).items():
         for (size,), own in groups([fast for _, fast in found], "size").items():
             gains = [_gain(pair) for pair in found if pair[1] in own]
             mean = geometric_mean(gains)

@@ -32,15 +32,26 @@ SWEEPS = {
             step=["train"],
         ),
     ],
-    "default": grid(
-        size=["2.7B"],
-        context=[512],
-        batch=[4],
-        precision=["bf16"],
-        compiled=[False],
-        impl=["naive", "triton"],
-        step=STEPS,
-    ),
+    "default": [
+        *grid(
+            size=["2.7B"],
+            context=[512],
+            batch=[4],
+            precision=["fp32", "bf16"],
+            compiled=[False],
+            impl=["naive"],
+            step=["train"],
+        ),
+        *grid(
+            size=["2.7B"],
+            context=[512],
+            batch=[4],
+            precision=["bf16"],
+            compiled=[False],
+            impl=["triton"],
+            step=STEPS,
+        ),
+    ],
     "full": [
         *grid(
             size=["2.7B"],

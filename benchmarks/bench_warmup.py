@@ -9,7 +9,10 @@ MEASURED = 10
 WARM = [0, 1, 2, 5]
 SWEEPS = {
     "smoke": grid(size=["tiny"], context=[32], batch=[4], precision=["fp32"], warm_steps=[0, 2]),
-    "default": grid(size=["small"], context=[512], batch=[4], precision=["bf16"], warm_steps=WARM),
+    "default": [
+        *grid(size=["small"], context=[512], batch=[4], precision=["bf16"], warm_steps=WARM),
+        *grid(size=["large"], context=[512], batch=[4], precision=["fp32"], warm_steps=WARM),
+    ],
     "full": grid(
         size=["small", "large"],
         context=[512],

@@ -176,13 +176,13 @@ EXCERPTS: dict[str, Excerpt] = {
     ),
     "phases": Excerpt(
         study="lm",
-        where=_model(impl=NAIVE, compiled=False),
+        where={**_model(impl=NAIVE, compiled=False), "size": "large"},
         lines={"precision": "precision"},
         cells={
             **{f"{step}, ms": number(ms, step=step) for step in (*PASSES, "train")},
             "train, TFLOP/s": rate(step="train"),
         },
-        note="2.7B, context 1024, batch 4, naive attention, eager.",
+        note="The large model, context 1024, batch 4, naive attention, eager.",
     ),
     "host": Excerpt(
         study="launch",

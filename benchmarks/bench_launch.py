@@ -6,7 +6,6 @@ checks and launches.
 
 from __future__ import annotations
 
-import time
 from functools import cache, partial
 
 import pytest
@@ -15,15 +14,14 @@ import triton
 
 from flashattn import attention
 from flashattn.kernels.launch import Launch
-from flashattn.measure.timing import warm_up
+from flashattn.measure.timing import HostTime, warm_up
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.report.studies.launch import FLOORS
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.sweep import grid
 
-# A third of a second for a call of 150 us, long enough to average over load from other programs.
-CALLS, ROUNDS = 100, 20
+ROUNDS = 20
 PASSES = ["forward", "forward+backward"]
 # Lower bounds: an autograd function in Python (``Nothing``), and one that also launches a Triton
 # kernel in each pass. The forward pass alone needs no autograd function.
@@ -62,37 +60,6 @@ SWEEPS = {
         *floors(["bfloat16", "float32"]),
     ],
 }
-
-
-class HostTime:
-    """Measures the host time of calls; each batch of calls starts on an idle device.
-
-    Args:
-        synchronize: waits until the device is idle.
-    """
-
-    tells = "host time of a call on an idle device"
-    late = 0
-
-    def __init__(self, synchronize):
-        """Store the function."""
-        self.synchronize = synchronize
-
-    def cover(self, launch):  # noqa: ARG002 - nothing is queued
-        """Do nothing; the lead is 0."""
-        return 0.0
-
-    def samples(self, call, calls):
-        """Return the mean seconds of ``CALLS`` consecutive calls, ``calls`` times."""
-        seconds, result = [], None
-        for _ in range(calls):
-            self.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                result = call()
-            seconds.append((time.perf_counter() - start) / CALLS)
-        self.synchronize()
-        return seconds, result
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from flashattn.measure.timing import (
     DeviceBenchmark,
     DeviceClock,
     HostClock,
+    HostTime,
     ProcessorClock,
     interprets,
     warm_up,
@@ -322,3 +323,13 @@ def test_waiting_is_no_work(clock, counts):
         (worked,), _ = clock().samples(lambda: sum(range(300_000)), 1)
         assert rested < 0.05
         assert 0 < worked <= time.process_time() - start
+
+
+def test_host_time_is_a_mean_on_an_idle_device():
+    """Each sample is the mean of a batch of calls that begins when the device is idle."""
+    done = []
+    clock = HostTime(lambda: done.append("idle"))
+    clock.now = iter((0.0, 2.0, 2.0, 6.0)).__next__
+    seconds, _ = clock.samples(lambda: done.append("call"), 2)
+    assert seconds == [2 / clock.BATCH, 4 / clock.BATCH]
+    assert done == ["idle", *["call"] * clock.BATCH] * 2 + ["idle"]

@@ -106,8 +106,7 @@ def _group(item: pytest.Item) -> tuple[str, ...]:
     params = item.callspec.params  # type: ignore[attr-defined]
     case = params.get("case", params.get("problem", ""))
     facts = getattr(case, "facts", ())
-    shared = [
-        f"{name}={value}" for name, value in facts if name not in ("impl", "step", "compiled")
-    ]
+    beside = ("impl", "attention", "step", "compiled")
+    shared = [f"{name}={value}" for name, value in facts if name not in beside]
     name = item.originalname  # type: ignore[attr-defined]
     return (str(item.path), name, *(shared or [str(case)]))

@@ -26,6 +26,8 @@ from flashattn.report.excerpt import (
     worst,
 )
 from flashattn.report.rows import KERNELS, NAIVE
+from flashattn.report.studies.integrations import ACTIVATED, DIRECT, FATTN, LENGTHS, UNITS
+from flashattn.report.studies.integrations import PEERS as ATTENTIONS
 from flashattn.report.units import digits, gib, mib, microseconds, ms
 
 CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex", "sdpa"
@@ -54,6 +56,18 @@ def _problems(study: str, **where: Any) -> Excerpt:
         lines={"problem": "problem"},
         cells=both_passes({"SDPA": SDPA, "FA-4": FA4, "FlexAttention": FLEX}, partial(number, ms)),
         note="Median device time in ms. Ratio: time of the fastest peer over ours.",
+    )
+
+
+def _activated(part: str) -> Excerpt:
+    what, name, unit = UNITS[part]
+    times = {x: number(unit, attention=x) for x in (ACTIVATED, DIRECT, SDPA)}
+    return Excerpt(
+        study="integrations",
+        where={"part": part},
+        lines={"problem": "problem", "pass": "pass"},
+        cells=times | {"ratio": ratio({"attention": ACTIVATED}, {"attention": DIRECT})},
+        note=f"Median {what} of a call in {name}. Ratio: time of {ACTIVATED} over {DIRECT}.",
     )
 
 
@@ -196,6 +210,23 @@ EXCERPTS: dict[str, Excerpt] = {
             for mode in ("eager", "compiled", "graph")
         },
         note="CPU time of a call in µs: 2 heads of 64, D = 64, causal, bf16.",
+    ),
+    "sdpa-device": _activated("device"),
+    "sdpa-host": _activated("host"),
+    "steps": Excerpt(
+        study="integrations",
+        where={"model": bool},
+        lines={"model": "model", "tokens": "context", "inputs": "inputs"},
+        cells={
+            **{x: number(ms, attention=x) for x in (LENGTHS, FATTN, *ATTENTIONS)},
+            **{
+                f"speed / {x}": ratio({"attention": x}, {"attention": (LENGTHS, FATTN)})
+                for x in ATTENTIONS
+            },
+            **{f"waits of {x}": number(digits, "waits", attention=x) for x in (LENGTHS, FATTN)},
+        },
+        note="Forward and backward in ms: bf16, batch 1, 8 layers of Llama, 4 of Gemma, random"
+        " weights. Waits: how often the host waits for the GPU in a step.",
     ),
     "first-steps": Excerpt(
         study="warmup",

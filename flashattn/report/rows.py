@@ -30,6 +30,10 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
         *("plain", "softcap 50", "ALiBi", "bias", "bias and its gradient", "relative bias"),
         *("relative bias and its gradient", "sink", "sink and its gradient"),
     ),
+    "attention": (
+        *("sdpa, activated", "attention", "fattn, cu_seq_lens", "fattn"),
+        *("sdpa", "eager", "flex_attention"),
+    ),
     "method": ("keys", "keys, kept", "keys, contiguous", "heads"),
 }
 

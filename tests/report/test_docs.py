@@ -88,6 +88,11 @@ def test_numbers(made_run):
     assert [line[:2] for line in lines("train", run)[1:]] == [
         *(["tf32", "naive"], ["bf16", "triton"], ["bf16", "naive"], ["bf16", "sdpa"]),
     ]
+    assert lines("sdpa-device", run)[1:] == [["p", "forward", "10.2", "10", "20", "1.02"]]
+    assert lines("sdpa-host", run)[1:] == [["p", "forward", "30", "20", "10", "1.50"]]
+    assert lines("steps", run)[1:] == [
+        ["Llama", "8192", "packed", "100", "125", "200", "2.00", "0", "1"]
+    ]
     assert lines("masks", run)[1:] == [
         ["p10", "100", "1000", "10.00"],
         ["p100", "1000", "2000", "2.00"],

@@ -19,8 +19,8 @@ BARE = {"name": "x", "reason": "no luck"}
 EXPECTED = Path(__file__).with_name("expected.txt")
 PICTURES = """lm-speedups warmup-steps profile-categories precision-sums memory-2_7B-fp32-naive
 memory-2_7B-bf16-naive attention-memory compile-speedups flash-tokens-bfloat16-full
-flash-one-head-bfloat16-causal masks-pairs scores-times launch-host parallel-tokens accuracy-normal
-heads-speeds accuracy-huge-v accuracy-contract"""
+flash-one-head-bfloat16-causal masks-pairs scores-times launch-host integrations-steps
+parallel-tokens accuracy-normal heads-speeds accuracy-huge-v accuracy-contract"""
 
 
 def told(study, run):
@@ -279,6 +279,8 @@ def test_bars_and_fields_are_the_rows(made_pictures):
     assert sizes("launch", "launch-host", eager) == pytest.approx([30, 10, 20])
     assert sizes("launch", "launch-host", eager, "said") == ["30 µs", "10 µs", "20 µs"]
     assert sizes("launch", "launch-host", eager, "ours") == [True, False, False]
+    assert sizes("integrations", "integrations-steps") == pytest.approx([100, 125, 200])
+    assert sizes("integrations", "integrations-steps", fact="ours") == [True, True, False]
     assert sizes("compile", "compile-speedups") == [2, 0.8, 4]
     shares = panel(made_pictures["profile"]["profile-categories"])
     assert heights(shares, "share") == {

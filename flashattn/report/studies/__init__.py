@@ -8,6 +8,7 @@ from flashattn.report.studies import (
     compile,  # noqa: A004 - the name of the study
     flash,
     heads,
+    integrations,
     launch,
     lm,
     masks,
@@ -21,6 +22,6 @@ from flashattn.report.studies import (
 from flashattn.report.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    *(flash, accuracy, heads, masks, scores, attention, launch, parallel),
+    *(flash, accuracy, heads, masks, scores, attention, launch, integrations, parallel),
     *(lm, memory, profile, compile, precision, warmup),
 )

@@ -1,0 +1,280 @@
+"""Drop-ins: PyTorch's SDPA while ours is activated, and training steps of transformers' models.
+
+The models have the shapes of real ones, few layers and random weights; a step is forward and
+backward. Between the rows of a model only ``attn_implementation`` changes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from flashattn import attention
+from flashattn.integrations import sdpa
+from flashattn.measure.device import out_of_memory
+from flashattn.measure.timing import HostTime, warm_up
+from flashattn.problem import Problem
+from flashattn.registry import Impl
+from flashattn.report.studies.integrations import ACTIVATED, FATTN, LENGTHS
+from flashattn.testing.graph import Graph
+from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.sweep import grid
+from flashattn.testing.verifier import Verifier
+
+CALLS = [ACTIVATED, "attention", "sdpa"]
+SHARES = (1, 2, 6, 3, 4)  # of the context, for each packed document
+# Largest relative error of a parameter's gradient, in the Frobenius norm.
+TOLERANCE = {"bfloat16": 0.1, "float32": 1e-4}
+LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA |= {"num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8}
+GEMMA = {"vocab_size": 32000, "hidden_size": 3584, "intermediate_size": 14336, "head_dim": 256}
+GEMMA |= {"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8}
+GEMMA |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0}
+TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS = {  # family, sizes, and the implementation that gives the expected gradients
+    "Llama-3-8B": ("llama", LLAMA, "sdpa"),
+    "Gemma-2-9B": ("gemma2", GEMMA, "eager"),
+    "tiny Llama": ("llama", TINY, "eager"),
+    "tiny Gemma 2": ("gemma2", TINY | {"sliding_window": 24}, "eager"),
+}
+
+
+def sweep(device, host, *, context, dtype, **steps):
+    """Return the cases of each benchmark: problems of calls, and for steps models and inputs."""
+    axes = {"context": [context], "dtype": [dtype]}
+    return {
+        "bench_device": grid(problem=device, **{"pass": ["forward", "backward"]}, attention=CALLS),
+        "bench_host": grid(
+            problem=host, **{"pass": ["forward", "forward+backward"]}, attention=CALLS
+        ),
+        "bench_step": [
+            case
+            for inputs, models in steps.items()
+            for model, attentions in models.items()
+            for case in grid(model=[model], inputs=[inputs], **axes, attention=attentions)
+        ],
+    }
+
+
+DEFAULT = sweep(
+    ["bf16-b1h16-q16384-d128-causal", "bf16-b1h32kv8-q16384-d128-causal"],
+    ["bf16-b1h2-q64-d64-causal"],
+    context=8192,
+    dtype="bfloat16",
+    packed={"Llama-3-8B": [LENGTHS, FATTN, "sdpa", "flex_attention"]},
+    plain={
+        "Llama-3-8B": [FATTN, "sdpa", "eager", "flex_attention"],
+        "Gemma-2-9B": [FATTN, "eager", "flex_attention"],  # SDPA has no softcap
+    },
+)
+SMOKE = sweep(
+    ["fp32-b1h4-q64-d16-causal"],
+    ["fp32-b1h2-q64-d64-causal"],
+    context=64,
+    dtype="float32",
+    packed={"tiny Llama": [LENGTHS, FATTN, "sdpa"]},
+    plain={"tiny Llama": [FATTN, "sdpa", "eager"], "tiny Gemma 2": [FATTN, "eager"]},
+)
+SWEEPS = {"smoke": SMOKE, "default": DEFAULT, "full": DEFAULT}
+
+
+def plain(q, k, v, *, causal, scale=None):
+    """Call PyTorch's SDPA as a model does."""
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(
+        q, k, v, is_causal=bool(causal), scale=scale, enable_gqa=grouped
+    )
+
+
+ENTRIES = {ACTIVATED: plain, "attention": attention, "sdpa": plain}
+
+
+def call_of(name, problem, device, passes):
+    """Return a pass as a call, and the names of its results."""
+    impl = Impl(name=name, call=ENTRIES[name], limits=lambda *_: None)
+    if passes == "forward":
+        inputs, scale = make_inputs(problem, device=device), problem.head_dim**-0.5
+        return (lambda: impl(*inputs, **problem.keywords, scale=scale)[:1]), ["o"]
+    graph = Graph(impl, problem, device)
+    return partial(graph.backward, *graph.forward()), graph.grads
+
+
+@pytest.fixture
+def kernels(case, device, left_out):
+    """Return what opens the context of a call, or leaves it out."""
+
+    def enter():
+        if case.attention != ACTIVATED:
+            return nullcontext()
+        left_out(None if device.type == "cuda" else "our kernels are interpreted: not a speed")
+        return sdpa.enabled()
+
+    return enter
+
+
+def bench_device(device_benchmark, case, facts, device, kernels):
+    """Verify a pass, compare its bits with those of ``attention``, and time it on the device."""
+    problem, passes = Problem.parse(case.problem), facts["pass"]
+    facts["part"] = "device"
+    with kernels():
+        call, names = call_of(case.attention, problem, device, passes)
+        impl = Impl(name=case.attention, call=call, limits=lambda *_: None)
+        verifier = Verifier(impl, problem, device, facts)
+        verifier.admit(passes)
+        got = dict(zip(names, call(), strict=True))
+        try:
+            verifier.check(**got)
+        except AssertionError as error:
+            if case.attention != "sdpa":
+                raise
+            pytest.xfail(str(error))
+        ours = call_of("attention", problem, device, passes)[0]()
+        facts["same_bits"] = all(map(torch.equal, got.values(), ours))
+        device_benchmark.time(call)
+
+
+def bench_host(device_benchmark, case, facts, device, kernels):
+    """Time the host for a call so small that the device finishes first."""
+    facts["part"] = "host"
+    problem, run = Problem.parse(case.problem), partial(ENTRIES[case.attention], causal=True)
+    inputs, (grad_o, _) = make_inputs(problem, device=device), make_grads(problem, device=device)
+    call = partial(run, *inputs)
+    if facts["pass"] != "forward":
+        inputs = [x.requires_grad_() for x in inputs]
+        call = lambda: torch.autograd.grad(run(*inputs), inputs, grad_o)  # noqa: E731
+    with kernels():
+        device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
+        warm_up(call, clock=device_benchmark.clock)
+        device_benchmark.time(call, rounds=10)
+
+
+@pytest.fixture(scope="module")
+def trained_by(device):
+    """Return what makes a model, or keeps the last one, with its expected gradients by inputs."""
+    kept = {}
+
+    def make(case):
+        key = case.model, case.dtype
+        if key not in kept:
+            kept.clear()
+            from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - optional
+
+            family, sizes, _ = MODELS[case.model]
+            config, dtype = AutoConfig.for_model(family, **sizes), getattr(torch, case.dtype)
+            torch.manual_seed(0)
+            with device:
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            kept[key] = model.train(), {}
+        return kept[key]
+
+    yield make
+    kept.clear()
+
+
+def inputs_of(case, device):
+    """Return the arguments of a model's call: tokens, labels and where documents begin."""
+    generator = torch.Generator(device).manual_seed(1)
+    size = {"size": (1, case.context), "generator": generator, "device": device}
+    ids = torch.randint(1, MODELS[case.model][1]["vocab_size"], **size)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if case.inputs == "packed":
+        lengths = [share * case.context // sum(SHARES) for share in SHARES]
+        inputs["position_ids"] = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+        if case.attention == LENGTHS:
+            cu = pad(torch.tensor(lengths, device=device).cumsum(0, dtype=torch.int32), (1, 0))
+            inputs |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+            inputs["attention_mask"] = torch.ones_like(ids)  # else transformers reads positions
+    return inputs
+
+
+def step(model, inputs):
+    """Run forward and backward."""
+    model(**inputs).loss.backward()
+
+
+def gradients(model, case, device):
+    """Return the gradients of the parameters by the attention of a case."""
+    model.set_attn_implementation(case.attention.partition(",")[0])
+    model.zero_grad()
+    step(model, inputs_of(case, device))
+    return [x.grad for x in model.parameters()]
+
+
+def error_of(got, wanted):
+    """Return the largest relative error of a parameter's gradient."""
+    errors = [(x - y).float().norm() / y.float().norm() for x, y in zip(got, wanted, strict=True)]
+    return torch.stack(errors).max().item()
+
+
+def ready(case, facts, device, trained_by):
+    """Return a model with the attention of a case, after a step whose gradients are right.
+
+    Raises:
+        AssertionError: they are wrong.
+    """
+    from flashattn.integrations.transformers import register  # noqa: PLC0415 - optional
+
+    register()
+    if case.attention == "flex_attention":
+        torch.compiler.reset()  # else it is compiled for any shape after the first
+    model, expected = trained_by(case)
+    if case.inputs not in expected:
+        reference = case.replace(attention=MODELS[case.model][2])
+        expected[case.inputs] = gradients(model, reference, device)
+    got = gradients(model, case, device)
+    facts["gradient_error"] = error = error_of(got, expected[case.inputs])
+    if not error <= TOLERANCE[case.dtype]:
+        allowed = TOLERANCE[case.dtype]
+        raise AssertionError(f"{case.attention}: gradients are off by {error:.2g} of {allowed}")
+    return model
+
+
+def waits(call):
+    """Return where the host waits for the device in a call: a line of code for each time."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    told = [x for x in said if "called a synchronizing CUDA operation" in str(x.message)]
+    return [f"{x.filename}:{x.lineno}" for x in told]
+
+
+@pytest.mark.filterwarnings("default")  # of transformers and its compiler
+def bench_step(device_benchmark, case, facts, device, left_out, trained_by):
+    """Verify the gradients of a step, count how often the host waits, and time it."""
+    left_out(None if find_spec("transformers") else "transformers is not installed")
+    ours, reason = case.attention in (FATTN, LENGTHS), None
+    try:
+        model = ready(case, facts, device, trained_by)
+    except Exception as error:
+        if ours or out_of_memory(error):
+            raise
+        reason = f"{case.attention}: {type(error).__name__}: {error}"
+    if reason is not None:  # past the except clause no traceback holds tensors
+        pytest.xfail(reason)
+
+    def setup():
+        model.zero_grad()
+        return model, inputs
+
+    inputs = inputs_of(case, device)  # other tensors, of which nothing is kept
+    if device.type == "cuda":
+        found = waits(partial(step, *setup()))
+        theirs = f"{Path(find_spec('transformers').origin).parent}/"
+        facts["waits"] = len(found)
+        facts["waits_at"] = Counter("/".join(Path(place).parts[-2:]) for place in found)
+        if ours and not all(place.startswith(theirs) for place in found):
+            pytest.fail(f"{case.attention}: the host waits in {', '.join(found)}")
+    device_benchmark.time(step, setup=setup, rounds=10)

@@ -1,0 +1,117 @@
+"""``bench_integrations`` times steps whose gradients are right, and gives reasons for others."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashattn.measure import roofline, timing
+from flashattn.report.runs import load
+
+pytest.importorskip("transformers", reason="the extra integrations is not installed")
+from transformers import AttentionInterface
+
+from flashattn.integrations import transformers as drop_in
+
+ROOT = Path(__file__).parents[1]
+PLAIN = "bench_step and Llama and plain"
+
+
+@pytest.fixture
+def bench(pytester, monkeypatch):
+    """Return what runs the smoke sweep in a folder of its own, and returns the rows by name."""
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, pytester.path)
+    (pytester.path / "benchmarks").mkdir()
+    for name in ("conftest.py", "bench_integrations.py"):
+        shutil.copy(ROOT / "benchmarks" / name, pytester.path / "benchmarks")
+    monkeypatch.setattr(roofline, "measure_roofs", lambda _: {"float32": 1e12, "copy": 1e11})
+    monkeypatch.setattr(timing, "WARM_UP", 0.0)
+    monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)
+    monkeypatch.setattr(timing.HostTime, "BATCH", 1)
+    for interface in (AttentionInterface, drop_in.AttentionMaskInterface):  # as they were
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+
+    def run(which, *arguments):
+        pytester.runpytest_inprocess("benchmarks", "--sweep", "smoke", "-k", which, *arguments)
+        folder = pytester.path / ".benchmarks"
+        runs = sorted(folder.glob("*/*.json")) or sorted(folder.glob("*/*.jsonl"))
+        return {
+            (row["name"].partition("[")[0], row["attention"]): row for row in load(runs[-1]).rows
+        }
+
+    return run
+
+
+def test_every_kind_is_timed(bench, device):
+    """Calls and steps are rows; interpreted kernels are no speed."""
+    rows = bench("plain and Llama or forward and not backward")
+    assert len(rows) == 9
+    timed = {case: row["status"] for case, row in rows.items()}
+    for part in ("device", "host"):
+        activated = timed.pop((part, "sdpa, activated"))
+        assert activated == ("ok" if device.type == "cuda" else "unsupported")
+        assert rows[part, "attention"]["part"] == part
+    timed.pop(("device", "sdpa"))  # which may miss the budget
+    assert set(timed.values()) == {"ok"}
+    assert rows["device", "attention"]["same_bits"]
+    assert rows["host", "attention"]["clock"] == timing.HostTime.tells
+    assert 0 <= rows["step", "fattn"]["gradient_error"] < 1e-4
+
+
+def test_wrong_gradients_and_broken_peers(bench, monkeypatch):
+    """Ours fails the run; a peer that raises is an expected failure, a row with its reason."""
+
+    def broken(*_, **__):
+        raise RuntimeError("no luck")
+
+    right = drop_in.attention
+    monkeypatch.setattr(drop_in, "attention", lambda *x, **how: right(*x, **how) * 1.01)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", broken)
+    rows = bench(PLAIN)
+    told = {name: (row["status"], row["reason"]) for (_, name), row in rows.items()}
+    assert told["eager"] == ("ok", None)
+    assert told["fattn"][0] == told["sdpa"][0] == "failed"
+    assert "fattn: gradients are off by" in told["fattn"][1]
+    assert "sdpa: RuntimeError: no luck" in told["sdpa"][1]
+    assert "seconds" not in rows["step", "fattn"]
+
+
+def test_without_transformers(bench, monkeypatch):
+    """Steps are unsupported rows."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    rows = bench("bench_step and Llama and plain or bench_host and attention")
+    assert rows["step", "fattn"]["status"] == "unsupported"
+    assert rows["step", "fattn"]["reason"] == "transformers is not installed"
+    assert rows["host", "attention"]["status"] == "ok"
+
+
+@pytest.mark.gpu
+def test_a_wait_of_ours_fails(bench, monkeypatch):
+    """A step in which our attention reads a value from the device is not timed."""
+
+    def waiting(*inputs, **how):
+        inputs[0].sum().item()
+        return right(*inputs, **how)
+
+    right = drop_in.attention
+    monkeypatch.setattr(drop_in, "attention", waiting)
+    row = bench(f"{PLAIN} and fattn")["step", "fattn"]
+    assert row["status"] == "failed"
+    assert "fattn: the host waits in" in row["reason"]
+
+
+def test_attention_of_one_case_stays_together(bench, pytester):
+    """Parts of a sweep do not divide what is compared."""
+    del bench
+    parts = [
+        pytester.runpytest_inprocess(
+            "benchmarks", "--sweep", "smoke", "--collect-only", "-q", "--part", f"{part}/3"
+        ).outlines
+        for part in (1, 2, 3)
+    ]
+    found = [[x for x in lines if "bench_step[tiny Llama-plain" in x] for lines in parts]
+    assert sorted(map(len, found)) == [0, 0, 3]

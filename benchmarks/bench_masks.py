@@ -1,10 +1,11 @@
-"""Windows and packed documents, forward and backward: does time follow the pairs that are seen?
+"""Windows, documents, prefixes, forward and backward: does time follow the pairs that are seen?
 
 Bounds, block masks and bool masks are made once, before the clock starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,21 @@ from flashattn.testing.sweep import UNEQUAL
 LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
 
 
-def masks(total: int, *, windows: list[int], documents: list[tuple[int, ...]], **sizes):
-    """Return causal problems of ``total`` rows: plain, by windows, and by lengths of documents."""
+def masks(
+    total: int,
+    *,
+    windows: list[int],
+    documents: list[tuple[int, ...]],
+    prefixes: Sequence[int] = (),
+    **sizes,
+):
+    """Return problems of ``total`` rows: causal, by windows, lengths of documents, and prefixes."""
     plain = Problem(seq_q=total, causal=True, **sizes)
     return [
         plain,
         *(replace(plain, window=(keys - 1, None)) for keys in windows),
         *(replace(plain, documents=tuple((n, n) for n in lengths)) for lengths in documents),
+        *(replace(plain, causal=False, prefix=keys) for keys in prefixes),
     ]
 
 
@@ -32,13 +41,15 @@ def equal(total: int, *sizes: int) -> list[tuple[int, ...]]:
 
 
 LLM = {"dtype": "bfloat16", "heads": 16, "head_dim": 128}
-SMOKE = masks(256, windows=[32], documents=[(56, 200)], heads=2, head_dim=16)
-DEFAULT = masks(16384, windows=[1024], documents=[UNEQUAL, *equal(16384, 64, 1024)], **LLM)
+SMOKE = masks(256, windows=[32], documents=[(56, 200)], prefixes=[70], heads=2, head_dim=16)
+DOCUMENTS = [UNEQUAL, *equal(16384, 64, 1024)]
+DEFAULT = masks(16384, windows=[1024], documents=DOCUMENTS, prefixes=[4096], **LLM)
 FULL = [
     *masks(
         16384,
         windows=[128, 512, 1024, 4096],
         documents=[UNEQUAL, *equal(16384, 64, 256, 1024, 4096)],
+        prefixes=[1024, 4096],
         **LLM,
     ),
     *masks(16384, windows=[128], documents=[], dtype="bfloat16", heads=64, kv_heads=8, head_dim=64),

@@ -65,8 +65,7 @@ class Claims:
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,
             "takes no sliding windows": problem.window != UNBOUNDED and not self.windows,
-            "takes no documents and no mask but a window": problem.documents is not None
-            and not self.intervals,
+            "takes no documents and no mask but a window": problem.by_rows and not self.intervals,
             "takes no softcap": problem.softcap is not None and not self.softcap,
             "takes no ALiBi": problem.alibi and not self.alibi,
             "takes no bias": problem.bias != "" and not self.bias,
@@ -92,6 +91,7 @@ class Claims:
             "causal": self.bottom_right or problem.causal != "bottom_right" or "top_left",
             "window": self.windows or UNBOUNDED,
             "documents": self.intervals or None,
+            "prefix": self.intervals or None,
             "softcap": self.softcap or None,
             "alibi": self.alibi or False,
             "bias": self.bias or "",

@@ -195,6 +195,17 @@ class Band:
         """Return the tiles of queries that visit keys start ... stop - 1."""
         return tiles_between(self.queries_of(start), self.queries_of(stop - 1), block, self.seq_q)
 
+    def behind(self, prefix: int) -> list[Band]:
+        """Return the bands of a prefix-LM: of the queries in the prefix, and of those behind it.
+
+        Args:
+            prefix: the keys that every query may see; of others, those up to its own position.
+        """
+        t = min(prefix, self.seq_q)
+        left = None if self.left is None else self.left - t
+        inside = Band(t, min(prefix, self.seq_kv), self.left)
+        return [inside, Band(self.seq_q - t, self.seq_kv, left, t)]
+
     @property
     def pairs(self) -> int:
         """Visible pairs of a query and a key, exactly."""

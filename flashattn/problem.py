@@ -46,6 +46,8 @@ class Problem:
         documents: queries and keys of each document that is packed into the rows, each with the
             mask; rows behind the last see nothing. "unknown": only the device knows which keys a
             query sees, and costs are those without documents.
+        prefix: keys that every query may see; behind them it sees those up to its own position.
+            Without causal, a right bound and documents; None hides nothing.
         softcap: bound on the scores, see ``score``; None is none.
         alibi: whether each head has a slope, see ``score``.
         bias: dimensions of the bias, each its letter or 1, as "1hts" or "b11s"; "bhr" is relative,
@@ -55,7 +57,7 @@ class Problem:
 
     Raises:
         ValueError: a size is negative, G does not divide H, documents are longer than the rows, or
-            causal, window, softcap or dtype is wrong.
+            causal, window, prefix, softcap or dtype is wrong.
     """
 
     batch: int = 1
@@ -67,6 +69,7 @@ class Problem:
     causal: Causal = False
     window: Window = UNBOUNDED
     documents: Documents = None
+    prefix: int | None = None
     softcap: float | None = None
     alibi: bool = False
     bias: str = ""
@@ -82,8 +85,7 @@ class Problem:
         for name in ("batch", "heads", "kv_heads", "seq_q", "seq_kv", "head_dim"):
             least = 1 if name == "head_dim" else 0
             if getattr(self, name) < least:
-                msg = f"{name}: wanted at least {least}, got {getattr(self, name)}"
-                raise ValueError(msg)
+                raise ValueError(f"{name}: wanted at least {least}, got {getattr(self, name)}")
         if self.heads != 0 and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
@@ -92,6 +94,10 @@ class Problem:
             raise ValueError(f"bias: wanted dimensions like 1hts, 11ts, bhr, got {self.bias!r}")
         _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask
+        alone = self.documents is None and mask.right is None
+        if self.prefix is not None and not (self.prefix >= 0 and alone):
+            wanted = "at least 0, and no causal, right bound or documents beside it"
+            raise ValueError(f"prefix: wanted {wanted}, got {self.prefix}")
         object.__setattr__(self, "causal", mask.causal)
         object.__setattr__(self, "window", mask.window)
         object.__setattr__(self, "softcap", check_softcap(self.softcap))
@@ -159,11 +165,12 @@ class Problem:
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
-        docs = "" if self.documents is None else f"-docs{_listed(self.documents)}"
+        hidden = "" if self.documents is None else f"-docs{_listed(self.documents)}"
+        hidden = hidden if self.prefix is None else f"-prefix{self.prefix}"
         cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
         bias = f"-bias{self.bias}" if self.bias else ""
         score = f"{cap}{'-alibi' * self.alibi}{bias}{'-sink' * self.sink}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{docs}{score}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{hidden}{score}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -174,13 +181,13 @@ class Problem:
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
-            " -window70+0, then -docs40+30x20+8of64, -cap50, -alibi, -bias1hts, -sink),"
+            " -window70+0, then -docs40+30x20+8of64 or -prefix9, -cap50, -alibi, -bias1hts, -sink),"
             f" got {name!r}"
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
-            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)"
-            r"(?:-docs(\w+(?:\+\w+)*))?(?:-cap([^-]+))?(-alibi)?(?:-bias([^-]+))?(-sink)?",
+            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)(?:-docs(\w+(?:\+\w+)*))?"
+            r"(?:-prefix(?P<prefix>\d+))?(?:-cap([^-]+))?(-alibi)?(?:-bias([^-]+))?(-sink)?",
             name,
         )
         dtypes = {short: dtype for dtype, short in SHORT.items()}
@@ -189,7 +196,7 @@ class Problem:
         try:
             mask = Mask.parse(found[8])
             documents = None if found[9] is None else _parsed(found[9])
-            softcap = check_softcap(None if found[10] is None else float(found[10]))
+            softcap = check_softcap(None if found[11] is None else float(found[11]))
         except ValueError:
             raise wrong from None
         sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
@@ -199,9 +206,9 @@ class Problem:
             window=mask.window,
             documents=documents,
             softcap=softcap,
-            alibi=found[11] is not None,
-            bias=found[12] or "",
-            sink=found[13] is not None,
+            alibi=found[12] is not None,
+            bias=found[13] or "",
+            sink=found[14] is not None,
             dtype=dtypes[found[1]],
         )
         if str(problem) != name:
@@ -224,9 +231,15 @@ class Problem:
         asked = {
             "window": None if self.window == UNBOUNDED else self.window,
             "documents": self.documents,
+            "prefix": self.prefix,
             "softcap": self.softcap,
         }
         return {"causal": self.causal} | {name: x for name, x in asked.items() if x is not None}
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether more hides keys than the mask: it takes bounds of rows, see ``bounds``."""
+        return self.documents is not None or self.prefix is not None
 
     @property
     def added(self) -> bool:
@@ -247,7 +260,9 @@ class Problem:
 
     @property
     def bands(self) -> list[Band]:
-        """The mask over the queries and keys of each document; of all, if none are packed."""
+        """The mask over the queries and keys of each document, or before and behind a prefix."""
+        if self.prefix is not None:
+            return self.band.behind(self.prefix)
         if self.documents is None or self.documents == "unknown":
             return [self.band]
         return [self.mask.over(*lengths) for lengths in self.documents]
@@ -348,8 +363,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not (number and -math.inf < scale < math.inf):
-        msg = f"scale: wanted a finite number or None, got {scale!r}"
-        raise ValueError(msg)
+        raise ValueError(f"scale: wanted a finite number or None, got {scale!r}")
     return scale
 
 
@@ -382,5 +396,4 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
 
 def _check_shape(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(x.shape) != tuple(wanted):
-        msg = f"{name}: wanted shape {list(wanted)}, got {list(x.shape)}"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: wanted shape {list(wanted)}, got {list(x.shape)}")

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from flashattn.bounds import Bounds, of_documents
 from flashattn.claims import Claims
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Mask
+from flashattn.masks import Sizes
 from flashattn.problem import Lengths, Problem
-from flashattn.resolve import cumulative
+from flashattn.resolve import bounds_of_lengths
 from flashattn.score import with_sink
 
 WhyNot = Callable[[Problem, torch.device], str | None]
@@ -122,15 +122,16 @@ class Impl(Claims):
         v: torch.Tensor,
         *,
         documents: Lengths | None = None,
+        prefix: int | None = None,
         **options: Any,
     ) -> Pair:
         """Compute (o, lse); lse is None where it returns none."""
         if documents is not None and "documents" in (self.options or ()):  # as they are
             options["documents"] = documents
-        elif documents is not None:
+        elif documents is not None or prefix is not None:
             mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
             made = _bounds if dispatch_is_trivial(q) else _bounds.__wrapped__
-            bounds = made(documents, mask, q.shape[-2], k.shape[-2], q.device)
+            bounds = made(documents, prefix, mask, Sizes(1, q.shape[-2], k.shape[-2], q.device))
             options |= {"bounds": bounds, "causal": False}
         given = {name: options[name] for name in TENSORS if options.get(name) is not None}
         return self.prepared(q, k, v, **options)(q, k, v, **given)
@@ -162,11 +163,7 @@ def _behind(attend: Attend, name: str) -> Attend:
     return sunk
 
 
-@lru_cache(maxsize=4)  # calls of one problem share them, as the layers of a model do
-def _bounds(
-    documents: Lengths, mask: Mask, seq_q: int, seq_kv: int, device: torch.device
-) -> Bounds:
-    return of_documents(*cumulative(documents, device), seq_q, seq_kv, mask)
+_bounds = lru_cache(maxsize=4)(bounds_of_lengths)  # calls of one problem share them, as layers do
 
 
 def _options(call: Callable[..., Any]) -> frozenset[str] | None:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashattn.bounds import Bounds, of_documents, of_rows
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import Mask
-from flashattn.masks import OfBounds, RowMask, Rows, Sizes, integers, meet, readable
+from flashattn.masks import OfBounds, RowMask, Rows, Sizes, integers, meet, prefix, readable
 from flashattn.problem import Lengths
 
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -61,6 +61,15 @@ def cumulative(documents: Lengths, device: torch.device) -> Rows:
     lengths = torch.tensor([(0, 0), *documents], dtype=torch.int32, device=device)
     cu_q, cu_k = lengths.cumsum(0, dtype=torch.int32).T.contiguous()
     return cu_q, cu_k
+
+
+def bounds_of_lengths(
+    documents: Lengths | None, first: int | None, mask: Mask, sizes: Sizes
+) -> Bounds:
+    """Return the bounds of documents, each with the mask, or of a prefix of ``first`` keys."""
+    cu = None if documents is None else cumulative(documents, sizes.device)
+    given = None if first is None else prefix(torch.tensor([first], device=sizes.device))
+    return _make(sizes, mask, cu, given)
 
 
 def bounds_of(

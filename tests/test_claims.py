@@ -11,11 +11,12 @@ from flashattn.claims import Claims
 from flashattn.problem import Problem
 from flashattn.testing.strategies import problems
 
-CLAIMED = Claims(windows=True, softcap=True, alibi=True, bias=True, sink=True)
+CLAIMED = Claims(windows=True, intervals=True, softcap=True, alibi=True, bias=True, sink=True)
 CPU = torch.device("cpu")
 FLAGS = (
     "bottom_right",
     "windows",
+    "intervals",
     "softcap",
     "alibi",
     "bias",
@@ -31,6 +32,8 @@ FLAGS = (
     [
         ({"bottom_right": False}, {"causal": "bottom_right"}, "claims no bottom-right mask"),
         ({"windows": False}, {"window": (3, 0)}, "takes no sliding windows"),
+        ({"intervals": False}, {"documents": ((3, 3),)}, "takes no documents and no mask but"),
+        ({"intervals": False}, {"prefix": 3}, "takes no documents and no mask but a window"),
         ({"softcap": False}, {"softcap": 2.0}, "takes no softcap"),
         ({"alibi": False}, {"alibi": True}, "takes no ALiBi"),
         ({"bias": False}, {"bias": "1hts"}, "takes no bias"),
@@ -57,7 +60,13 @@ def test_sentences(claims, problem, words):
 
 
 @hypothesis.given(
-    problem=problems(sloped=(False, True), biases=("", "1hts"), sunk=(False, True)),
+    problem=problems(
+        packed=(False, True),
+        prefixed=(False, True),
+        sloped=(False, True),
+        biases=("", "1hts"),
+        sunk=(False, True),
+    ),
     flags=st.fixed_dictionaries({name: st.booleans() for name in FLAGS}),
     dtypes=st.sampled_from((None, ("float16", "bfloat16"))),
     head_dims=st.sampled_from((None, (64, 128), range(8, 17, 8))),

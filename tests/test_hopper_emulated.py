@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn.bounds import of_documents
 from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import Program, emulated, run
 from flashattn.emulate.memory import Descriptor, Shared
@@ -23,6 +22,7 @@ from flashattn.kernels import execute
 from flashattn.kernels.hopper import score
 from flashattn.kernels.hopper.tma import Tiles
 from flashattn.kernels.portable import steps
+from flashattn.masks import Sizes
 from flashattn.plan import hopper
 from flashattn.plan import portable as plan_portable
 from flashattn.plan.plan import BackwardPlan
@@ -31,7 +31,7 @@ from flashattn.plan.spec import Extras, Options, TensorSpec, signature
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
-from flashattn.resolve import cumulative
+from flashattn.resolve import bounds_of_lengths
 from flashattn.testing.accuracy import (
     InaccurateError,
     Sample,
@@ -51,16 +51,16 @@ def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     how = {"deterministic": False} | (how or {})
     bounds, band, diagonal = (None, None), problem.band, problem.seq_kv - problem.seq_q
-    if problem.documents is not None:
-        lengths = cumulative(problem.documents, "cpu")
-        bounds = of_documents(*lengths, problem.seq_q, problem.seq_kv, problem.mask)
+    if problem.by_rows:
+        sizes = Sizes(1, problem.seq_q, problem.seq_kv, torch.device("cpu"))
+        bounds = bounds_of_lengths(problem.documents, problem.prefix, problem.mask, sizes)
     options = Options(
-        None if problem.documents else band.right,
+        None if problem.by_rows else band.right,
         check_scale(None, problem.head_dim),
         input_precision(precision, problem.torch_dtype),
         "hopper",
         how.pop("deterministic"),
-        None if problem.documents else band.left,
+        None if problem.by_rows else band.left,
         problem.softcap,
         diagonal=diagonal if problem.alibi else 0,
     )
@@ -185,6 +185,7 @@ WINDOWS = [
     {"seq_q": 250, "seq_kv": 400, "causal": "bottom_right", "documents": UNEVEN},
     {"seq_q": 700, "window": (150, 40), "documents": ((600, 600), (80, 80))},
     {"heads": 4, "kv_heads": 2, "seq_q": 330, "seq_kv": 300, "documents": ((64, 0), (200, 290))},
+    {"heads": 2, "seq_q": 300, "seq_kv": 390, "window": (150, None), "prefix": 130},
 ]
 
 
@@ -192,7 +193,7 @@ WINDOWS = [
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("shape", WINDOWS, ids=str)
 def test_windows(shape, deterministic, head_dim):
-    """So are those of windows and documents, in any order of events: nobody waits for no one."""
+    """So are those of windows, documents, prefixes, in any order of events: none waits for ever."""
     problem = bf16(head_dim=head_dim, **shape)
     for seed in range(2):
         tile = HopperBackwardTile(persistent=seed > 0)

@@ -265,6 +265,7 @@ def test_any_problem(impl, device, share, data, seed):
     drawn = problems(
         longest=longest,
         packed=(False, False, True),
+        prefixed=(False, False, False, True),
         sloped=(False, False, True),
         biases=BIASES,
         sunk=(False, False, True),

@@ -319,6 +319,16 @@ def test_one_document(impl, sample):
     assert_agree(ask(impl, replace(sample, problem=replace(p, documents=None))), ask(impl, whole))
 
 
+@law(asked={"prefixed": (True,), "softcaps": (None,)}, needs="intervals")
+def test_ends_of_a_prefix(impl, sample):
+    """A prefix of no key is causal, and one of all keys hides nothing."""
+    for prefix, causal in ((0, True), (sample.problem.seq_kv, False)):
+        band = replace(sample.problem, prefix=None, causal=causal)
+        rows = replace(sample.problem, prefix=prefix)
+        one, other = (ask(impl, replace(sample, problem=p)) for p in (band, rows))
+        assert_agree(one, other)
+
+
 @law(asked=PACKED, needs="intervals")
 def test_documents_are_calls(impl, sample):
     """A document's results are those of a call for itself."""

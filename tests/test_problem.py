@@ -11,14 +11,18 @@ import torch
 from flashattn.mask import Mask
 from flashattn.problem import DTYPES, Problem, check_scale
 from flashattn.testing.inputs import make_inputs
+from flashattn.testing.sample import Case
 from flashattn.testing.strategies import problems
 
 
-@hypothesis.given(problem=problems(longest=40))
+@hypothesis.given(problem=problems(longest=40, prefixed=(False, True)))
 def test_pairs_and_rows(problem):
     """Pairs are those that the mask lets through in every head; rows are those of one head."""
     t, s = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_kv)[None, :]
     seen = problem.band.sees(t, s).expand(problem.seq_q, problem.seq_kv)
+    if problem.prefix is not None:
+        seen = seen & ((s <= t) | (s < problem.prefix))
+    assert torch.equal(Case(problem=problem, inputs=make_inputs(problem), scale=1.0).seen, seen)
     assert problem.pairs == problem.batch * problem.heads * int(seen.sum())
     assert problem.fully_masked_rows == int((~seen.any(-1)).sum())
 
@@ -78,6 +82,10 @@ def test_names_are_unique():
         ({"causal": "middle"}, "causal: wanted False, True"),
         ({"bias": "ts"}, "bias: wanted dimensions like 1hts"),
         ({"softcap": 0.0}, "softcap: wanted a number from 1e-06 to 1000000 or None, got 0.0"),
+        ({"prefix": -1}, "prefix: wanted at least 0, .* got -1"),
+        ({"prefix": 3, "causal": True}, "prefix: wanted .* no causal, right bound or documents"),
+        ({"prefix": 3, "window": (None, 2)}, "prefix: wanted .* no causal, right bound"),
+        ({"prefix": 3, "documents": ((1, 1),)}, "prefix: wanted .* documents beside it, got 3"),
         ({"window": (3, -1)}, r"window: wanted \(left, right\), each an int"),
     ],
 )
@@ -99,7 +107,7 @@ def test_default_scale():
     assert check_scale(None, 64) == 0.125
 
 
-@hypothesis.given(problem=problems(dtypes=tuple(DTYPES)))
+@hypothesis.given(problem=problems(dtypes=tuple(DTYPES), prefixed=(False, False, True)))
 def test_names_are_read_back(problem):
     """The name of a problem says all of it."""
     assert Problem.parse(str(problem)) == problem

@@ -132,7 +132,7 @@ def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
 
     And no scores are held where these have more to them than PyTorch's own knows.
     """
-    dense = problem.window == UNBOUNDED and problem.documents is None and not problem.added
+    dense = problem.window == UNBOUNDED and not problem.by_rows and not problem.added
     return None if device.type == "cpu" and dense else {}
 
 

@@ -158,7 +158,7 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
     """Leave masks of their own on a CPU to others: with a mask tensor all scores are computed."""
-    masked = problem.window != UNBOUNDED or problem.documents is not None or problem.bias != ""
+    masked = problem.window != UNBOUNDED or problem.by_rows or problem.bias != ""
     return None if device.type == "cpu" and masked else {}
 
 

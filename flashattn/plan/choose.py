@@ -61,7 +61,7 @@ def choose(
     scale = check_scale(scale, problem.head_dim)
     precision = input_precision(precision, dtype)
     band = problem.band
-    rows = int(problem.documents is not None)
+    rows = int(problem.by_rows)
     left, right = (None, None) if rows else (band.left, band.right)
     options = Options(right, scale, precision, family, deterministic, left, problem.softcap, rows)
     options = options._replace(

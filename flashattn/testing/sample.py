@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from flashattn.bounds import Bounds, of_documents
+from flashattn.bounds import Bounds
+from flashattn.masks import Sizes
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
-from flashattn.resolve import cumulative
+from flashattn.resolve import bounds_of_lengths
 from flashattn.testing.form import check_form
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.poison import guard
@@ -97,11 +98,12 @@ class Case:
 
     @property
     def bounds(self) -> Bounds | None:
-        """The bounds of documents that are packed, None if none are."""
-        p, device = self.problem, self.inputs[0].device
-        if p.documents is None or p.documents == "unknown":
+        """The bounds of packed documents or of a prefix, None if there are neither."""
+        p = self.problem
+        if not p.by_rows or p.documents == "unknown":
             return None
-        return of_documents(*cumulative(p.documents, device), p.seq_q, p.seq_kv, p.mask)
+        sizes = Sizes(1, p.seq_q, p.seq_kv, self.inputs[0].device)
+        return bounds_of_lengths(p.documents, p.prefix, p.mask, sizes)
 
     @property
     def seen(self) -> torch.Tensor:

@@ -73,6 +73,7 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         seq_q=seq_q,
         seq_kv=seq_kv,
         documents=one((None, kept)),
+        prefix=one((None, p.prefix)),
         batch=size(p.batch),
         head_dim=size(p.head_dim),
         kv_heads=(kv_heads := size(p.kv_heads)),

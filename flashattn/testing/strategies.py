@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -120,6 +121,7 @@ def problems(
     masks: tuple[Causal, ...] = MASKS,
     windowed: tuple[bool, ...] = (False, False, True),
     packed: tuple[bool, ...] = (False,),
+    prefixed: tuple[bool, ...] = (False,),
     softcaps: tuple[float | None, ...] = SOFTCAPS,
     sloped: tuple[bool, ...] = (False,),
     biases: tuple[str, ...] = ("",),
@@ -141,6 +143,7 @@ def problems(
         masks: to choose from.
         windowed: to choose from: whether there is a window.
         packed: to choose from: whether there are documents.
+        prefixed: to choose from: whether there is a prefix, in place of all else but a left bound.
         softcaps: to choose from.
         sloped: to choose from: whether there is ALiBi, which documents exclude.
         biases: to choose from: dimensions of a bias.
@@ -164,7 +167,7 @@ def problems(
     seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
     alibi = choose("alibi", sloped)
     sides = () if kind is None else choose("sides", SIDES)
-    return Problem(
+    problem = Problem(
         batch=choose("batch", batches),
         heads=kv_heads * choose("group", groups),
         kv_heads=kv_heads,
@@ -184,6 +187,10 @@ def problems(
         sink=choose("sink", sunk),
         dtype=choose("dtype", dtypes),
     )
+    if not choose("prefixed", prefixed):
+        return problem
+    window, prefix = (problem.window[0], None), draw(lengths(0, longest), label="prefix")
+    return replace(problem, causal=False, window=window, documents=None, prefix=prefix)
 
 
 def values() -> st.SearchStrategy[str]:

@@ -147,6 +147,22 @@ MUTANTS = [
         MASKS,
     ),
     Mutant(
+        "prefix_counts_keys_behind",
+        "mask.py",
+        "Band(self.seq_q - t, self.seq_kv, left, t)]",
+        "Band(self.seq_q - t, self.seq_kv, left, t + 1)]",
+        "costs of a prefix count a key after each query",
+        "tests/test_problem.py::test_pairs_and_rows",
+    ),
+    Mutant(
+        "prefix_is_unseen",
+        "resolve.py",
+        "torch.tensor([first], device",
+        "torch.tensor([0], device",
+        "a problem's prefix is hidden as any other keys are",
+        "tests/test_masks.py::test_ends_of_a_prefix",
+    ),
+    Mutant(
         "chunk_of_two",
         "masks.py",
         "return low, low + self.length",

@@ -1,4 +1,4 @@
-"""Windows and packed documents: time against the pairs of a query and a key that are seen."""
+"""Windows, documents and prefixes: time against the pairs of a query and a key that are seen."""
 
 from __future__ import annotations
 

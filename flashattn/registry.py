@@ -28,7 +28,6 @@ import torch
 from flashattn.claims import Claims
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Mask
-from flashattn.masks import Sizes
 from flashattn.problem import Lengths, Problem
 from flashattn.resolve import bounds_of_lengths
 from flashattn.score import with_sink
@@ -131,7 +130,7 @@ class Impl(Claims):
         elif documents is not None or prefix is not None:
             mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
             made = _bounds if dispatch_is_trivial(q) else _bounds.__wrapped__
-            bounds = made(documents, prefix, mask, Sizes(1, q.shape[-2], k.shape[-2], q.device))
+            bounds = made(documents, prefix, mask, q.shape[-2], k.shape[-2], q.device)
             options |= {"bounds": bounds, "causal": False}
         given = {name: options[name] for name in TENSORS if options.get(name) is not None}
         return self.prepared(q, k, v, **options)(q, k, v, **given)

@@ -64,11 +64,17 @@ def cumulative(documents: Lengths, device: torch.device) -> Rows:
 
 
 def bounds_of_lengths(
-    documents: Lengths | None, first: int | None, mask: Mask, sizes: Sizes
+    documents: Lengths | None,
+    first: int | None,
+    mask: Mask,
+    seq_q: int,
+    seq_kv: int,
+    device: torch.device,
 ) -> Bounds:
     """Return the bounds of documents, each with the mask, or of a prefix of ``first`` keys."""
-    cu = None if documents is None else cumulative(documents, sizes.device)
-    given = None if first is None else prefix(torch.tensor([first], device=sizes.device))
+    sizes = Sizes(1, seq_q, seq_kv, device)
+    cu = None if documents is None else cumulative(documents, device)
+    given = None if first is None else prefix(torch.tensor([first], device=device))
     return _make(sizes, mask, cu, given)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashattn.bounds import Bounds
-from flashattn.masks import Sizes
 from flashattn.problem import Problem, check_scale
 from flashattn.reference import reference_attention
 from flashattn.resolve import bounds_of_lengths
@@ -102,8 +101,8 @@ class Case:
         p = self.problem
         if not p.by_rows or p.documents == "unknown":
             return None
-        sizes = Sizes(1, p.seq_q, p.seq_kv, self.inputs[0].device)
-        return bounds_of_lengths(p.documents, p.prefix, p.mask, sizes)
+        rows = p.seq_q, p.seq_kv, self.inputs[0].device
+        return bounds_of_lengths(p.documents, p.prefix, p.mask, *rows)
 
     @property
     def seen(self) -> torch.Tensor:

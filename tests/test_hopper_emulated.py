@@ -22,7 +22,6 @@ from flashattn.kernels import execute
 from flashattn.kernels.hopper import score
 from flashattn.kernels.hopper.tma import Tiles
 from flashattn.kernels.portable import steps
-from flashattn.masks import Sizes
 from flashattn.plan import hopper
 from flashattn.plan import portable as plan_portable
 from flashattn.plan.plan import BackwardPlan
@@ -52,8 +51,8 @@ def attend(problem, config, how=None, precision="auto"):
     how = {"deterministic": False} | (how or {})
     bounds, band, diagonal = (None, None), problem.band, problem.seq_kv - problem.seq_q
     if problem.by_rows:
-        sizes = Sizes(1, problem.seq_q, problem.seq_kv, torch.device("cpu"))
-        bounds = bounds_of_lengths(problem.documents, problem.prefix, problem.mask, sizes)
+        rows_of = problem.seq_q, problem.seq_kv, torch.device("cpu")
+        bounds = bounds_of_lengths(problem.documents, problem.prefix, problem.mask, *rows_of)
     options = Options(
         None if problem.by_rows else band.right,
         check_scale(None, problem.head_dim),

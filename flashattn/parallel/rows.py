@@ -55,5 +55,5 @@ def _local(whole: Bounds, task: Task, ours: Plan, rank: int) -> list[torch.Tenso
     found: list[torch.Tensor] = []
     for pieces, keys in ((ours.own_pieces, ours.rows), (ours.pieces, ours.keys)):
         low, high = placed(ends, pieces).unbind(-1)
-        found += of_rows(low, high, keys)
+        found += [*of_rows(low, high, keys)]  # whole, dynamo of torch 2.11 cannot add it
     return found

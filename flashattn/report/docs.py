@@ -52,7 +52,7 @@ def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:
     """Return accelerator, versions and dates of the runs that measured rows."""
     runs = {id(run.origin(row)): run.origin(row) for row in rows}.values()
     machine = run.machine
-    facts = [f"One {machine.get('gpu') or machine.get('cpu') or run.accelerator}"]
+    facts = [f"{machine.get('gpu') or machine.get('cpu') or run.accelerator}"]
     for name in VERSIONS:
         found = sorted({str(own.machine[name]) for own in runs if own.machine.get(name)})
         facts += [f"{name} {' and '.join(found)}"] if found else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,8 @@ def word(fact: str, value: Any) -> str:
     """Return the value of a fact in a word, such as bf16, causal or compiled; "" for None."""
     if value is None:
         return ""
+    if fact == "problem":
+        return re.sub(r"-docs[^-]*\+[^-]*", _documents, value)
     if fact == "compiled":
         return "compiled" if value else "eager"
     if fact == "packed":
@@ -41,6 +44,15 @@ def word(fact: str, value: Any) -> str:
     if fact == "causal":
         return MASKS.get(value, str(value))
     return SHORT.get(value, str(value)) if isinstance(value, str) else str(value)
+
+
+def _documents(found: re.Match[str]) -> str:
+    """Return how many documents a problem's name lists, if these are more than four lengths."""
+    said = found[0].removeprefix("-docs").split("+")
+    if len(said) <= 4:  # noqa: PLR2004 - as many as are read at a glance
+        return found[0]
+    counts = [int(x.partition("of")[0]) if "of" in x else 1 for x in said]
+    return f"-{sum(counts)}docs"
 
 
 def digits(value: float | None) -> str:

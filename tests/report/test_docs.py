@@ -111,7 +111,7 @@ def test_a_stale_table_is_seen(tmp_path, capsys, made_run, monkeypatch):
     main(["docs", "--root", str(tmp_path)])
     text = page.read_text()
     assert "| p10 " in text
-    assert "One NVIDIA H200, torch 2.11, 2026-11-21.* <!-- end -->\n\nText 2.\n" in text
+    assert " NVIDIA H200, torch 2.11, 2026-11-21.* <!-- end -->\n\nText 2.\n" in text
     main(["docs", "--root", str(tmp_path), "--check"])
     assert "Changed: nothing" in capsys.readouterr().out
 

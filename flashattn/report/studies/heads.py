@@ -60,13 +60,13 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot our speed over the fastest peer's, a panel for each table."""
+    """Plot our speed over the fastest peer's."""
     records = [
-        {"panel": what, "place": problem, "ours": True}
+        {"panel": "", "place": f"{what}: {problem}", "ours": True}
         | {"value": plot.exact(ratio), "said": times(ratio)}
         for (what,), own in groups(_rows(run), "what").items()
         for (problem,), cases in groups(own, "problem").items()
         if (ratio := over_peer(cases))
     ]
-    made = plot.bars("Speed over that of the fastest peer", records, columns=1)
+    made = plot.bars("Speed over that of the fastest peer", records)
     return {"heads-speeds": made} if records else {}

@@ -644,7 +644,10 @@ def test_cut_in_two(shape):
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
 MASK, CUT_FORWARD = "kernels/hopper/mask.py", "kernels/hopper/forward_fp32.py"
-WIDE_BACKWARD, MMA = "kernels/hopper/backward_d256.py", "kernels/hopper/mma.py"
+BACKWARD_DQ, MMA = "kernels/hopper/backward_dq.py", "kernels/hopper/mma.py"
+WIDE_BACKWARD = "kernels/hopper/backward_d256.py"
+WIDE_DQ = "kernels/hopper/backward_d256_dq.py"
+BACKWARD_TILE = "kernels/hopper/backward_tile.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER, SCORE = "kernels/hopper/scheduler.py", "kernels/hopper/score.py"
 PIPELINE = "kernels/hopper/pipeline.py"
@@ -1061,7 +1064,7 @@ PLANTED = [
         "gradients",
         Mutant(
             "wrong_half_of_dq",
-            BACKWARD,
+            BACKWARD_DQ,
             "k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)",
             "k = k.slice((1 - WARPGROUP) * LINE, COLUMNS, dim=1)",
             "halves of dq are exchanged",
@@ -1116,7 +1119,7 @@ PLANTED = [
         "gradients",
         Mutant(
             "staging_overwritten",
-            BACKWARD,
+            BACKWARD_DQ,
             "    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)\n    part",
             "    part",
             "a part of dq is written over the one that leaves",
@@ -1138,7 +1141,7 @@ PLANTED = [
         "in turns",
         Mutant(
             "turns_reversed",
-            BACKWARD,
+            BACKWARD_DQ,
             f"{TURN}{WAITED}",
             f"value = gl.minimum(scheduler.blocks - 1 - block, semaphore.ordered)\n{WAITED}",
             "programs wait for those that have not begun",
@@ -1149,7 +1152,7 @@ PLANTED = [
         "in turns",
         Mutant(
             "passed_on_too_early",
-            BACKWARD,
+            BACKWARD_DQ,
             STORED,
             PASSED + STORED.removesuffix(PASSED),
             "a program adds before the first has stored",
@@ -1160,7 +1163,7 @@ PLANTED = [
         "in turns",
         Mutant(
             "first_not_stored",
-            BACKWARD,
+            BACKWARD_DQ,
             "        if first:\n            store_tile(",
             "        if not first:\n            store_tile(",
             "the accumulator is added to before it is set",
@@ -1171,7 +1174,7 @@ PLANTED = [
         "gradients",
         Mutant(
             "first_not_awaited",
-            BACKWARD,
+            BACKWARD_DQ,
             f"{TURN}{WAITED}",
             f"value = 0\n{WAITED}",
             "programs do not wait for the first, or for what was before it",
@@ -1380,7 +1383,7 @@ PLANTED = [
         "unseen keys",
         Mutant(
             "visit_when_nobody_sees",
-            BACKWARD,
+            BACKWARD_TILE,
             "        full_end = gl.minimum(full_end, end - 1)\n        first,",
             "        end = gl.maximum(end, first + 1)\n        first,",
             "a program waits for a turn that nobody passes on",
@@ -1402,7 +1405,7 @@ PLANTED = [
         "window",
         Mutant(
             "counters_by_visits",
-            BACKWARD,
+            BACKWARD_DQ,
             "heads + head, tiles, i)\n                for w",
             "heads + head, end, i)\n                for w",
             "a program waits at another tile's counter",
@@ -1514,7 +1517,7 @@ PLANTED = [
         "wide capped",
         Mutant(
             "slope_of_hidden_scores",
-            WIDE_BACKWARD,
+            WIDE_DQ,
             "lse_log2[:, None]), s)",
             "lse_log2[:, None]), seen)",
             "dq is 0 * inf where keys are hidden",
@@ -1525,7 +1528,7 @@ PLANTED = [
         "wide capped",
         Mutant(
             "slope_forgotten_in_dq",
-            WIDE_BACKWARD,
+            WIDE_DQ,
             "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)",
             "gl.exp2(seen * score.log2 - lse_log2[:, None])",
             "dq is too large where scores are capped",

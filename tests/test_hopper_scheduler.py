@@ -12,7 +12,14 @@ from flashattn.bounds import Bounds, of_documents, of_rows
 from flashattn.emulate.language import Number
 from flashattn.emulate.memory import Pointer
 from flashattn.emulate.source import Source
-from flashattn.kernels.hopper import backward, backward_d256, forward, scheduler, semaphore
+from flashattn.kernels.hopper import (
+    backward_d256,
+    backward_d256_dq,
+    backward_tile,
+    forward,
+    scheduler,
+    semaphore,
+)
 from flashattn.kernels.hopper import mask as device_mask
 from flashattn.mask import Band, Mask
 from flashattn.resolve import cumulative
@@ -182,7 +189,7 @@ def test_keys_that_a_mask_visits(band, block_kv, wide):
     """A tile of queries visits all keys that it sees once, from the last to the first."""
     block_q = 128
     if wide:
-        block_kv, module, tile = 64, backward_d256, ()
+        block_kv, module, tile = 64, backward_d256_dq, ()
     else:
         module, tile = forward, (SimpleNamespace(block_q=Number(block_q), block_kv=block_kv),)
     name = "visited_key_tiles" if wide else "visited_tiles"
@@ -206,7 +213,7 @@ def test_keys_that_a_mask_visits(band, block_kv, wide):
 def test_queries_that_a_mask_visits(band, block_q):
     """A tile of keys visits all queries that see it, and those of a tile are its turns' order."""
     mask, t = mask_of(band), SimpleNamespace(block_q=Number(block_q))
-    names, turns = NAMES(backward.__name__), {}
+    names, turns = NAMES(backward_tile.__name__), {}
     some, every = (x.mT for x in pairs(band, block_q, 128))
     for block in range(len(some)):
         first, full_begin, full_end, end = names["visited_tiles"](Number(block), mask, t)

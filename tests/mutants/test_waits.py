@@ -18,7 +18,8 @@ HOPPER = ROOT / "flashattn" / "kernels" / "hopper"
 EMULATED = runpy.run_path(str(ROOT / "tests" / "test_hopper_emulated.py"))
 ASKED, attend = EMULATED["ASKED"], EMULATED["attend"]
 FILES = {"forward": ("full", "staged", "drawn"), "backward": ("gradients", "in turns", "packed")}
-FILES["backward_d256"] = ("wide",)
+FILES["backward_dq"] = FILES["backward"]
+FILES |= dict.fromkeys(("backward_d256", "backward_d256_dq"), ("wide",))
 FILES |= dict.fromkeys(("forward_fp32", "backward_fp32"), ("cut", "cut causal"))
 FILES["pipeline"] = ("full", "staged", "drawn", "in turns", "gradients", "wide", "cut")
 pytestmark = pytest.mark.interpreter
@@ -28,9 +29,9 @@ CALLS |= {"barrier_wait", "barrier_arrive"}
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
-    "backward dq_store fence_acquire()": "what is written is in its order, where there is one CPU",
+    "backward_dq dq_store fence_acquire()": "what is written is in its order on one CPU",
     "backward_d256 flashattn_hopper_bwd_d256_dkdv fence_async_shared()": "as in the others",
-    "backward_d256 flashattn_hopper_bwd_d256_dq fence_async_shared()": "as in the others",
+    "backward_d256_dq flashattn_hopper_bwd_d256_dq fence_async_shared()": "as in the others",
     "forward_fp32 flashattn_hopper_fwd_fp32 fence_async_shared()": "as in the others",
     "backward_fp32 flashattn_hopper_bwd_fp32_dkdv fence_async_shared()": "as in the others",
     "backward_fp32 flashattn_hopper_bwd_fp32_dq fence_async_shared()": "as in the others",

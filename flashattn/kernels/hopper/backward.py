@@ -3,33 +3,20 @@
 A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which accumulate dk and dv in
 registers while a producer warp loads tiles of queries and dO. S and dP are computed transposed,
 [keys, queries], so P and dS are in registers in the layout that the products for dv and dk need.
-For dq the warpgroups exchange dS through shared memory, and each computes half of a tile from all
-128 keys. Two warps, one for each half, add dq to an fp32 accumulator; the postprocess converts it.
+For dq the warpgroups exchange dS through shared memory: ``backward_dq`` has its product, the warps
+that add it to the accumulator, and their order.
 
 The order of products is FlashAttention-4's. The exponentials run under dP's product, the exchange
 under dv's, and dq is written to shared memory under dk's.
 
-The first CTA that adds to a tile of dq stores instead, so nobody clears the accumulator.
-Deterministic: a semaphore for each half orders the additions, and a warp of its own waits for them.
-A CTA waits only for CTAs that have started, so there is no deadlock:
-
-* Under a causal mask the order is that of the keys, and a lower id starts earlier. One long head
-  takes several accumulators in rotation, which shortens the queue.
-* Without a mask the order is that of the visits in the shift schedule. The launch is cooperative,
-  so the CTAs of a wave run at once.
-
 Where many query heads share few keys, a CTA takes some of the heads: the GQA split.
 
-Sources: Shah et al., 2024, "FlashAttention-3", for the roles and dq's halves; FlashAttention-4's
-source for the order of products; Triton's Gluon.
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles; FlashAttention-4's source for the
+order of products; Triton's Gluon.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,11 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.kernels.hopper.compat import add_tile, aggregate, store_tile, thread_barrier
+from flashattn.kernels.hopper.backward_dq import (
+    DQ_EMPTY,
+    LINE,
+    dq_semaphore_wait,
+    dq_store,
+    mma_dq,
+    store_sdq,
+)
+from flashattn.kernels.hopper.backward_tile import BLOCK_KV, Tile, visited_tiles
+from flashattn.kernels.hopper.compat import store_tile, thread_barrier
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import Mask, keep_rows, keys_of_tl, ordered_runs
+from flashattn.kernels.hopper.mask import Mask, keep_rows
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.named import (
     WARPGROUP_AND_WARP,
@@ -55,20 +50,11 @@ from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
 from flashattn.kernels.hopper.registers import opaque
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
 from flashattn.kernels.hopper.score import Score
-from flashattn.kernels.hopper.semaphore import (
-    DqSemaphore,
-    arrive_inc,
-    fence_acquire,
-    wait_eq,
-)
+from flashattn.kernels.hopper.semaphore import DqSemaphore
 
 KEYS = gl.constexpr(64)  # of a warpgroup
-BLOCK_KV = gl.constexpr(128)
-QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
 TERMS = gl.constexpr(16)  # columns of -lse / scale and -delta, three bf16 terms and zeros
-LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
-# Named barriers: two are one for each warpgroup. EMPTY is one for each of three stages at most.
-DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
+# Named barriers, after those of ``backward_dq``. EMPTY is one for each of three stages at most.
 CONSUMERS, EMPTY = gl.constexpr(12), gl.constexpr(13)
 
 
@@ -76,52 +62,6 @@ CONSUMERS, EMPTY = gl.constexpr(12), gl.constexpr(13)
 def consumer_barrier():
     """Wait for the other consumer warpgroup."""
     barrier_wait(CONSUMERS, WARPGROUPS)
-
-
-@aggregate
-class Tile:
-    """What is known when the kernel is compiled.
-
-    Args:
-        block_q: queries.
-        d_lo: columns that are multiplied first, see ``mma``.
-        d_hi: columns that are multiplied next.
-        lines: of a tile of dq in the accumulator.
-    """
-
-    block_q: gl.constexpr
-    d_lo: gl.constexpr
-    d_hi: gl.constexpr
-    lines: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, block_q, d_lo, d_hi, lines):
-        """Store the fields."""
-        self.block_q = gl.constexpr(block_q)
-        self.d_lo = gl.constexpr(d_lo)
-        self.d_hi = gl.constexpr(d_hi)
-        self.lines = gl.constexpr(lines)
-
-
-@gluon.jit
-def visited_tiles(block, mask, t):
-    """Return (first, full_begin, full_end, end) of query tiles.
-
-    The keys of tiles full_begin ... full_end - 1 need no mask. There is at least one tile, but none
-    where a two-sided mask hides the keys from all queries: who has no turn must not wait for one.
-    """
-    start_kv = block * BLOCK_KV
-    first, full_begin, full_end, end = mask.query_tiles(start_kv, t.block_q, BLOCK_KV)
-    if mask.two_sided:
-        full_end = gl.minimum(full_end, end - 1)
-        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
-    else:
-        if mask.right is not None:
-            first = gl.minimum(first, end - 1)
-        full_begin = gl.minimum(gl.maximum(full_begin, first), end)
-    if start_kv + BLOCK_KV > mask.seq_kv:
-        full_begin = end
-    return first, full_begin, full_end, end
 
 
 @gluon.jit
@@ -162,116 +102,6 @@ def producer(
                     kv_n += 1
     for stage in gl.static_range(queries.stages):  # as often as consumers arrive
         barrier_wait(EMPTY + stage, WARPGROUPS_AND_WARP)
-
-
-@gluon.jit
-def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t):
-    """Wait for the dq semaphores, and send their values to the warps that store dq."""
-    n = 0
-    for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
-        block, batch, split_head = scheduler.tile_coord(tile)
-        mask = shape.mask_of(batch)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
-        first, _, _, end = visited_tiles(block, mask, t)
-        accum_batch = semaphore.accum_batch(block, batch, scheduler)
-        heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
-        for head in range(split_head * shape.group, split_head * shape.group + shape.group):
-            for visit in range(end - first):
-                i = schedule.query_tile(visit, end)
-                value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
-                counter = semaphore.counter(accum_batch * heads + head, tiles, i)
-                for w in gl.static_range(2):
-                    wait_eq(counter + w, value)
-                    turns.write(n + w, value)
-                n += 2
-
-
-@gluon.jit
-def first_key_tile(i, mask, t):
-    """Return the first key tile that visits a query tile."""
-    first, _, _, _ = mask.key_tiles(i * t.block_q, t.block_q, BLOCK_KV)
-    return first
-
-
-@gluon.jit
-def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
-    """Add a part of dq, LINES of the accumulator, to it; or store it, if it is the first."""
-    BOX: gl.constexpr = dq.block_shape[2]
-    for i in gl.static_range(0, LINES, BOX):
-        box = part.slice(i, BOX, dim=2)
-        if first:
-            store_tile(dq, [accum_batch, head, row + i, 0], box)
-        else:
-            add_tile(dq, [accum_batch, head, row + i, 0], box)
-
-
-@gluon.jit
-def dq_store(
-    WARPGROUP: gl.constexpr, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t
-):
-    """Add a warpgroup's half of each dq tile to the accumulator.
-
-    With one warp for both halves, waiting for its writes would limit the deterministic order.
-    """
-    LINES: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
-    barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
-    n = 0
-    for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
-        block, batch, split_head = scheduler.tile_coord(tile)
-        mask = shape.mask_of(batch)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
-        first, _, _, end = visited_tiles(block, mask, t)
-        accum_batch = semaphore.accum_batch(block, batch, scheduler)
-        heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
-        for head in range(split_head * shape.group, split_head * shape.group + shape.group):
-            for visit in range(end - first):
-                i = schedule.query_tile(visit, end)
-                row = i * t.lines + WARPGROUP * LINE
-                value = turns.read(2 * n + WARPGROUP)
-                if mask.masked and not mask.rows:  # cheaper to compute again than to keep
-                    value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
-                fence_acquire()
-                barrier_wait(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
-                part = sdQ.index(WARPGROUP)
-                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)
-                tma.store_wait(0)
-                barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
-                if value < semaphore.ordered:
-                    counter = semaphore.counter(accum_batch * heads + head, tiles, i)
-                    arrive_inc(counter + WARPGROUP)
-                n += 1
-
-
-@gluon.jit
-def mma_dq(WARPGROUP: gl.constexpr, ds, k, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
-    if t.block_q == QUERIES:
-        k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
-    else:
-        ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=0)
-    dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
-    return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def to_accum_layout(dq, COLUMNS: gl.constexpr):
-    """Return a part of dq in the accumulator's order, as rows of 64 numbers.
-
-    Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers of
-    a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
-    """
-    dq = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-    return gl.reshape(dq, [COLUMNS, LINE])
-
-
-@gluon.jit
-def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, COLUMNS: gl.constexpr):
-    """Write this warpgroup's part of a tile of dq to shared memory."""
-    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
-    part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0)
-    part.store(to_accum_layout(dq, COLUMNS))
-    fence_async_shared()
-    barrier_arrive(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
 
 
 @gluon.jit
@@ -514,57 +344,3 @@ def flashattn_hopper_bwd(
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "left", "right"])
-def flashattn_hopper_bwd_postprocess(
-    dq_accum, dq, key_bounds, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, left, right,
-    keys_stride, scale, head_dim: tl.constexpr, BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Write dq = scale * the sum of the accumulators in their order, and 0 to fully masked rows.
-
-    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers. An accumulator
-    that no key tile has added to is not set.
-    """
-    block = tl.program_id(0)
-    row = (block // blocks).to(tl.int64)
-    queries = block % blocks * 64 + tl.arange(0, 64)
-    keys = None
-    if key_bounds is not None:
-        keys = key_bounds + row // heads * keys_stride
-    accums = num_accums
-    if right is not None:
-        tile = block % blocks * 64 // BLOCK_Q
-        if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # the last is visited by all
-            _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, None, right, None, seq_q, seq_kv)
-            accums = tl.minimum(num_accums, tl.cdiv(hi, 128))
-    base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
-    numbers = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    accum_stride = tl.num_programs(0).to(tl.int64) * COLUMNS * 64
-    for start in tl.static_range(0, COLUMNS, 32):
-        at = dq_accum + (block.to(tl.int64) * COLUMNS + start) * 64
-        x = tl.load(at + numbers)
-        for i in tl.range(1, accums):
-            x += tl.load(at + i * accum_stride + numbers)
-        x = tl.permute(tl.reshape(x * scale, [4, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
-        x = tl.reshape(x, [64, 32])
-        if left is not None or right is not None or key_bounds is not None:
-            lo, hi = keys_of_tl(queries, left, right, keys, seq_q, seq_kv)
-            x = tl.where((lo < hi)[:, None], x, 0.0)
-        columns = start + tl.arange(0, 32)
-        inside = (queries[:, None] < seq_q) & (columns[None, :] < head_dim)
-        offsets = queries[:, None].to(tl.int64) * dq_strides[2] + columns[None, :]
-        tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
-
-    lines: int
-
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x."""
-        layout = gl.NVMMASharedLayout(0, 32, 4)
-        block = [1, 1, self.lines, LINE.value]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

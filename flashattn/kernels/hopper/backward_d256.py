@@ -1,24 +1,21 @@
-"""flashattn_hopper_bwd_d256_dkdv, flashattn_hopper_bwd_d256_dq: gradients of D = 129 to 256.
+"""flashattn_hopper_bwd_d256_dkdv: dk and dv of D = 129 to 256; ``backward_d256_dq`` has dq.
 
 Two passes, seven products of which one pass would need five: at 256 numbers a pass that adds dq to
 memory would own 64 keys at most, as dk and dv of 128 fill all registers there are, and so add as
 many bytes to the L2 cache, 64 KiB for 64 queries, as it loads. Each output element is written by
 one program, in one order, so gradients are the same bits in each run.
 
-**dk and dv.** A program owns 64 keys; 64 x 256 sums in fp32 are half of what a warpgroup has in
-registers. So one warpgroup computes P and sums dv, and the other takes P from it, computes dS and
-sums dk: P and dS stay in the registers that computed them, and no product is done twice. While the
-exponentials of one run, the tensor cores have two products of the other. The scores are transposed,
+A program owns 64 keys; 64 x 256 sums in fp32 are half of what a warpgroup has in registers. So one
+warpgroup computes P and sums dv, and the other takes P from it, computes dS and sums dk: P and dS
+stay in the registers that computed them, and no product is done twice. While the exponentials of
+one run, the tensor cores have two products of the other. The scores are transposed,
 [keys, queries]. P is handed over in fp16, times 2^14, which keeps 11 bits of all that counts.
-
-**dq.** A program owns 128 queries, 64 for each of two warpgroups, and walks over keys as the
-forward does.
 
 In clocks of a multiprocessor, for 64 x 64 scores: a product needs the tensor cores for 512. Shared
 memory gives 128 bytes a clock: a product of two operands from there takes 512, too, one whose left
-operand is in registers 256; a tile that comes takes 256. The first kernel so needs 2048 for its
-products and about 2200 for shared memory, the second 1536 and 1536. At three quarters of that, what
-the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
+operand is in registers 256; a tile that comes takes 256. This kernel so needs 2048 for its
+products and about 2200 for shared memory, and that of dq 1536 and 1536. At three quarters of that,
+what the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
 One pass would need 2560 and 3650, and 64 KiB of additions in memory. Measured on an H200, N = 4096
 without a mask: 460 and 495 in two runs; each alone makes 626 and 669 of its own products.
 
@@ -36,15 +33,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
+from flashattn.kernels.hopper.mask import Mask, ordered_runs
 from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
-from flashattn.kernels.hopper.registers import opaque, pack, unpack
-from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, TileScheduler
+from flashattn.kernels.hopper.registers import pack, unpack
+from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
-PAIR = gl.constexpr(128)  # queries of both warpgroups
 STAGES = gl.constexpr(2)
 LIFT = gl.constexpr(14.0)  # P is stored times 2^14: small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
@@ -61,16 +57,6 @@ def visited_query_tiles(block, shape):
         if shape.mask.right is not None:
             first = gl.minimum(first, end - 1)
         full_begin = gl.minimum(gl.maximum(full_begin, first), end)
-    return first, full_begin, full_end, end
-
-
-@gluon.jit
-def visited_key_tiles(block, shape):
-    """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
-    first, full_begin, full_end, end = shape.mask.key_tiles(block * PAIR, PAIR, BLOCK)
-    end = gl.maximum(end, first + 1)
-    if shape.mask.two_sided:
-        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     return first, full_begin, full_end, end
 
 
@@ -289,167 +275,4 @@ def flashattn_hopper_bwd_d256_dkdv(
         ],
         [4, 1, 1],
         [240, 24, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def producer_dq(q, k, v, grad_o, queries, grads, keys, values, scheduler, shape):
-    """Load queries and dO, and then keys and values from the last to the first."""
-    n = 0
-    block, batch, head = scheduler.tile_coord(gl.program_id(0))
-    kv_head = head // shape.group
-    first, _, _, end = visited_key_tiles(block, shape)
-    for w in gl.static_range(2):
-        queries.load(w, q, batch, head, block * PAIR + w * BLOCK)
-    keys.load(n, k, batch, kv_head, (end - 1) * BLOCK)
-    for w in gl.static_range(2):
-        grads.load(w, grad_o, batch, head, block * PAIR + w * BLOCK)
-    values.load(n, v, batch, kv_head, (end - 1) * BLOCK)
-    n += 1
-    for i in range(end - 2, first - 1, -1):
-        keys.load(n, k, batch, kv_head, i * BLOCK)
-        values.load(n, v, batch, kv_head, i * BLOCK)
-        n += 1
-
-
-@gluon.jit
-def opaque_tile(pipeline, n):
-    """Return the n-th tile, of a few that stay, at an address that the compiler cannot keep.
-
-    It would keep the addresses of all 32 operands of a step's first two products in registers.
-    """
-    return pipeline.term(opaque(n))
-
-
-@gluon.jit
-def compute_p_ds(
-    s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI: gl.constexpr,
-    MASKED: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
-    lse_log2, delta = stats
-    s = score.capped(mma_wait(s, 1, D_HI))
-    seen = s
-    if MASKED:
-        seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
-    p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
-    dp = mma_wait(dp, 0, D_HI)
-    values.consumer_release(n)
-    return pack(p * (dp - delta[:, None]), DTYPE)
-
-
-@gluon.jit
-def dq_step(
-    WARPGROUP: gl.constexpr, state, queries, grads, stats, keys, values, n, start_q, start_kv,
-    shape, score, D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr,
-    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
-    """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
-    dq, ds = state
-    k = keys.tile(n - 1)
-    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, D_LO, D_HI)
-    q = opaque_tile(queries, WARPGROUP)
-    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, LAYOUT)
-    do = opaque_tile(grads, WARPGROUP)
-    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, LAYOUT)
-    dq = acc_wait(dq, 2, D_HI)
-    keys.consumer_release(n - 1)
-    ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI, MASKED, k.dtype
-    )
-    return dq, ds
-
-
-@gluon.jit
-def consumer_dq(
-    WARPGROUP: gl.constexpr, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-    pitch, scale, score, D_LO: gl.constexpr, D_HI: gl.constexpr,
-):  # fmt: skip
-    """Compute dq of 64 queries of the tile."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
-    n = 0
-    block, batch, head = scheduler.tile_coord(gl.program_id(0))
-    start_q = block * PAIR + WARPGROUP * BLOCK
-    RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
-    first, full_begin, full_end, end = visited_key_tiles(block, shape)
-    at = (batch * scheduler.heads + head).to(gl.int64) * pitch + start_q
-    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
-    stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
-    queries.consumer_wait(WARPGROUP)
-    q = opaque_tile(queries, WARPGROUP)
-    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, S)
-    grads.consumer_wait(WARPGROUP)
-    do = opaque_tile(grads, WARPGROUP)
-    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, S)
-    ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, score, D_HI, True, q.dtype
-    )
-    n += 1
-    acc = zero_acc(D_LO, D_HI)
-    full_end = gl.minimum(full_end, end - 1)
-    for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
-        start, stop, low = descending_run(
-            run, first, full_begin, full_end, end - 1, shape.mask.two_sided
-        )
-        if shape.mask.masked:  # else only the last tile of keys may need a mask
-            for i in range(start - 1, stop - 1, -1):
-                acc, ds = dq_step(
-                    WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
-                    i * BLOCK, shape, score, D_LO, D_HI, True, S, P,
-                )  # fmt: skip
-                n += 1
-        for i in range(stop - 1, low - 1, -1):
-            acc, ds = dq_step(
-                WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
-                shape, score, D_LO, D_HI, False, S, P,
-            )  # fmt: skip
-            n += 1
-    k = keys.tile(n - 1)
-    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, D_LO, D_HI), 0, D_HI)
-    store_acc(acc, scale, q, D_LO, D_HI)
-    fence_async_shared()
-    store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
-    tma.store_wait(0)
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "tiles",
-        "blocks",
-        "heads",
-        "section_heads",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "pitch",
-        "left",
-        "right",
-    ]
-)
-def flashattn_hopper_bwd_d256_dq(
-    q, k, v, grad_o, lse_log2, delta, dq, tiles, blocks, heads, section_heads, group, seq_q, seq_kv,
-    pitch, left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
-):  # fmt: skip
-    """Compute dq; all tensors but lse_log2 and delta are descriptors."""
-    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
-    score = Score(scale_log2, cap, q.dtype == gl.float16)
-    ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
-    scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
-    queries = new_pipeline(q, 2, 1)
-    grads = new_pipeline(grad_o, 2, 1)
-    keys = new_pipeline(k, 2, 2)
-    values = new_pipeline(v, 1, 2)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consumer_dq, (0, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-                           pitch, scale, score, D_LO, D_HI)),
-            (consumer_dq, (1, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-                           pitch, scale, score, D_LO, D_HI)),
-            (producer_dq, (q, k, v, grad_o, queries, grads, keys, values, scheduler, shape)),
-        ],
-        [4, 1],
-        [240, 24],
     )  # fmt: skip

@@ -13,6 +13,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from flashattn.kernels.hopper import (
     backward,
     backward_d256,
+    backward_d256_dq,
+    backward_dq,
     backward_fp32,
     forward,
     forward_fp32,
@@ -137,7 +139,7 @@ class HopperVariant:
             function = backward_d256.flashattn_hopper_bwd_d256_dkdv
             constants = steps.d256_constants(d)
             if self.kernel == "hopper_bwd_d256_dq":
-                function = backward_d256.flashattn_hopper_bwd_d256_dq
+                function = backward_d256_dq.flashattn_hopper_bwd_d256_dq
         elif self.kernel == "hopper_fwd_fp32":
             function, rows = (
                 forward_fp32.flashattn_hopper_fwd_fp32,
@@ -155,7 +157,7 @@ class HopperVariant:
             split = "split" in self.mode
             constants = steps.fp32_constants(split=split, terms=self.parts)
         else:
-            function, rows = backward.flashattn_hopper_bwd_postprocess, {}
+            function, rows = backward_dq.flashattn_hopper_bwd_postprocess, {}
             constants = steps.postprocess_constants(d)
         types = {
             name: _described("bf16", [1, 1, n, block_d(d)], SWIZZLE) for name, n in rows.items()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flashattn.kernels.hopper import backward as half
-from flashattn.kernels.hopper import backward_d256 as d256
 from flashattn.kernels.hopper import backward_fp32 as fp32
+from flashattn.kernels.hopper.backward import flashattn_hopper_bwd
+from flashattn.kernels.hopper.backward_d256 import flashattn_hopper_bwd_d256_dkdv
+from flashattn.kernels.hopper.backward_d256_dq import flashattn_hopper_bwd_d256_dq
+from flashattn.kernels.hopper.backward_dq import Lines, flashattn_hopper_bwd_postprocess
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
 from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
@@ -196,11 +198,11 @@ def _one_pass(
     lse = terms if scale.cap is None else Numbers(block_q)
     lies = ScoreLayout.of(options, heads)
     launch = _launch(
-        half.flashattn_hopper_bwd,
+        flashattn_hopper_bwd,
         programs,
         [
             *(queries, keys, keys, queries, lse, terms),
-            half.Lines(box_lines(head_dim)),
+            Lines(box_lines(head_dim)),
             *[keys if plan.gqa_splits == 1 else None] * 2,
             *[None] * 4,
         ],
@@ -249,7 +251,7 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
     block_q = HopperBackwardTile.block_q(head_dim)
     blocks = cdiv(seq_q, block_q) * (block_q // WARPGROUP_Q)
     launch = _launch(
-        half.flashattn_hopper_bwd_postprocess,
+        flashattn_hopper_bwd_postprocess,
         batch * heads * blocks,
         [None] * 3,
         (
@@ -281,7 +283,7 @@ def _d256_dkdv(
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
     launch = _launch(
-        d256.flashattn_hopper_bwd_d256_dkdv,
+        flashattn_hopper_bwd_d256_dkdv,
         sum(plan.passes[0].programs),
         [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
         (
@@ -302,7 +304,7 @@ def _d256_dq(
     blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
     scale = Scale.of(options, forward=False)
     launch = _launch(
-        d256.flashattn_hopper_bwd_d256_dq,
+        flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),
         [*[rows] * 4, None, None, rows],
         (

@@ -1,0 +1,197 @@
+"""flashattn_hopper_bwd_d256_dq: dq of D = 129 to 256; ``backward_d256`` says why it is a pass.
+
+A program owns 128 queries, 64 for each of two warpgroups, and walks over keys as the forward does.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+)
+
+from flashattn.kernels.hopper.backward_d256 import BLOCK
+from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
+from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.pipeline import new_pipeline
+from flashattn.kernels.hopper.registers import opaque, pack, unpack
+from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
+from flashattn.kernels.hopper.score import Score
+
+PAIR = gl.constexpr(128)  # queries of both warpgroups
+
+
+@gluon.jit
+def visited_key_tiles(block, shape):
+    """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
+    first, full_begin, full_end, end = shape.mask.key_tiles(block * PAIR, PAIR, BLOCK)
+    end = gl.maximum(end, first + 1)
+    if shape.mask.two_sided:
+        first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
+    return first, full_begin, full_end, end
+
+
+@gluon.jit
+def producer_dq(q, k, v, grad_o, queries, grads, keys, values, scheduler, shape):
+    """Load queries and dO, and then keys and values from the last to the first."""
+    n = 0
+    block, batch, head = scheduler.tile_coord(gl.program_id(0))
+    kv_head = head // shape.group
+    first, _, _, end = visited_key_tiles(block, shape)
+    for w in gl.static_range(2):
+        queries.load(w, q, batch, head, block * PAIR + w * BLOCK)
+    keys.load(n, k, batch, kv_head, (end - 1) * BLOCK)
+    for w in gl.static_range(2):
+        grads.load(w, grad_o, batch, head, block * PAIR + w * BLOCK)
+    values.load(n, v, batch, kv_head, (end - 1) * BLOCK)
+    n += 1
+    for i in range(end - 2, first - 1, -1):
+        keys.load(n, k, batch, kv_head, i * BLOCK)
+        values.load(n, v, batch, kv_head, i * BLOCK)
+        n += 1
+
+
+@gluon.jit
+def opaque_tile(pipeline, n):
+    """Return the n-th tile, of a few that stay, at an address that the compiler cannot keep.
+
+    It would keep the addresses of all 32 operands of a step's first two products in registers.
+    """
+    return pipeline.term(opaque(n))
+
+
+@gluon.jit
+def compute_p_ds(
+    s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI: gl.constexpr,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
+    lse_log2, delta = stats
+    s = score.capped(mma_wait(s, 1, D_HI))
+    seen = s
+    if MASKED:
+        seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
+    p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
+    dp = mma_wait(dp, 0, D_HI)
+    values.consumer_release(n)
+    return pack(p * (dp - delta[:, None]), DTYPE)
+
+
+@gluon.jit
+def dq_step(
+    WARPGROUP: gl.constexpr, state, queries, grads, stats, keys, values, n, start_q, start_kv,
+    shape, score, D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
+    dq, ds = state
+    k = keys.tile(n - 1)
+    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, D_LO, D_HI)
+    q = opaque_tile(queries, WARPGROUP)
+    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    do = opaque_tile(grads, WARPGROUP)
+    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    dq = acc_wait(dq, 2, D_HI)
+    keys.consumer_release(n - 1)
+    ds = compute_p_ds(
+        s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI, MASKED, k.dtype
+    )
+    return dq, ds
+
+
+@gluon.jit
+def consumer_dq(
+    WARPGROUP: gl.constexpr, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
+    pitch, scale, score, D_LO: gl.constexpr, D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute dq of 64 queries of the tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    n = 0
+    block, batch, head = scheduler.tile_coord(gl.program_id(0))
+    start_q = block * PAIR + WARPGROUP * BLOCK
+    RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
+    first, full_begin, full_end, end = visited_key_tiles(block, shape)
+    at = (batch * scheduler.heads + head).to(gl.int64) * pitch + start_q
+    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
+    stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
+    queries.consumer_wait(WARPGROUP)
+    q = opaque_tile(queries, WARPGROUP)
+    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, S)
+    grads.consumer_wait(WARPGROUP)
+    do = opaque_tile(grads, WARPGROUP)
+    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, S)
+    ds = compute_p_ds(
+        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, score, D_HI, True, q.dtype
+    )
+    n += 1
+    acc = zero_acc(D_LO, D_HI)
+    full_end = gl.minimum(full_end, end - 1)
+    for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
+        start, stop, low = descending_run(
+            run, first, full_begin, full_end, end - 1, shape.mask.two_sided
+        )
+        if shape.mask.masked:  # else only the last tile of keys may need a mask
+            for i in range(start - 1, stop - 1, -1):
+                acc, ds = dq_step(
+                    WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
+                    i * BLOCK, shape, score, D_LO, D_HI, True, S, P,
+                )  # fmt: skip
+                n += 1
+        for i in range(stop - 1, low - 1, -1):
+            acc, ds = dq_step(
+                WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
+                shape, score, D_LO, D_HI, False, S, P,
+            )  # fmt: skip
+            n += 1
+    k = keys.tile(n - 1)
+    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, D_LO, D_HI), 0, D_HI)
+    store_acc(acc, scale, q, D_LO, D_HI)
+    fence_async_shared()
+    store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "blocks",
+        "heads",
+        "section_heads",
+        "group",
+        "seq_q",
+        "seq_kv",
+        "pitch",
+        "left",
+        "right",
+    ]
+)
+def flashattn_hopper_bwd_d256_dq(
+    q, k, v, grad_o, lse_log2, delta, dq, tiles, blocks, heads, section_heads, group, seq_q, seq_kv,
+    pitch, left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
+):  # fmt: skip
+    """Compute dq; all tensors but lse_log2 and delta are descriptors."""
+    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
+    score = Score(scale_log2, cap, q.dtype == gl.float16)
+    ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
+    scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
+    queries = new_pipeline(q, 2, 1)
+    grads = new_pipeline(grad_o, 2, 1)
+    keys = new_pipeline(k, 2, 2)
+    values = new_pipeline(v, 1, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consumer_dq, (0, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
+                           pitch, scale, score, D_LO, D_HI)),
+            (consumer_dq, (1, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
+                           pitch, scale, score, D_LO, D_HI)),
+            (producer_dq, (q, k, v, grad_o, queries, grads, keys, values, scheduler, shape)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

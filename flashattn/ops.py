@@ -19,7 +19,7 @@ from flashattn.batching import rule_of
 from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec
+from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, given_extras
 from flashattn.problem import ALIGNMENT
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
@@ -111,11 +111,6 @@ def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradient
     wanted = {"dbias": bias_grad, "dsink": extras.sink is not None}
     others = {"dbias": dbias, "dsink": dsink}
     return dq, dk, dv, *(others[name] for name, there in wanted.items() if there)
-
-
-def given_extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Return the tensors besides q, k and v that an operator was given, or nothing of none."""
-    return () if all(x is None for x in given) else Extras(*given)
 
 
 def _options(

@@ -11,8 +11,8 @@ from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.ops import Attend, Outputs, bind, given_extras
-from flashattn.plan.spec import Extras, Family, signature
+from flashattn.ops import Attend, Outputs, bind
+from flashattn.plan.spec import Extras, Family, given_extras, signature
 from flashattn.problem import Problem, check_scale
 from flashattn.score import of_keys
 

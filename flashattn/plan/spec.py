@@ -100,6 +100,11 @@ class Extras(NamedTuple):
     sink: torch.Tensor | None = None
 
 
+def given_extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Return the tensors besides q, k and v that an operator was given, or nothing of none."""
+    return () if all(x is None for x in given) else Extras(*given)
+
+
 class Options(NamedTuple):
     """What is asked, besides tensors.
 

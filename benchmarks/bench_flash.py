@@ -43,8 +43,9 @@ community = partial(tokens, 16384, 2048)
 HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
 ROWS = [1 << n for n in range(7, 17)]  # of one head
 SMOKE = tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"])
+CELLS = community(seq=[1024, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF)
 DEFAULT = [
-    *community(seq=[1024, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF),
+    *CELLS,
     *community(seq=[4096, 16384], head_dim=[192, 256], dtype=HALF),
     *one_head(seq=[512, 4096, 32768], head_dim=[64, 128], dtype=HALF),
     *eight(seq=[16384], head_dim=[64, 128]),
@@ -61,21 +62,25 @@ FULL = [
 ]
 
 
-def in_passes(problems, together):
+def in_passes(problems, together, any_order):
     """Return the problems by benchmark; both passes together add little, so they get fewer."""
     one_by_one = dict.fromkeys(("bench_forward", "bench_backward"), problems)
-    return {**one_by_one, "bench_forward_backward": together}
+    return one_by_one | {
+        "bench_forward_backward": together,
+        "bench_backward_any_order": any_order,
+    }
 
 
 SWEEPS = {
-    "smoke": in_passes(SMOKE, SMOKE),
-    "default": in_passes(DEFAULT, community(seq=[4096], head_dim=[64, 128], dtype=HALF)),
+    "smoke": in_passes(SMOKE, SMOKE, SMOKE),
+    "default": in_passes(DEFAULT, community(seq=[4096], head_dim=[64, 128], dtype=HALF), CELLS),
     "full": in_passes(
         FULL,
         [
             *community(seq=[512, 4096, 16384], head_dim=[64, 128], dtype=HALF),
             *one_head(seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
         ],
+        CELLS,
     ),
 }
 # Compiling a shape takes 10 s or more, so only these are: (queries, head dimension, dtype).
@@ -128,3 +133,9 @@ def bench_backward(time_pass, because):
 def bench_forward_backward(time_pass, because):
     """Time both passes together."""
     time_pass("forward+backward", because("forward+backward"))
+
+
+def bench_backward_any_order(time_pass, because, impl):
+    """Time the backward pass that adds up dq in any order, as FlashAttention-4's does."""
+    of_others = None if impl.name == "hopper" else f"{impl.name} has one order"
+    time_pass("backward", of_others or because("backward"), any_order=True)

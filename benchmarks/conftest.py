@@ -20,6 +20,7 @@ from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of, interpret
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.report.gate import ROUNDS
+from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import Run
 from flashattn.report.table import tables
 from flashattn.testing import comparison, kept, swept
@@ -277,11 +278,15 @@ def time_pass(
                 raise
             pytest.xfail(str(error))
 
-    def time(passes: str, reason: str | None, *, learned: bool = False) -> None:
-        device_benchmark.extra_info["learned"] = learned
+    def time(
+        passes: str, reason: str | None, *, learned: bool = False, any_order: bool = False
+    ) -> None:
+        facts, options = device_benchmark.extra_info, {"deterministic": False} if any_order else {}
+        facts["learned"] = learned
         left_out(verifier.admit(passes))
         left_out(reason)
         left_out(f"{impl.name} is interpreted: not a speed" if interpreted(impl) else None)
+        facts["impl"] = ANY_ORDER if any_order else impl.name
         if passes == "forward":
             inputs = make_inputs(problem, device=device)
             how = problem.keywords | make_scored(problem, device=device)
@@ -289,7 +294,7 @@ def time_pass(
             check(**dict(zip(("o", "lse"), call(), strict=True)))
             device_benchmark.time(call)
             return
-        graph = Graph(impl, problem, device, learned=learned)
+        graph = Graph(impl, problem, device, learned=learned, **options)
         o = graph.forward() if passes == "backward" else ()
         call = graph.backward if passes == "backward" else graph.both
         check(**dict(zip(graph.grads, call(*o), strict=True)))

@@ -29,6 +29,21 @@ def outputs(problem, device):
     return {"o": o, "lse": lse, **dict(zip(graph.grads, grads, strict=True))}
 
 
+def test_a_graph_passes_options_on(device):
+    """What is asked of an implementation besides the problem arrives, at each call."""
+    seen = []
+
+    def call(q, *_, deterministic, **how):
+        seen.append(deterministic)
+        return q * how["scale"]
+
+    impl = registry.Impl(name="asked", call=call, limits=lambda *_: None)
+    graph = Graph(impl, PROBLEM, device, deterministic=False)
+    graph.forward()
+    graph.forward()
+    assert seen == [False, False]
+
+
 @pytest.fixture
 def short(monkeypatch):
     """Verify only the last queries of problems as small as a test's."""

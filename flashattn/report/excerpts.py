@@ -25,7 +25,7 @@ from flashattn.report.excerpt import (
     unwarmed,
     worst,
 )
-from flashattn.report.rows import KERNELS, NAIVE
+from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE
 from flashattn.report.studies.integrations import ACTIVATED, DIRECT, FATTN, LENGTHS, UNITS
 from flashattn.report.studies.integrations import PEERS as ATTENTIONS
 from flashattn.report.units import digits, gib, mib, microseconds, ms
@@ -44,8 +44,11 @@ def _speeds(peers: Mapping[str, str], **where: Any) -> Excerpt:
         study="flash",
         where={"protocol": "tokens", "dtype": "bfloat16", **where},
         lines={"N": "seq_q", "D": "head_dim", "mask": "causal"},
-        cells=both_passes(peers, rate),
-        note=f"bf16, 16 384 tokens, hidden size 2048. {SPEED}",
+        cells={
+            **both_passes(peers, rate),
+            "backward: ours, any order": rate(impl=ANY_ORDER, **{"pass": "backward"}),
+        },
+        note=f"bf16, 16 384 tokens, hidden size 2048. {SPEED} FA-4 adds in any order.",
     )
 
 

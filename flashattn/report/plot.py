@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from flashattn.report.rows import KERNELS, NAIVE, OURS
+from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE, OURS
 from flashattn.report.units import UNSTEADY
 
 Picture = dict[str, Any]
@@ -37,7 +37,7 @@ COLOURS = {OURS: CYCLE[0], "compiled": CYCLE[1], "sdpa_flash": CYCLE[2], "tiled"
 COLOURS |= {"flex": CYCLE[4], NAIVE: CYCLE[5], "reference": CYCLE[6], "flash_attn_2": CYCLE[7]}
 COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f0267f"}
 COLOURS |= {"sdpa": "#6b7a90", "sdpa_math": "#a9714b", "flash_attn_3": "#b0487d"}
-COLOURS |= {"flash_attn_4": "#c4513f"}
+COLOURS |= {"flash_attn_4": "#c4513f", ANY_ORDER: "#8a4fd0"}
 BEST = "ours"  # the faster of our kernels
 BOLD = (*KERNELS, BEST)
 COLOURS[BEST] = COLOURS["hopper"]

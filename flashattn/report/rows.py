@@ -10,6 +10,7 @@ from flashattn.report.runs import Row, Run
 from flashattn.report.units import NOT_BOUND, TOO_LOW, UNSTEADY, percent, word
 
 OURS, NAIVE = "triton", "naive"
+ANY_ORDER = "hopper, any order"  # of the additions to dq
 KERNELS = (OURS, "hopper")  # our kernels; ``attention`` chooses among them
 LETTERS = {"seq": "N = ", "seq_q": "N = ", "head_dim": "D = "}
 # Conventional order of values; others follow, sorted.

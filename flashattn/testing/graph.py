@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,13 +21,20 @@ class Graph:
         problem: the problem.
         device: where to run.
         learned: whether a bias and sinks have gradients, too.
+        options: those of the implementation.
 
     Attributes:
         grads: names of the gradients, in their order.
     """
 
     def __init__(
-        self, impl: Impl, problem: Problem, device: torch.device, *, learned: bool = False
+        self,
+        impl: Impl,
+        problem: Problem,
+        device: torch.device,
+        *,
+        learned: bool = False,
+        **options: Any,
     ) -> None:
         """Create the inputs and the gradient of o."""
         q, k, v = make_inputs(problem, device=device)
@@ -37,7 +45,7 @@ class Graph:
         self.grad_o, _ = make_grads(problem, device=device)
         # Compiled code reuses the buffers of the graph, so each call needs a new graph.
         self.keep = not impl.compiles
-        how = problem.keywords | scored
+        how = problem.keywords | scored | options
         self._call = partial(impl, q, k, v, **how, scale=problem.head_dim**-0.5)
 
     def forward(self) -> tuple[torch.Tensor]:

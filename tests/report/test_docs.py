@@ -12,7 +12,9 @@ import flashattn
 from flashattn.report.__main__ import main
 from flashattn.report.docs import TABLE, pages, render, update
 from flashattn.report.excerpts import EXCERPTS
+from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import kept, merge
+from flashattn.report.studies import flash
 
 ROOT = Path(flashattn.__file__).parents[1]
 H200 = "nvidia-h200"
@@ -65,11 +67,15 @@ def test_numbers(made_run):
         problem | {"impl": impl, "name": impl, "pass": "forward", "seconds": seconds}
         for impl, seconds in times.items()
     )
+    any_order = {"impl": ANY_ORDER, "name": ANY_ORDER, "pass": "backward", "seconds": 0.005}
+    run.rows.append(problem | any_order)  # neither ours as it is by default, nor a peer
     ours = ["forward: ours", "forward: cuDNN", "forward: FA-4", "forward: ratio"]
     assert lines("speed", run) == [
-        ["N", "D", "mask", *ours],
-        ["16384", "64", "full", "400", "500", "250", "0.80"],
+        ["N", "D", "mask", *ours, "backward: ours, any order"],
+        ["16384", "64", "full", "400", "500", "250", "0.80", "800"],
     ]
+    in_duels = {row["impl"] for duel in flash.duels(flash.usable(run)) for row in duel}
+    assert ANY_ORDER not in in_duels
     assert lines("gaps", run)[1:] == [["forward", "64", "0.80 (p)"]]
     assert lines("ratios", run)[1:] == [["64", "0.80 (0.80 to 0.80)"]]
     assert lines("accuracy", run)[1:] == [

@@ -15,6 +15,7 @@ from flashattn.testing.sample import Case
 from flashattn.testing.strategies import problems
 
 
+@hypothesis.example(problem=Problem(seq_q=9, seq_kv=7, prefix=3))
 @hypothesis.given(problem=problems(longest=40, prefixed=(False, True)))
 def test_pairs_and_rows(problem):
     """Pairs are those that the mask lets through in every head; rows are those of one head."""

@@ -58,8 +58,8 @@ def test_limits(monkeypatch):
     monkeypatch.setattr("flashattn.impls.flash_attn._installed", lambda module: True)
     asked = {"heads": 2, "seq_q": 32, "head_dim": 64, "dtype": "bfloat16"}
     refused = {
-        "takes no mask but windows and documents": Problem(**asked, documents="unknown"),
-        "flash_attn_2 takes no mask but windows and documents": Problem(**asked, prefix=9),
+        "takes windows and documents of known lengths": Problem(**asked, documents="unknown"),
+        "flash_attn_2 takes windows and documents of known lengths": Problem(**asked, prefix=9),
         "packs documents into one batch": Problem(**asked, batch=2, documents=((32, 32),)),
         "aligns masks at the bottom right only": Problem(
             **asked, causal=True, documents=((8, 16), (24, 16))

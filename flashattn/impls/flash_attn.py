@@ -100,7 +100,7 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         "aligns masks at the bottom right only": problem.mask != FULL
         and problem.mask.corner == "top_left"
         and any(band.seq_q != band.seq_kv for band in problem.bands),
-        "takes no mask but windows and documents": problem.documents == "unknown"
+        "takes windows and documents of known lengths": problem.documents == "unknown"
         or problem.prefix is not None,
         "packs documents into one batch": problem.documents is not None and problem.batch != 1,
         "is not asked for empty problems": 0

@@ -28,8 +28,8 @@ BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 SIDES = ((True, True), (True, False), (False, True))  # that a window bounds
 SCALES = (None, 0.3, 0.0, -0.2)  # the default, an ordinary one, zero, a negative one
-UNITS = (1, 8, 16)  # of lengths in such a run
 KINDS = 3  # of problems in a run, where each further one is seconds of compiling
+UNITS = (1, 8, 16)  # of a kind's lengths, see ``lengths_of``
 
 
 @lru_cache(None, typed=True)  # 1 is not True

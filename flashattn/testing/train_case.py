@@ -21,13 +21,13 @@ import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.bounds import Bounds, of_documents
+from flashattn.bounds import Bounds
 from flashattn.costs import Costs
 from flashattn.lm import SIZES, Attention
 from flashattn.measure.memory import allocated_bytes
 from flashattn.measure.timing import clock_of
 from flashattn.problem import Problem
-from flashattn.resolve import cumulative
+from flashattn.resolve import bounds_of_lengths
 from flashattn.testing.sweep import UNEQUAL
 from flashattn.training import Trainer
 
@@ -184,8 +184,8 @@ def _bounds(problem: Problem, device: torch.device) -> Bounds | None:
     """Return the mask of packed documents."""
     if not isinstance(problem.documents, tuple):
         return None
-    cu_q, cu_k = cumulative(problem.documents, device)
-    return of_documents(cu_q, cu_k, problem.seq_q, problem.seq_kv, problem.mask)
+    rows = problem.seq_q, problem.seq_kv, device
+    return bounds_of_lengths(problem.documents, None, problem.mask, *rows)
 
 
 def _bytes(tensors: Iterable[object]) -> int:

@@ -33,9 +33,10 @@ def cases(seq, passes, methods, **changes):
     return [case for case in found if case.world > 1 or case.method in ALONE]
 
 
-def steps(size, context, *, precision="bf16"):
+def steps(size, context, *, precision="bf16", world=WORLDS, checkpoint=False):
     """Return training steps on one sequence."""
-    return grid(world=WORLDS, size=[size], context=[context], precision=[precision])
+    case = {"size": [size], "context": [context], "precision": [precision]}
+    return grid(world=world, **case, checkpoint=[checkpoint])
 
 
 def rounds(tokens):
@@ -52,8 +53,8 @@ DEFAULT = [
     *cases(131072, BOTH, ["keys", "keys, kept"], documents=4 * MIXED),
     # Which hides nothing, but lets less be exchanged.
     *cases(131072, BOTH, ["keys", "keys, kept"], documents=4 * MIXED, window=(16384, None)),
-    *cases(1 << 20, ["forward"], ["keys"]),
 ]
+STEPS = [*steps("small", 32768), *steps("2.7B", 65536, world=WORLDS[1:], checkpoint=True)]
 SWEEPS = {
     "smoke": {
         "bench_attention": [
@@ -61,17 +62,18 @@ SWEEPS = {
             *cases(256, ["forward"], ["keys"], window=(20, None), **SMALL),
             *cases(256, BOTH, ["keys"], documents=((200, 200), (56, 56)), **SMALL),
         ],
-        "bench_step": steps("tiny", 64, precision="fp32"),
+        "bench_step": steps("tiny", 64, precision="fp32", checkpoint=True),
     },
-    "default": {"bench_attention": DEFAULT, "bench_step": steps("small", 32768)},
+    "default": {"bench_attention": DEFAULT, "bench_step": STEPS},
     "full": {
         "bench_attention": [
             *DEFAULT,
+            *cases(1 << 20, ["forward"], ["keys"]),
             *cases(65536, BOTH, [*METHODS]),
             *cases(131072, BOTH, ["keys", "keys, contiguous"], causal=False),
             *cases(131072, BOTH, ["keys, contiguous"], window=(4096, None)),
         ],
-        "bench_step": [*steps("small", 32768), *steps("small", 131072)],
+        "bench_step": [*STEPS, *steps("small", 131072)],
     },
 }
 for _sweep in SWEEPS.values():  # processes are started once for each number of GPUs
@@ -159,7 +161,7 @@ def bench_attention(device_benchmark, case, facts, ask, links, alone, left_out):
 
 def bench_step(device_benchmark, case, facts, ask):
     """Time a training step whose tokens and parameters are shared by some GPUs."""
-    axes = {name: getattr(case, name) for name in ("size", "context", "precision")}
+    axes = {x: getattr(case, x) for x in ("size", "context", "precision", "checkpoint")}
     found = ask(case.world, job="train", rounds=rounds(case.context), **axes)
     facts |= {"tokens": case.context, "method": "keys", "pass": "train", "problem": None}
     facts |= {"peak_bytes": found["peak_bytes"], "losses": found["losses"]}

@@ -199,7 +199,7 @@ def _last_rows(problem: Problem, rows: slice) -> tuple[slice, Problem]:
 
 
 def train(
-    mesh: DeviceMesh, *, size: str, context: int, precision: str, rounds: int
+    mesh: DeviceMesh, *, size: str, context: int, precision: str, checkpoint: bool, rounds: int
 ) -> dict[str, Any]:
     """Time a training step of the transformer on one sequence.
 
@@ -208,6 +208,7 @@ def train(
         size: one of ``lm.SIZES``.
         context: T.
         precision: see ``Trainer``.
+        checkpoint: see ``Trainer``.
         rounds: samples.
 
     Returns:
@@ -219,6 +220,7 @@ def train(
     config = replace(SIZES[size], longest=context)
     shared = mesh if mesh.size() > 1 else None
     facts: dict[str, Any] = {"batch": 1, "context": context, "precision": precision}
+    facts["checkpoint"] = checkpoint
     trainer = Trainer(config, attention=attend, device=device, mesh=shared, **facts)
     losses: list[torch.Tensor] = []
     measured = _timed(mesh, lambda: losses.append(trainer.train()), rounds)

@@ -32,7 +32,9 @@ def test_jobs():
             assert len(found["samples"]) == 2
             assert found["wrong"] == []
             assert found["repeats"]
-        found = ranks.ask(60, job="train", size="tiny", context=32, precision="fp32", rounds=2)
+        found = ranks.ask(
+            60, job="train", size="tiny", context=32, precision="fp32", checkpoint=True, rounds=2
+        )
         assert found["losses"][-1] < found["losses"][0]
         assert ranks.ask(60, job="link", rounds=2)["link"] > 0
         with pytest.raises(RuntimeError, match=r"(?s)a process of 2 died: .*KeyError: 'none'"):

@@ -13,7 +13,7 @@ from flashattn.report.studies import compile as compiling
 from flashattn.report.study import Table
 from flashattn.report.units import gib, percent, spread, tera, times, word
 
-Unit = Callable[[float | None], str]
+Unit = Callable[[Any], str]  # of a fact, which may be None
 Cell = Callable[[list[Row]], str]  # from the rows of a line
 PASSES = ("forward", "backward")
 

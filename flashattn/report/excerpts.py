@@ -52,6 +52,21 @@ def _speeds(peers: Mapping[str, str], **where: Any) -> Excerpt:
     )
 
 
+def _ratios(name: str, peer: str) -> Excerpt:
+    return Excerpt(
+        study="flash",
+        where={"protocol": "tokens", "dtype": "bfloat16"},
+        lines={"D": "head_dim"},
+        cells={
+            f"{passes}, {mask}": mean_ratio(peer, **{"pass": passes}, **causal)
+            for passes in PASSES
+            for mask, causal in (("full", _FULL), ("causal", _CAUSAL))
+        },
+        note=f"Our speed over {name}'s, geometric mean (least to greatest) over the lengths, bf16,"
+        " 16 384 tokens, hidden size 2048.",
+    )
+
+
 def _problems(study: str, **where: Any) -> Excerpt:
     return Excerpt(
         study=study,
@@ -97,18 +112,8 @@ EXCERPTS: dict[str, Excerpt] = {
         },
         note="Where ours is the slower: bf16, against cuDNN, FlashAttention and FlexAttention.",
     ),
-    "ratios": Excerpt(
-        study="flash",
-        where={"protocol": "tokens", "dtype": "bfloat16"},
-        lines={"D": "head_dim"},
-        cells={
-            f"{name}, {mask}": mean_ratio(CUDNN, **{"pass": name}, **causal)
-            for name in PASSES
-            for mask, causal in (("full", _FULL), ("causal", _CAUSAL))
-        },
-        note="Our speed over cuDNN's, geometric mean (least to greatest) over the lengths, bf16,"
-        " 16 384 tokens, hidden size 2048.",
-    ),
+    "ratios": _ratios("cuDNN", CUDNN),
+    "ratios-fa4": _ratios("FlashAttention-4", FA4),
     "roofline": Excerpt(
         study="flash",
         where={
@@ -212,7 +217,8 @@ EXCERPTS: dict[str, Excerpt] = {
             for name in ("forward", "forward+backward")
             for mode in ("eager", "compiled", "graph")
         },
-        note="CPU time of a call in µs: 2 heads of 64, D = 64, causal, bf16.",
+        note="CPU time of a call in µs: 2 heads of 64, D = 64, causal, bf16. Floor: an autograd"
+        " function that only allocates; launching: that launches an empty kernel, too.",
     ),
     "sdpa-device": _activated("device"),
     "sdpa-host": _activated("host"),
@@ -302,7 +308,7 @@ EXCERPTS: dict[str, Excerpt] = {
     ),
     "parallel": Excerpt(
         study="parallel",
-        where={},
+        where={"pass": ("forward", "forward+backward")},
         lines={"problem": "problem", "pass": "pass", "GPUs": "world"},
         cells={
             "ours, ms": number(ms, method="keys"),
@@ -311,6 +317,17 @@ EXCERPTS: dict[str, Excerpt] = {
             "ratio": ratio({"method": "pytorch"}, {"method": "keys"}),
         },
         note="Time of the slowest rank. Ratio: time of PyTorch's context_parallel over ours.",
+    ),
+    "parallel-steps": Excerpt(
+        study="parallel",
+        where={"pass": "train"},
+        lines={"model": "size", "N": "context", "GPUs": "world"},
+        cells={
+            "train step, ms": number(ms),
+            "loss of the last step": number(lambda losses: digits(losses[-1]), "losses"),
+        },
+        note="A train step of one sequence in bf16, tokens and parameters (FSDP2) shared by the"
+        " GPUs. Time of the slowest rank.",
     ),
     "accuracy": Excerpt(
         study="accuracy",

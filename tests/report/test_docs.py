@@ -36,6 +36,13 @@ def test_tables_are_fresh(record):
     assert update(ROOT, record, check=True) == []
 
 
+def test_record_is_of_one_clean_commit():
+    """Numbers that stand beside each other were measured on the same code."""
+    runs = kept(ROOT / ".benchmarks", H200)
+    assert len({(run.commit["id"], run.sources) for run in runs}) == 1
+    assert not any(run.commit["dirty"] for run in runs)
+
+
 @pytest.mark.parametrize("path", pages(ROOT), ids=lambda path: path.name)
 def test_text_holds_no_measured_number(path):
     """What is measured stands in a table that is made, or in the log."""

@@ -375,12 +375,12 @@ def test_batches_have_their_own_keys(impl, sample):
     for i, (n, m) in enumerate(sizes):
 
         def change(case, i=i, n=n, m=m):
-            q, k, v = (x[i : i + 1] for x in case.inputs)
-            grads = (x if x is None else x[i : i + 1, :, :n] for x in (case.grad_o, case.grad_lse))
-            grad_o, grad_lse = grads
+            q, k, v = (x[i :: p.batch] for x in case.inputs)  # of further draws many
+            grads = (case.grad_o, case.grad_lse)
+            grad_o, grad_lse = (x if x is None else x[i :: p.batch, :, :n] for x in grads)
             return replace(
                 case,
-                problem=replace(p, batch=1, seq_q=n, seq_kv=m),
+                problem=replace(p, batch=len(q), seq_q=n, seq_kv=m),
                 inputs=(q[:, :, :n], k[:, :, :m], v[:, :, :m]),
                 grad_o=grad_o,
                 grad_lse=grad_lse,

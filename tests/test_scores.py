@@ -657,6 +657,33 @@ def test_a_sink_takes_its_share(impl, sample):
     assert_within("o", sunk.got["o"] - weighed, sunk.budget("o"), plain.budget("o"), slack)
 
 
+@law(asked={"sunk": (True,), "batches": (2, 3)}, needs="lse strict")
+def test_batches_have_their_own_sinks(impl, sample):
+    """Of sinks of each batch, a batch has the results of a call with its own."""
+    p = sample.problem
+
+    def own(case):
+        of_batch = torch.arange(len(case.inputs[0]), device=sample.device) % p.batch
+        return scored(case, sink=case.scored["sink"] + of_batch[:, None])
+
+    together = ask(impl, sample, own)
+    for i in range(p.batch):
+
+        def change(case, i=i):
+            q, k, v = (x[i :: p.batch] for x in case.inputs)
+            grads = (case.grad_o, case.grad_lse)
+            grad_o, grad_lse = (x if x is None else x[i :: p.batch] for x in grads)
+            case = scored(case, sink=case.scored["sink"] + i)
+            problem = replace(p, batch=len(q))
+            return replace(
+                case, problem=problem, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse
+            )
+
+        alone = ask(impl, sample, change)
+        got = {name: x[i : i + 1] for name, x in together.got.items()}
+        assert_agree(alone, replace(alone, got=got))
+
+
 @law(
     asked={"sloped": (False, True), "biases": BIASES, "sunk": (False, True)},
     needs="repeats bias lse",

@@ -22,13 +22,13 @@ DRAWN, INTERPRETED = 12, 2  # lengths; of the interpreter fewer of everything
 EDGES = sorted({n for k in range(5, 13) for n in (2**k - 1, 2**k, 2**k + 1) if n <= LONGEST})
 
 
-def verify(impl, device, **sizes):
+def verify(impl, device, *, values="normal", grad=True, **sizes):
     """Hold a problem of some sizes, near to one that is claimed, to its budgets."""
     problem = impl.fit(Problem(**sizes))
     if impl.why_not(problem, device) is not None:
         return
-    facts = {"grad": impl.grad, "lse": impl.lse, "denormals": impl.denormals}
-    sample = Sample(problem=problem, device=device, **facts)
+    facts = {"grad": grad and impl.grad, "lse": impl.lse, "denormals": impl.denormals}
+    sample = Sample(problem=problem, device=device, values=values, **facts)
     scale = check_scale(None, problem.head_dim)
     call = partial(impl, **problem.keywords, scale=scale)
     assert_accurate(call, sample, guarded=False)
@@ -111,6 +111,26 @@ def test_every_kind_of_length(impl, device):
                 # What fp32 is held against takes the square of S.
                 dtype=drawn.choice(DTYPES if n < ROWS_OF_FP32 else DTYPES[:2]),
             )
+
+
+@clause()
+def test_the_last_key_counts(impl, device):
+    """Of keys about each power of two up to 4096, where the last ones have all the weight.
+
+    Among a thousand keys of equal weight one may be lost within the budgets.
+    """
+    drawn = chance("last key")
+    for n in some(impl, device, EDGES, 1):
+        verify(
+            impl,
+            device,
+            values="rising",
+            grad=False,
+            seq_q=64,
+            seq_kv=n,
+            head_dim=64,
+            causal=drawn.choice((False, "bottom_right")),  # which shows the last key
+        )
 
 
 @clause()

@@ -60,13 +60,25 @@ class TensorSpec(NamedTuple):
         """Whether ``Tensor.contiguous`` would return the tensor itself."""
         return self.meta.is_contiguous()
 
+    @property
+    def packed(self) -> bool:
+        """Whether its elements fill one piece of memory, with dimensions in any order."""
+        elements = 1
+        for stride, n in sorted(zip(self.strides, self.shape, strict=True)):
+            if n != 1:
+                if stride != elements:
+                    return False
+                elements *= n
+        return elements > 0
+
     def copied(self) -> TensorSpec:
         """Return the spec of a contiguous copy."""
         return self._replace(strides=dense_strides(self.shape), offset=0)
 
     def like(self) -> TensorSpec:
-        """Return the spec of ``torch.empty_like``."""
-        return self._replace(strides=torch.empty_like(self.meta).stride(), offset=0)
+        """Return the spec of ``torch.empty_like``, which keeps the strides of what is packed."""
+        strides = self.strides if self.packed else torch.empty_like(self.meta).stride()
+        return self._replace(strides=strides, offset=0)
 
 
 def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:

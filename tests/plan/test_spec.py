@@ -1,0 +1,29 @@
+"""What plans know of a tensor is what PyTorch does with it."""
+
+from __future__ import annotations
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+
+from flashattn.plan.spec import TensorSpec
+
+SIZES = st.lists(st.integers(1, 3), min_size=4, max_size=4)
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    sizes=SIZES,
+    order=st.permutations(range(4)),
+    steps=st.lists(st.sampled_from((1, 1, 1, 2)), min_size=4, max_size=4),
+    expanded=st.sets(st.integers(0, 3), max_size=1),
+)
+def test_like_is_empty_like(sizes, order, steps, expanded):
+    """In any order of dimensions, with gaps, and expanded."""
+    x = torch.empty([n * step for n, step in zip(sizes, steps, strict=True)])
+    x = x[tuple(slice(None, None, step) for step in steps)].permute(*order)
+    for dim in expanded:
+        x = x.narrow(dim, 0, 1).expand(*(3 if i == dim else n for i, n in enumerate(x.shape)))
+    like = torch.empty_like(x)
+    assert TensorSpec.of(x).like().strides == like.stride()
+    assert TensorSpec.of(x).like().shape == like.shape

@@ -375,12 +375,13 @@ def test_batches_have_their_own_keys(impl, sample):
     for i, (n, m) in enumerate(sizes):
 
         def change(case, i=i, n=n, m=m):
-            q, k, v = (x[i :: p.batch] for x in case.inputs)  # of further draws many
-            grads = (case.grad_o, case.grad_lse)
-            grad_o, grad_lse = (x if x is None else x[i :: p.batch, :, :n] for x in grads)
+            case = case.batches(i, p.batch)
+            q, k, v = case.inputs
+            grads = case.grad_o, case.grad_lse
+            grad_o, grad_lse = (None if x is None else x[:, :, :n] for x in grads)
             return replace(
                 case,
-                problem=replace(p, batch=len(q), seq_q=n, seq_kv=m),
+                problem=replace(case.problem, seq_q=n, seq_kv=m),
                 inputs=(q[:, :, :n], k[:, :, :m], v[:, :, :m]),
                 grad_o=grad_o,
                 grad_lse=grad_lse,

@@ -670,14 +670,7 @@ def test_batches_have_their_own_sinks(impl, sample):
     for i in range(p.batch):
 
         def change(case, i=i):
-            q, k, v = (x[i :: p.batch] for x in case.inputs)
-            grads = (case.grad_o, case.grad_lse)
-            grad_o, grad_lse = (x if x is None else x[i :: p.batch] for x in grads)
-            case = scored(case, sink=case.scored["sink"] + i)
-            problem = replace(p, batch=len(q))
-            return replace(
-                case, problem=problem, inputs=(q, k, v), grad_o=grad_o, grad_lse=grad_lse
-            )
+            return scored(case.batches(i, p.batch), sink=case.scored["sink"] + i)
 
         alone = ask(impl, sample, change)
         got = {name: x[i : i + 1] for name, x in together.got.items()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Literal, NamedTuple
 
 import torch
@@ -61,23 +63,20 @@ class TensorSpec(NamedTuple):
         return self.meta.is_contiguous()
 
     @property
-    def packed(self) -> bool:
-        """Whether its elements fill one piece of memory, with dimensions in any order."""
-        elements = 1
-        for stride, n in sorted(zip(self.strides, self.shape, strict=True)):
-            if n != 1:
-                if stride != elements:
-                    return False
-                elements *= n
-        return elements > 0
+    def non_overlapping_and_dense(self) -> bool:
+        """PyTorch's word: its elements fill one piece of memory, dimensions in any order."""
+        sizes = sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n != 1)
+        dense = accumulate((n for _, n in sizes), mul, initial=1)
+        return all(stride == wanted for (stride, _), wanted in zip(sizes, dense, strict=False))
 
     def copied(self) -> TensorSpec:
         """Return the spec of a contiguous copy."""
         return self._replace(strides=dense_strides(self.shape), offset=0)
 
     def like(self) -> TensorSpec:
-        """Return the spec of ``torch.empty_like``, which keeps the strides of what is packed."""
-        strides = self.strides if self.packed else torch.empty_like(self.meta).stride()
+        """Return the spec of ``torch.empty_like``; of a dense tensor it keeps the strides."""
+        keeps = self.non_overlapping_and_dense
+        strides = self.strides if keeps else torch.empty_like(self.meta).stride()
         return self._replace(strides=strides, offset=0)
 
 

@@ -218,10 +218,9 @@ def train(
     impl = "auto" if device == "cuda" else "tiled"
     attend: Any = partial(parallel.attention, mesh=mesh, length=context, causal=True, impl=impl)
     config = replace(SIZES[size], longest=context)
-    shared = mesh if mesh.size() > 1 else None
     facts: dict[str, Any] = {"batch": 1, "context": context, "precision": precision}
-    facts["checkpoint"] = checkpoint
-    trainer = Trainer(config, attention=attend, device=device, mesh=shared, **facts)
+    facts |= {"checkpoint": checkpoint, "mesh": mesh if mesh.size() > 1 else None}
+    trainer = Trainer(config, attention=attend, device=device, **facts)
     losses: list[torch.Tensor] = []
     measured = _timed(mesh, lambda: losses.append(trainer.train()), rounds)
     mean = torch.stack(losses)

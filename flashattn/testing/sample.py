@@ -95,6 +95,21 @@ class Case:
     lse: bool = True
     denormals: bool = True
 
+    def batches(self, first: int, step: int) -> Case:
+        """Return each ``step``-th batch: one of the sample's own, many of further draws."""
+        own = slice(first, None, step)
+        q, k, v = (x[own] for x in self.inputs)
+        grads = self.grad_o, self.grad_lse
+        grad_o, grad_lse = (None if x is None else x[own] for x in grads)
+        return replace(
+            self,
+            problem=replace(self.problem, batch=len(q)),
+            inputs=(q, k, v),
+            scored={name: x if len(x) == 1 else x[own] for name, x in self.scored.items()},
+            grad_o=grad_o,
+            grad_lse=grad_lse,
+        )
+
     @property
     def bounds(self) -> Bounds | None:
         """The bounds of packed documents or of a prefix, None if there are neither."""

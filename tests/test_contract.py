@@ -124,6 +124,59 @@ def silent_second(q, k, v, *, causal, scale):
     return Lost.apply(q, k, v)
 
 
+class InOrder(torch.autograd.Function):
+    """Write a gradient as if it were contiguous."""
+
+    @staticmethod
+    def forward(_, o):
+        """Return the same."""
+        return o.clone()
+
+    @staticmethod
+    def backward(_, grad):
+        """Read memory in its order."""
+        return grad.as_strided(grad.shape, torch.empty(grad.shape, device="meta").stride())
+
+
+def dense_gradients(q, k, v, **how):
+    """Read the gradient's memory as if it were contiguous."""
+    o, lse = good(q, k, v, **how)
+    return InOrder.apply(o), lse
+
+
+def widened(q, k, v, **how):
+    """Return o in fp32, whatever q is."""
+    o, lse = good(q, k, v, **how)
+    return o.float(), lse
+
+
+def finite_mask(q, k, v, *, causal, scale):
+    """Hide keys by a finite number."""
+    scores = (q @ k.mT).float() * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -1e4)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def long_rows(q, k, v, **how):
+    """Go wrong from 300 rows on."""
+    o, lse = good(q, k, v, **how)
+    return o * (1 if q.shape[2] < 300 else 1.5), lse
+
+
+def last_heads(q, k, v, **how):
+    """Forget heads beyond 32."""
+    o, lse = good(q, k, v, **how)
+    return o * (torch.arange(q.shape[1]) < 32)[:, None, None], lse
+
+
+def drawing(q, k, v, **how):
+    """Draw from the global generator."""
+    torch.rand(1)
+    return good(q, k, v, **how)
+
+
 BROKEN = [
     (top_left, "causal bottom-right, T < S"),
     (no_left_bound, "causal window"),
@@ -140,6 +193,12 @@ BROKEN = [
     (unsunk, "sink, causal"),
     (sees_poison, "NaN and inf in keys behind the mask"),
     (sees_poison, "NaN and inf where no query looks"),
+    (dense_gradients, "any strides of gradients"),
+    (widened, "dtype, shape and memory of results"),
+    (finite_mask, "scores of -131072, causal"),
+    (long_rows, "4096 rows, 40 batches, 40 heads"),
+    (last_heads, "4096 rows, 40 batches, 40 heads"),
+    (drawing, "no trace left behind"),
     (restless, "same bits every run"),
     (silent_second, ERRORS_KEEP),
 ]

@@ -26,12 +26,16 @@ import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import Impl, get
 from flashattn.testing.accuracy import Expected
-from flashattn.testing.inputs import LAYOUTS, make_grads, make_inputs
+from flashattn.testing.form import check_form
+from flashattn.testing.inputs import GRAD_LAYOUTS, LAYOUTS, make_grads, make_inputs
 from flashattn.testing.sample import Case, Outputs, Sample, run
+from flashattn.testing.state import unchanged
+from flashattn.testing.values import sunken
 
 KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
 LONGEST = 150  # characters of an error that are told
 SEQ_Q, SEQ_KV = 40, 70
+ROWS, MANY = 4096, 40  # rows; batches, or heads
 DTYPES = ("bfloat16", "float16", "float32")
 NEAR = 4096  # elements: one head begins there, or
 FAR = 2**31 + NEAR
@@ -53,13 +57,14 @@ def _within(
     how: Mapping[str, Any] = ASKED,
     *,
     grad_lse: bool = False,
+    change: Callable[[Case], Case] = lambda case: case,
     **sizes: Any,
 ) -> None:
     """Hold the usual problem with other sizes, asked in some way, to its budgets."""
     problem = replace(usual(impl, device), **sizes)
     sample = Sample(problem=problem, device=device, lse=impl.lse, **how)
     case, enlarged = (
-        replace(drawn, grad_lse=drawn.grad_lse if grad_lse else None)  # it has its own clause
+        replace(change(drawn), grad_lse=drawn.grad_lse if grad_lse else None)  # has its own clause
         for drawn in (sample.draw(), sample.enlarged().draw())
     )
     got = run(partial(impl, **problem.keywords, scale=case.scale), case)
@@ -105,6 +110,26 @@ def _layouts(impl: Impl, device: torch.device) -> None:
         _within(impl, device, how={"layout": layout})
 
 
+def _grad_layouts(impl: Impl, device: torch.device) -> None:
+    for layout in GRAD_LAYOUTS:
+        _within(impl, device, how={"grad_layout": layout})
+
+
+def _sizes(impl: Impl, device: torch.device) -> None:
+    _within(impl, device, seq_q=ROWS)
+    _within(impl, device, seq_kv=ROWS)
+    _within(impl, device, causal=True, seq_q=513, seq_kv=777)
+    _within(impl, device, batch=MANY)
+    _within(impl, device, heads=MANY, kv_heads=MANY)
+
+
+def _low_scores(impl: Impl, device: torch.device) -> None:
+    def low(case: Case) -> Case:
+        return replace(case, inputs=sunken(*case.inputs))
+
+    _within(impl, device, {"values": "zeros", "scale": 1.0}, change=low, causal=True)
+
+
 def _scales(impl: Impl, device: torch.device) -> None:
     for scale in (0.3, 0.0, -0.2):
         _within(impl, device, causal=True, how={"scale": scale})
@@ -131,6 +156,23 @@ def _same(got: Outputs, wanted: Outputs, what: str) -> None:
     differ = [name for name, x in got.items() if not torch.equal(x, wanted[name])]
     if differ:
         raise AssertionError(f"{', '.join(differ)}: {what}")
+
+
+def _form(impl: Impl, device: torch.device) -> None:
+    for dtype in DTYPES:
+        problem = replace(usual(impl, device), dtype=dtype, causal=True, seq_kv=SEQ_KV)
+        if impl.why_not(problem, device) is None:
+            inputs = make_inputs(problem, device=device)
+            check_form(inputs, _outputs(impl, problem, inputs))
+
+
+def _no_trace(impl: Impl, device: torch.device) -> None:
+    problem = usual(impl, device)
+    inputs = make_inputs(problem, device=device)
+    _outputs(impl, problem, inputs)  # what is imported at first use is not the call's doing
+    for turn in range(2):
+        with unchanged(device, inputs, turn):
+            _outputs(impl, problem, inputs)
 
 
 def _repeats(impl: Impl, device: torch.device) -> None:
@@ -225,13 +267,18 @@ CLAUSES: dict[str, Trial] = {
     "NaN and inf in keys behind the mask": partial(_future, poisoned="keys"),
     "NaN and inf in values behind the mask": partial(_future, poisoned="values"),
     "NaN and inf where no query looks": _unseen,
+    "scores of -131072, causal": _low_scores,
     "zero lengths": _empty,
     "scales 0.3, 0, -0.2": _scales,
+    "4096 rows, 40 batches, 40 heads": _sizes,
     "any strides": _layouts,
+    "any strides of gradients": _grad_layouts,
     "offsets above 2^31": _far,
     "lse returned": partial(_lse, grad=False),
     "gradient of lse": partial(_lse, grad=True),
     ERRORS_KEEP: _twice,
+    "dtype, shape and memory of results": _form,
+    "no trace left behind": _no_trace,
     "same bits every run": _repeats,
 }
 

@@ -70,6 +70,14 @@ def _one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
     return wanted * ONE_HOT, signs.expand_as(k), v.round()
 
 
+def sunken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """Lower each score of q = 0 and scale 1 to -131072; in fp16, which ends at 65504, to -32768."""
+    root = 2.0**7 if q.dtype == torch.float16 else 2.0**8
+    q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    q[..., 0], k[..., 0] = root, -2 * root
+    return q, k, v
+
+
 VALUES: dict[str, Maker] = {
     "normal": lambda q, k, v: (q, k, v),
     "extreme": _extreme,  # logits of +-60 standard deviations: one key takes all

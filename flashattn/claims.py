@@ -71,9 +71,9 @@ class Claims:
             "takes no bias": problem.bias != "" and not self.bias,
             "takes no sink, and returns no logsumexp": problem.sink and not (self.sink or self.lse),
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
-            "claims no empty problems": _is_empty(problem) and not self.empty,
-            "claims nothing for queries that see no key": problem.fully_masked_rows > 0
-            and not self.fully_masked_rows,
+            "claims no empty problems": not self.empty and _is_empty(problem),
+            "claims nothing for queries that see no key": not self.fully_masked_rows
+            and problem.fully_masked_rows > 0,
             f"takes dtypes {_listed(self.dtypes)}": not _among(problem.dtype, self.dtypes),
             f"takes head dimensions {_listed(self.head_dims)}": not _among(
                 problem.head_dim, self.head_dims

@@ -70,12 +70,14 @@ def prepare(
     scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
     if bounds is not None:
         return _attend(q, k, v, Extras(*bounds, **scored), None, None, diagonal, *how)
-    seen = mask.over(q.shape[2], k.shape[2]).seen_keys
+    band = mask.over(q.shape[2], k.shape[2])
+    seen = band.seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
     if not every:  # what no query sees may be NaN
         k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
         diagonal -= 0 if alibi_slopes is None else seen.start
-    band, extras = mask.over(q.shape[2], k.shape[2]), given_extras(Extras(**scored))
+        band = mask.over(q.shape[2], k.shape[2])
+    extras = given_extras(Extras(**scored))
     attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
     if every:
         return attend

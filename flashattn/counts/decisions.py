@@ -18,7 +18,7 @@ import lzma
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ def plans(question: Question, gpu: Gpu) -> tuple[ForwardPlan, BackwardPlan] | st
 
 def words(plan: ForwardPlan | BackwardPlan) -> str:
     """Return what was decided, without numbers that grow with the problem."""
-    order = replace(plan.scheduler, section=1)
+    order = plan.scheduler._replace(section=1)
     said: list[object] = [plan.kernel, operands(plan.precision, plan.terms), order, *plan.copies]
     if isinstance(plan, ForwardPlan):
         said += [plan.tile, plan.loads, f"splits {plan.split.num}", "pack_gqa" * plan.pack_gqa]
@@ -227,7 +227,7 @@ def answer(question: Question, gpu: Gpu) -> tuple[str, str]:
     found = plans(question, gpu)
     if isinstance(found, str):
         return f"refused: {found}", ""
-    return "; ".join(words(x) for x in found), "\n".join(str(replace(x, why=())) for x in found)
+    return "; ".join(words(x) for x in found), "\n".join(str(x._replace(why=())) for x in found)
 
 
 def decisions(card: str, blocks: Sequence[int]) -> list[tuple[list[str], str]]:

@@ -7,7 +7,6 @@ ends up in the plan's ``why``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -102,7 +101,7 @@ def choose_forward(
     if copies:
         q, k, v = _copied(specs, copies)
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
-        return replace(plan, copies=copies, why=(COPIED, *plan.why))
+        return plan._replace(copies=copies, why=(COPIED, *plan.why))
     why, pays = [], options.family == "hopper"
     if options.family == "auto":
         pays, sentence = hopper.forward_pays(q, k, gpu, options)
@@ -112,7 +111,7 @@ def choose_forward(
     if pays:
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
-            return replace(found, precision=options.precision, why=(*why, *found.why))
+            return found._replace(precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernel, not Hopper's: {found}")
     keys = 0
     alone = options.left is None and not options.extras
@@ -124,7 +123,7 @@ def choose_forward(
         q, k, v = portable.packed(q, k, v, keys)
         options = options._replace(right=None)
     plan = portable.forward(q, k, v, gpu, options, tile=tile, row=row, most=num_splits)
-    return replace(plan, pack_gqa=keys > 0, keys=keys, why=(*why, *plan.why))
+    return plan._replace(pack_gqa=keys > 0, keys=keys, why=(*why, *plan.why))
 
 
 def choose_backward(
@@ -168,14 +167,14 @@ def choose_backward(
     if copies:
         options = options._replace(family="hopper" if pays else "triton")
         plan = choose_backward(_copied(specs, copies), gpu, options, tile=tile)
-        return replace(plan, copies=copies, why=(*why, COPIED, *plan.why))
+        return plan._replace(copies=copies, why=(*why, COPIED, *plan.why))
     if pays:
         found = hopper.backward(q, k, gpu, options, tile)
         if not isinstance(found, str):
-            return replace(found, precision=options.precision, why=(*why, *found.why))
+            return found._replace(precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernels, not Hopper's: {found}")
     plan = portable.backward(q, k, v, grad_o, gpu, options)
-    return replace(plan, precision=options.precision, why=(*why, *plan.why))
+    return plan._replace(precision=options.precision, why=(*why, *plan.why))
 
 
 def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:

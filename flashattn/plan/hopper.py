@@ -220,7 +220,7 @@ def why_not_backward(
     """
     if tile is None:
         return "no tile for so few columns"
-    if grad_o.contiguous and not grad_o.tma_compatible:
+    if not grad_o.tma_compatible and grad_o.contiguous:
         return "the address or a stride of dO is not aligned"
     return why_not_tma(q, k, v, scale=options.scale) if readable else None
 

@@ -34,8 +34,7 @@ class Workspace(NamedTuple):
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{zeros}"
 
 
-@dataclass(frozen=True)
-class Scheduler:
+class Scheduler(NamedTuple):
     """The order in which programs take tiles.
 
     Args:
@@ -57,8 +56,7 @@ class Scheduler:
         return ", ".join(filter(None, words))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardPlan:
+class ForwardPlan(NamedTuple):
     """How o and lse are computed.
 
     Args:
@@ -109,8 +107,7 @@ class ForwardPlan:
         return _lines("forward", facts, self.programs, self)
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """A launch of the backward.
 
     Args:
@@ -137,8 +134,7 @@ class Pass:
         return ", ".join(filter(None, words))
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackwardPlan:
+class BackwardPlan(NamedTuple):
     """How dq, dk and dv are computed.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -49,7 +48,7 @@ def find(
     """
     rows, (q, k) = tables.rows_of(gpu), inputs[:2]
     limits, enough = rows.limits, scores(q, k, rows.limits)
-    large = all(x.tma_compatible for x in inputs) and enough > limits.pointers
+    large = enough > limits.pointers and all(x.tma_compatible for x in inputs)
     if q.dtype == torch.float32:
         backward = kernel.startswith("bwd")
         least = limits.decompose_backward if backward else limits.decompose_forward
@@ -235,8 +234,10 @@ def backward(
                     why=(sentence,),
                 )
     passes = tuple(
-        replace(one, tile=beside_bias(cast("Tile", one.tile), q, options))
-        for one in (backward_pass(x, *inputs, **how) for x in kernels)
+        one._replace(tile=beside_bias(cast("Tile", one.tile), q, options))
+        for one in (
+            backward_pass(x, *inputs, tile=fused if x in FUSED else None, **how) for x in kernels
+        )
     )
     return BackwardPlan(
         kernel="portable",

@@ -56,6 +56,8 @@ def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, *, causal
         causal: whether there is a mask: programs then have half as much to do in the mean.
     """
     group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return 1
     late, added = (x[q.shape[3] > hopper.ONE_PASS] for x in (hopper.LATE, hopper.ADDED))
 
     def time(splits: int) -> float:  # the unit is a walk over the queries of a head

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
 VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
@@ -87,17 +86,6 @@ class Tile:
         """Return block_q x block_kv, warps, stages, and a limit of registers."""
         limit = f" r{self.registers}" * bool(self.registers)
         return f"{self.block_q}x{self.block_kv} w{self.warps} s{self.stages}{limit}"
-
-    def options(self, head_dim: int, strides: Iterable[Iterable[int]]) -> dict[str, Any]:
-        """Return the keyword arguments of a launch; ``strides`` as ``padding`` takes them."""
-        return {
-            "BLOCK_Q": self.block_q,
-            "BLOCK_KV": self.block_kv,
-            "BLOCK_D": block_d(head_dim),
-            "PADDED": padding(head_dim, strides),
-            "DESCRIPTORS": self.descriptors,
-            **self.compiler_options(),
-        }
 
     def compiler_options(self) -> dict[str, int]:
         """Return those of the keyword arguments that are the compiler's."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashattn.plan.tile import Tile
+from flashattn.plan.tile import Tile, block_d, padding
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
     """The constants of one compiled kernel.
 
     Each is a constexpr by itself: Triton 3.6 takes an int that it reads from an argument for a
-    number of Python.
+    number of Python. There is one object of the same constants, see ``of``: Triton hashes it at
+    every look-up, and hashing each constant takes longer than all other arguments.
     """
 
     BLOCK_Q: tl.constexpr  # queries of a tile
@@ -48,10 +50,14 @@ class Config:
             terms: bf16 terms that the operands were decomposed into; 0: they were not.
             vector: keys of a bias that come together.
         """
-        options = tile.options(head_dim, strides)
-        names = ("BLOCK_Q", "BLOCK_KV", "BLOCK_D", "PADDED", "DESCRIPTORS")
-        values = (*(options[name] for name in names), precision, terms, vector)
-        return cls(*map(tl.constexpr, values))
+        sizes = tile.block_q, tile.block_kv, block_d(head_dim), padding(head_dim, strides)
+        return _config(*sizes, tile.descriptors, precision, terms, vector)
+
+
+@cache
+def _config(*values: Any) -> Config:
+    """Return the only constants with these values."""
+    return Config(*map(tl.constexpr, values))
 
 
 class ForwardLayout(NamedTuple):

@@ -128,7 +128,7 @@ LONG_STEP = {
     "default": [
         *long(["large"], [8192, 65536], [*PEERS, "hopper"]),
         *long(["large"], [65536], ["flex", "hopper"], packed=True),
-        *long(["2.7B"], [8192, 32768], [*PEERS, "hopper"]),
+        *long(["2.7B"], CONTEXTS, [*PEERS, "hopper"]),
     ],
     "full": [
         *long(["large", "2.7B"], CONTEXTS, [*PEERS, "triton", "hopper"]),

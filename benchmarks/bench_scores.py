@@ -29,18 +29,20 @@ NARROW = replace(HEADS, heads=32, kv_heads=32, head_dim=64)
 GPT_OSS = Problem(
     dtype="bfloat16", heads=64, kv_heads=8, seq_q=8192, head_dim=64, causal=True, window=(127, None)
 )
+LONG = replace(HEADS, seq_q=16384, seq_kv=16384, causal=True)
 TINY = Problem(heads=2, seq_q=40, head_dim=16)
 SMOKE = scores(TINY, CAPPED, *ADDED, SUNK)
 DEFAULT = [
     *scores(HEADS, CAPPED, *ADDED, SUNK),
     *scores(GPT_OSS, SUNK),
     *scores(replace(GPT_OSS, window=(None, None)), SUNK),
+    *scores(LONG, CAPPED, {"alibi": True}),
 ]
 FULL = [
     *DEFAULT,
     *scores(NARROW, CAPPED, *ADDED, SUNK),
     *scores(replace(HEADS, causal=True), CAPPED, *ADDED, SUNK),
-    *scores(replace(HEADS, seq_q=16384, seq_kv=16384, causal=True), CAPPED, {"alibi": True}, SUNK),
+    *scores(LONG, SUNK)[1:],
     *scores(replace(HEADS, heads=8, kv_heads=8, head_dim=256), CAPPED, *ADDED, SUNK),
 ]
 SWEEPS = {

@@ -30,7 +30,7 @@ def _rows_outside(x: Tensor) -> Tensor:
 
 def _scalars(x: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the state of a random generator that nobody reads, as there is no dropout."""
-    return tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes)
+    return tuple([x.new_empty(shape, dtype=dtype) for shape in shapes])
 
 
 def _scaled_dot_product_flash_attention(

@@ -231,10 +231,13 @@ def test_an_error_is_a_refusal():
     def picky(q, k, v, **how):
         if q.shape[2] != k.shape[2]:
             raise NotImplementedError("only squares\nand more")
+        assert q.shape[1] == k.shape[1], "only as many heads"
         return good(q.detach(), k.detach(), v.detach(), **how)[0]
 
     impl = made(picky)
     assert try_clause(impl, CPU, "T != S") == {"verdict": "refuses", "said": "only squares"}
+    refused = try_clause(impl, CPU, "grouped heads")
+    assert refused == {"verdict": "refuses", "said": "only as many heads"}
     assert try_clause(impl, CPU, "lse returned")["verdict"] == "refuses"
     assert try_clause(impl, CPU, ERRORS_KEEP)["verdict"] == "keeps"
 

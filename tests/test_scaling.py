@@ -31,7 +31,7 @@ def test_jobs():
             found = ranks.ask(60, problem=str(PROBLEM), passes=passes, **job)
             assert len(found["samples"]) == 2
             assert found["wrong"] == []
-            assert found["repeats"]
+            assert found["other_bits"] == []
         found = ranks.ask(
             60, job="train", size="tiny", context=32, precision="fp32", checkpoint=True, rounds=2
         )
@@ -42,6 +42,16 @@ def test_jobs():
         assert not ranks.alive
     finally:
         ranks.close()
+
+
+def test_other_bits_are_told():
+    """What a second call gives with other bits is named, with the first place."""
+    o, dq = torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
+    assert parallel_case._other_bits((o, dq), (o.clone(), dq.clone())) == []
+    other = dq.clone()
+    other[..., 1, 0] = 2
+    said = "in a second call dq: 1 elements differ, the first at [0, 0, 1, 0]: 1.0 and 2.0"
+    assert parallel_case._other_bits((o, dq), (o, other)) == [said]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ An implementation keeps a clause if its answers are within the budgets (or bit-i
 clause says so); it refuses one if it raises an error, which is fair; it breaks one if it answers
 wrongly. Its own sentences of what it cannot do are not asked.
 
-    python -m flashattn.testing.contract cuda triton sdpa_flash
+    python -m flashattn.testing.contract cuda sdpa_flash
+    python -m flashattn.testing.contract cuda sdpa_flash "zero lengths" "any strides"
 
-tries some in a process of its own and prints a JSON line for each clause: what a kernel does to
-memory when it is asked for what it does not know can end the process, and that is a finding, too.
+tries all or some and prints a JSON line for each: what a kernel does to memory when it is asked for
+what it does not know can end the process, and that is a finding, too.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn.problem import Problem
 from flashattn.registry import Impl, get
 from flashattn.testing.accuracy import Expected
-from flashattn.testing.form import check_form
+from flashattn.testing.form import FormError, check_form
 from flashattn.testing.inputs import GRAD_LAYOUTS, LAYOUTS, make_grads, make_inputs
 from flashattn.testing.sample import Case, Outputs, Sample, run
-from flashattn.testing.state import unchanged
+from flashattn.testing.state import TraceError, unchanged
 from flashattn.testing.values import sunken
 
 KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
@@ -42,6 +43,10 @@ FAR = 2**31 + NEAR
 Trial = Callable[[Impl, torch.device], None]
 Outcome = dict[str, str | None]
 ASKED: Mapping[str, Any] = {}  # as usual
+
+
+class ClauseError(AssertionError):
+    """A wrong answer. Another assertion that fails is the implementation's: it refuses."""
 
 
 def usual(impl: Impl, device: torch.device) -> Problem:
@@ -70,7 +75,7 @@ def _within(
     got = run(partial(impl, **problem.keywords, scale=case.scale), case)
     failures = Expected.of(case, enlarged).failures(got)
     if failures:
-        raise AssertionError(f"{problem}: {'; '.join(failures)}")
+        raise ClauseError(f"{problem}: {'; '.join(failures)}")
 
 
 def _dtype(impl: Impl, device: torch.device, dtype: str) -> None:
@@ -155,7 +160,7 @@ def _outputs(impl: Impl, problem: Problem, inputs: tuple[torch.Tensor, ...]) -> 
 def _same(got: Outputs, wanted: Outputs, what: str) -> None:
     differ = [name for name, x in got.items() if not torch.equal(x, wanted[name])]
     if differ:
-        raise AssertionError(f"{', '.join(differ)}: {what}")
+        raise ClauseError(f"{', '.join(differ)}: {what}")
 
 
 def _form(impl: Impl, device: torch.device) -> None:
@@ -242,7 +247,7 @@ def _twice(impl: Impl, device: torch.device) -> None:
     wanted = second(partial(get("reference"), causal=False, scale=0.125)).float()
     got = second(partial(impl, causal=False, scale=0.125)).float()
     if not (got - wanted).norm() <= 0.1 * wanted.norm():
-        raise AssertionError("a wrong second derivative in place of an error")
+        raise ClauseError("a wrong second derivative in place of an error")
 
 
 # Refusing is a way to keep this one: never a silent zero.
@@ -298,7 +303,7 @@ def try_clause(impl: Impl, device: torch.device, clause: str) -> Outcome:
         torch.compiler.reset()  # or it gives up compiling after some shapes
     try:
         CLAUSES[clause](impl, device)
-    except AssertionError as error:
+    except (ClauseError, FormError, TraceError) as error:
         return {"verdict": BREAKS, "said": _line(error)}
     except Exception as error:  # noqa: BLE001 - whatever an implementation raises is its refusal
         crashed = isinstance(error, torch.AcceleratorError)

@@ -34,6 +34,7 @@ from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import Expected
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.ranks import ANSWER
+from flashattn.testing.results import unlike
 from flashattn.testing.sample import Case
 from flashattn.training import Trainer
 
@@ -62,8 +63,8 @@ def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, round
 
     Returns:
         ``samples``, seconds of the slowest rank; ``wrong``, a sentence for each broken budget;
-        ``peak_bytes`` of the rank with the most; ``repeats``, whether a second call gave the same
-        bits; or ``unsupported``, why PyTorch's cannot.
+        ``peak_bytes`` of the rank with the most; ``other_bits``, a sentence for each output whose
+        bits were others in a second call; or ``unsupported``, why PyTorch's cannot.
     """
     asked, device = Problem.parse(problem), mesh.device_type
     whole = [*make_inputs(asked, device=device), make_grads(asked, device=device)[0]]
@@ -83,12 +84,19 @@ def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, round
                 raise
             return {"unsupported": f"PyTorch's context_parallel: {error}".splitlines()[0]}
         wrong = _wrong(mesh, asked, method, [leaves[0].detach(), *whole[1:3], rows[3]], got)
-        repeats = all(map(torch.equal, got, call()))
+        other_bits = _other_bits(got, call())
         del got
         whole.clear()
         facts = _timed(mesh, call, rounds)
-    facts |= {"wrong": [text for texts in _gathered(mesh, wrong) for text in texts]}
-    return facts | {"repeats": all(_gathered(mesh, repeats))}
+    for name, said in {"wrong": wrong, "other_bits": other_bits}.items():
+        facts[name] = [text for texts in _gathered(mesh, said) for text in texts]
+    return facts
+
+
+def _other_bits(first: Tensors, second: Tensors) -> list[str]:
+    """Return a sentence for each of o, dq, dk and dv that a second call gave with other bits."""
+    pairs = zip(("o", "dq", "dk", "dv"), first, second, strict=False)
+    return [f"in a second call {said}" for x in pairs if (said := unlike(*x))]
 
 
 @contextmanager

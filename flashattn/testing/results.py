@@ -82,15 +82,22 @@ def assert_same_bits(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
     """Hold two outputs to be equal, element by element (0 and -0 are).
 
     Raises:
-        AssertionError: how many elements differ, and the first that does.
+        AssertionError: see ``unlike``.
     """
-    assert one.shape == other.shape, f"{name}: shape {list(one.shape)}, not {list(other.shape)}"
+    said = unlike(name, one, other)
+    assert said is None, said
+
+
+def unlike(name: str, one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Return how many elements of two outputs differ, and the first that does; None if none."""
+    if one.shape != other.shape:
+        return f"{name}: shape {list(one.shape)}, not {list(other.shape)}"
     different = (one != other).nonzero()
-    if len(different):
-        where = different[0].tolist()
-        values = f"{one[tuple(where)].item()!r} and {other[tuple(where)].item()!r}"
-        msg = f"{name}: {len(different)} elements differ, the first at {where}: {values}"
-        raise AssertionError(msg)
+    if not len(different):
+        return None
+    where = different[0].tolist()
+    values = f"{one[tuple(where)].item()!r} and {other[tuple(where)].item()!r}"
+    return f"{name}: {len(different)} elements differ, the first at {where}: {values}"
 
 
 def assert_agree(one: Result, other: Result, *, times: float = 1.0, **back: Back) -> None:

@@ -150,6 +150,10 @@ def switches(device: torch.device) -> list[Switch]:
     return found
 
 
+class TraceError(AssertionError):
+    """What a call left behind."""
+
+
 @contextmanager
 def unchanged(device: torch.device, inputs: Sequence[torch.Tensor], turn: int) -> Iterator[None]:
     """Watch a call with every switch at the value of a turn, and put all back.
@@ -160,7 +164,7 @@ def unchanged(device: torch.device, inputs: Sequence[torch.Tensor], turn: int) -
         turn: which of its values each switch has.
 
     Raises:
-        AssertionError: what is another afterwards.
+        TraceError: what is another afterwards.
     """
     watched = switches(device)
     kept = [(switch, switch.get()) for switch in watched]
@@ -184,7 +188,7 @@ def unchanged(device: torch.device, inputs: Sequence[torch.Tensor], turn: int) -
         now = _facts(x)
         changed += [f"{name}: {fact} changed" for fact in was if was[fact] != now[fact]]
     if changed:
-        raise AssertionError("; ".join(changed))
+        raise TraceError("; ".join(changed))
 
 
 def _told(was: object, now: object) -> str:

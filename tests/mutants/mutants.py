@@ -927,8 +927,8 @@ MUTANTS = [
     Mutant(
         "alignment_swapped",
         "prepare.py",
-        "band, extras = mask.over(q.shape[2], k.shape[2])",
-        "band, extras = mask.over(k.shape[2], q.shape[2])",
+        "    band = mask.over(q.shape[2], k.shape[2])\n    seen",
+        "    band = mask.over(k.shape[2], q.shape[2])\n    seen",
         "bottom-right masks are shifted the wrong way where T != S",
     ),
     Mutant(

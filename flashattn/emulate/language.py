@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashattn.emulate.barriers import Barriers
-from flashattn.emulate.memory import Pointer, Registers, Shared, registers
+from flashattn.emulate.memory import Pointer, Shared
 from flashattn.emulate.schedule import here
 
 bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
@@ -114,30 +114,30 @@ def cdiv(a: int, b: int) -> Any:
 
 def abs(x: Any) -> Any:  # noqa: A001
     """Return the distance from zero."""
-    return x.abs() if isinstance(x, Registers) else builtins.abs(x)
+    return x.abs() if isinstance(x, torch.Tensor) else builtins.abs(x)
 
 
 def minimum(a: Any, b: Any) -> Any:
     """Return the lesser, of each element where there are some."""
-    if isinstance(a, Registers) or isinstance(b, Registers):
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     return Number(min(a, b))
 
 
 def maximum(a: Any, b: Any) -> Any:
     """Return the greater, of each element where there are some."""
-    if isinstance(a, Registers) or isinstance(b, Registers):
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
     return Number(builtins.max(a, b))
 
 
-def max(x: Registers, axis: int) -> Any:  # noqa: A001
+def max(x: torch.Tensor, axis: int) -> Any:  # noqa: A001
     """Return the greatest along an axis."""
     result = x.amax(axis)
     return result if result.ndim else Number(result)
 
 
-def sum(x: Registers, axis: int) -> torch.Tensor:  # noqa: A001
+def sum(x: torch.Tensor, axis: int) -> torch.Tensor:  # noqa: A001
     """Return the sum along an axis."""
     return x.sum(axis)
 
@@ -149,36 +149,36 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return torch.where(condition, a, b)
 
 
-def capped(s: Registers, cap: float) -> torch.Tensor:
+def capped(s: torch.Tensor, cap: float) -> torch.Tensor:
     """Return tanh(s * cap)."""
     return (s * cap).tanh()
 
 
-def tanh_approx(x: Registers) -> torch.Tensor:
+def tanh_approx(x: torch.Tensor) -> torch.Tensor:
     """Return tanh(x) as far off as a GPU's: by 2^-16 of itself up or down, and 1 from 10 on."""
     exact, up = x.tanh(), x.contiguous().view(torch.int32) & 1
     rounded = exact * (1 + (2.0 * up - 1) * 2.0**-16)
     return torch.where(x.abs() < 10, rounded, exact).clamp(-1, 1)  # noqa: PLR2004
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> Registers:
+def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> torch.Tensor:
     """Return zeros."""
-    return registers(torch.zeros(shape, dtype=dtype))
+    return torch.zeros(shape, dtype=dtype)
 
 
-def full(shape: Sequence[int], x: float, dtype: torch.dtype, layout: object) -> Registers:
+def full(shape: Sequence[int], x: float, dtype: torch.dtype, layout: object) -> torch.Tensor:
     """Return one number everywhere."""
     del layout
-    return registers(torch.full(shape, x if type(x) is float else int(x), dtype=dtype))
+    return torch.full(shape, x if type(x) is float else int(x), dtype=dtype)
 
 
-def arange(start: int, end: int, layout: object) -> Registers:
+def arange(start: int, end: int, layout: object) -> torch.Tensor:
     """Return start ... end - 1."""
     del layout
-    return registers(torch.arange(start, end, dtype=torch.int32))
+    return torch.arange(start, end, dtype=torch.int32)
 
 
-def convert_layout(x: Registers, _: object, *, assert_trivial: bool = False) -> Registers:
+def convert_layout(x: torch.Tensor, _: object, *, assert_trivial: bool = False) -> torch.Tensor:
     """Return x."""
     del assert_trivial
     return x
@@ -188,10 +188,10 @@ def load(pointer: Pointer) -> Any:
     """Read from memory: an integer, another number, or what a tensor of pointers points to."""
     if isinstance(pointer.at, torch.Tensor) or pointer.elements.is_floating_point():
         return pointer.load()
-    return Number(pointer.value)
+    return Number(pointer.cell)
 
 
-def store(pointer: Pointer, x: Registers, mask: Registers) -> None:
+def store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
     """Write to memory where the mask says so."""
     pointer.store(x, mask)
 
@@ -231,4 +231,10 @@ def warp_specialize(
         )
         for i, ((role, given), size) in enumerate(zip(roles, (num_warps(), *warps), strict=True))
     ]
-    here().pause(lambda: all(each.ended for each in started))
+
+    def ended() -> bool:
+        while started and started[-1].ended:
+            started.pop()
+        return not started
+
+    here().pause(ended)

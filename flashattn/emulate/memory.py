@@ -13,17 +13,6 @@ from flashattn.emulate.schedule import here
 POISON = float("nan")
 
 
-class Registers(torch.Tensor):
-    """A tensor in registers."""
-
-    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
-
-
-def registers(x: torch.Tensor) -> Registers:
-    """Return x as one."""
-    return x.as_subclass(Registers)
-
-
 class Shared:
     """A tile in shared memory.
 
@@ -35,11 +24,12 @@ class Shared:
     def __init__(self, own: torch.Tensor, outer: torch.Tensor) -> None:
         """Hold on to them."""
         self.own, self.outer = own, outer
+        self._views: dict[Any, Shared] = {}
 
     @classmethod
     def allocate(cls, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         """Return memory that nobody has written to."""
-        tile = cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        tile = cls(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
         tile.wipe()
         return tile
 
@@ -59,8 +49,10 @@ class Shared:
         self.own.fill_(poison)
         self.outer.fill_(poison)
 
-    def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Shared:
-        return Shared(view(self.own), view(self.outer))
+    def _view(self, view: Callable[..., torch.Tensor], *how: Any) -> Shared:
+        if (view, how) not in self._views:
+            self._views[view, how] = Shared(view(self.own, *how), view(self.outer, *how))
+        return self._views[view, how]
 
     def index(self, i: int) -> Shared:
         """Return one of its tiles.
@@ -68,23 +60,23 @@ class Shared:
         Raises:
             IndexError: there are not so many.
         """
-        if not 0 <= i < len(self.own):
-            raise IndexError(f"tile {i} of {len(self.own)}")
-        return self._view(lambda x: x[int(i)])
+        if not 0 <= i < self.own.shape[0]:
+            raise IndexError(f"tile {i} of {self.own.shape[0]}")
+        return self._view(torch.select, 0, int(i))
 
     def reshape(self, shape: Sequence[int]) -> Shared:
         """Return it in another shape."""
-        return self._view(lambda x: x.view(*shape))
+        return self._view(torch.Tensor.view, *shape)
 
     def permute(self, order: Sequence[int]) -> Shared:
         """Return it with its dimensions in another order."""
-        return self._view(lambda x: x.permute(*order))
+        return self._view(torch.Tensor.permute, *order)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         """Return a part of it."""
-        return self._view(lambda x: x.narrow(dim, start, length))
+        return self._view(torch.narrow, dim, start, length)
 
-    def store(self, x: Registers) -> None:
+    def store(self, x: torch.Tensor) -> None:
         """Let threads see x; copies and products do after a fence of who stored it.
 
         Raises:
@@ -95,9 +87,9 @@ class Shared:
         self.own.copy_(x)
         here().unfenced.append(lambda: self.outer.copy_(x))
 
-    def load(self, _: object) -> Registers:
+    def load(self, _: object) -> torch.Tensor:
         """Return what threads see."""
-        return registers(self.own.clone())
+        return self.own.clone()
 
 
 class Pointer:
@@ -117,9 +109,9 @@ class Pointer:
         return Pointer(self.elements, self.at + other)
 
     @property
-    def value(self) -> int:
-        """What an integer is that it points to."""
-        return int(self.elements[int(self.at)])
+    def cell(self) -> torch.Tensor:
+        """The element that it points to."""
+        return self.elements[int(self.at)]
 
     def store(self, x: Any, mask: torch.Tensor) -> None:
         """Write where the mask says so.
@@ -130,13 +122,13 @@ class Pointer:
         at = self._within(self.at[mask])
         self.elements[at] = x[mask].to(self.elements.dtype)
 
-    def load(self) -> Registers:
+    def load(self) -> torch.Tensor:
         """Read.
 
         Raises:
             IndexError: outside of the tensor.
         """
-        return registers(self.elements[self._within(torch.as_tensor(self.at))])
+        return self.elements[self._within(torch.as_tensor(self.at))]
 
     def _within(self, at: torch.Tensor) -> torch.Tensor:
         at = at.long()
@@ -146,7 +138,7 @@ class Pointer:
 
     def add(self, x: int) -> int:
         """Add to an integer and return what it was."""
-        before = self.value
+        before = int(self.cell)
         self.elements[int(self.at)] += x
         return before
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashattn.emulate.memory import Registers, Shared, registers
+from flashattn.emulate.memory import Shared
 from flashattn.emulate.schedule import here
 from flashattn.kernels.constants import HIGH_BITS
 
@@ -21,10 +21,10 @@ class Product:
         sum_: what it is added to, or None.
     """
 
-    def __init__(self, a: Registers | Shared, b: Shared, sum_: Any) -> None:
+    def __init__(self, a: torch.Tensor | Shared, b: Shared, sum_: Any) -> None:
         """Compute nothing yet."""
         self._a, self._b, self._sum = a, b, sum_
-        self.value: Registers | None = None
+        self.value: torch.Tensor | None = None
 
     def finish(self) -> None:
         """Compute it, unless that was done."""
@@ -35,11 +35,11 @@ class Product:
         before = self._sum.value if isinstance(self._sum, Product) else self._sum
         if before is not None:
             x = x + before
-        self.value = registers(x)
+        self.value = x
 
 
 def warpgroup_mma(
-    a: Registers | Shared, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+    a: torch.Tensor | Shared, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
 ) -> Any:
     """Begin acc + a @ b, or compute it."""
     warps = here()
@@ -66,23 +66,23 @@ def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def leading_bits(x: Registers, add: int) -> Registers:
+def leading_bits(x: torch.Tensor, add: int) -> torch.Tensor:
     """Return the first 8 bits of each number, truncated if ``add`` is 0, rounded if HALF_BIT."""
     bits = (x.contiguous().view(torch.int32) + add) & HIGH_BITS.value
-    return registers(bits.view(torch.float32))
+    return bits.view(torch.float32)
 
 
-def pack(x: Registers, dtype: torch.dtype) -> Registers:
+def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return x, rounded; there are no words here."""
-    return registers(x.to(dtype))
+    return x.to(dtype)
 
 
-def unpack(packed: Registers, dtype: torch.dtype, layout: object) -> Registers:
+def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Tensor:
     """Return what was packed."""
     del dtype, layout
     return packed
 
 
-def compiler_barrier(packed: Registers) -> None:
+def compiler_barrier(packed: torch.Tensor) -> None:
     """Do nothing: what is computed is computed in its order."""
     del packed

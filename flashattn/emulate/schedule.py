@@ -170,7 +170,7 @@ class Schedule:
 
     def _draw(self) -> Warps | Callable[[], object]:
         """Return warps that can go on, or an event, which is no longer to come."""
-        ready = [warps for warps in self.warps if warps.ready()]
+        ready = [warps for warps in self.warps if warps.ready is always or warps.ready()]
         if not ready and not self._events:
             raise DeadlockError("all wait: " + "; ".join(map(str, self.warps)))
         speeds = [warps.speed for warps in ready] + [speed for speed, _ in self._events]

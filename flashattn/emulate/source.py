@@ -95,6 +95,8 @@ def _device_code(name: str, path: str, text: str) -> CodeType:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             node.decorator_list = []
+        elif isinstance(node, ast.Attribute) and isinstance(of := node.value, ast.Attribute):
+            node.value = of.value if of.attr == "type" else of  # torch's tensors have the layout
     return compile(tree, path, "exec", flags=annotations.compiler_flag, dont_inherit=True)
 
 

@@ -15,9 +15,9 @@ def load_tile(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, tile:
 
     def land() -> None:
         x, place = descriptor.within(at)
-        for memory in (tile.own, tile.outer):
-            memory.zero_()
-            memory.view(descriptor.block_shape)[place] = x
+        tile.own.zero_()
+        tile.own.view(descriptor.block_shape)[place] = x
+        tile.outer.copy_(tile.own)
         barrier.land(descriptor.block_type.nbytes)
 
     here().schedule.later(land)
@@ -81,7 +81,8 @@ def fence_async_shared() -> None:
 
 def wait_eq(counter: Pointer, value: int) -> None:
     """Wait until a counter has a value."""
-    here().pause(lambda: counter.value == value)
+    cell = counter.cell
+    here().pause(lambda: cell.item() == value)
 
 
 def fence_acquire() -> None:

@@ -95,8 +95,8 @@ def _device_code(name: str, path: str, text: str) -> CodeType:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             node.decorator_list = []
-        elif isinstance(node, ast.Attribute) and isinstance(of := node.value, ast.Attribute):
-            node.value = of.value if of.attr == "type" else of  # torch's tensors have the layout
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "attr", None) == "type":
+            node.value = node.value.value  # type: ignore[attr-defined]  # torch has x.layout
     return compile(tree, path, "exec", flags=annotations.compiler_flag, dont_inherit=True)
 
 

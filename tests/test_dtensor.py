@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.patching import patch_interpreter
+from flashattn.testing.ranks import fork
 
 WORLD, SECONDS = 2, 120
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -131,7 +133,7 @@ def check_layer(mesh):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
-def work(rank, store):
+def work(store, rank):
     """Check everything, as one of the processes."""
     torch.set_num_threads(1)
     patch_interpreter()
@@ -143,28 +145,15 @@ def work(rank, store):
         check_case(mesh, case)
     check_layer(mesh)
     barrier()
-    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
 
 
 @pytest.mark.why_not.with_args(lambda: gpus.INTERPRETER_FAILS)
 def test_shards_are_the_whole(tmp_path):
     """Two processes get what one gets, forward and backward, wherever shards lie at first."""
+    command = [sys.executable, __file__, str(tmp_path / "store")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [process.communicate(timeout=SECONDS)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * WORLD, "\n".join(said)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -202,4 +191,4 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), sys.argv[2])
+    fork(WORLD, partial(work, sys.argv[1]), SECONDS)

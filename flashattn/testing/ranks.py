@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -101,3 +103,22 @@ class Ranks:
         for process in self._processes:
             process.communicate()  # closes the pipes
         self._folder.cleanup()
+
+
+def fork(world: int, work: Callable[[int], None], seconds: int) -> None:
+    """Call ``work(rank)`` in processes that share what was imported, and exit with 1 if one fails.
+
+    Args:
+        world: how many.
+        work: what each does.
+        seconds: how long it may take.
+    """
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(seconds)
+            work(rank)
+            os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+        children.append(child)
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))  # noqa: C419 - wait for all

@@ -123,7 +123,8 @@ def _grad_layouts(impl: Impl, device: torch.device) -> None:
 def _sizes(impl: Impl, device: torch.device) -> None:
     _within(impl, device, seq_q=ROWS)
     _within(impl, device, seq_kv=ROWS)
-    _within(impl, device, causal=True, seq_q=513, seq_kv=777)
+    _within(impl, device, seq_q=513, seq_kv=777)
+    _within(impl, device, causal=True, seq_q=777, seq_kv=777)
     _within(impl, device, batch=MANY)
     _within(impl, device, heads=MANY, kv_heads=MANY)
 

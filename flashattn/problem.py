@@ -90,7 +90,7 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
-        if self.bias != "" and not re.fullmatch(BIAS, self.bias):
+        if not re.fullmatch(BIAS, self.bias):
             raise ValueError(f"bias: wanted dimensions like 1hts, 11ts, bhr, got {self.bias!r}")
         _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask
@@ -383,8 +383,6 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
         shapes = "[batch, heads, sequence, head_dim] or [batch, sequence, head_dim]"
         msg = f"{name}: wanted {shapes}, got {x.ndim} dimensions"
         raise ValueError(msg)
-    if (x.ndim, x.dtype, x.device) == (q.ndim, q.dtype, q.device):
-        return
     facts: tuple[tuple[str, object, object], ...] = (
         ("number of dimensions", x.ndim, q.ndim),
         ("dtype", x.dtype, q.dtype),

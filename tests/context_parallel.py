@@ -76,4 +76,4 @@ def counted(name, kernel, answered):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     patch_interpreter()
-    fork(WORLD, partial(main, sys.argv[1]), seconds=120)
+    sys.exit(any(fork(WORLD, partial(main, sys.argv[1]), seconds=120)))

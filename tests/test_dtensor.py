@@ -191,4 +191,4 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
 
 
 if __name__ == "__main__":
-    fork(WORLD, partial(work, sys.argv[1]), SECONDS)
+    sys.exit(any(fork(WORLD, partial(work, sys.argv[1]), SECONDS)))

@@ -29,6 +29,7 @@ from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import Sample, expected_of
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.patching import patch_interpreter
+from flashattn.testing.ranks import fork
 from flashattn.training import Trainer
 
 WORLD, SECONDS, TIMEOUT = 4, 200, timedelta(seconds=20)
@@ -251,7 +252,7 @@ def check_death(mesh):
     assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
-def work(rank, store):
+def work(store, rank):
     """Check everything, as one of the processes."""
     torch.set_num_threads(1)
     patch_interpreter()
@@ -274,19 +275,6 @@ def work(rank, store):
     check_tensor_parallel(both)
     sys.stderr.write(f"{rank}: death\n")
     check_death(mesh)
-    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
-
-
-def fork(store):
-    """Check everything as four processes, which share what was imported; print how they end."""
-    children = []
-    for rank in range(WORLD):
-        child = os.fork()
-        if child == 0:
-            work(rank, store)
-        children.append(child)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.stdout.write(" ".join(map(str, statuses)))
 
 
 def test_ranks_share_the_whole(tmp_path):
@@ -319,4 +307,5 @@ def test_ranks_share_the_whole(tmp_path):
 if __name__ == "__main__":
     import torch._dynamo
 
-    fork(sys.argv[1])
+    statuses = fork(WORLD, partial(work, sys.argv[1]), SECONDS)
+    sys.stdout.write(" ".join(map(str, statuses)))

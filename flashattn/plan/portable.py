@@ -235,9 +235,7 @@ def backward(
                 )
     passes = tuple(
         one._replace(tile=beside_bias(cast("Tile", one.tile), q, options))
-        for one in (
-            backward_pass(x, *inputs, tile=fused if x in FUSED else None, **how) for x in kernels
-        )
+        for one in (backward_pass(x, *inputs, **how) for x in kernels)
     )
     return BackwardPlan(
         kernel="portable",

@@ -105,13 +105,13 @@ class Ranks:
         self._folder.cleanup()
 
 
-def fork(world: int, work: Callable[[int], None], seconds: int) -> None:
-    """Call ``work(rank)`` in processes that share what was imported, and exit with 1 if one fails.
+def fork(world: int, work: Callable[[int], None], seconds: int) -> list[int]:
+    """Call ``work(rank)`` in processes that share what was imported; return their exit statuses.
 
     Args:
         world: how many.
         work: what each does.
-        seconds: how long it may take.
+        seconds: after which a process is ended by a signal.
     """
     children = []
     for rank in range(world):
@@ -121,4 +121,4 @@ def fork(world: int, work: Callable[[int], None], seconds: int) -> None:
             work(rank)
             os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
         children.append(child)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))  # noqa: C419 - wait for all
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -64,6 +64,12 @@ NO_LAST_KEY = (
     "end = seq_kv",
 )
 NO_FIRST_QUERY = ("kernels/portable/mask.py", "first = first // BLOCK_Q * BLOCK_Q", "first = 0")
+FORWARD = "sm_90 hopper_fwd bf16 d128 causal 128x128 s2 dynamic"
+IDLE = (
+    "kernels/hopper/forward.py",
+    "values = new_pipeline(v, STAGES, 0)",
+    "values = new_pipeline(v, STAGES, GROUPS)",
+)
 END_OF_PASS = "    row = out_batch * heads + head\n"
 ONE_MORE = """\
         at = batch, head // group, again
@@ -139,6 +145,18 @@ def test_lost_tensor_cores_and_a_new_spill(tmp_path):
     assert got > 0
     assert f"{WIDE}: tile: expected 32x32 w8 s1, got 128x32 w4 s1;" in done.stdout
     assert f"FAILED {WIDE}: spills: {got} bytes of stack" in done.stdout
+    assert done.returncode == 1
+
+
+def test_an_idle_barrier(tmp_path):
+    """A barrier that no role uses is told, though the kernel takes nothing more for it."""
+    only = "--folder", FOLDER, "--only", f"^{re.escape(FORWARD)}$"
+    done = count(tmp_path, (IDLE,), "compiled", *only)
+    assert re.search(
+        rf"^FAILED {re.escape(FORWARD)}: barriers that no role uses: %\w+$",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert done.returncode == 1
 
 

@@ -1,7 +1,13 @@
-"""The same inputs give the same bits: o, lse and every gradient, whatever else the GPU does."""
+"""The same inputs give the same bits: o, lse and every gradient, whatever else the GPU does.
+
+Processes that share a GPU take turns of a few milliseconds, so a kernel that takes as long is
+interrupted, and its registers and shared memory are saved and restored.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -55,3 +61,51 @@ def test_runs_are_alike_bit_by_bit(device, name, dtype, head_dim, causal):
         again = run(call, case)
         differ = [output for output, x in first.items() if not torch.equal(x, again[output])]
         assert not differ
+
+
+ROWS = {"triton": 8192, "hopper": 32768}  # a call then takes 1 to 20 ms
+OTHER = """
+import sys, torch
+x = torch.ones(8192, 8192, device=sys.argv[1], dtype=torch.bfloat16)
+for turn in range(1 << 30):
+    for _ in range(10):
+        x @ x
+    torch.cuda.synchronize()
+    if turn == 0:
+        print("took a turn", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def another_process(device):
+    """Let another process multiply matrices on the same GPU."""
+    command = [sys.executable, "-c", OTHER, str(device)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "took a turn\n"
+            yield other
+        finally:
+            other.kill()
+
+
+@pytest.mark.gpu
+@pytest.mark.why_not.with_args(why_not)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("triton", "bfloat16"), ("hopper", "bfloat16"), ("hopper", "float32")],
+)
+def test_another_process_takes_turns(device, another_process, name, dtype, head_dim, causal):
+    """Sixty interrupted runs differ in no bit, and no output is NaN."""
+    problem = Problem(
+        heads=8, kv_heads=2, seq_q=ROWS[name], head_dim=head_dim, causal=causal, dtype=dtype
+    )
+    case = Sample(problem=problem, device=device).draw()
+    call = partial(get(name), **problem.keywords, scale=case.scale)
+    first = run(call, case)
+    assert all(x.isfinite().all() for x in first.values())
+    for _ in range(59):
+        again = run(call, case)
+        assert not [output for output, x in first.items() if not torch.equal(x, again[output])]
+    assert another_process.poll() is None

@@ -15,6 +15,7 @@ from triton import knobs
 
 from flashattn.counts import addresses, operands
 from flashattn.counts.expect import Rows
+from flashattn.counts.idle import idle_barriers
 from flashattn.counts.offline import Variant, compiled_kernel
 from flashattn.counts.resources import Resources, resources_of, sass_of
 from flashattn.counts.variants import ARCHITECTURES, variants
@@ -117,6 +118,12 @@ def _stale(variant: Variant | HopperVariant, compiled: Any, resources: Resources
     return f"{what} of products may be stale, {len(found)}: {found[0]}" if found else None
 
 
+def _idle(compiled: Any) -> str | None:
+    """Return what is wrong with a kernel's barriers."""
+    found = idle_barriers(compiled.asm["ttgir"])
+    return f"barriers that no role uses: {', '.join(found)}" if found else None
+
+
 def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, str | None]:
     """Return a row and a complaint."""
     filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")  # it announces a change of Triton 3.10
@@ -126,7 +133,8 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
     except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
         return None, f"does not compile: {error}"
     complaints = filter(
-        None, (_complaint(variant, resources), _stale(variant, compiled, resources))
+        None,
+        (_complaint(variant, resources), _stale(variant, compiled, resources), _idle(compiled)),
     )
     row = {"tile": variant.launch, **asdict(resources)}
     if unsteady(variant):
@@ -146,8 +154,8 @@ def collect(wanted: Container[str]) -> tuple[Rows, list[str]]:
         wanted: names of rows.
 
     Returns:
-        The rows, and what is wrong whatever is expected: a tile that spills or does not fit, or a
-        product whose addresses may be those of another.
+        The rows, and what is wrong whatever is expected: a tile that spills or does not fit, a
+        product whose addresses may be those of another, or a barrier that no role uses.
     """
     rows: Rows = {ASSEMBLERS: _assemblers()} if ASSEMBLERS in wanted else {}
     complaints = []

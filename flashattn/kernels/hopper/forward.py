@@ -318,8 +318,11 @@ def flashattn_hopper_fwd(
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)
     keys = new_pipeline(k, STAGES, GROUPS)
-    values = new_pipeline(v, STAGES, GROUPS)
-    next_tile = new_scalar_pipeline(GROUPS)
+    values = new_pipeline(v, STAGES, 0)
+    if DYNAMIC:
+        next_tile = new_scalar_pipeline(GROUPS)
+    else:
+        next_tile: gl.constexpr = None  # type: ignore[no-redef]
     sO = queries.tiles
     if OWN_SO:
         sO = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)

@@ -1,4 +1,8 @@
-"""Pipelines: stages of shared memory that a producer warp fills by TMA and consumers read."""
+"""Pipelines: stages of shared memory that a producer warp fills by TMA and consumers read.
+
+A barrier that no role uses must not be initialized. The compiler gives its memory to others, and
+the GPU writes to it when another process takes its turn (docs/hopper.md).
+"""
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 from triton.experimental import gluon

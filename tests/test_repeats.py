@@ -97,7 +97,7 @@ def another_process(device):
     [("triton", "bfloat16"), ("hopper", "bfloat16"), ("hopper", "float32")],
 )
 def test_another_process_takes_turns(device, another_process, name, dtype, head_dim, causal):
-    """Sixty interrupted runs differ in no bit, and no output is NaN."""
+    """Thirty interrupted runs differ in no bit, and no output is NaN."""
     problem = Problem(
         heads=8, kv_heads=2, seq_q=ROWS[name], head_dim=head_dim, causal=causal, dtype=dtype
     )
@@ -105,7 +105,7 @@ def test_another_process_takes_turns(device, another_process, name, dtype, head_
     call = partial(get(name), **problem.keywords, scale=case.scale)
     first = run(call, case)
     assert all(x.isfinite().all() for x in first.values())
-    for _ in range(59):
+    for _ in range(29):
         again = run(call, case)
         assert not [output for output, x in first.items() if not torch.equal(x, again[output])]
     assert another_process.poll() is None

@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn.kernels import execute
 from flashattn.measure.device import machine_info
+from flashattn.plan.tables.hopper import ONE_PASS
 from flashattn.plan.tile import (
     HopperBackward,
     HopperBackwardTile,
@@ -41,7 +42,8 @@ ROUNDS, SHARE = 5, 0.012  # rounds, and seconds of each call per round
 AHEAD = 200_000  # clock cycles to keep the device busy while the first calls are queued
 PROCESSES = 12
 SECTIONS = (1, 4, 8, 16, 32, 64)
-STAGES = {64: (2,), 96: (2, 3), 128: (2, 3)}  # of the backward, as many as fit
+# Of the backward, as many as fit, by columns.
+STAGES = {64: (2,), 96: (2, 3), 128: (2, 3), 192: (2, 3), 256: (2,)}
 FORWARD = {
     64: (
         HopperTile(stages=4),
@@ -51,7 +53,11 @@ FORWARD = {
     ),
     96: (HopperTile(), HopperTile(barrier=True), HopperTile(own_o=False, stages=3)),
     128: (HopperTile(), HopperTile(barrier=True), HopperTile(own_o=False, stages=3)),
-    192: (HopperTile(block_kv=64, own_o=False), HopperTile(block_kv=64, own_o=False, barrier=True)),
+    192: (
+        HopperTile(block_kv=64, own_o=False),
+        HopperTile(block_kv=64, own_o=False, stages=3),
+        HopperTile(block_kv=64, own_o=False, stages=3, barrier=True),
+    ),
     256: (HopperTile(block_kv=64, own_o=False), HopperTile(block_kv=64, own_o=False, barrier=True)),
 }
 
@@ -91,10 +97,11 @@ def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
     width = sum(head_dim_split(head_dim))
     if direction == "forward":
         return [Way(config) for config in FORWARD[width]]
-    if width > max(STAGES):
+    if width > ONE_PASS:
+        sections = SECTIONS if causal else SECTIONS[1:2]
         return [
-            Way(HopperD256Tile(section=section))
-            for section in (SECTIONS if causal else SECTIONS[1:2])
+            Way(HopperD256Tile(stages=stages, section=section))
+            for stages, section in itertools.product(STAGES[width], sections)
         ]
     configs = [
         HopperBackwardTile(stages=stages, section=section, persistent=persistent)

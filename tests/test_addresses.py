@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from subprocess import CalledProcessError
+from types import SimpleNamespace
 
 import pytest
 
@@ -282,7 +283,8 @@ def complaint(monkeypatch):
             return sass
 
         resources = Resources(168, 0, 1024, 1024, {product: 1})
-        monkeypatch.setattr(compiled, "compiled_kernel", lambda _: None)
+        kernel = SimpleNamespace(asm={"ttgir": ""})
+        monkeypatch.setattr(compiled, "compiled_kernel", lambda _: kernel)
         monkeypatch.setattr(compiled, "resources_of", lambda _: resources)
         monkeypatch.setattr(compiled, "sass_of", printed)
         row, said = compiled._compile(variant)

@@ -67,8 +67,8 @@ NO_FIRST_QUERY = ("kernels/portable/mask.py", "first = first // BLOCK_Q * BLOCK_
 FORWARD = "sm_90 hopper_fwd bf16 d128 causal 128x128 s2 dynamic"
 IDLE = (
     "kernels/hopper/forward.py",
-    "values = new_pipeline(v, STAGES, 0)",
-    "values = new_pipeline(v, STAGES, GROUPS)",
+    "values = new_pipeline(v, STAGES, 0, high=v_high)",
+    "values = new_pipeline(v, STAGES, GROUPS, high=v_high)",
 )
 END_OF_PASS = "    row = out_batch * heads + head\n"
 ONE_MORE = """\

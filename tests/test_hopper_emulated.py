@@ -114,7 +114,7 @@ FORWARDS = [
     (bf16(heads=2, seq_q=130, seq_kv=1), SMALL, 2),
     (fp16(seq_q=70, seq_kv=150, head_dim=256), HopperTile(block_kv=64, own_o=False), 1),
     (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), HopperTile(), 2),  # 64 + 32
-    (fp16(seq_q=70, seq_kv=150, head_dim=168), HopperTile(block_kv=64, own_o=False), 1),  # 128 + 64
+    (fp16(seq_q=70, seq_kv=300, head_dim=168), HopperTile(block_kv=64, **UNSTAGED), 1),  # 128 + 64
     (bf16(heads=2, seq_q=300, window=(70, 0)), SMALL, 2),  # drawn
     (fp16(seq_q=500, window=(300, 33)), SMALL, 1),  # tiles before, amid and after those seen whole
     (bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, 2),  # dead rows
@@ -281,7 +281,8 @@ def test_wide_backward(problem, at_once):
     """And those of wide heads."""
     config = HopperTile(block_kv=64, own_o=False)
     with emulated(multiprocessors=at_once) as launched:
-        attends = attend(problem, config, {"tile": HopperD256Tile(section=2)})
+        stages = 3 if problem.head_dim <= 192 else 2
+        attends = attend(problem, config, {"tile": HopperD256Tile(stages=stages, section=2)})
         assert_accurate(attends, Sample(problem=problem))
     wide = ["flashattn_hopper_bwd_d256_dkdv", "flashattn_hopper_bwd_d256_dq"]
     assert launched == ["flashattn_hopper_fwd", *wide]
@@ -933,8 +934,8 @@ PLANTED = [
         Mutant(
             "last_values_not_loaded",
             FORWARD,
-            "        values.producer_commit(n, v, batch, kv_head, first * t.block_kv)\n",
-            "",
+            "values.producer_commit(n, v, batch, kv_head, first * t.block_kv, high=v_high)",
+            "pass",
             "warpgroups wait for ever",
         ),
         STUCK,
@@ -977,8 +978,8 @@ PLANTED = [
         Mutant(
             "o_not_fenced",
             FORWARD,
-            "t.d_lo, t.d_hi)\n    fence_async_shared()\n    store_tile(o,",
-            "t.d_lo, t.d_hi)\n    store_tile(o,",
+            "t.d_lo, t.d_hi)\n    fence_async_shared()\n    o, o_high",
+            "t.d_lo, t.d_hi)\n    o, o_high",
             "the copy of o may read what was there before",
         ),
         WRONG,
@@ -1021,11 +1022,66 @@ PLANTED = [
         Mutant(
             "bytes_not_expected",
             PIPELINE,
-            "mbarrier.expect(full, size + row_stats.block_type.nbytes)",
-            "mbarrier.expect(full, size)",
+            "mbarrier.expect(full, size + stats_size + high_size)",
+            "mbarrier.expect(full, size + high_size)",
             "a barrier waits for fewer bytes than come",
         ),
         (WRONG, STUCK),
+    ),
+    (
+        "wide",
+        Mutant(
+            "high_bytes_not_expected",
+            PIPELINE,
+            "mbarrier.expect(full, size + stats_size + high_size)",
+            "mbarrier.expect(full, size + stats_size)",
+            "a barrier waits for the first columns only",
+        ),
+        (WRONG, STUCK),
+    ),
+    (
+        "wide",
+        Mutant(
+            "high_columns_from_the_first",
+            PIPELINE,
+            "load_tile(high, [batch, head, row, tile.block_shape[3]], full",
+            "load_tile(high, [batch, head, row, 0], full",
+            "columns past the first power of two are the first ones",
+        ),
+        WRONG,
+    ),
+    (
+        "wide",
+        Mutant(
+            "high_columns_of_o_lost",
+            FORWARD,
+            "store_tile(o_high, [batch, head, start_q, t.d_lo]",
+            "store_tile(o_high, [batch, head, start_q, 2 * t.d_lo]",
+            "o has other columns past the first power of two",
+        ),
+        WRONG,
+    ),
+    (
+        "wide",
+        Mutant(
+            "high_columns_of_dk_first",
+            "kernels/hopper/backward_d256.py",
+            "store_tile(x_high, [batch, split_head, start_kv, D_LO]",
+            "store_tile(x_high, [batch, split_head, start_kv, 0]",
+            "dk and dv have the last columns at the first ones' place",
+        ),
+        WRONG,
+    ),
+    (
+        "wide",
+        Mutant(
+            "high_columns_of_dq_lost",
+            "kernels/hopper/backward_d256_dq.py",
+            "store_tile(dq_high, [batch, head, start_q, D_LO]",
+            "store_tile(dq_high, [batch, head, start_q, 2 * D_LO]",
+            "dq has other columns past the first power of two",
+        ),
+        WRONG,
     ),
     (
         "gradients",
@@ -1252,8 +1308,8 @@ PLANTED = [
         Mutant(
             "rest_not_stored",
             MMA,
-            "tile.slice(D_LO, D_HI, dim=1).store((accs[1] * factor).to(tile.dtype))",
-            "pass",
+            "        rest.store((accs[1] * factor).to(first.dtype))\n",
+            "",
             "so does what is stored",
         ),
         WRONG,

@@ -43,6 +43,14 @@ def head_dim_split(head_dim: int) -> tuple[int, int]:
     return (d // 2, d // 4) if d > WARPGROUP_Q and head_dim <= d // 4 * 3 else (d, 0)
 
 
+def tile_pieces(head_dim: int) -> tuple[int, int]:
+    """Return the columns of the two pieces in which Hopper's kernels hold a tile, or all and 0.
+
+    Where D is 65 to 96 one piece with room for 128 is faster (docs/tuning-log.md).
+    """
+    return head_dim_split(head_dim) if head_dim > 2 * WARPGROUP_Q else (block_d(head_dim), 0)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Block sizes and launch options of a portable kernel.
@@ -149,7 +157,8 @@ class HopperTile:
     def shared(self, head_dim: int) -> int:
         """Return the bytes of tiles that a program holds: queries, o, keys and values."""
         queries = self.block_q * (3 if self.own_o else 1)
-        return HALF * block_d(head_dim) * (queries + 2 * self.stages * self.block_kv)
+        columns = sum(tile_pieces(head_dim))
+        return HALF * columns * (queries + 2 * self.stages * self.block_kv)
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,7 @@ class HopperD256Tile:
     """Schedule of Hopper's two-pass backward, for D from 129 to 256.
 
     Args:
+        stages: tiles of queries and of dO, or of keys and one less of values, in flight.
         section: heads whose longest tiles are started together under a mask.
 
     Raises:
@@ -210,21 +220,24 @@ class HopperD256Tile:
 
     BLOCK_KV, BLOCK_Q = WARPGROUP_Q, 2 * WARPGROUP_Q  # that a program of dk and dv, of dq, owns
 
+    stages: int = 2
     section: int = 4
 
     def __post_init__(self) -> None:
         """Check."""
+        _at_least(self, 2, "stages")
         _at_least(self, 1, "section")
 
     def __str__(self) -> str:
-        """Return nothing: all have the same sizes."""
-        return ""
+        """Return the stages."""
+        return f"s{self.stages}"
 
     def shared(self, head_dim: int) -> int:
         """Return the bytes of tiles that a program of either kernel holds at most."""
-        tile = HALF * WARPGROUP_Q * block_d(head_dim)
-        keys = 6 * tile + 4 * WARPGROUP_Q * 4 + 2 * HALF * WARPGROUP_Q**2  # k, v, q, dO, rows; P
-        return max(keys, 7 * tile)  # q and dO for both warpgroups, k, v
+        tile = HALF * WARPGROUP_Q * sum(tile_pieces(head_dim))
+        stage = 2 * tile + 2 * WARPGROUP_Q * 4 + HALF * WARPGROUP_Q**2  # q, dO, rows; P
+        # k, v and stages; or q and dO for both warpgroups, k, v.
+        return max(2 * tile + self.stages * stage, (3 + 2 * self.stages) * tile)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileSch
 from flashattn.kernels.hopper.score import Score
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
-STAGES = gl.constexpr(2)
 LIFT = gl.constexpr(14.0)  # P is stored times 2^14: small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
 
@@ -61,12 +60,13 @@ def visited_query_tiles(block, shape):
 
 
 @gluon.jit
-def producer_dkdv(x, row_stats, own, pipeline, own_pipeline, scheduler, splits, shape):
+def producer_dkdv(x, row_stats, own, high, pipeline, own_pipeline, scheduler, splits, shape):
     """Load k and the queries, or v and dO, the first tile of these first.
 
     Each pair has a warp of its own: a tile of queries is in use for longer than one of dO, and a
     warp that waited for a stage of the one would leave a stage of the other empty.
     """
+    x_high, own_high = high
     n = 0
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     first, _, _, end = visited_query_tiles(block, shape)
@@ -74,10 +74,11 @@ def producer_dkdv(x, row_stats, own, pipeline, own_pipeline, scheduler, splits, 
     for head in range(begin, begin + shape.group):
         row = batch * (scheduler.heads * shape.group) + head
         for i in range(first, end):
-            pipeline.load(n, x, batch, head, i * BLOCK, row_stats, row)
+            pipeline.load(n, x, batch, head, i * BLOCK, row_stats, row, x_high)
             n += 1
             if i == first and head == begin:
-                own_pipeline.load(0, own, batch, splits.kv_head(split_head), block * BLOCK)
+                kv_head = splits.kv_head(split_head)
+                own_pipeline.load(0, own, batch, kv_head, block * BLOCK, high=own_high)
 
 
 @gluon.jit
@@ -91,7 +92,7 @@ def compute_p(
     p = gl.exp2(s * score.log2 - rows[None, :])
     if MASKED:
         p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
-    # The n-th queries lie where those of two tiles before did, which dk released after it read P.
+    # The n-th queries lie where the STAGES before them did, which dk released after it read P.
     sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
@@ -116,16 +117,19 @@ def dv_step(
 
 @gluon.jit
 def store_grad(
-    x, acc, factor, tile, pipeline, coord, scheduler, splits, shape, D_LO: gl.constexpr,
+    descriptors, acc, factor, tile, pipeline, coord, scheduler, splits, shape, D_LO: gl.constexpr,
     D_HI: gl.constexpr,
 ):  # fmt: skip
     """Store dk or dv of this CTA's keys, through the tile of shared memory that they came in."""
+    x, x_high = descriptors
     block, batch, split_head = coord
     start_kv = block * BLOCK
     if splits.count is None:
         store_acc(acc, factor, tile, D_LO, D_HI)  # nobody else reads it
         fence_async_shared()
         store_tile(x, [batch, split_head, start_kv, 0], pipeline.tiles.index(0))
+        if x_high is not None:
+            store_tile(x_high, [batch, split_head, start_kv, D_LO], pipeline.high.index(0))
         tma.store_wait(0)
     else:
         at = splits.partial(batch, split_head, scheduler)
@@ -248,30 +252,37 @@ def consumer_dk(
     ]
 )
 def flashattn_hopper_bwd_d256_dkdv(
-    q, k, v, grad_o, lse_log2, delta, dk, dv, tiles, blocks, split_heads, gqa_splits, head_dim,
-    strides, section_heads, group, seq_q, seq_kv, left, right, scale, scale_log2,
-    cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    q, k, v, grad_o, lse_log2, delta, dk, dv, q_high, k_high, v_high, grad_o_high, dk_high, dv_high,
+    tiles, blocks, split_heads, gqa_splits, head_dim, strides, section_heads, group, seq_q, seq_kv,
+    left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv; all tensors are descriptors, but for these where heads are split."""
+    """Compute dk and dv; all tensors are descriptors, but for these where heads are split.
+
+    Tiles are as in ``flashattn_hopper_fwd``.
+    """
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ORDER)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
-    keys = new_pipeline(k, 1, 1)
-    values = new_pipeline(v, 1, 1)
-    queries = new_pipeline(q, STAGES, 1, row_stats=lse_log2)  # dk releases q after P was computed
-    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta)
+    keys = new_pipeline(k, 1, 1, high=k_high)
+    values = new_pipeline(v, 1, 1, high=v_high)
+    # dk releases q after P was computed.
+    queries = new_pipeline(q, STAGES, 1, row_stats=lse_log2, high=q_high)
+    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, high=grad_o_high)
     sP = new_shared_p(gl.float16, STAGES, BLOCK, BLOCK)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dv, (dv, keys, queries, grads, sP, scheduler, splits, shape, score, D_LO,
-                           D_HI)),
-            (consumer_dk, (dk, values, queries, grads, sP, scheduler, splits, shape, scale, D_LO,
-                           D_HI)),
-            (producer_dkdv, (q, lse_log2, k, queries, keys, scheduler, splits, shape)),
-            (producer_dkdv, (grad_o, delta, v, grads, values, scheduler, splits, shape)),
+            (consumer_dv, ((dv, dv_high), keys, queries, grads, sP, scheduler, splits, shape, score,
+                           D_LO, D_HI)),
+            (consumer_dk, ((dk, dk_high), values, queries, grads, sP, scheduler, splits, shape,
+                           scale, D_LO, D_HI)),
+            (producer_dkdv, (q, lse_log2, k, (q_high, k_high), queries, keys, scheduler, splits,
+                             shape)),
+            (producer_dkdv, (grad_o, delta, v, (grad_o_high, v_high), grads, values, scheduler,
+                             splits, shape)),
         ],
         [4, 1, 1],
         [240, 24, 24],

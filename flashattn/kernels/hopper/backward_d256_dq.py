@@ -35,22 +35,23 @@ def visited_key_tiles(block, shape):
 
 
 @gluon.jit
-def producer_dq(q, k, v, grad_o, queries, grads, keys, values, scheduler, shape):
+def producer_dq(q, k, v, grad_o, high, queries, grads, keys, values, scheduler, shape):
     """Load queries and dO, and then keys and values from the last to the first."""
+    q_high, k_high, v_high, grad_o_high = high
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     kv_head = head // shape.group
     first, _, _, end = visited_key_tiles(block, shape)
     for w in gl.static_range(2):
-        queries.load(w, q, batch, head, block * PAIR + w * BLOCK)
-    keys.load(n, k, batch, kv_head, (end - 1) * BLOCK)
+        queries.load(w, q, batch, head, block * PAIR + w * BLOCK, high=q_high)
+    keys.load(n, k, batch, kv_head, (end - 1) * BLOCK, high=k_high)
     for w in gl.static_range(2):
-        grads.load(w, grad_o, batch, head, block * PAIR + w * BLOCK)
-    values.load(n, v, batch, kv_head, (end - 1) * BLOCK)
+        grads.load(w, grad_o, batch, head, block * PAIR + w * BLOCK, high=grad_o_high)
+    values.load(n, v, batch, kv_head, (end - 1) * BLOCK, high=v_high)
     n += 1
     for i in range(end - 2, first - 1, -1):
-        keys.load(n, k, batch, kv_head, i * BLOCK)
-        values.load(n, v, batch, kv_head, i * BLOCK)
+        keys.load(n, k, batch, kv_head, i * BLOCK, high=k_high)
+        values.load(n, v, batch, kv_head, i * BLOCK, high=v_high)
         n += 1
 
 
@@ -60,7 +61,7 @@ def opaque_tile(pipeline, n):
 
     It would keep the addresses of all 32 operands of a step's first two products in registers.
     """
-    return pipeline.term(opaque(n))
+    return pipeline.tile(opaque(n))
 
 
 @gluon.jit
@@ -104,10 +105,11 @@ def dq_step(
 
 @gluon.jit
 def consumer_dq(
-    WARPGROUP: gl.constexpr, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-    pitch, scale, score, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    WARPGROUP: gl.constexpr, descriptors, lse_log2, delta, queries, grads, keys, values, scheduler,
+    shape, pitch, scale, score, D_LO: gl.constexpr, D_HI: gl.constexpr,
 ):  # fmt: skip
     """Compute dq of 64 queries of the tile."""
+    dq, dq_high = descriptors
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -153,6 +155,8 @@ def consumer_dq(
     store_acc(acc, scale, q, D_LO, D_HI)
     fence_async_shared()
     store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
+    if dq_high is not None:
+        store_tile(dq_high, [batch, head, start_q, D_LO], queries.high.index(WARPGROUP))
     tma.store_wait(0)
 
 
@@ -171,26 +175,31 @@ def consumer_dq(
     ]
 )
 def flashattn_hopper_bwd_d256_dq(
-    q, k, v, grad_o, lse_log2, delta, dq, tiles, blocks, heads, section_heads, group, seq_q, seq_kv,
-    pitch, left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    q, k, v, grad_o, lse_log2, delta, dq, q_high, k_high, v_high, grad_o_high, dq_high, tiles,
+    blocks, heads, section_heads, group, seq_q, seq_kv, pitch, left, right, scale, scale_log2, cap,
+    D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute dq; all tensors but lse_log2 and delta are descriptors."""
+    """Compute dq; all tensors but lse_log2 and delta are descriptors.
+
+    Tiles are as in ``flashattn_hopper_fwd``.
+    """
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
-    queries = new_pipeline(q, 2, 1)
-    grads = new_pipeline(grad_o, 2, 1)
-    keys = new_pipeline(k, 2, 2)
-    values = new_pipeline(v, 1, 2)
+    queries = new_pipeline(q, 2, 1, high=q_high)
+    grads = new_pipeline(grad_o, 2, 1, high=grad_o_high)
+    keys = new_pipeline(k, STAGES, 2, high=k_high)
+    values = new_pipeline(v, STAGES - 1, 2, high=v_high)
+    high = q_high, k_high, v_high, grad_o_high
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dq, (0, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-                           pitch, scale, score, D_LO, D_HI)),
-            (consumer_dq, (1, dq, lse_log2, delta, queries, grads, keys, values, scheduler, shape,
-                           pitch, scale, score, D_LO, D_HI)),
-            (producer_dq, (q, k, v, grad_o, queries, grads, keys, values, scheduler, shape)),
+            (consumer_dq, (0, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
+                           scheduler, shape, pitch, scale, score, D_LO, D_HI)),
+            (consumer_dq, (1, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
+                           scheduler, shape, pitch, scale, score, D_LO, D_HI)),
+            (producer_dq, (q, k, v, grad_o, high, queries, grads, keys, values, scheduler, shape)),
         ],
         [4, 1],
         [240, 24],

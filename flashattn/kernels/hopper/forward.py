@@ -30,7 +30,7 @@ from flashattn.kernels.hopper.mma import (
     store_acc,
     zero_acc,
 )
-from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline, new_tiles
 from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score, with_sink
@@ -88,12 +88,13 @@ def visited_tiles(block, mask, t):
 
 
 @gluon.jit
-def producer(q, k, v, queries, keys, values, next_tile, tile_counter, scheduler, shape, t):
+def producer(q, k, v, high, queries, keys, values, next_tile, tile_counter, scheduler, shape, t):
     """Load the queries of each tile, then its keys and values from the last to the first.
 
     The consumers release a stage of keys and the values of the step before together, through
     ``keys``: a release makes the threads of a warpgroup wait for each other.
     """
+    q_high, k_high, v_high = high
     n = 0
     tile_n = 0
     tile = gl.program_id(0)
@@ -102,8 +103,9 @@ def producer(q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
         kv_head = head // shape.group
         first, _, _, end = visited_tiles(block, shape.mask_of(batch), t)
         for w in gl.static_range(t.groups):
-            queries.load(tile_n * t.groups + w, q, batch, head, block * t.block_q + w * ROWS)
-        keys.producer_commit(n, k, batch, kv_head, (end - 1) * t.block_kv)
+            start_q = block * t.block_q + w * ROWS
+            queries.load(tile_n * t.groups + w, q, batch, head, start_q, high=q_high)
+        keys.producer_commit(n, k, batch, kv_head, (end - 1) * t.block_kv, high=k_high)
         if t.dynamic:
             tile = gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
             next_tile.write(tile_n, tile)
@@ -111,11 +113,12 @@ def producer(q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
             tile += gl.num_programs(0)
         for i in range(1, end - first):
             keys.producer_acquire(n + 1)
-            keys.producer_commit(n + 1, k, batch, kv_head, (end - 1 - i) * t.block_kv)
-            values.producer_commit(n, v, batch, kv_head, (end - i) * t.block_kv)
+            start_kv = (end - i) * t.block_kv
+            keys.producer_commit(n + 1, k, batch, kv_head, start_kv - t.block_kv, high=k_high)
+            values.producer_commit(n, v, batch, kv_head, start_kv, high=v_high)
             n += 1
         keys.producer_acquire(n + 1)
-        values.producer_commit(n, v, batch, kv_head, first * t.block_kv)
+        values.producer_commit(n, v, batch, kv_head, first * t.block_kv, high=v_high)
         n += 1
         tile_n += 1
 
@@ -166,6 +169,16 @@ def mainloop_step(
 
 
 @gluon.jit
+def clean_values(mask, v, start_kv, WHOLE: gl.constexpr):
+    """Write zeros to values that no query sees: they may be NaN. WHOLE: v is in one piece."""
+    if WHOLE:
+        mask.clean_keys(v, start_kv)
+    else:
+        mask.clean_keys(v.low, start_kv)
+        mask.clean_keys(v.high, start_kv)
+
+
+@gluon.jit
 def mainloop(
     state, q, keys, values, n, start_q, tiles, mask, bounds, score, t, DTYPE: gl.constexpr,
     LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
@@ -175,7 +188,8 @@ def mainloop(
     first, full_begin, full_end, end = tiles
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     if mask.rows:
-        mask.clean_keys(values.consumer_wait(n), end * t.block_kv)
+        WHOLE: gl.constexpr = values.high is None
+        clean_values(mask, values.consumer_wait(n), end * t.block_kv, WHOLE)
     for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
         start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
         if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
@@ -196,8 +210,8 @@ def mainloop(
 
 @gluon.jit
 def consumer(
-    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-    score, t,
+    WARPGROUP: gl.constexpr, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
+    shape, score, t,
 ):  # fmt: skip
     """Attend to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
@@ -234,19 +248,21 @@ def consumer(
             tile += gl.num_programs(0)
         v = values.consumer_wait(n)
         if mask.rows:
-            mask.clean_keys(v, first * t.block_kv)
+            WHOLE: gl.constexpr = values.high is None
+            clean_values(mask, v, first * t.block_kv, WHOLE)
         acc = mma_pv(unpack(p, o.dtype, P), v, acc, t.d_lo, t.d_hi)
         n += 1
         if t.own_so:
             queries.consumer_release(q_n)
-            so = sO.index(WARPGROUP)
+            at = WARPGROUP
         else:
-            so = queries.tiles.index(q_n % t.groups)
+            at = q_n % t.groups
         acc = acc_wait(acc, 0, t.d_hi)
         inverse = store_lse(
             m, l, own.sink, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S
         )
-        store_o(scale_acc(acc, inverse, t.d_hi), o, so, batch, head, start_q, t)
+        acc = scale_acc(acc, inverse, t.d_hi)
+        store_o(acc, (o, o_high), sO, at, batch, head, start_q, t)
         if not t.own_so:
             tma.store_wait(0)
             queries.consumer_release(q_n)
@@ -255,12 +271,15 @@ def consumer(
 
 
 @gluon.jit
-def store_o(acc, o, so, batch, head, start_q, t):
+def store_o(acc, descriptors, sO, at, batch, head, start_q, t):
     """Store o through shared memory."""
     tma.store_wait(0)  # o of the tile before has left
-    store_acc(acc, 1.0, so.reshape([so.shape[2], so.shape[3]]), t.d_lo, t.d_hi)
+    store_acc(acc, 1.0, sO.tile(at), t.d_lo, t.d_hi)
     fence_async_shared()
-    store_tile(o, [batch, head, start_q, 0], so)
+    o, o_high = descriptors
+    store_tile(o, [batch, head, start_q, 0], sO.tiles.index(at))
+    if o_high is not None:
+        store_tile(o_high, [batch, head, start_q, t.d_lo], sO.high.index(at))
 
 
 @gluon.jit
@@ -297,15 +316,16 @@ def store_lse(m, l, sink, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.co
     ]
 )
 def flashattn_hopper_fwd(
-    q, k, v, o, lse, tile_counter, key_bounds, slopes, sink, tiles, blocks, heads, section_heads,
-    group, seq_q, seq_kv, left, right, keys_stride, slopes_stride, diagonal, sink_stride,
-    scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr, D_HI: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr,
-    REGISTERS: gl.constexpr, BARRIER: gl.constexpr, BEFORE: gl.constexpr,
+    q, k, v, o, q_high, k_high, v_high, o_high, lse, tile_counter, key_bounds, slopes, sink, tiles,
+    blocks, heads, section_heads, group, seq_q, seq_kv, left, right, keys_stride, slopes_stride,
+    diagonal, sink_stride, scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
+    D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
 
-    If key_bounds is not None, it is all of the mask. Strides are from batch to batch.
+    Those with ``high`` have a tile's columns from D_LO on, if it is in two pieces. If key_bounds is
+    not None, it is all of the mask. Strides are from batch to batch.
     """
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
@@ -316,26 +336,27 @@ def flashattn_hopper_fwd(
     )  # fmt: skip
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
-    queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1)
-    keys = new_pipeline(k, STAGES, GROUPS)
-    values = new_pipeline(v, STAGES, 0)
+    queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1, high=q_high)
+    keys = new_pipeline(k, STAGES, GROUPS, high=k_high)
+    values = new_pipeline(v, STAGES, 0, high=v_high)
+    high = q_high, k_high, v_high
     if DYNAMIC:
         next_tile = new_scalar_pipeline(GROUPS)
     else:
         next_tile: gl.constexpr = None  # type: ignore[no-redef]
-    sO = queries.tiles
+    sO = queries
     if OWN_SO:
-        sO = gl.allocate_shared_memory(o.dtype, [GROUPS] + o.block_shape, o.layout)
+        sO = new_tiles(o, GROUPS, o_high)
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            score, t)),
-                (consumer, (1, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            score, t)),
-                (producer, (q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
-                            shape, t)),
+                (consumer, (0, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
+                            shape, score, t)),
+                (consumer, (1, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
+                            shape, score, t)),
+                (producer, (q, k, v, high, queries, keys, values, next_tile, tile_counter,
+                            scheduler, shape, t)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -343,14 +364,14 @@ def flashattn_hopper_fwd(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            score, t)),
-                (consumer, (1, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            score, t)),
-                (consumer, (2, o, lse, queries, keys, values, sO, next_tile, scheduler, shape,
-                            score, t)),
-                (producer, (q, k, v, queries, keys, values, next_tile, tile_counter, scheduler,
-                            shape, t)),
+                (consumer, (0, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
+                            shape, score, t)),
+                (consumer, (1, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
+                            shape, score, t)),
+                (consumer, (2, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
+                            shape, score, t)),
+                (producer, (q, k, v, high, queries, keys, values, next_tile, tile_counter,
+                            scheduler, shape, t)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -1,7 +1,8 @@
 """Matrix products on heads of two powers of two, such as 64 + 32, and their accumulators.
 
-Tensors have powers of two as sizes, so a tile has room for 128 columns; D_LO + D_HI of them are
-multiplied. An accumulator is a tuple: D_LO columns, and D_HI columns unless D_HI is 0.
+Tensors have powers of two as sizes, so a tile has room for 128 columns, or is ``Columns`` of two
+pieces; D_LO + D_HI of them are multiplied. An accumulator is a tuple: D_LO columns, and D_HI
+columns unless D_HI is 0.
 """
 
 from triton.experimental import gluon
@@ -27,13 +28,14 @@ def zero_acc(D_LO: gl.constexpr, D_HI: gl.constexpr):
 @gluon.jit
 def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr, LAYOUT: gl.constexpr):
     """Begin the product of a [64, D] and b [rows, D] over their columns, [64, rows]."""
-    COLUMNS: gl.constexpr = b.shape[0]
+    first = b if D_HI == 0 else b.slice(0, D_LO, dim=1)
+    COLUMNS: gl.constexpr = first.shape[0]
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     if D_HI == 0:
         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
     else:
-        x, y = a.slice(0, D_LO, dim=1), b.slice(0, D_LO, dim=1)
-        acc = warpgroup_mma(x, y.permute((1, 0)), acc, use_acc=False, is_async=True)
+        x = a.slice(0, D_LO, dim=1)
+        acc = warpgroup_mma(x, first.permute((1, 0)), acc, use_acc=False, is_async=True)
         x, y = a.slice(D_LO, D_HI, dim=1), b.slice(D_LO, D_HI, dim=1)
         acc = warpgroup_mma(x, y.permute((1, 0)), acc, is_async=True)
     return acc
@@ -94,8 +96,9 @@ def store_acc(accs, factor, tile, D_LO: gl.constexpr, D_HI: gl.constexpr):
     if D_HI == 0:
         tile.store((accs[0] * factor).to(tile.dtype))
     else:
-        tile.slice(0, D_LO, dim=1).store((accs[0] * factor).to(tile.dtype))
-        tile.slice(D_LO, D_HI, dim=1).store((accs[1] * factor).to(tile.dtype))
+        first, rest = tile.slice(0, D_LO, dim=1), tile.slice(D_LO, D_HI, dim=1)
+        first.store((accs[0] * factor).to(first.dtype))
+        rest.store((accs[1] * factor).to(first.dtype))
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ from flashattn.plan.tile import (
     HopperD256Tile,
     HopperTile,
     block_d,
+    tile_pieces,
 )
 
 FP32 = 4  # bytes
@@ -137,7 +138,7 @@ class HopperVariant:
         elif isinstance(self.config, HopperD256Tile):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), WARPGROUP_Q)
             function = backward_d256.flashattn_hopper_bwd_d256_dkdv
-            constants = steps.d256_constants(d)
+            constants = steps.d256_constants(self.config, d)
             if self.kernel == "hopper_bwd_d256_dq":
                 function = backward_d256_dq.flashattn_hopper_bwd_d256_dq
         elif self.kernel == "hopper_fwd_fp32":
@@ -159,9 +160,7 @@ class HopperVariant:
         else:
             function, rows = backward_dq.flashattn_hopper_bwd_postprocess, {}
             constants = steps.postprocess_constants(d)
-        types = {
-            name: _described("bf16", [1, 1, n, block_d(d)], SWIZZLE) for name, n in rows.items()
-        }
+        types, absent = _tiles(function, rows, d)
         if isinstance(self.config, HopperBackwardTile):
             terms = _described("bf16", [1, block_q, PRODUCT], 2 * PRODUCT)
             numbers = _described("fp32", [1, block_q], 0)
@@ -169,7 +168,8 @@ class HopperVariant:
             types["dq"] = _described("fp32", [1, 1, steps.box_lines(d), WARPGROUP_Q], 0)
         if self.kernel == "hopper_bwd_d256_dkdv":
             types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, WARPGROUP_Q], 0))
-        constants |= dict.fromkeys(_absent(function, self.mode, causal=self.causal))
+        absent += _absent(function, self.mode, causal=self.causal)
+        constants |= dict.fromkeys(absent)
         return _source(function, types, constants, fp32=self.cut or not self.stored)
 
 
@@ -184,6 +184,20 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
         modes |= dict.fromkeys(("gqa_splits", "head_dim", "strides"), "gqa_split")
     absent = [name for name in function.arg_names if modes.get(name, mode) != mode]
     return absent if causal and mode != "rows" else [*absent, "right"]
+
+
+def _tiles(function: Any, rows: dict[str, int], head_dim: int) -> tuple[dict[str, str], list[str]]:
+    """Return the types of descriptors of tiles, and which second pieces there are none of."""
+    apart = {name: name[:-5] for name in function.arg_names if name.endswith("_high")}
+    columns, rest = tile_pieces(head_dim) if apart else (block_d(head_dim), 0)
+    types = {name: _tile(n, columns) for name, n in rows.items()}
+    types |= {name: _tile(rows[x], rest) for name, x in apart.items() if rest and x in rows}
+    return types, [name for name in apart if name not in types]
+
+
+def _tile(rows: int, columns: int) -> str:
+    """Return the type of a descriptor of tiles in bf16."""
+    return _described("bf16", [1, 1, rows, columns], min(SWIZZLE, HALF * columns))
 
 
 def _described(element: str, block: list[int], swizzle: int) -> str:
@@ -237,8 +251,9 @@ def variants() -> list[HopperVariant]:
         ),
         *(HopperVariant("hopper_bwd_postprocess", d, None, causal) for d, causal in BACKWARD),
         *(
-            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(), causal)
-            for (d, causal), kernel in product(BACKWARD_D256, ("dkdv", "dq"))
+            HopperVariant(f"hopper_bwd_d256_{kernel}", d, HopperD256Tile(stages=x.stages), causal)
+            for (d, causal), configs in BACKWARD_D256.items()
+            for x, kernel in product(configs.values(), ("dkdv", "dq"))
         ),
         *(
             HopperVariant("hopper_fwd_fp32", d, None, causal)

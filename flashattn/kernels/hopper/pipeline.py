@@ -14,6 +14,67 @@ from flashattn.kernels.hopper.registers import opaque
 
 
 @aggregate
+class Columns:
+    """A tile [rows, D_LO + D_HI] of shared memory, in two pieces."""
+
+    low: gl.shared_memory_descriptor
+    high: gl.shared_memory_descriptor
+    dtype: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, low, high, dtype):
+        """Store the fields."""
+        self.low = low
+        self.high = high
+        self.dtype = gl.constexpr(dtype)
+
+    @gluon.jit
+    def slice(self, start: gl.constexpr, size: gl.constexpr, dim: gl.constexpr):
+        """Return D_LO columns from 0 on, or D_HI from D_LO on, as of a tile in one piece."""
+        gl.static_assert(dim == 1)
+        piece = self.low if start == 0 else self.high
+        gl.static_assert(piece.shape[1] == size)
+        return piece
+
+
+@aggregate
+class Tiles:
+    """Tiles [1, 1, rows, columns] of shared memory.
+
+    If high is not None, it has the other columns of tiles whose columns are two powers of two.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    high: gl.shared_memory_descriptor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, high):
+        """Store the fields."""
+        self.tiles = tiles
+        self.high = gl.constexpr(None) if high is None else high
+
+    @gluon.jit
+    def tile(self, n):
+        """Return the n-th tile, [rows, columns]."""
+        tile = self.tiles.index(n)
+        tile = tile.reshape([tile.shape[2], tile.shape[3]])
+        if self.high is not None:
+            high = self.high.index(n)
+            tile = Columns(tile, high.reshape([high.shape[2], high.shape[3]]), tile.dtype)
+        return tile
+
+
+@gluon.jit
+def new_tiles(tile, COUNT: gl.constexpr, high=None):
+    """Return COUNT tiles of a descriptor's, and of that of their other columns, if not None."""
+    tiles = gl.allocate_shared_memory(tile.dtype, [COUNT] + tile.block_shape, tile.layout)
+    others = None
+    if high is not None:
+        others = gl.allocate_shared_memory(high.dtype, [COUNT] + high.block_shape, high.layout)
+    return Tiles(tiles, others)
+
+
+@aggregate
 class Pipeline:
     """Stages for tiles [1, 1, rows, columns], each with a full and an empty barrier.
 
@@ -21,10 +82,12 @@ class Pipeline:
     arrivals are in; a wait for phase 1 of a new barrier returns at once.
 
     A stage holds the bf16 terms of an fp32 tile, if there are several. If row_stats is not None, a
-    stage also holds a number for each row of its tile, [1, rows] in fp32.
+    stage also holds a number for each row of its tile, [1, rows] in fp32. If high is not None, it
+    has the other columns of a tile, whose columns are two powers of two.
     """
 
     tiles: gl.shared_memory_descriptor
+    high: gl.shared_memory_descriptor | gl.constexpr
     row_stats: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor | gl.constexpr
@@ -32,9 +95,10 @@ class Pipeline:
     terms: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, row_stats, full, empty, stages, terms):
+    def __init__(self, tiles, high, row_stats, full, empty, stages, terms):
         """Store the fields."""
         self.tiles = tiles
+        self.high = gl.constexpr(None) if high is None else high
         self.row_stats = gl.constexpr(None) if row_stats is None else row_stats
         self.full = full
         self.empty = gl.constexpr(None) if empty is None else empty
@@ -47,18 +111,19 @@ class Pipeline:
         mbarrier.wait(self.empty.index(n % self.stages), ((n // self.stages) & 1) ^ 1)
 
     @gluon.jit
-    def producer_commit(self, n, tile, batch, head, row, row_stats=None, stats_row=0):
+    def producer_commit(self, n, tile, batch, head, row, row_stats=None, stats_row=0, high=None):
         """Start the n-th load, whose stage is empty; it completes the stage's full barrier."""
         stage = n % self.stages
         full = self.full.index(stage)
         size: gl.constexpr = self.terms * tile.block_type.nbytes
-        if row_stats is None:
-            mbarrier.expect(full, size)
-        else:
-            mbarrier.expect(full, size + row_stats.block_type.nbytes)
+        stats_size: gl.constexpr = 0 if row_stats is None else row_stats.block_type.nbytes
+        high_size: gl.constexpr = 0 if high is None else high.block_type.nbytes
+        mbarrier.expect(full, size + stats_size + high_size)
         for i in gl.static_range(self.terms):
             at = [batch, head * self.terms + i, row, 0]
             load_tile(tile, at, full, self.tiles.index(stage * self.terms + i))
+        if high is not None:
+            load_tile(high, [batch, head, row, tile.block_shape[3]], full, self.high.index(stage))
         if row_stats is not None:
             if len(row_stats.block_shape) == 2:
                 load_tile(row_stats, [stats_row, row], full, self.row_stats.index(stage))
@@ -66,10 +131,10 @@ class Pipeline:
                 load_tile(row_stats, [stats_row, row, 0], full, self.row_stats.index(stage))
 
     @gluon.jit
-    def load(self, n, tile, batch, head, row, row_stats=None, stats_row=0):
+    def load(self, n, tile, batch, head, row, row_stats=None, stats_row=0, high=None):
         """Start the n-th load as soon as its stage is empty."""
         self.producer_acquire(n)
-        self.producer_commit(n, tile, batch, head, row, row_stats, stats_row)
+        self.producer_commit(n, tile, batch, head, row, row_stats, stats_row, high)
 
     @gluon.jit
     def consumer_wait(self, n):
@@ -85,7 +150,9 @@ class Pipeline:
     @gluon.jit
     def tile(self, n):
         """Return the n-th tile, [rows, columns], or a tuple of its terms; it has been loaded."""
-        if self.terms == 1:
+        if self.high is not None:
+            tile = Tiles(self.tiles, self.high).tile(n % self.stages)
+        elif self.terms == 1:
             tile = self.term(n % self.stages)
         elif self.terms == 2:
             at = n % self.stages * 2
@@ -115,6 +182,7 @@ class Pipeline:
 @gluon.jit
 def new_pipeline(
     tile, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TERMS: gl.constexpr = 1, row_stats=None,
+    high=None,
 ):  # fmt: skip
     """Return an empty pipeline for a descriptor's tiles.
 
@@ -124,8 +192,9 @@ def new_pipeline(
         CONSUMERS: warpgroups that release each stage; 0 if stages have no empty barriers.
         TERMS: bf16 terms of a tile.
         row_stats: descriptor of a number for each row, or None.
+        high: descriptor of a tile's other columns, or None.
     """
-    tiles = gl.allocate_shared_memory(tile.dtype, [TERMS * STAGES] + tile.block_shape, tile.layout)
+    made = new_tiles(tile, TERMS * STAGES, high)
     stats = None
     if row_stats is not None:
         stats = gl.allocate_shared_memory(
@@ -139,7 +208,7 @@ def new_pipeline(
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(empty.index(i), count=CONSUMERS)
-    return Pipeline(tiles, stats, full, empty, STAGES, TERMS)
+    return Pipeline(made.tiles, made.high, stats, full, empty, STAGES, TERMS)
 
 
 @aggregate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from flashattn.kernels.hopper import backward_fp32 as fp32
@@ -29,6 +29,7 @@ from flashattn.plan.tile import (
     HopperTile,
     block_d,
     head_dim_split,
+    tile_pieces,
 )
 
 INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
@@ -53,14 +54,15 @@ def forward(
         return _forward_fp32(plan, q, k, v, options)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     scale, tile = Scale.of(options, forward=True), cast("HopperTile", plan.tile)
-    queries, keys = Tiles(WARPGROUP_Q), Tiles(tile.block_kv)
+    sizes = {"q": WARPGROUP_Q, "k": tile.block_kv, "v": tile.block_kv, "o": WARPGROUP_Q}
+    low, high, others = tiles_of(head_dim, sizes)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
     lies, right = ScoreLayout.of(options, heads), options.right
     before = options.alibi > 0 and right is not None and right <= options.diagonal
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
-        [queries, keys, keys, queries, *[None] * 5],
+        [*low, *high, *[None] * 5],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
@@ -70,7 +72,26 @@ def forward(
         forward_constants(tile, head_dim, dynamic=dynamic, before=before),
     )
     counter, rows = "tile_counter" if dynamic else None, bounds_names(options)[0]
-    return [Step(launch, ("q", "k", "v", "o", "lse", counter, rows, *scored_names(options)))]
+    names = "q", "k", "v", "o", *others, "lse", counter, rows, *scored_names(options)
+    return [Step(launch, names)]
+
+
+def tiles_of(
+    head_dim: int, rows: Mapping[str, int]
+) -> tuple[list[Tiles], list[Tiles | None], list[str | None]]:
+    """Return the tiles of some tensors' first columns, those of the others, and their names.
+
+    Where tiles are in one piece, the latter are None.
+
+    Args:
+        head_dim: D.
+        rows: of a tile, by tensor.
+    """
+    first, others = tile_pieces(head_dim)
+    low = [Tiles(n, first) for n in rows.values()]
+    if not others:
+        return low, [None] * len(rows), [None] * len(rows)
+    return low, [Tiles(n, others) for n in rows.values()], [*rows]
 
 
 def _forward_fp32(
@@ -281,19 +302,26 @@ def _d256_dkdv(
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
-    rows, numbers = Tiles(WARPGROUP_Q), Numbers(WARPGROUP_Q)
+    numbers, loaded = Numbers(WARPGROUP_Q), dict.fromkeys(INPUTS[:4], WARPGROUP_Q)
+    low, high, others = tiles_of(head_dim, loaded)
+    stored: list[Any] = [None] * 2
+    if plan.gqa_splits == 1:
+        found = tiles_of(head_dim, dict.fromkeys(grads, WARPGROUP_Q))
+        stored, high, others = found[0], [*high, *found[1]], [*others, *found[2]]
+    else:
+        high, others = [*high, None, None], [*others, None, None]
     launch = _launch(
         flashattn_hopper_bwd_d256_dkdv,
         sum(plan.passes[0].programs),
-        [*[rows] * 4, numbers, numbers, *[rows if plan.gqa_splits == 1 else None] * 2],
+        [*low, numbers, numbers, *stored, *high],
         (
             *(blocks * batch * owners, blocks, owners, *splits, tile.section),
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        d256_constants(head_dim),
+        d256_constants(tile, head_dim),
     )
-    return Step(launch, (*INPUTS, *grads))
+    return Step(launch, (*INPUTS, *grads, *others))
 
 
 def _d256_dq(
@@ -301,26 +329,28 @@ def _d256_dq(
 ) -> Step:
     """Return the launch of flashattn_hopper_bwd_d256_dq."""
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    blocks, rows = cdiv(seq_q, tile.BLOCK_Q), Tiles(WARPGROUP_Q)
-    scale = Scale.of(options, forward=False)
+    blocks, scale = cdiv(seq_q, tile.BLOCK_Q), Scale.of(options, forward=False)
+    (*low, stored), high, others = tiles_of(
+        head_dim, dict.fromkeys((*INPUTS[:4], "dq"), WARPGROUP_Q)
+    )
     launch = _launch(
         flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),
-        [*[rows] * 4, None, None, rows],
+        [*low, None, None, stored, *high],
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
             *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        d256_constants(head_dim),
+        d256_constants(tile, head_dim),
     )
-    return Step(launch, (*INPUTS, "dq"))
+    return Step(launch, (*INPUTS, "dq", *others))
 
 
-def d256_constants(head_dim: int) -> dict[str, Any]:
+def d256_constants(tile: HopperD256Tile, head_dim: int) -> dict[str, Any]:
     """Return the constexpr arguments of both kernels for D from 129 to 256."""
     d_lo, d_hi = head_dim_split(head_dim)
-    return {"D_LO": d_lo, "D_HI": d_hi}
+    return {"D_LO": d_lo, "D_HI": d_hi, "STAGES": tile.stages}
 
 
 def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:

@@ -18,14 +18,21 @@ SWIZZLE = 128  # bytes, of tiles in shared memory
 
 @dataclass(frozen=True)
 class Tiles:
-    """What is loaded and stored in tiles of [rows, BLOCK_D]; what lies outside is 0."""
+    """What is loaded and stored in tiles of [rows, columns]; what lies outside is 0.
+
+    Args:
+        rows: of a tile.
+        columns: likewise; 0 is BLOCK_D.
+    """
 
     rows: int
+    columns: int = 0
 
     def describe(self, x: torch.Tensor) -> TensorDescriptor:
         """Return a descriptor of x [B, H, N, D]."""
-        layout = gl.NVMMASharedLayout(SWIZZLE, 8 * x.element_size(), x.ndim)
-        block = [1, 1, self.rows, block_d(x.shape[-1])]
+        columns, size = self.columns or block_d(x.shape[-1]), x.element_size()
+        layout = gl.NVMMASharedLayout(min(SWIZZLE, columns * size), 8 * size, x.ndim)
+        block = [1, 1, self.rows, columns]
         return TensorDescriptor(
             x, list(x.shape), launch.described_strides(x.shape, x.stride()), block, layout
         )

@@ -18,8 +18,8 @@ FORWARD = {
     (96, True): {0: HopperTile()},
     (128, False): {0: HopperTile()},
     (128, True): {0: HopperTile()},
-    (192, False): {0: HopperTile(block_kv=64, own_o=False)},
-    (192, True): {0: HopperTile(block_kv=64, own_o=False)},
+    (192, False): {0: HopperTile(block_kv=64, stages=3, own_o=False)},
+    (192, True): {0: HopperTile(block_kv=64, stages=3, own_o=False)},
     (256, False): {0: HopperTile(block_kv=64, own_o=False, barrier=True)},
     (256, True): {0: HopperTile(block_kv=64, own_o=False)},
 }
@@ -66,7 +66,7 @@ DETERMINISTIC = ROTATING | {
     (128, True): _SEMAPHORE,
 }
 BACKWARD_D256 = {
-    (192, False): {0: HopperD256Tile()},
+    (192, False): {0: HopperD256Tile(stages=3)},
     (192, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
     (256, False): {0: HopperD256Tile()},
     (256, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},

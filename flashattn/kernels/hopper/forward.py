@@ -30,7 +30,7 @@ from flashattn.kernels.hopper.mma import (
     store_acc,
     zero_acc,
 )
-from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline, new_tiles
+from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline, new_shared_tiles
 from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score, with_sink
@@ -346,7 +346,7 @@ def flashattn_hopper_fwd(
         next_tile: gl.constexpr = None  # type: ignore[no-redef]
     sO = queries
     if OWN_SO:
-        sO = new_tiles(o, GROUPS, o_high)
+        sO = new_shared_tiles(o, GROUPS, o_high)
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(

@@ -1,6 +1,6 @@
 """Matrix products on heads of two powers of two, such as 64 + 32, and their accumulators.
 
-Tensors have powers of two as sizes, so a tile has room for 128 columns, or is ``Columns`` of two
+Tensors have powers of two as sizes, so a tile has room for 128 columns, or is ``SplitTile`` of two
 pieces; D_LO + D_HI of them are multiplied. An accumulator is a tuple: D_LO columns, and D_HI
 columns unless D_HI is 0.
 """

@@ -14,7 +14,7 @@ from flashattn.kernels.hopper.registers import opaque
 
 
 @aggregate
-class Columns:
+class SplitTile:
     """A tile [rows, D_LO + D_HI] of shared memory, in two pieces."""
 
     low: gl.shared_memory_descriptor
@@ -38,7 +38,7 @@ class Columns:
 
 
 @aggregate
-class Tiles:
+class SharedTiles:
     """Tiles [1, 1, rows, columns] of shared memory.
 
     If high is not None, it has the other columns of tiles whose columns are two powers of two.
@@ -60,18 +60,18 @@ class Tiles:
         tile = tile.reshape([tile.shape[2], tile.shape[3]])
         if self.high is not None:
             high = self.high.index(n)
-            tile = Columns(tile, high.reshape([high.shape[2], high.shape[3]]), tile.dtype)
+            tile = SplitTile(tile, high.reshape([high.shape[2], high.shape[3]]), tile.dtype)
         return tile
 
 
 @gluon.jit
-def new_tiles(tile, COUNT: gl.constexpr, high=None):
+def new_shared_tiles(tile, COUNT: gl.constexpr, high=None):
     """Return COUNT tiles of a descriptor's, and of that of their other columns, if not None."""
     tiles = gl.allocate_shared_memory(tile.dtype, [COUNT] + tile.block_shape, tile.layout)
     others = None
     if high is not None:
         others = gl.allocate_shared_memory(high.dtype, [COUNT] + high.block_shape, high.layout)
-    return Tiles(tiles, others)
+    return SharedTiles(tiles, others)
 
 
 @aggregate
@@ -151,7 +151,7 @@ class Pipeline:
     def tile(self, n):
         """Return the n-th tile, [rows, columns], or a tuple of its terms; it has been loaded."""
         if self.high is not None:
-            tile = Tiles(self.tiles, self.high).tile(n % self.stages)
+            tile = SharedTiles(self.tiles, self.high).tile(n % self.stages)
         elif self.terms == 1:
             tile = self.term(n % self.stages)
         elif self.terms == 2:
@@ -194,7 +194,7 @@ def new_pipeline(
         row_stats: descriptor of a number for each row, or None.
         high: descriptor of a tile's other columns, or None.
     """
-    made = new_tiles(tile, TERMS * STAGES, high)
+    made = new_shared_tiles(tile, TERMS * STAGES, high)
     stats = None
     if row_stats is not None:
         stats = gl.allocate_shared_memory(

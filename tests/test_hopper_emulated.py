@@ -297,6 +297,7 @@ SHARES = [
     (bf16(heads=4, kv_heads=2, seq_q=300, window=(140, 5)), 2, {"deterministic": True}),
     (bf16(heads=3, kv_heads=1, seq_q=260, window=(70, 0), head_dim=256), 3, {}),
     (bf16(heads=3, kv_heads=1, seq_q=70, seq_kv=130, head_dim=256, causal=True), 3, {}),
+    (bf16(heads=4, kv_heads=1, seq_q=70, seq_kv=130, head_dim=136), 2, {}),  # 128 + 64
 ]
 
 

@@ -78,7 +78,7 @@ def forward(
 
 def tiles_of(
     head_dim: int, rows: Mapping[str, int]
-) -> tuple[list[Tiles], list[Tiles | None], list[str | None]]:
+) -> tuple[list[Tiles | None], list[Tiles | None], list[str | None]]:
     """Return the tiles of some tensors' first columns, those of the others, and their names.
 
     Where tiles are in one piece, the latter are None.
@@ -88,7 +88,7 @@ def tiles_of(
         rows: of a tile, by tensor.
     """
     first, others = tile_pieces(head_dim)
-    low = [Tiles(n, first) for n in rows.values()]
+    low: list[Tiles | None] = [Tiles(n, first) for n in rows.values()]
     if not others:
         return low, [None] * len(rows), [None] * len(rows)
     return low, [Tiles(n, others) for n in rows.values()], [*rows]
@@ -302,18 +302,14 @@ def _d256_dkdv(
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
-    numbers, loaded = Numbers(WARPGROUP_Q), dict.fromkeys(INPUTS[:4], WARPGROUP_Q)
-    low, high, others = tiles_of(head_dim, loaded)
-    stored: list[Any] = [None] * 2
-    if plan.gqa_splits == 1:
-        found = tiles_of(head_dim, dict.fromkeys(grads, WARPGROUP_Q))
-        stored, high, others = found[0], [*high, *found[1]], [*others, *found[2]]
-    else:
-        high, others = [*high, None, None], [*others, None, None]
+    numbers, tensors = Numbers(WARPGROUP_Q), (*INPUTS[:4], *grads)
+    low, high, others = tiles_of(head_dim, dict.fromkeys(tensors, WARPGROUP_Q))
+    if plan.gqa_splits > 1:  # partial sums have no tiles
+        low[4:], high[4:], others[4:] = [None] * 2, [None] * 2, [None] * 2
     launch = _launch(
         flashattn_hopper_bwd_d256_dkdv,
         sum(plan.passes[0].programs),
-        [*low, numbers, numbers, *stored, *high],
+        [*low[:4], numbers, numbers, *low[4:], *high],
         (
             *(blocks * batch * owners, blocks, owners, *splits, tile.section),
             *(heads // owners, seq_q, seq_kv, options.left, options.right),

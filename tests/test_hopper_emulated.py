@@ -127,6 +127,7 @@ FORWARDS = [
         1,
     ),
     (bf16(seq_q=300, head_dim=128, window=(70, 20), documents=PACKED), WIDE, 1),
+    (bf16(seq_q=300, head_dim=168, window=(70, 20), documents=PACKED), WIDE, 1),
 ]
 TURNED = HopperBackwardTile()
 ROUND = {"tile": HopperBackwardTile(persistent=True, stagger=1), "deterministic": True}
@@ -220,6 +221,19 @@ def test_what_is_in_no_document(head_dim):
     for name, one, other, end in zip("oqkv", *results, (100, 100, 150, 150), strict=True):
         assert_same_bits(name, one, other)
         assert not other[:, :, end:].any()
+
+
+def test_what_is_in_no_document_in_two_pieces():
+    """So in the forward at D = 168, whose tiles of values are in two pieces of memory."""
+    problem = bf16(heads=2, seq_q=200, seq_kv=270, head_dim=168, documents=((100, 150),))
+    q, k, v = Sample(problem=problem).draw().inputs
+    results = []
+    for value in (0.0, float("nan")):
+        k[:, :, 150:], v[:, :, 150:] = value, value
+        with emulated():
+            results.append(attend(problem, WIDE, None)(q, k, v)[0])
+    assert_same_bits("o", *results)
+    assert results[0][:, :, :100].any()
 
 
 @pytest.mark.parametrize("window", [(299, None), (None, 299), (300, 400)])

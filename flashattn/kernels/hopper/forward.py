@@ -188,8 +188,7 @@ def mainloop(
     first, full_begin, full_end, end = tiles
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     if mask.rows:
-        WHOLE: gl.constexpr = values.high is None
-        clean_values(mask, values.consumer_wait(n), end * t.block_kv, WHOLE)
+        clean_values(mask, values.consumer_wait(n), end * t.block_kv, values.high is None)
     for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
         start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
         if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
@@ -248,8 +247,7 @@ def consumer(
             tile += gl.num_programs(0)
         v = values.consumer_wait(n)
         if mask.rows:
-            WHOLE: gl.constexpr = values.high is None
-            clean_values(mask, v, first * t.block_kv, WHOLE)
+            clean_values(mask, v, first * t.block_kv, values.high is None)
         acc = mma_pv(unpack(p, o.dtype, P), v, acc, t.d_lo, t.d_hi)
         n += 1
         if t.own_so:
@@ -324,8 +322,8 @@ def flashattn_hopper_fwd(
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
 
-    Those with ``high`` have a tile's columns from D_LO on, if it is in two pieces. If key_bounds is
-    not None, it is all of the mask. Strides are from batch to batch.
+    Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on. If key_bounds
+    is not None, it is all of the mask. Strides are from batch to batch.
     """
     t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
@@ -342,7 +340,7 @@ def flashattn_hopper_fwd(
     high = q_high, k_high, v_high
     if DYNAMIC:
         next_tile = new_scalar_pipeline(GROUPS)
-    else:
+    else:  # roles take None as a constexpr only
         next_tile: gl.constexpr = None  # type: ignore[no-redef]
     sO = queries
     if OWN_SO:

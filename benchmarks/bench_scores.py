@@ -1,4 +1,4 @@
-"""Softcap, ALiBi, biases and sinks, forward and backward: what do scores cost beyond products?
+"""Softcap, ALiBi, biases, sinks, narrow values: what do they cost, forward and backward?
 
 Slopes, biases and sinks are made once, before the clock starts. PyTorch's SDPA takes a bias as its
 ``attn_mask``, for which a relative one is written out at each call; it takes none of the others.
@@ -30,13 +30,16 @@ GPT_OSS = Problem(
     dtype="bfloat16", heads=64, kv_heads=8, seq_q=8192, head_dim=64, causal=True, window=(127, None)
 )
 LONG = replace(HEADS, seq_q=16384, seq_kv=16384, causal=True)
+DEEPSEEK = replace(HEADS, seq_q=4096, seq_kv=4096, head_dim=192, value_dim=128, causal=True)
+MLA = [DEEPSEEK, replace(DEEPSEEK, seq_q=16384, seq_kv=16384)]
 TINY = Problem(heads=2, seq_q=40, head_dim=16)
-SMOKE = scores(TINY, CAPPED, *ADDED, SUNK)
+SMOKE = scores(TINY, CAPPED, *ADDED, SUNK, {"value_dim": 8})
 DEFAULT = [
     *scores(HEADS, CAPPED, *ADDED, SUNK),
     *scores(GPT_OSS, SUNK),
     *scores(replace(GPT_OSS, window=(None, None)), SUNK),
     *scores(LONG, CAPPED, {"alibi": True}),
+    *MLA,
 ]
 FULL = [
     *DEFAULT,

@@ -91,8 +91,8 @@ def attention(
             implementations in PyTorch). Any strides are taken as they are when the last dimension
             is dense; otherwise the tensor is copied once.
         k: [B, G, S, D], G a divisor of H, or [B, S, D].
-        v: [B, G, S, Dv], or [B, S, Dv]. Where Dv is not D the narrower tensors are padded with
-            zeros to the width of the wider, and o is a view.
+        v: [B, G, S, Dv], or [B, S, Dv]. Hopper's kernels take Dv up to 128 where D is 129 to 192;
+            otherwise the narrower tensors are padded with zeros to the width of the wider.
         causal: False, True, "top_left" or "bottom_right".
         window: (left, right), how many keys before and after its own position a query sees, both
             inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
@@ -259,29 +259,39 @@ def _prepare(
     options: dict[str, Any],
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
-    if only_v_differs_in_width(q, k, v):
-        scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
-        given = *widened(q, k, v), causal, window, tensors, softcap, scale, return_lse
-        wide = _prepare(*given, impl, options)
-
-        def narrowed(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
-        ) -> registry.Pair:
-            o, lse = wide(*widened(q, k, v), **tensors)
-            return o[..., :columns], lse
-
-        return narrowed
+    wide = widened(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
+        *wide, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
         documents=unknown_rows("bounds" in tensors),
     )  # fmt: skip
     learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
     grad = any(x.requires_grad for x in (q, k, v, *learned))
     chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
-    scale = check_scale(scale, q.shape[-1])
+    scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
     how = {**problem.keywords, "scale": scale, **fastest, **taken, **tensors}
     how.pop("documents", None)
+    if columns == q.shape[-1] or (chosen.narrow_values and columns < q.shape[-1]):
+        return _of_heads(chosen, q, k, v, how)
+    attend = _of_heads(chosen, *wide, how)
+
+    def narrowed(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
+    ) -> registry.Pair:
+        o, lse = attend(*widened(q, k, v), **tensors)
+        return o[..., :columns], lse
+
+    return narrowed
+
+
+def _of_heads(
+    chosen: registry.Impl,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    how: dict[str, Any],
+) -> registry.Attend:
+    """Return what an implementation answers to tensors like these, of one head or of many."""
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)

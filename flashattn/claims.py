@@ -30,6 +30,7 @@ class Claims:
             relative, [B or 1, H or 1, T + S - 1] (see ``score``); differentiable.
         sink: it takes ``sink=``, fp32 [B or 1, H], differentiable; to the results of others that
             return lse it is applied behind them.
+        narrow_values: it takes v with fewer columns than k; ``attention`` pads it for others.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
@@ -50,6 +51,7 @@ class Claims:
     alibi: bool = False
     bias: bool = False
     sink: bool = False
+    narrow_values: bool = False
     grouped: bool = True
     empty: bool = True
     fully_masked_rows: bool = True
@@ -70,6 +72,8 @@ class Claims:
             "takes no ALiBi": problem.alibi and not self.alibi,
             "takes no bias": problem.bias != "" and not self.bias,
             "takes no sink, and returns no logsumexp": problem.sink and not (self.sink or self.lse),
+            "takes no values narrower than keys": problem.value_dim is not None
+            and not self.narrow_values,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
             "claims no empty problems": not self.empty and _is_empty(problem),
             "claims nothing for queries that see no key": not self.fully_masked_rows
@@ -96,6 +100,7 @@ class Claims:
             "alibi": self.alibi or False,
             "bias": self.bias or "",
             "sink": self.sink or self.lse or False,
+            "value_dim": self.narrow_values or None,
             "kv_heads": self.grouped or problem.heads,
         }
         changes: dict[str, Any] = {name: x for name, x in claimed.items() if x is not True}
@@ -107,7 +112,7 @@ class Claims:
             changes["dtype"] = next(iter(self.dtypes or ()))
         if not _among(problem.head_dim, self.head_dims):
             larger = [d for d in self.head_dims or () if d > problem.head_dim]
-            changes["head_dim"] = min(larger or self.head_dims or ())
+            changes |= {"head_dim": min(larger or self.head_dims or ()), "value_dim": None}
         fitted = replace(problem, **changes)
         if not self.fully_masked_rows and fitted.fully_masked_rows > 0:
             seq_kv = max(fitted.seq_q, fitted.seq_kv)

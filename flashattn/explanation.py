@@ -66,7 +66,7 @@ def explain(
     Raises:
         ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
     """
-    if only_v_differs_in_width(q, k, v):
+    if only_v_differs_in_width(q, k, v) and v.shape[-1] > q.shape[-1]:
         scale = check_scale(scale, q.shape[-1])
         q, k, v = widened(q, k, v)
     rows = documents is not None or mask is not None

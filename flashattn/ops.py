@@ -140,8 +140,11 @@ def _like_dense(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.register_fake("flashattn::forward", lib=_LIBRARY)
-def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like_dense(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del k
+    return _like_dense(q.narrow(3, 0, v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("flashattn::backward", lib=_LIBRARY)
@@ -207,7 +210,7 @@ class Prepared:
         Args:
             q: [B, H, T, D].
             k: [B, G, S, D].
-            v: [B, G, S, D].
+            v: [B, G, S, Dv], Dv at most D.
             bounds: all of the mask, if there are some.
             scored: others of ``Extras``.
         """

@@ -1,8 +1,9 @@
 """What is asked: shapes, mask, scores and dtype of one attention, checked, with its exact costs.
 
 The legend, used everywhere in this package: ``B`` batch, ``H`` query heads, ``G`` key/value heads,
-``T`` queries, ``S`` keys, ``D`` head dimension. q is ``[B, H, T, D]``, k and v ``[B, G, S, D]``,
-the logsumexp and delta ``[B, H, T]``. Query head ``h`` reads key/value head ``h // (H // G)``.
+``T`` queries, ``S`` keys, ``D`` head dimension, ``Dv`` that of values. q is ``[B, H, T, D]``, k
+``[B, G, S, D]``, v ``[B, G, S, Dv]``, the logsumexp and delta ``[B, H, T]``. Query head ``h``
+reads key/value head ``h // (H // G)``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Problem:
         seq_q: T, queries.
         seq_kv: S, keys; None means T.
         head_dim: D.
+        value_dim: Dv, if it is less than D; None is D.
         causal: False, "top_left" (or True) or "bottom_right".
         window: (left, right), see ``Mask.of``; of a causal mask only ``left`` is kept.
         documents: queries and keys of each document that is packed into the rows, each with the
@@ -66,6 +68,7 @@ class Problem:
     seq_q: int = 128
     seq_kv: int = cast("int", None)
     head_dim: int = 64
+    value_dim: int | None = None
     causal: Causal = False
     window: Window = UNBOUNDED
     documents: Documents = None
@@ -86,6 +89,10 @@ class Problem:
             least = 1 if name == "head_dim" else 0
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: wanted at least {least}, got {getattr(self, name)}")
+        if self.value_dim == self.head_dim:
+            object.__setattr__(self, "value_dim", None)
+        if not 1 <= self.dv <= self.head_dim:
+            raise ValueError(f"value_dim: wanted 1 to {self.head_dim}, got {self.value_dim}")
         if self.heads != 0 and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
@@ -122,7 +129,7 @@ class Problem:
         Args:
             q: [B, H, T, D], or [B, T, D] for one head.
             k: [B, G, S, D], or [B, S, D].
-            v: like k.
+            v: like k; its last dimension may be smaller.
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
@@ -142,7 +149,8 @@ class Problem:
         _check_shape(
             "k", k, (batch, seq_kv, head_dim) if one_head else (batch, kv_heads, seq_kv, head_dim)
         )
-        _check_shape("v", v, k.shape)
+        value_dim = min(v.shape[-1], head_dim) or head_dim
+        _check_shape("v", v, (*k.shape[:-1], value_dim))
         return cls(
             batch=batch,
             heads=heads,
@@ -150,6 +158,7 @@ class Problem:
             seq_q=seq_q,
             seq_kv=seq_kv,
             head_dim=head_dim,
+            value_dim=value_dim,
             causal=causal,
             window=window,
             documents=documents,
@@ -170,7 +179,9 @@ class Problem:
         cap = "" if self.softcap is None else f"-cap{self.softcap:g}"
         bias = f"-bias{self.bias}" if self.bias else ""
         score = f"{cap}{'-alibi' * self.alibi}{bias}{'-sink' * self.sink}"
-        return f"{SHORT[self.dtype]}-{heads}-{rows}-d{self.head_dim}-{self.mask}{hidden}{score}"
+        values = "" if self.value_dim is None else f"v{self.value_dim}"
+        dims = f"d{self.head_dim}{values}"
+        return f"{SHORT[self.dtype]}-{heads}-{rows}-{dims}-{self.mask}{hidden}{score}"
 
     @classmethod
     def parse(cls, name: str) -> Problem:
@@ -186,7 +197,8 @@ class Problem:
         )
         found = re.fullmatch(
             r"(\w+)-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<kv_heads>\d+))?-q(?P<seq_q>\d+)"
-            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)-([^-]+)(?:-docs(\w+(?:\+\w+)*))?"
+            r"(?:-kv(?P<seq_kv>\d+))?-d(?P<head_dim>\d+)(?:v(?P<value_dim>\d+))?-([^-]+)"
+            r"(?:-docs(\w+(?:\+\w+)*))?"
             r"(?:-prefix(?P<prefix>\d+))?(?:-cap([^-]+))?(-alibi)?(?:-bias([^-]+))?(-sink)?",
             name,
         )
@@ -194,9 +206,9 @@ class Problem:
         if found is None or found[1] not in dtypes:
             raise wrong
         try:
-            mask = Mask.parse(found[8])
-            documents = None if found[9] is None else _parsed(found[9])
-            softcap = check_softcap(None if found[11] is None else float(found[11]))
+            mask = Mask.parse(found[9])
+            documents = None if found[10] is None else _parsed(found[10])
+            softcap = check_softcap(None if found[12] is None else float(found[12]))
         except ValueError:
             raise wrong from None
         sizes: Any = {size: int(x) for size, x in found.groupdict().items() if x is not None}
@@ -206,14 +218,19 @@ class Problem:
             window=mask.window,
             documents=documents,
             softcap=softcap,
-            alibi=found[12] is not None,
-            bias=found[13] or "",
-            sink=found[14] is not None,
+            alibi=found[13] is not None,
+            bias=found[14] or "",
+            sink=found[15] is not None,
             dtype=dtypes[found[1]],
         )
         if str(problem) != name:
             raise wrong
         return problem
+
+    @property
+    def dv(self) -> int:
+        """Columns of values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -284,8 +301,8 @@ class Problem:
         Args:
             passes: forward, backward or forward+backward.
         """
-        products = {"forward": 2, "backward": 5, "forward+backward": 7}[passes]
-        return 2 * products * self.pairs * self.head_dim
+        products = {"forward": (1, 1), "backward": (3, 2), "forward+backward": (4, 3)}[passes]
+        return 2 * self.pairs * (products[0] * self.head_dim + products[1] * self.dv)
 
     def bytes(self, passes: str = "forward") -> int:
         """Return the fewest bytes that can move: each input read once, each output written once.
@@ -296,10 +313,10 @@ class Problem:
         Args:
             passes: forward, backward or forward+backward.
         """
-        wide = DTYPES[self.dtype] * self.head_dim * self.batch
+        wide = DTYPES[self.dtype] * (self.head_dim + self.dv) * self.batch
         queries, keys = wide * self.heads * self.seq_q, wide * self.kv_heads * self.seq_kv
         lse = 4 * self.batch * self.heads * self.seq_q
-        moved = {"forward": 2 * (queries + keys) + lse, "backward": 4 * (queries + keys) + lse}
+        moved = {"forward": queries + keys + lse, "backward": 2 * (queries + keys) + lse}
         return sum(moved[name] for name in passes.split("+"))
 
 

@@ -11,7 +11,8 @@ from flashattn.claims import Claims
 from flashattn.problem import Problem
 from flashattn.testing.strategies import problems
 
-CLAIMED = Claims(windows=True, intervals=True, softcap=True, alibi=True, bias=True, sink=True)
+MORE = ("windows", "intervals", "softcap", "alibi", "bias", "sink", "narrow_values")
+CLAIMED = Claims(**dict.fromkeys(MORE, True))
 CPU = torch.device("cpu")
 FLAGS = (
     "bottom_right",
@@ -21,6 +22,7 @@ FLAGS = (
     "alibi",
     "bias",
     "sink",
+    "narrow_values",
     "grouped",
     "empty",
     "fully_masked_rows",
@@ -46,6 +48,7 @@ FLAGS = (
             {"seq_q": 8, "seq_kv": 4, "causal": "bottom_right"},
             "claims nothing for queries that see no key",
         ),
+        ({}, {"value_dim": 8}, "takes no values narrower than keys"),
         ({"dtypes": ("float16",)}, {"dtype": "float32"}, "takes dtypes float16"),
         ({"head_dims": (64, 128)}, {"head_dim": 80}, "takes head dimensions 64, 128"),
         ({"head_dims": range(8, 257, 8)}, {"head_dim": 1}, r"takes head dimensions range\(8"),
@@ -66,6 +69,7 @@ def test_sentences(claims, problem, words):
         sloped=(False, True),
         biases=("", "1hts"),
         sunk=(False, True),
+        narrowed=(False, True),
     ),
     flags=st.fixed_dictionaries({name: st.booleans() for name in FLAGS}),
     dtypes=st.sampled_from((None, ("float16", "bfloat16"))),

@@ -164,6 +164,26 @@ def test_windows(device, head_dim, shape, window, corner):
                 assert all(torch.equal(other[name], x) for name, x in one.items())
 
 
+@pytest.mark.parametrize("mask", ["causal", "window70+30", "full"])
+@pytest.mark.parametrize("value_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [136, 192])
+@on_hopper
+def test_narrow_values(device, head_dim, value_dim, mask):
+    """So are values of fewer columns than keys, with sinks, capped or not, and the same again."""
+    asked = Mask.parse(mask)
+    for dtype, group, cap in (("bfloat16", 1, None), ("float16", 2, 5.0)):
+        problem = Problem(
+            batch=2, heads=4, kv_heads=4 // group, seq_q=700, seq_kv=900, head_dim=head_dim,
+            value_dim=value_dim, causal=asked.causal, window=asked.window, softcap=cap, sink=True,
+            dtype=dtype,
+        )  # fmt: skip
+        sample = Sample(problem=problem, device=device)
+        attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+        assert_accurate(attend, sample)
+        one, other = run(attend, sample.draw()), run(attend, sample.draw())
+        assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
 DOCUMENTS = {
     "packed": ((300, 300), (0, 0), (11, 11), (384, 384), (128, 128)),
     "uneven": ((200, 700), (90, 0), (0, 60), (1, 1), (500, 64)),

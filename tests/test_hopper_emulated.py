@@ -28,6 +28,7 @@ from flashattn.plan.plan import BackwardPlan
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Options, TensorSpec, signature
 from flashattn.plan.tables import hopper as rows
+from flashattn.plan.tables.hopper import NARROW_FORWARD
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem, check_scale
 from flashattn.resolve import bounds_of_lengths
@@ -115,6 +116,9 @@ FORWARDS = [
     (fp16(seq_q=70, seq_kv=150, head_dim=256), HopperTile(block_kv=64, own_o=False), 1),
     (bf16(heads=2, seq_q=200, seq_kv=150, head_dim=88, causal=True), HopperTile(), 2),  # 64 + 32
     (fp16(seq_q=70, seq_kv=300, head_dim=168), HopperTile(block_kv=64, **UNSTAGED), 1),  # 128 + 64
+    (bf16(heads=2, seq_q=140, seq_kv=200, head_dim=192, value_dim=128), NARROW_FORWARD, 1),
+    (fp16(seq_q=200, causal=True, head_dim=136, value_dim=40), NARROW_FORWARD, 2),
+    (bf16(seq_q=300, head_dim=168, value_dim=72, window=(70, 20), documents=PACKED), WIDE, 1),
     (bf16(heads=2, seq_q=300, window=(70, 0)), SMALL, 2),  # drawn
     (fp16(seq_q=500, window=(300, 33)), SMALL, 1),  # tiles before, amid and after those seen whole
     (bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, 2),  # dead rows
@@ -267,6 +271,9 @@ WIDE_BACKWARDS = [
     (bf16(heads=2, seq_q=200, seq_kv=70, head_dim=256, causal="bottom_right"), 3),  # dead queries
     (bf16(seq_q=1, seq_kv=70, head_dim=136), 1),
     (bf16(heads=2, seq_q=330, window=(150, 20), head_dim=136), 2),
+    (bf16(heads=2, seq_q=200, seq_kv=330, head_dim=192, value_dim=128), 1),
+    (fp16(heads=4, kv_heads=2, seq_q=140, causal=True, head_dim=168, value_dim=72), 3),
+    (bf16(heads=2, seq_q=330, window=(150, 20), head_dim=136, value_dim=40), 2),
     (fp16(heads=4, kv_heads=2, seq_q=200, seq_kv=140, window=(0, None), head_dim=256), 3),  # dead
     (bf16(seq_q=70, seq_kv=330, window=(9, None), causal="bottom_right", head_dim=256), 1),
     (bf16(seq_q=200, seq_kv=330, window=(9, 0), head_dim=256), 1),  # keys that nobody sees
@@ -702,6 +709,12 @@ ASKED = {
         HopperTile(block_kv=64, own_o=False),
         {"tile": HopperD256Tile()},
     ),
+    "narrow": (
+        bf16(heads=2, seq_q=200, seq_kv=390, head_dim=136, value_dim=72),
+        "normal",
+        NARROW_FORWARD,
+        WIDE_PASSES,
+    ),
     "shares": (  # if three programs run at once
         bf16(batch=2, heads=4, kv_heads=1, seq_q=200, seq_kv=100, head_dim=96),
         "normal",
@@ -938,8 +951,8 @@ PLANTED = [
         Mutant(
             "values_freed_too_early",
             FORWARD,
-            "    acc = acc_wait(acc, 0, t.d_hi)\n    keys.consumer_release(n + 1)\n",
-            "    keys.consumer_release(n + 1)\n    acc = acc_wait(acc, 0, t.d_hi)\n",
+            "    acc = acc_wait(acc, 0, t.v_hi)\n    keys.consumer_release(n + 1)\n",
+            "    keys.consumer_release(n + 1)\n    acc = acc_wait(acc, 0, t.v_hi)\n",
             "values are overwritten while they are multiplied",
         ),
         WRONG,
@@ -993,8 +1006,8 @@ PLANTED = [
         Mutant(
             "o_not_fenced",
             FORWARD,
-            "t.d_lo, t.d_hi)\n    fence_async_shared()\n    o, o_high",
-            "t.d_lo, t.d_hi)\n    o, o_high",
+            "t.v_lo, t.v_hi)\n    fence_async_shared()\n    o, o_high",
+            "t.v_lo, t.v_hi)\n    o, o_high",
             "the copy of o may read what was there before",
         ),
         WRONG,
@@ -1004,8 +1017,8 @@ PLANTED = [
         Mutant(
             "scores_not_awaited",
             FORWARD,
-            "    s = score.capped(mma_wait(s, 1, t.d_hi))\n",
-            "    s = score.capped(mma_wait(s, 2, t.d_hi))\n",
+            "    s = score.capped(mma_wait(s, products(t.v_hi)))\n",
+            "    s = score.capped(mma_wait(s, 2 * products(t.v_hi)))\n",
             "scores are used before they are there",
         ),
         UNFINISHED,
@@ -1070,8 +1083,8 @@ PLANTED = [
         Mutant(
             "high_columns_of_o_lost",
             FORWARD,
-            "store_tile(o_high, [batch, head, start_q, t.d_lo]",
-            "store_tile(o_high, [batch, head, start_q, 2 * t.d_lo]",
+            "store_tile(o_high, [batch, head, start_q, t.v_lo]",
+            "store_tile(o_high, [batch, head, start_q, 2 * t.v_lo]",
             "o has other columns past the first power of two",
         ),
         WRONG,
@@ -1081,7 +1094,7 @@ PLANTED = [
         Mutant(
             "high_columns_of_dk_first",
             "kernels/hopper/backward_d256.py",
-            "store_tile(x_high, [batch, split_head, start_kv, D_LO]",
+            "store_tile(x_high, [batch, split_head, start_kv, LO]",
             "store_tile(x_high, [batch, split_head, start_kv, 0]",
             "dk and dv have the last columns at the first ones' place",
         ),
@@ -1092,9 +1105,42 @@ PLANTED = [
         Mutant(
             "high_columns_of_dq_lost",
             "kernels/hopper/backward_d256_dq.py",
-            "store_tile(dq_high, [batch, head, start_q, D_LO]",
-            "store_tile(dq_high, [batch, head, start_q, 2 * D_LO]",
+            "store_tile(dq_high, [batch, head, start_q, t.d_lo]",
+            "store_tile(dq_high, [batch, head, start_q, 2 * t.d_lo]",
             "dq has other columns past the first power of two",
+        ),
+        WRONG,
+    ),
+    (
+        "narrow",
+        Mutant(
+            "scores_of_narrow_values_not_awaited",
+            FORWARD,
+            "    s = score.capped(mma_wait(s, products(t.v_hi)))\n",
+            "    s = score.capped(mma_wait(s, products(t.d_hi)))\n",
+            "a product with narrow values counts as two, so scores are used too early",
+        ),
+        UNFINISHED,
+    ),
+    (
+        "narrow",
+        Mutant(
+            "dk_beside_narrow_values_not_awaited",
+            WIDE_BACKWARD,
+            "dk = acc_wait(dk, products(t.v_hi), t.d_hi)",
+            "dk = acc_wait(dk, products(t.d_hi), t.d_hi)",
+            "so are queries released while they are multiplied",
+        ),
+        WRONG,
+    ),
+    (
+        "narrow",
+        Mutant(
+            "dq_beside_narrow_values_not_awaited",
+            WIDE_DQ,
+            "dq = acc_wait(dq, products(t.d_hi) + products(t.v_hi), t.d_hi)",
+            "dq = acc_wait(dq, 2 * products(t.d_hi), t.d_hi)",
+            "so are keys",
         ),
         WRONG,
     ),
@@ -1333,9 +1379,9 @@ PLANTED = [
         "columns",
         Mutant(
             "one_part_awaited",
-            MMA,
-            "PRODUCTS: gl.constexpr = 1 if D_HI == 0 else 2",
-            "PRODUCTS: gl.constexpr = 3",
+            BACKWARD,
+            "mma_wait(dq, products(t.d_hi))",
+            "mma_wait(dq, 1 + products(t.d_hi))",
             "one product of two is not awaited",
         ),
         UNFINISHED,
@@ -1510,8 +1556,8 @@ PLANTED = [
         Mutant(
             "masked_tile_not_capped",
             FORWARD,
-            "    s = score.capped(mma_wait(s, 1, t.d_hi))\n",
-            "    s = mma_wait(s, 1, t.d_hi)\n    if not MASKED:\n        s = score.capped(s)\n",
+            "    s = score.capped(mma_wait(s, products(t.v_hi)))\n",
+            "    s = mma_wait(s, products(t.v_hi))\n    s = s if MASKED else score.capped(s)\n",
             "likewise tiles on the mask's edge",
         ),
         WRONG,

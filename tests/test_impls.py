@@ -269,6 +269,7 @@ def test_any_problem(impl, device, share, data, seed):
         sloped=(False, False, True),
         biases=BIASES,
         sunk=(False, False, True),
+        narrowed=(False, False, False, True),
     )
     problem = impl.fit(data.draw(drawn, label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter

@@ -46,6 +46,22 @@ def test_opcheck(device, layout, left, right):
     torch.library.opcheck(torch.ops.flashattn.forward, given)
 
 
+NARROW = replace(PROBLEM, value_dim=8)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided"])
+def test_opcheck_of_narrow_values(device, layout):
+    """So where values have fewer columns than keys; the backward takes o and its gradient so."""
+    q, k, v = arguments(device, layout, NARROW)
+    how = (*Extras(), None, 0, *OPTIONS)
+    torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, *how))
+    inputs = [x.detach() for x in (q, k, v)]
+    saved = (*inputs, *torch.ops.flashattn.forward(*inputs, *how))
+    given = (*make_grads(NARROW, device=device), *saved, *how, False)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.flashattn.backward, given, test_utils=checks)
+
+
 EXTRAS = {  # of q [B, H, T, D] and k
     "bounds": lambda q, k: Extras(
         *of_rows(*torch.arange(2 * q.shape[2], device=q.device).view(2, 1, -1), k.shape[2])
@@ -128,11 +144,15 @@ def test_who_watches_the_backward_alone_sees_it(device):
     assert all(map(torch.equal, watched, exact))
 
 
-@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+@pytest.mark.parametrize(
+    ("causal", "problem"),
+    [(False, PROBLEM), ("top_left", PROBLEM), ("bottom_right", PROBLEM), (False, NARROW)],
+    ids=str,
+)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(device, causal, dynamic):
+def test_compile(device, causal, problem, dynamic):
     """torch.compile takes attention whole, forward and backward, and changes no bit."""
-    q, k, v = arguments(device)
+    q, k, v = arguments(device, problem=problem)
 
     def call(q, k, v):
         return attention(q, k, v, causal=causal, return_lse=True, impl="triton")
@@ -160,7 +180,7 @@ def test_vmap(device):
 
     Half precision, as how fp32 is multiplied depends on how much there is.
     """
-    half = replace(PROBLEM, dtype="float16")
+    half = replace(NARROW, dtype="float16")
     q, k, v = (x.detach() for x in arguments(device, problem=half))
     stacked = torch.stack([q, q + 1, q - 1], dim=1)
     got = torch.func.vmap(lambda q, k: attention(q, k, v, impl="triton"), in_dims=(1, None))(

@@ -97,6 +97,8 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         "takes fp16 and bf16 only": problem.dtype not in ("float16", "bfloat16"),
         "takes head dimensions up to 256 in multiples of 8": problem.head_dim
         not in range(8, 257, 8),
+        "takes narrow values beside 192 columns of keys only, of 128": problem.value_dim is not None
+        and (problem.head_dim, problem.dv) != (192, 128),
         "aligns masks at the bottom right only": problem.mask != FULL
         and problem.mask.corner == "top_left"
         and any(band.seq_q != band.seq_kv for band in problem.bands),
@@ -114,7 +116,8 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 for _name, _module in MODULES.items():
     _why_not: WhyNot = partial(_limits, name=_name)
-    _scores = {"alibi": _name == "flash_attn_2", "sink": _name == "flash_attn_4"}
+    _own: dict[str, Any] = dict.fromkeys(("sink", "narrow_values"), _name == "flash_attn_4")
+    _own["alibi"] = _name == "flash_attn_2"
     register(
-        _name, why_not=_why_not, windows=True, intervals=True, softcap=True, strict=False, **_scores
+        _name, why_not=_why_not, windows=True, intervals=True, softcap=True, strict=False, **_own
     )(_attending(_module))

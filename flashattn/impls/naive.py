@@ -67,6 +67,7 @@ def _compiled_naive() -> Callable[..., torch.Tensor]:
 @register(
     "naive",
     why_not=partial(_limits, name="naive"),
+    narrow_values=True,
     windows=True,
     intervals=True,
     softcap=True,
@@ -98,6 +99,7 @@ def naive(
 @register(
     "compiled",
     why_not=partial(_limits, name="compiled"),
+    narrow_values=True,
     windows=True,
     intervals=True,
     softcap=True,

@@ -21,6 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
     "triton",
     why_not=gpus.why_not,
     prepares=True,
+    narrow_values=True,
     windows=True,
     intervals=True,
     softcap=True,
@@ -73,6 +74,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     why_not=gpus.why_not_hopper,
     fastest=_each_pass,
     prepares=True,
+    narrow_values=True,
     windows=True,
     intervals=True,
     softcap=True,
@@ -169,6 +171,7 @@ def _tiled(
 
 @register(
     "reference",
+    narrow_values=True,
     windows=True,
     intervals=True,
     softcap=True,

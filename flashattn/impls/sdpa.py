@@ -166,6 +166,7 @@ register(
     "sdpa",
     why_not=_limits,
     fastest=_fastest,
+    narrow_values=True,
     windows=True,
     intervals=True,
     bias=True,
@@ -174,6 +175,12 @@ register(
 for _name, _kind in BACKENDS.items():
     _why_not: WhyNot = partial(_limits, backend=_name)
     _masks = _kind in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION)
-    register(_name, why_not=_why_not, windows=True, intervals=_masks, bias=_masks, strict=False)(
-        _backend(_kind)
-    )
+    register(
+        _name,
+        why_not=_why_not,
+        windows=True,
+        intervals=_masks,
+        bias=_masks,
+        narrow_values=_kind != SDPBackend.FLASH_ATTENTION,
+        strict=False,
+    )(_backend(_kind))

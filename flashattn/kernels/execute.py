@@ -12,11 +12,12 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from flashattn.gpus import gpu_of
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
-from flashattn.plan.choose import NAMES, choose_backward, choose_forward
+from flashattn.plan.choose import NAMES, choose_backward, choose_forward, widened
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, signature
@@ -38,6 +39,7 @@ class Bound:
         plan: what was decided.
         steps: the launches.
         device: of all.
+        columns: the first ones that an output has of what it is like, or None.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class Bound:
         plan: ForwardPlan | BackwardPlan,
         steps: Sequence[Step],
         device: torch.device,
+        columns: int | None = None,
     ) -> None:
         """Number the tensors."""
         self.plan = plan
         self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
-        self._likes = [inputs.index(name) for name in likes.values()]
+        self._likes, self._columns = [inputs.index(name) for name in likes.values()], columns
         made = [*outputs, *plan.workspaces]
         self._make: list[tuple[bool, dict[str, Any]]] = [
             (x.zeroed, {"size": x.shape, "dtype": x.dtype, "device": device}) for x in made
@@ -69,7 +72,8 @@ class Bound:
             tensors[i] = tensors[i].contiguous()
         with on_device(tensors[0]):
             for i in self._likes:
-                tensors.append(torch.empty_like(tensors[i]))
+                like = tensors[i] if self._columns is None else tensors[i][..., : self._columns]
+                tensors.append(torch.empty_like(like))
             for zeroed, how in self._make:  # by torch.empty of the moment: tests replace it
                 tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
             tensors.append(None)
@@ -94,10 +98,52 @@ def _sees_nothing(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: torch.Tensor | None
 ) -> Outputs:
     """Answer without a launch: there is no query, or none that sees a key."""
-    del k, v
+    del k
+    columns = v.shape[3]
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
     sink = Extras(*extras).sink
-    return torch.zeros_like(q), lse if sink is None else torch.maximum(lse, sink[..., None])
+    return torch.zeros_like(q[..., :columns]), lse if sink is None else torch.maximum(
+        lse, sink[..., None]
+    )
+
+
+def _padded(bound: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """Return what pads values with zeros to the width of keys; o lies as if it never was wider."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Outputs:
+        o, lse = bound(q, k, _wide(v, q), *extras)
+        return _narrow(o, v, like=q), lse
+
+    return attend
+
+
+def _padded_backward(bound: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Any]:
+    """Return what pads likewise for gradients."""
+
+    def differentiate(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        grad_o: torch.Tensor,
+        o: torch.Tensor,
+        *others: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        wide = [_wide(x, q) for x in (v, grad_o, o)]
+        dq, dk, dv, *learned = bound(q, k, *wide, *others)
+        return dq, dk, _narrow(dv, v, like=v), *learned
+
+    return differentiate
+
+
+def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return x with columns of zeros, up to q's width."""
+    return pad(x, (0, q.shape[-1] - x.shape[-1])).contiguous()
+
+
+def _narrow(x: torch.Tensor, v: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Return the first columns of x, as many as v has, in memory that lies as ``like`` does."""
+    columns = v.shape[-1]
+    return torch.empty_like(like[..., :columns]).copy_(x[..., :columns])
 
 
 def _no_gradients(
@@ -139,11 +185,14 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     plan = choose_forward(specs, gpu_of(device), options, **instead)
     if plan.kernel == "none":
         return _sees_nothing
+    if plan.padded:
+        return _padded(bind_forward(tuple(widened(specs)), options, **instead))
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
     lse = Workspace("lse", tuple(q.shape[:3]))
     inputs = (*NAMES[:3], *(Extras._fields if options.extras else ()))
-    return Bound(inputs, {"o": "q"}, [lse], plan, steps, device)
+    columns = v.shape[3] if v.shape[3] != q.shape[3] else None
+    return Bound(inputs, {"o": "q"}, [lse], plan, steps, device, columns)
 
 
 @lru_cache(BOUND)
@@ -164,6 +213,8 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     plan = choose_backward(specs, gpu_of(device), options, **instead)
     if plan.kernel == "none":
         return partial(_no_gradients, bias_grad=options.bias_grad)
+    if plan.padded:
+        return _padded_backward(bind_backward(tuple(widened(specs)), options, **instead))
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}

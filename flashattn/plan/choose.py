@@ -23,6 +23,8 @@ from flashattn.problem import Problem, check_scale
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")
 NOTHING = "there is no query, or no key"
+OF_VALUES = ("v", "grad_o", "o")  # these have as many columns as values
+PADDED = "values are padded: the kernels take values as wide as keys"
 COPIED = "copies: rows are not dense, or TMA cannot address them"
 
 
@@ -70,7 +72,7 @@ def choose(
         sink=int(problem.sink),
     )
     forward = choose_forward(specs, gpu, options)
-    o = (specs[0].copied() if "q" in forward.copies else specs[0]).like()
+    o = (specs[0].copied() if "q" in forward.copies else specs[0]).like(specs[2].shape[3])
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
     return Plan(forward, choose_backward((*specs, o, o, lse), gpu, options))
 
@@ -97,22 +99,23 @@ def choose_forward(
     q, k, v = specs
     if 0 in q.shape or k.shape[2] == 0:
         return ForwardPlan(kernel="none", why=(NOTHING,))
-    copies = tuple(name for name, x in zip(NAMES, specs, strict=False) if not x.dense)
+    copies = _not_dense(specs)
     if copies:
         q, k, v = _copied(specs, copies)
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
         return plan._replace(copies=copies, why=(COPIED, *plan.why))
-    why, pays = [], options.family == "hopper"
-    if options.family == "auto":
-        pays, sentence = hopper.forward_pays(q, k, gpu, options)
-        why.append(sentence)
-    if pays and (lack := hopper.lack(q, options, backward=False)):
-        pays, why = False, [lack]
+    lack = hopper.lack(q, v, options, backward=False)
+    pays, why = _hopper_first(options, hopper.forward_pays(q, k, gpu, options), lack)
     if pays:
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return found._replace(precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernel, not Hopper's: {found}")
+    if v.shape[3] != q.shape[3]:
+        plan = choose_forward(
+            widened(specs), gpu, options, tile=tile, row=row, num_splits=num_splits
+        )
+        return plan._replace(padded=True, why=(PADDED, *plan.why))
     keys = 0
     alone = options.left is None and not options.extras
     if q.shape[2] == 1 and q.shape[1] != k.shape[1] and alone:
@@ -144,17 +147,9 @@ def choose_backward(
     q, k, v, grad_o, *_ = specs
     if 0 in q.shape or 0 in k.shape:
         return BackwardPlan(kernel="none", why=(NOTHING,))
-    copies = tuple(
-        name
-        for name, x in zip(NAMES, specs, strict=False)
-        if not (x.contiguous if name in ROW_STATISTICS else x.dense)
-    )
-    why, pays = [], options.family == "hopper"
-    if options.family == "auto":
-        pays, sentence = hopper.backward_pays(q, k, gpu, causal=options.causal)
-        why.append(sentence)
-    if pays and (lack := hopper.lack(q, options, backward=True)):
-        pays, why = False, [lack]
+    copies = _not_dense(specs)
+    faster = hopper.backward_pays(q, k, gpu, causal=options.causal)
+    pays, why = _hopper_first(options, faster, hopper.lack(q, v, options, backward=True))
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         readable = not set(copies) - {"grad_o"}
@@ -163,13 +158,16 @@ def choose_backward(
             why.append(f"the portable kernels, not Hopper's: {reason}")
             pays = False
         elif not (grad_o.dense and grad_o.tma_compatible):
-            copies = tuple(name for name in NAMES if name in {*copies, "grad_o"})
+            copies = tuple(sorted({*copies, "grad_o"}, key=NAMES.index))
+    if v.shape[3] != q.shape[3] and not pays:
+        plan = choose_backward(widened(specs), gpu, options)
+        return plan._replace(padded=True, why=(PADDED, *plan.why))
     if copies:
         options = options._replace(family="hopper" if pays else "triton")
         plan = choose_backward(_copied(specs, copies), gpu, options, tile=tile)
         return plan._replace(copies=copies, why=(*why, COPIED, *plan.why))
     if pays:
-        found = hopper.backward(q, k, gpu, options, tile)
+        found = hopper.backward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return found._replace(precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernels, not Hopper's: {found}")
@@ -177,11 +175,38 @@ def choose_backward(
     return plan._replace(precision=options.precision, why=(*why, *plan.why))
 
 
+def _hopper_first(
+    options: Options, faster: tuple[bool, str], lack: str | None
+) -> tuple[bool, list[str]]:
+    """Return whether Hopper's kernels are asked first, and why; ``faster`` counts where "auto"."""
+    pays, why = faster[0], [faster[1]]
+    if options.family != "auto":
+        pays, why = options.family == "hopper", []
+    return (False, [lack]) if pays and lack else (pays, why)
+
+
+def widened(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return specs, those that have as many columns as values as of dense tensors as wide as q."""
+    return [
+        x.widened(specs[0].shape[3]) if name in OF_VALUES else x
+        for name, x in zip(NAMES, specs, strict=False)
+    ]
+
+
 def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
     """Return the spec of the bias that a problem asks for, dense and in q's dtype."""
     if problem.bias_shape is None:
         return None
     return q._replace(shape=torch.Size(problem.bias_shape)).copied()
+
+
+def _not_dense(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """Return the names of tensors that no kernel reads as they are."""
+    return tuple(
+        name
+        for name, x in zip(NAMES, specs, strict=False)
+        if not (x.contiguous if name in ROW_STATISTICS else x.dense)
+    )
 
 
 def _copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:

@@ -17,6 +17,7 @@ from flashattn.plan.splits import cdiv, dq_accumulators, gqa_splits
 from flashattn.plan.support import SMALLEST_SCALE, why_not_hopper, why_not_tma
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import (
+    NARROW,
     WARPGROUP_Q,
     HopperBackward,
     HopperBackwardTile,
@@ -88,10 +89,13 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
     return pays, f"{kernels}: {tiles:.0f} tiles for {gpu.num_sms} SMs, Hopper's need {enough} each"
 
 
-def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
+def lack(q: TensorSpec, v: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
     fp32, wide = q.dtype == torch.float32, backward and q.shape[3] > rows.ONE_PASS
+    narrow, most = v.shape[3] != q.shape[3], rows.WIDEST_OF_NARROW
+    takes = not fp32 and rows.ONE_PASS < q.shape[3] <= most and v.shape[3] <= NARROW
     lacks = {
+        f"Hopper's take narrow values of keys of 129 to {most} columns": narrow and not takes,
         "Hopper's in fp32 have no softcap": fp32 and options.softcap is not None,
         "Hopper's add no bias to scores": options.bias is not None,
         "Hopper's in fp32 have no ALiBi": fp32 and options.alibi,
@@ -126,21 +130,23 @@ def forward(
     """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
     if q.dtype == torch.float32:
         return _forward_fp32(q, k, v, gpu, options)
-    found = (
-        tile
-        if isinstance(tile, HopperTile)
-        else forward_tile(q, gpu, causal=options.causal, alibi=options.alibi > 0)
-    )
+    o = q.like(v.shape[3])
+    found = rows.NARROW_FORWARD if o.shape != q.shape else None
+    if isinstance(tile, HopperTile):
+        found = tile
+    elif found is None:
+        found = forward_tile(q, gpu, causal=options.causal, alibi=options.alibi > 0)
     if found is None:
         return "no tile for so few columns"
-    reason = why_not_tma(q, k, v, scale=options.scale)
+    reason = why_not_tma(q, k, v, o, scale=options.scale)
     if reason is not None:
         return reason
     batch, heads, seq_q, head_dim = q.shape
     tiles = cdiv(seq_q, found.block_q) * batch * heads
     programs = min(gpu.num_sms, tiles)
     dynamic = options.causal and programs < tiles
-    kept = 2 * k.shape[2] * head_dim * q.dtype.itemsize * k.shape[1] // heads  # of a query head
+    row = (head_dim + v.shape[3]) * q.dtype.itemsize  # of a key and its values
+    kept = k.shape[2] * row * k.shape[1] // heads  # of a query head
     scheduler = Scheduler(
         "lpt" if options.causal else "linear",
         persistent=True,
@@ -226,13 +232,18 @@ def why_not_backward(
 
 
 def backward(
-    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperBackward | None
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    gpu: Gpu,
+    options: Options,
+    tile: HopperBackward | None,
 ) -> BackwardPlan | str:
     """Return the plan of Hopper's backward with a tile, or why there is none."""
     if isinstance(tile, HopperBackwardTile):
         return _backward_half(q, k, gpu, options, tile)
     if isinstance(tile, HopperD256Tile):
-        return _backward_d256(q, k, gpu, options, tile)
+        return _backward_d256(q, k, v, gpu, options, tile)
     return _backward_fp32(q, k, gpu, options)
 
 
@@ -288,11 +299,12 @@ def _backward_half(
 
 
 def _backward_d256(
-    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperD256Tile
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, tile: HopperD256Tile
 ) -> BackwardPlan:
     """Return the plan of the backward for D from 129 to 256."""
     tiles, causal = cdiv(k.shape[2], tile.BLOCK_KV) * k.shape[0] * k.shape[1], options.causal
-    splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
+    alike = v.shape == k.shape  # else dk and dv have no layout in common to sum them by
+    splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal) if alike else 1
     queries = cdiv(q.shape[2], tile.BLOCK_Q) * q.shape[0] * q.shape[1]
     why = ["two passes: one would own 64 keys, and add to dq as often as it loads"]
     why += [f"{splits} GQA splits: few programs would have much to do each"] * (splits > 1)

@@ -70,6 +70,7 @@ class ForwardPlan(NamedTuple):
         programs: that are launched.
         scheduler: the order of tiles.
         copies: inputs that are copied first.
+        padded: whether values, narrower than keys, are padded with zeros to their width.
         workspaces: memory besides the outputs.
         why: one sentence a decision.
     """
@@ -84,6 +85,7 @@ class ForwardPlan(NamedTuple):
     programs: int = 0
     scheduler: Scheduler = Scheduler()
     copies: tuple[str, ...] = ()
+    padded: bool = False
     workspaces: tuple[Workspace, ...] = ()
     why: tuple[str, ...] = ()
 
@@ -148,6 +150,7 @@ class BackwardPlan(NamedTuple):
         gqa_splits: programs among which the query heads of a tile of keys are divided.
         scheduler: the order of tiles.
         copies: inputs that are copied first.
+        padded: whether values, o and its gradient, narrower than keys, are padded with zeros.
         workspaces: memory besides the outputs.
         why: one sentence a decision.
     """
@@ -161,6 +164,7 @@ class BackwardPlan(NamedTuple):
     gqa_splits: int = 1
     scheduler: Scheduler = Scheduler()
     copies: tuple[str, ...] = ()
+    padded: bool = False
     workspaces: tuple[Workspace, ...] = ()
     why: tuple[str, ...] = ()
 

@@ -73,11 +73,21 @@ class TensorSpec(NamedTuple):
         """Return the spec of a contiguous copy."""
         return self._replace(strides=dense_strides(self.shape), offset=0)
 
-    def like(self) -> TensorSpec:
-        """Return the spec of ``torch.empty_like``; of a dense tensor it keeps the strides."""
+    def like(self, columns: int | None = None) -> TensorSpec:
+        """Return the spec of ``torch.empty_like`` of its first columns, all if None.
+
+        Of a dense tensor it keeps the strides.
+        """
+        if columns not in (None, self.shape[-1]):
+            narrow = torch.Size((*self.shape[:-1], columns))
+            return self._replace(shape=narrow).like()
         keeps = self.non_overlapping_and_dense
         strides = self.strides if keeps else torch.empty_like(self.meta).stride()
         return self._replace(strides=strides, offset=0)
+
+    def widened(self, columns: int) -> TensorSpec:
+        """Return the spec of a dense tensor of so many columns."""
+        return self._replace(shape=torch.Size((*self.shape[:-1], columns))).copied()
 
 
 def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:

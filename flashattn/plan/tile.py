@@ -11,6 +11,7 @@ SMALLEST_BLOCK_D = 16  # of a tensor-core product
 VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
 WARPGROUP_Q = 64  # queries of a Hopper warpgroup
 HALF = 2  # bytes of an element
+NARROW = 128  # columns of values that are narrower than keys
 
 
 def block_d(head_dim: int) -> int:
@@ -49,6 +50,16 @@ def tile_pieces(head_dim: int) -> tuple[int, int]:
     Where D is 65 to 96 one piece with room for 128 is faster (docs/tuning-log.md).
     """
     return head_dim_split(head_dim) if head_dim > 2 * WARPGROUP_Q else (block_d(head_dim), 0)
+
+
+def value_split(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the columns of values that Hopper's kernels multiply: 128 of narrower ones."""
+    return head_dim_split(head_dim) if value_dim == head_dim else (NARROW, 0)
+
+
+def value_pieces(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the columns of the pieces in which they hold a tile of values."""
+    return tile_pieces(head_dim) if value_dim == head_dim else (NARROW, 0)
 
 
 @dataclass(frozen=True)
@@ -154,11 +165,12 @@ class HopperTile:
         """Return block_q x block_kv and the stages."""
         return f"{self.block_q}x{self.block_kv} s{self.stages}"
 
-    def shared(self, head_dim: int) -> int:
+    def shared(self, head_dim: int, value_dim: int | None = None) -> int:
         """Return the bytes of tiles that a program holds: queries, o, keys and values."""
-        queries = self.block_q * (3 if self.own_o else 1)
         columns = sum(tile_pieces(head_dim))
-        return HALF * columns * (queries + 2 * self.stages * self.block_kv)
+        of_values = sum(value_pieces(head_dim, value_dim or head_dim))
+        queries = self.block_q * (2 * columns + of_values if self.own_o else columns)
+        return HALF * (queries + self.stages * self.block_kv * (columns + of_values))
 
 
 @dataclass(frozen=True)

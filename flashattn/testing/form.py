@@ -23,6 +23,8 @@ def check_form(
 ) -> None:
     """Check that o and the gradients are tensors like q, k and v, and lse [B, H, T] in fp32.
 
+    o has as many columns as v.
+
     Their memory is their own: no two elements of one share a place, and none lies in an input, so
     that who writes to a result changes nothing else.
 
@@ -37,7 +39,13 @@ def check_form(
     """
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)
-    wanted = {"o": q, "lse": q[..., 0].to("meta", wide), "dq": q, "dk": k, "dv": v}
+    wanted = {
+        "o": q.narrow(-1, 0, v.shape[-1]),
+        "lse": q[..., 0].to("meta", wide),
+        "dq": q,
+        "dk": k,
+        "dv": v,
+    }
     wanted |= {f"d{name}": x for name, x in scored.items()}
     found = [said for name, x in outputs.items() for said in _faults(name, x, wanted[name], inputs)]
     if grad and not found:

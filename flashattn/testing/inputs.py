@@ -21,7 +21,7 @@ def make_inputs(
     values: str = "normal",
     layout: str = "contiguous",
 ) -> Tensors:
-    """Make q [B, H, T, D], k and v [B, G, S, D] in the problem's dtype.
+    """Make q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv] in the problem's dtype.
 
     Args:
         problem: shapes and dtype.
@@ -33,7 +33,8 @@ def make_inputs(
     generator = torch.Generator(device).manual_seed(seed)
     queries = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
     keys = (problem.batch, problem.kv_heads, problem.seq_kv, problem.head_dim)
-    drawn = (_normal(shape, generator) for shape in (queries, keys, keys))
+    values_of = (*keys[:3], problem.dv)
+    drawn = (_normal(shape, generator) for shape in (queries, keys, values_of))
     q, k, v = (LAYOUTS[layout](x.to(problem.torch_dtype)) for x in VALUES[values](*drawn))
     return q, k, v
 
@@ -45,7 +46,7 @@ def make_grads(
     device: torch.device | str = "cpu",
     layout: str = "contiguous",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make gradients of o [B, H, T, D] (in the problem's dtype) and lse [B, H, T] (fp32).
+    """Make gradients of o [B, H, T, Dv] (in the problem's dtype) and lse [B, H, T] (fp32).
 
     Args:
         problem: shapes and dtype.
@@ -54,7 +55,7 @@ def make_grads(
         layout: a key of ``layouts.GRAD_LAYOUTS``.
     """
     generator = torch.Generator(device).manual_seed(seed + 1_000_003)
-    shape = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
+    shape = (problem.batch, problem.heads, problem.seq_q, problem.dv)
     grad_o, grad_lse = _normal(shape, generator), _normal((*shape[:3], 1), generator)
     lay = GRAD_LAYOUTS[layout]
     return lay(grad_o.to(problem.torch_dtype)), lay(grad_lse)[..., 0]

@@ -75,7 +75,7 @@ class Sample:
         p = self.problem
         rows, scores = min(p.seq_q, p.seq_kv), p.batch * p.heads * p.seq_q * p.seq_kv
         alike = self.values in ALIKE and rows > 0
-        elements = p.batch * (p.kv_heads if alike else p.heads * rows) * p.head_dim
+        elements = p.batch * (p.kv_heads if alike else p.heads * rows) * p.dv
         copies = -(-POOL // elements) if elements else 1
         if alike and elements:
             copies = max(1, min(copies, POOL_SCORES // scores))

@@ -66,7 +66,7 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         return one(range(min(own, 1), own + 1))
 
     p = sample.problem
-    seq_q, seq_kv = size(p.seq_q), size(p.seq_kv)
+    seq_q, seq_kv, head_dim = size(p.seq_q), size(p.seq_kv), size(p.head_dim)
     kept = fitted(p.documents, seq_q, seq_kv) if isinstance(p.documents, tuple) else None
     problem = replace(
         p,
@@ -75,7 +75,8 @@ def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
         documents=one((None, kept)),
         prefix=one((None, p.prefix)),
         batch=size(p.batch),
-        head_dim=size(p.head_dim),
+        head_dim=head_dim,
+        value_dim=one((None, min(p.dv, head_dim))),
         kv_heads=(kv_heads := size(p.kv_heads)),
         heads=kv_heads * size(p.heads // max(p.kv_heads, 1)),
         causal=one(MASKS[: MASKS.index(p.causal) + 1]),

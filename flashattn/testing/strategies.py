@@ -129,6 +129,7 @@ def problems(
     square: bool = False,
     aligned: bool = False,
     head_dims: tuple[int, ...] = (),
+    narrowed: tuple[bool, ...] = (False,),
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
     kind: int | None = None,
 ) -> Problem:
@@ -151,6 +152,7 @@ def problems(
         square: as many keys as queries.
         aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
         head_dims: to choose from; none means any, up to 128.
+        narrowed: to choose from: whether values have fewer columns than keys.
         dtypes: to choose from.
         kind: below ``KINDS``: what decides over masks, scores and dtypes; None draws each.
     """
@@ -165,6 +167,8 @@ def problems(
     dims = one_of(*head_dims) if head_dims else dims
     seq_q = draw(rows, label="seq_q")
     seq_kv = seq_q if square else draw(st.just(seq_q) | rows, label="seq_kv")
+    head_dim = draw(dims, label="head_dim")
+    narrow = choose("narrow", narrowed)
     alibi = choose("alibi", sloped)
     sides = () if kind is None else choose("sides", SIDES)
     problem = Problem(
@@ -173,7 +177,8 @@ def problems(
         kv_heads=kv_heads,
         seq_q=seq_q,
         seq_kv=seq_kv,
-        head_dim=draw(dims, label="head_dim"),
+        head_dim=head_dim,
+        value_dim=draw(st.integers(1, head_dim), label="value_dim") if narrow else None,
         causal=choose("causal", masks),
         window=draw(windows(longest, sides), label="window")
         if choose("windowed", windowed)

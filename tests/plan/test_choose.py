@@ -19,14 +19,20 @@ from flashattn.plan.spec import signature
 
 
 def explain(
-    *, heads=32, kv_heads=8, seq_q=2048, seq_kv=None, head_dim=128, dtype="bfloat16", **how
+    *,
+    heads=32,
+    kv_heads=8,
+    seq_q=2048,
+    seq_kv=None,
+    head_dim=128,
+    value_dim=None,
+    dtype="bfloat16",
+    **how,
 ):
     """Return the plan for an H200."""
-    shapes = (heads, seq_q), (kv_heads, seq_kv or seq_q), (kv_heads, seq_kv or seq_q)
-    inputs = [
-        torch.empty(1, *shape, head_dim, device="meta", dtype=getattr(torch, dtype))
-        for shape in shapes
-    ]
+    keys = kv_heads, seq_kv or seq_q
+    shapes = (heads, seq_q, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
+    inputs = [torch.empty(1, *x, device="meta", dtype=getattr(torch, dtype)) for x in shapes]
     return flashattn.explain(*inputs, **{"gpu": "H200"} | how)
 
 
@@ -134,3 +140,31 @@ def launches(question, gpu):
             known = signature(*(x for x in operands if x is not None))
             bind.__wrapped__(known, asked(question))(*operands)
     return programs
+
+
+@pytest.mark.parametrize(
+    ("how", "padded"),
+    [
+        ({}, (False, False)),
+        ({"value_dim": 64, "window": (300, 20)}, (False, False)),
+        ({"heads": 8, "kv_heads": 2}, (False, False)),
+        ({"value_dim": 100}, (True, True)),  # a row of 200 bytes, which TMA cannot address
+        ({"value_dim": 136}, (True, True)),
+        ({"head_dim": 256}, (True, True)),
+        ({"head_dim": 128, "value_dim": 64}, (True, True)),
+        ({"dtype": "float32"}, (True, True)),
+        ({"gpu": "A100"}, (True, True)),
+        ({"impl": "triton"}, (True, True)),
+        ({"alibi_slopes": torch.empty(8, device="meta")}, (False, True)),
+        ({"seq_q": 0}, (False, False)),
+    ],
+)
+def test_narrow_values(how, padded):
+    """Hopper's kernels take values of 128 columns where keys have up to 192; others are padded."""
+    sizes = {"heads": 8, "kv_heads": 8, "head_dim": 192, "value_dim": 128} | how
+    plan = explain(**sizes)
+    assert (plan.forward.padded, plan.backward.padded) == padded
+    for one in (plan.forward, plan.backward):
+        assert one.padded is any("values are padded" in sentence for sentence in one.why)
+    if not any(padded):
+        assert plan.backward.gqa_splits == 1

@@ -38,7 +38,15 @@ from flashattn.kernels.hopper.backward_tile import BLOCK_KV, Tile, visited_tiles
 from flashattn.kernels.hopper.compat import store_tile, thread_barrier
 from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import Mask, keep_rows
-from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.mma import (
+    acc_wait,
+    mma_pv,
+    mma_qk,
+    mma_wait,
+    products,
+    store_acc,
+    zero_acc,
+)
 from flashattn.kernels.hopper.named import (
     WARPGROUP_AND_WARP,
     WARPGROUPS,
@@ -169,7 +177,7 @@ def mainloop_step(
     dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
     thread_barrier()  # the compiler wants one before the next dS: here the warps have just met
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
-    store_sdq(WARPGROUP, mma_wait(dq, 1, t.d_hi), sdQ, COLUMNS)
+    store_sdq(WARPGROUP, mma_wait(dq, products(t.d_hi)), sdQ, COLUMNS)
     dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
     barrier_arrive(EMPTY + n % queries.stages, WARPGROUPS_AND_WARP)
     return dk, dv

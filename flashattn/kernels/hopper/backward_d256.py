@@ -34,7 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import Mask, ordered_runs
-from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.mma import (
+    Columns,
+    acc_wait,
+    mma_pv,
+    mma_qk,
+    mma_wait,
+    products,
+    store_acc,
+    zero_acc,
+)
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import pack, unpack
 from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileScheduler
@@ -99,51 +108,53 @@ def compute_p(
 
 @gluon.jit
 def dv_step(
-    state, k, queries, grads, sP, n, start_q, start_kv, shape, score, D_LO: gl.constexpr,
-    D_HI: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    state, k, queries, grads, sP, n, start_q, start_kv, shape, score, t, MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
     dv, p = state
     do = grads.consumer_wait(n - 1)
-    dv = mma_pv(unpack(p, do.dtype, OPERAND), do, dv, D_LO, D_HI)
+    dv = mma_pv(unpack(p, do.dtype, OPERAND), do, dv, t.v_lo, t.v_hi)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_qk(k, q, D_LO, D_HI, LAYOUT)
-    dv = acc_wait(dv, 1, D_HI)
+    s = mma_qk(k, q, t.d_lo, t.d_hi, LAYOUT)
+    dv = acc_wait(dv, products(t.d_hi), t.v_hi)
     grads.consumer_release(n - 1)
-    s = mma_wait(s, 0, D_HI)
+    s = mma_wait(s, 0)
     p = compute_p(s, lse_log2, sP, n, start_q, start_kv, shape, score, MASKED, do.dtype)
     return dv, p
 
 
 @gluon.jit
 def store_grad(
-    descriptors, acc, factor, tile, pipeline, coord, scheduler, splits, shape, D_LO: gl.constexpr,
-    D_HI: gl.constexpr,
+    descriptors, acc, factor, pipeline, at, coord, scheduler, splits, shape, LO: gl.constexpr,
+    HI: gl.constexpr,
 ):  # fmt: skip
-    """Store dk or dv of this CTA's keys, through the tile of shared memory that they came in."""
+    """Store dk or dv of this CTA's keys, through a tile of shared memory that nobody reads again.
+
+    It is the one at a place of a pipeline, of LO + HI columns or more.
+    """
     x, x_high = descriptors
     block, batch, split_head = coord
     start_kv = block * BLOCK
     if splits.count is None:
-        store_acc(acc, factor, tile, D_LO, D_HI)  # nobody else reads it
+        store_acc(acc, factor, pipeline.tile(at), LO, HI)
         fence_async_shared()
-        store_tile(x, [batch, split_head, start_kv, 0], pipeline.tiles.index(0))
+        store_tile(x, [batch, split_head, start_kv, 0], pipeline.tiles.index(at))
         if x_high is not None:
-            store_tile(x_high, [batch, split_head, start_kv, D_LO], pipeline.high.index(0))
+            store_tile(x_high, [batch, split_head, start_kv, LO], pipeline.high.index(at))
         tma.store_wait(0)
     else:
-        at = splits.partial(batch, split_head, scheduler)
-        splits.store(x, acc, factor, at, start_kv, shape.mask.seq_kv, D_LO, D_HI)
+        partial = splits.partial(batch, split_head, scheduler)
+        splits.store(x, acc, factor, partial, start_kv, shape.mask.seq_kv, LO, HI)
 
 
 @gluon.jit
 def consumer_dv(
-    dv, keys, queries, grads, sP, scheduler, splits, shape, score, D_LO: gl.constexpr,
-    D_HI: gl.constexpr,
+    dv, keys, queries, grads, sP, scheduler, splits, shape, score, t,
 ):  # fmt: skip
     """Compute P, and dv; the keys are this warpgroup's own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.v_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
     n = 0
@@ -153,12 +164,12 @@ def consumer_dv(
     first, full_begin, full_end, end = visited_query_tiles(block, shape)
     k = keys.consumer_wait(0)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_wait(mma_qk(k, q, D_LO, D_HI, S), 0, D_HI)
+    s = mma_wait(mma_qk(k, q, t.d_lo, t.d_hi, S), 0)
     p = compute_p(
         s, lse_log2, sP, n, first * BLOCK, start_kv, shape, score, shape.mask.masked, k.dtype
     )
     n += 1
-    acc = zero_acc(D_LO, D_HI)
+    acc = zero_acc(t.v_lo, t.v_hi)
     for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
         begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
         if shape.mask.two_sided:  # ... and then the others, which left masks
@@ -167,19 +178,19 @@ def consumer_dv(
         if shape.mask.masked:
             for i in range(begin, masked_end):
                 acc, p = dv_step(
-                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score,
-                    D_LO, D_HI, True, S, P,
+                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score, t,
+                    True, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(gl.maximum(begin, masked_end), full_end):
             acc, p = dv_step(
-                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score, D_LO,
-                D_HI, False, S, P,
+                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score, t, False,
+                S, P,
             )  # fmt: skip
             n += 1
     do = grads.consumer_wait(n - 1)
-    acc = acc_wait(mma_pv(unpack(p, do.dtype, P), do, acc, D_LO, D_HI), 0, D_HI)
-    store_grad(dv, acc, LOWER, k, keys, coord, scheduler, splits, shape, D_LO, D_HI)
+    acc = acc_wait(mma_pv(unpack(p, do.dtype, P), do, acc, t.v_lo, t.v_hi), 0, t.v_hi)
+    store_grad(dv, acc, LOWER, keys, 0, coord, scheduler, splits, shape, t.v_lo, t.v_hi)
 
 
 @gluon.jit
@@ -195,29 +206,27 @@ def compute_ds(dp, delta, grads, sP, n, DTYPE: gl.constexpr):
 
 @gluon.jit
 def dk_step(
-    state, v, queries, grads, sP, n, D_LO: gl.constexpr, D_HI: gl.constexpr, LAYOUT: gl.constexpr,
-    OPERAND: gl.constexpr,
+    state, v, queries, grads, sP, n, t, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of queries before the n-th to dk, and compute dS of the n-th."""
     dk, ds = state
     q = queries.consumer_wait(n - 1)
-    dk = mma_pv(unpack(ds, q.dtype, OPERAND), q, dk, D_LO, D_HI)
+    dk = mma_pv(unpack(ds, q.dtype, OPERAND), q, dk, t.d_lo, t.d_hi)
     do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_qk(v, do, D_LO, D_HI, LAYOUT)
-    dk = acc_wait(dk, 1, D_HI)
+    dp = mma_qk(v, do, t.v_lo, t.v_hi, LAYOUT)
+    dk = acc_wait(dk, products(t.v_hi), t.d_hi)
     queries.consumer_release(n - 1)
-    dp = mma_wait(dp, 0, D_HI)
+    dp = mma_wait(dp, 0)
     return dk, compute_ds(dp, delta, grads, sP, n, q.dtype)
 
 
 @gluon.jit
 def consumer_dk(
-    dk, values, queries, grads, sP, scheduler, splits, shape, scale, D_LO: gl.constexpr,
-    D_HI: gl.constexpr,
+    dk, values, queries, grads, sP, scheduler, splits, shape, scale, t,
 ):  # fmt: skip
     """Compute dS, and dk; the values are this warpgroup's own."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     n = 0
     coord = scheduler.tile_coord(gl.program_id(0))
@@ -225,16 +234,18 @@ def consumer_dk(
     first, _, _, end = visited_query_tiles(block, shape)
     v = values.consumer_wait(0)
     do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_wait(mma_qk(v, do, D_LO, D_HI, S), 0, D_HI)
+    dp = mma_wait(mma_qk(v, do, t.v_lo, t.v_hi, S), 0)
     ds = compute_ds(dp, delta, grads, sP, n, v.dtype)
     n += 1
-    acc = zero_acc(D_LO, D_HI)
+    acc = zero_acc(t.d_lo, t.d_hi)
     for _ in range(1, shape.group * (end - first)):
-        acc, ds = dk_step((acc, ds), v, queries, grads, sP, n, D_LO, D_HI, S, P)
+        acc, ds = dk_step((acc, ds), v, queries, grads, sP, n, t, S, P)
         n += 1
     q = queries.consumer_wait(n - 1)
-    acc = acc_wait(mma_pv(unpack(ds, q.dtype, P), q, acc, D_LO, D_HI), 0, D_HI)
-    store_grad(dk, acc, scale, v, values, coord, scheduler, splits, shape, D_LO, D_HI)
+    acc = acc_wait(mma_pv(unpack(ds, q.dtype, P), q, acc, t.d_lo, t.d_hi), 0, t.d_hi)
+    # dv has read the last queries: their P came from it. The tile of values may be too narrow.
+    at = (n - 1) % queries.stages
+    store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, shape, t.d_lo, t.d_hi)
 
 
 @gluon.jit(
@@ -255,12 +266,13 @@ def flashattn_hopper_bwd_d256_dkdv(
     q, k, v, grad_o, lse_log2, delta, dk, dv, q_high, k_high, v_high, grad_o_high, dk_high, dv_high,
     tiles, blocks, split_heads, gqa_splits, head_dim, strides, section_heads, group, seq_q, seq_kv,
     left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
-    STAGES: gl.constexpr,
+    V_LO: gl.constexpr, V_HI: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; all tensors are descriptors, but for these where heads are split.
 
     Tiles are as in ``flashattn_hopper_fwd``.
     """
+    t = Columns(D_LO, D_HI, V_LO, V_HI)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
@@ -276,9 +288,9 @@ def flashattn_hopper_bwd_d256_dkdv(
     gl.warp_specialize(
         [
             (consumer_dv, ((dv, dv_high), keys, queries, grads, sP, scheduler, splits, shape, score,
-                           D_LO, D_HI)),
+                           t)),
             (consumer_dk, ((dk, dk_high), values, queries, grads, sP, scheduler, splits, shape,
-                           scale, D_LO, D_HI)),
+                           scale, t)),
             (producer_dkdv, (q, lse_log2, k, (q_high, k_high), queries, keys, scheduler, splits,
                              shape)),
             (producer_dkdv, (grad_o, delta, v, (grad_o_high, v_high), grads, values, scheduler,

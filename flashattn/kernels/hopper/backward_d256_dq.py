@@ -15,7 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn.kernels.hopper.backward_d256 import BLOCK
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
-from flashattn.kernels.hopper.mma import acc_wait, mma_pv, mma_qk, mma_wait, store_acc, zero_acc
+from flashattn.kernels.hopper.mma import (
+    Columns,
+    acc_wait,
+    mma_pv,
+    mma_qk,
+    mma_wait,
+    products,
+    store_acc,
+    zero_acc,
+)
 from flashattn.kernels.hopper.pipeline import new_pipeline
 from flashattn.kernels.hopper.registers import opaque, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
@@ -66,17 +75,17 @@ def opaque_tile(pipeline, n):
 
 @gluon.jit
 def compute_p_ds(
-    s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI: gl.constexpr,
-    MASKED: gl.constexpr, DTYPE: gl.constexpr,
+    s, dp, values, n, stats, start_q, start_kv, shape, score, t, MASKED: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
     lse_log2, delta = stats
-    s = score.capped(mma_wait(s, 1, D_HI))
+    s = score.capped(mma_wait(s, products(t.v_hi)))
     seen = s
     if MASKED:
         seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
     p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
-    dp = mma_wait(dp, 0, D_HI)
+    dp = mma_wait(dp, 0)
     values.consumer_release(n)
     return pack(p * (dp - delta[:, None]), DTYPE)
 
@@ -84,34 +93,31 @@ def compute_p_ds(
 @gluon.jit
 def dq_step(
     WARPGROUP: gl.constexpr, state, queries, grads, stats, keys, values, n, start_q, start_kv,
-    shape, score, D_LO: gl.constexpr, D_HI: gl.constexpr, MASKED: gl.constexpr,
-    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    shape, score, t, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
     dq, ds = state
     k = keys.tile(n - 1)
-    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, D_LO, D_HI)
+    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, t.d_lo, t.d_hi)
     q = opaque_tile(queries, WARPGROUP)
-    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, LAYOUT)
+    s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, LAYOUT)
     do = opaque_tile(grads, WARPGROUP)
-    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, LAYOUT)
-    dq = acc_wait(dq, 2, D_HI)
+    dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi, LAYOUT)
+    dq = acc_wait(dq, products(t.d_hi) + products(t.v_hi), t.d_hi)
     keys.consumer_release(n - 1)
-    ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, start_kv, shape, score, D_HI, MASKED, k.dtype
-    )
+    ds = compute_p_ds(s, dp, values, n, stats, start_q, start_kv, shape, score, t, MASKED, k.dtype)
     return dq, ds
 
 
 @gluon.jit
 def consumer_dq(
     WARPGROUP: gl.constexpr, descriptors, lse_log2, delta, queries, grads, keys, values, scheduler,
-    shape, pitch, scale, score, D_LO: gl.constexpr, D_HI: gl.constexpr,
+    shape, pitch, scale, score, t,
 ):  # fmt: skip
     """Compute dq of 64 queries of the tile."""
     dq, dq_high = descriptors
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
@@ -123,15 +129,15 @@ def consumer_dq(
     stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
     queries.consumer_wait(WARPGROUP)
     q = opaque_tile(queries, WARPGROUP)
-    s = mma_qk(q, keys.consumer_wait(n), D_LO, D_HI, S)
+    s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S)
     grads.consumer_wait(WARPGROUP)
     do = opaque_tile(grads, WARPGROUP)
-    dp = mma_qk(do, values.consumer_wait(n), D_LO, D_HI, S)
+    dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi, S)
     ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, score, D_HI, True, q.dtype
+        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, score, t, True, q.dtype
     )
     n += 1
-    acc = zero_acc(D_LO, D_HI)
+    acc = zero_acc(t.d_lo, t.d_hi)
     full_end = gl.minimum(full_end, end - 1)
     for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
         start, stop, low = descending_run(
@@ -141,22 +147,22 @@ def consumer_dq(
             for i in range(start - 1, stop - 1, -1):
                 acc, ds = dq_step(
                     WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
-                    i * BLOCK, shape, score, D_LO, D_HI, True, S, P,
+                    i * BLOCK, shape, score, t, True, S, P,
                 )  # fmt: skip
                 n += 1
         for i in range(stop - 1, low - 1, -1):
             acc, ds = dq_step(
                 WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
-                shape, score, D_LO, D_HI, False, S, P,
+                shape, score, t, False, S, P,
             )  # fmt: skip
             n += 1
     k = keys.tile(n - 1)
-    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, D_LO, D_HI), 0, D_HI)
-    store_acc(acc, scale, q, D_LO, D_HI)
+    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, t.d_lo, t.d_hi), 0, t.d_hi)
+    store_acc(acc, scale, q, t.d_lo, t.d_hi)
     fence_async_shared()
     store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
     if dq_high is not None:
-        store_tile(dq_high, [batch, head, start_q, D_LO], queries.high.index(WARPGROUP))
+        store_tile(dq_high, [batch, head, start_q, t.d_lo], queries.high.index(WARPGROUP))
     tma.store_wait(0)
 
 
@@ -177,12 +183,14 @@ def consumer_dq(
 def flashattn_hopper_bwd_d256_dq(
     q, k, v, grad_o, lse_log2, delta, dq, q_high, k_high, v_high, grad_o_high, dq_high, tiles,
     blocks, heads, section_heads, group, seq_q, seq_kv, pitch, left, right, scale, scale_log2, cap,
-    D_LO: gl.constexpr, D_HI: gl.constexpr, STAGES: gl.constexpr,
+    D_LO: gl.constexpr, D_HI: gl.constexpr, V_LO: gl.constexpr, V_HI: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse_log2 and delta are descriptors.
 
     Tiles are as in ``flashattn_hopper_fwd``.
     """
+    t = Columns(D_LO, D_HI, V_LO, V_HI)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
@@ -196,9 +204,9 @@ def flashattn_hopper_bwd_d256_dq(
     gl.warp_specialize(
         [
             (consumer_dq, (0, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
-                           scheduler, shape, pitch, scale, score, D_LO, D_HI)),
+                           scheduler, shape, pitch, scale, score, t)),
             (consumer_dq, (1, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
-                           scheduler, shape, pitch, scale, score, D_LO, D_HI)),
+                           scheduler, shape, pitch, scale, score, t)),
             (producer_dq, (q, k, v, grad_o, high, queries, grads, keys, values, scheduler, shape)),
         ],
         [4, 1],

@@ -26,6 +26,7 @@ from flashattn.kernels.hopper.mma import (
     mma_pv,
     mma_qk,
     mma_wait,
+    products,
     scale_acc,
     store_acc,
     zero_acc,
@@ -47,8 +48,10 @@ class Tile:
     Args:
         block_q: queries of a CTA, ROWS of them for each of its consumer warpgroups.
         block_kv: keys.
-        d_lo: columns that are multiplied first, see ``mma``.
+        d_lo: columns of queries and keys that are multiplied first, see ``mma``.
         d_hi: columns that are multiplied next.
+        v_lo: those of values, as the next.
+        v_hi: likewise.
         groups: consumer warpgroups.
         dynamic: whether CTAs draw their tiles from a counter.
         own_so: whether o leaves through shared memory of its own; else through that of q.
@@ -59,18 +62,22 @@ class Tile:
     block_kv: gl.constexpr
     d_lo: gl.constexpr
     d_hi: gl.constexpr
+    v_lo: gl.constexpr
+    v_hi: gl.constexpr
     groups: gl.constexpr
     dynamic: gl.constexpr
     own_so: gl.constexpr
     barrier: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, block_kv, d_lo, d_hi, groups, dynamic, own_so, barrier):
+    def __init__(self, block_kv, d_lo, d_hi, v_lo, v_hi, groups, dynamic, own_so, barrier):
         """Store the fields."""
         self.block_q = gl.constexpr(groups * 64)
         self.block_kv = gl.constexpr(block_kv)
         self.d_lo = gl.constexpr(d_lo)
         self.d_hi = gl.constexpr(d_hi)
+        self.v_lo = gl.constexpr(v_lo)
+        self.v_hi = gl.constexpr(v_hi)
         self.groups = gl.constexpr(groups)
         self.dynamic = gl.constexpr(dynamic)
         self.own_so = gl.constexpr(own_so)
@@ -146,8 +153,8 @@ def mainloop_step(
     """Add the n-th P V, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
     s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi, LAYOUT)
-    acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.d_lo, t.d_hi)
-    s = score.capped(mma_wait(s, 1, t.d_hi))
+    acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.v_lo, t.v_hi)
+    s = score.capped(mma_wait(s, products(t.v_hi)))
     s, log2, far = score.in_base_2(s, start_q, start_kv)
     if MASKED:
         s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
@@ -163,9 +170,9 @@ def mainloop_step(
     p = pack(p_fp32, DTYPE)
     if t.barrier:
         compiler_barrier(p)
-    acc = acc_wait(acc, 0, t.d_hi)
+    acc = acc_wait(acc, 0, t.v_hi)
     keys.consumer_release(n + 1)
-    return scale_acc(acc, alpha, t.d_hi), p, m_new, l
+    return scale_acc(acc, alpha, t.v_hi), p, m_new, l
 
 
 @gluon.jit
@@ -214,7 +221,7 @@ def consumer(
 ):  # fmt: skip
     """Attend to ROWS queries of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.v_lo, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     n = 0
     q_n = WARPGROUP
@@ -228,13 +235,13 @@ def consumer(
         bounds = mask.key_bounds(start_q, ROWS, S)
         own = score.of_head(batch, head)
         q = queries.consumer_wait(q_n)
-        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0, t.d_hi)
+        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0)
         keys.consumer_release(n)
         s, log2, far = own.in_base_2(own.capped(s), start_q, (end - 1) * t.block_kv)
         if mask.masked or full_end < end:
             s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
         p, m, l = softmax_first(s, log2, far, own, o.dtype)
-        acc = zero_acc(t.d_lo, t.d_hi)
+        acc = zero_acc(t.v_lo, t.v_hi)
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
         acc, p, m, l, n = mainloop(
             (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, own, t,
@@ -248,18 +255,18 @@ def consumer(
         v = values.consumer_wait(n)
         if mask.rows:
             clean_values(mask, v, first * t.block_kv, values.high is None)
-        acc = mma_pv(unpack(p, o.dtype, P), v, acc, t.d_lo, t.d_hi)
+        acc = mma_pv(unpack(p, o.dtype, P), v, acc, t.v_lo, t.v_hi)
         n += 1
         if t.own_so:
             queries.consumer_release(q_n)
             at = WARPGROUP
         else:
             at = q_n % t.groups
-        acc = acc_wait(acc, 0, t.d_hi)
+        acc = acc_wait(acc, 0, t.v_hi)
         inverse = store_lse(
             m, l, own.sink, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S
         )
-        acc = scale_acc(acc, inverse, t.d_hi)
+        acc = scale_acc(acc, inverse, t.v_hi)
         store_o(acc, (o, o_high), sO, at, batch, head, start_q, t)
         if not t.own_so:
             tma.store_wait(0)
@@ -272,12 +279,12 @@ def consumer(
 def store_o(acc, descriptors, sO, at, batch, head, start_q, t):
     """Store o through shared memory."""
     tma.store_wait(0)  # o of the tile before has left
-    store_acc(acc, 1.0, sO.tile(at), t.d_lo, t.d_hi)
+    store_acc(acc, 1.0, sO.tile(at), t.v_lo, t.v_hi)
     fence_async_shared()
     o, o_high = descriptors
     store_tile(o, [batch, head, start_q, 0], sO.tiles.index(at))
     if o_high is not None:
-        store_tile(o_high, [batch, head, start_q, t.d_lo], sO.high.index(at))
+        store_tile(o_high, [batch, head, start_q, t.v_lo], sO.high.index(at))
 
 
 @gluon.jit
@@ -317,15 +324,16 @@ def flashattn_hopper_fwd(
     q, k, v, o, q_high, k_high, v_high, o_high, lse, tile_counter, key_bounds, slopes, sink, tiles,
     blocks, heads, section_heads, group, seq_q, seq_kv, left, right, keys_stride, slopes_stride,
     diagonal, sink_stride, scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
-    D_HI: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
-    OWN_SO: gl.constexpr, REGISTERS: gl.constexpr, BARRIER: gl.constexpr, BEFORE: gl.constexpr,
+    D_HI: gl.constexpr, V_LO: gl.constexpr, V_HI: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr, REGISTERS: gl.constexpr,
+    BARRIER: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
 
-    Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on. If key_bounds
-    is not None, it is all of the mask. Strides are from batch to batch.
+    Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on, or V_LO. If
+    key_bounds is not None, it is all of the mask. Strides are from batch to batch.
     """
-    t = Tile(BLOCK_KV, D_LO, D_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
+    t = Tile(BLOCK_KV, D_LO, D_HI, V_LO, V_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
     score = Score(

@@ -2,14 +2,40 @@
 
 Tensors have powers of two as sizes, so a tile has room for 128 columns, or is ``SplitTile`` of two
 pieces; D_LO + D_HI of them are multiplied. An accumulator is a tuple: D_LO columns, and D_HI
-columns unless D_HI is 0.
+columns unless D_HI is 0. Values may have other columns than queries and keys.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flashattn.kernels.hopper.compat import aggregate
+
 ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+@aggregate
+class Columns:
+    """Columns that are multiplied: of queries and keys d_lo + d_hi, of values v_lo + v_hi."""
+
+    d_lo: gl.constexpr
+    d_hi: gl.constexpr
+    v_lo: gl.constexpr
+    v_hi: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, d_lo, d_hi, v_lo, v_hi):
+        """Store the fields."""
+        self.d_lo = gl.constexpr(d_lo)
+        self.d_hi = gl.constexpr(d_hi)
+        self.v_lo = gl.constexpr(v_lo)
+        self.v_hi = gl.constexpr(v_hi)
+
+
+@gluon.constexpr_function
+def products(d_hi):
+    """Return how many products of the tensor cores one of D_LO + D_HI columns is."""
+    return 1 if d_hi == 0 else 2
 
 
 @gluon.jit
@@ -56,10 +82,9 @@ def mma_pv(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
 
 
 @gluon.jit
-def mma_wait(x, LATER: gl.constexpr, D_HI: gl.constexpr):
+def mma_wait(x, LATER: gl.constexpr):
     """Return the result of a product, when at most so many begun after it are under way."""
-    PRODUCTS: gl.constexpr = 1 if D_HI == 0 else 2
-    return warpgroup_mma_wait(LATER * PRODUCTS, deps=[x])
+    return warpgroup_mma_wait(LATER, deps=[x])
 
 
 @gluon.jit
@@ -68,7 +93,7 @@ def acc_wait(accs, LATER: gl.constexpr, D_HI: gl.constexpr):
     if D_HI == 0:
         accs = (warpgroup_mma_wait(LATER, deps=[accs[0]]),)
     else:
-        first, rest = warpgroup_mma_wait(2 * LATER, deps=[accs[0], accs[1]])
+        first, rest = warpgroup_mma_wait(LATER, deps=[accs[0], accs[1]])
         accs = (first, rest)
     return accs
 
@@ -92,12 +117,14 @@ def scale_acc(accs, factors, D_HI: gl.constexpr):
 
 @gluon.jit
 def store_acc(accs, factor, tile, D_LO: gl.constexpr, D_HI: gl.constexpr):
-    """Multiply an accumulator, round it, and store it in a tile [64, D] of shared memory."""
-    if D_HI == 0:
-        tile.store((accs[0] * factor).to(tile.dtype))
-    else:
-        first, rest = tile.slice(0, D_LO, dim=1), tile.slice(D_LO, D_HI, dim=1)
-        first.store((accs[0] * factor).to(first.dtype))
+    """Multiply an accumulator, round it, and store it in a tile of shared memory.
+
+    The tile is [64, D], or a ``SplitTile`` whose first piece has the accumulator's columns.
+    """
+    first = tile.slice(0, D_LO, dim=1)
+    first.store((accs[0] * factor).to(first.dtype))
+    if D_HI > 0:
+        rest = tile.slice(D_LO, D_HI, dim=1)
         rest.store((accs[1] * factor).to(first.dtype))
 
 

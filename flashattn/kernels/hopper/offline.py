@@ -30,15 +30,17 @@ from flashattn.plan.tables.hopper import (
     FP32_BACKWARD,
     FP32_BACKWARD_D,
     FP32_FORWARD_D,
+    NARROW_FORWARD,
+    WIDEST_OF_NARROW,
 )
 from flashattn.plan.tile import (
     HALF,
+    NARROW,
     WARPGROUP_Q,
     HopperBackwardTile,
     HopperD256Tile,
     HopperTile,
     block_d,
-    tile_pieces,
 )
 
 FP32 = 4  # bytes
@@ -70,7 +72,8 @@ class HopperVariant:
         mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
             they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
             "gqa_split", where query heads are split; of any "window", which a left bound masks,
-            "rows", by bounds of rows, "softcap", where scores are capped, "alibi" or "sink".
+            "rows", by bounds of rows, "softcap", where scores are capped, "alibi", "sink", or
+            "narrow", where values have 128 columns.
     """
 
     kernel: str
@@ -125,11 +128,12 @@ class HopperVariant:
     def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
         d, constants = self.head_dim, {}
+        dims = d, NARROW if self.mode == "narrow" else d
         if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)
             how = {"dynamic": self.mode == "dynamic", "before": self.mode == "alibi"}
-            constants = steps.forward_constants(self.config, d, **how)
+            constants = steps.forward_constants(self.config, dims, **how)
         elif isinstance(self.config, HopperBackwardTile):
             function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
@@ -138,7 +142,7 @@ class HopperVariant:
         elif isinstance(self.config, HopperD256Tile):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), WARPGROUP_Q)
             function = backward_d256.flashattn_hopper_bwd_d256_dkdv
-            constants = steps.d256_constants(self.config, d)
+            constants = steps.d256_constants(self.config, dims)
             if self.kernel == "hopper_bwd_d256_dq":
                 function = backward_d256_dq.flashattn_hopper_bwd_d256_dq
         elif self.kernel == "hopper_fwd_fp32":
@@ -160,7 +164,7 @@ class HopperVariant:
         else:
             function, rows = backward_dq.flashattn_hopper_bwd_postprocess, {}
             constants = steps.postprocess_constants(d)
-        types, absent = _tiles(function, rows, d)
+        types, absent = _tiles(function, rows, dims)
         if isinstance(self.config, HopperBackwardTile):
             terms = _described("bf16", [1, block_q, PRODUCT], 2 * PRODUCT)
             numbers = _described("fp32", [1, block_q], 0)
@@ -186,12 +190,15 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     return absent if causal and mode != "rows" else [*absent, "right"]
 
 
-def _tiles(function: Any, rows: dict[str, int], head_dim: int) -> tuple[dict[str, str], list[str]]:
+def _tiles(
+    function: Any, rows: dict[str, int], dims: tuple[int, int]
+) -> tuple[dict[str, str], list[str]]:
     """Return the types of descriptors of tiles, and which second pieces there are none of."""
     apart = {name: name[:-5] for name in function.arg_names if name.endswith("_high")}
-    columns, rest = tile_pieces(head_dim) if apart else (block_d(head_dim), 0)
-    types = {name: _tile(n, columns) for name, n in rows.items()}
-    types |= {name: _tile(rows[x], rest) for name, x in apart.items() if rest and x in rows}
+    pieces = {x: steps.pieces_of(x, dims) if apart else (block_d(dims[0]), 0) for x in rows}
+    types = {name: _tile(n, pieces[name][0]) for name, n in rows.items()}
+    high = {name: (rows[x], pieces[x][1]) for name, x in apart.items() if x in rows}
+    types |= {name: _tile(n, columns) for name, (n, columns) in high.items() if columns}
     return types, [name for name in apart if name not in types]
 
 
@@ -270,4 +277,11 @@ def variants() -> list[HopperVariant]:
         if variant.causal and variant.head_dim == MODE_D.get(variant.kernel, 128)
         for mode in MODES.get(variant.kernel, ())
     ]
-    return list(dict.fromkeys([*found, *modes]))
+    narrow = [
+        replace(variant, mode="narrow", config=NARROW_FORWARD)
+        if variant.kernel == "hopper_fwd"
+        else replace(variant, mode="narrow")
+        for variant in found
+        if variant.head_dim == WIDEST_OF_NARROW
+    ]
+    return list(dict.fromkeys([*found, *modes, *narrow]))

@@ -30,9 +30,12 @@ from flashattn.plan.tile import (
     block_d,
     head_dim_split,
     tile_pieces,
+    value_pieces,
+    value_split,
 )
 
 INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
+OF_VALUES = ("v", "o", "grad_o", "dv")  # these have Dv columns
 
 
 def _launch(
@@ -55,7 +58,7 @@ def forward(
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     scale, tile = Scale.of(options, forward=True), cast("HopperTile", plan.tile)
     sizes = {"q": WARPGROUP_Q, "k": tile.block_kv, "v": tile.block_kv, "o": WARPGROUP_Q}
-    low, high, others = tiles_of(head_dim, sizes)
+    low, high, others = tiles_of((head_dim, v.shape[3]), sizes)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
     lies, right = ScoreLayout.of(options, heads), options.right
     before = options.alibi > 0 and right is not None and right <= options.diagonal
@@ -69,29 +72,35 @@ def forward(
             *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.diagonal, lies.sink),
             *(scale.log2, scale.cap),
         ),
-        forward_constants(tile, head_dim, dynamic=dynamic, before=before),
+        forward_constants(tile, (head_dim, v.shape[3]), dynamic=dynamic, before=before),
     )
     counter, rows = "tile_counter" if dynamic else None, bounds_names(options)[0]
     names = "q", "k", "v", "o", *others, "lse", counter, rows, *scored_names(options)
     return [Step(launch, names)]
 
 
+def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
+    """Return the columns of the pieces of a tensor's tiles; ``dims`` are D and Dv."""
+    return value_pieces(*dims) if name in OF_VALUES else tile_pieces(dims[0])
+
+
 def tiles_of(
-    head_dim: int, rows: Mapping[str, int]
+    dims: tuple[int, int], rows: Mapping[str, int]
 ) -> tuple[list[Tiles | None], list[Tiles | None], list[str | None]]:
     """Return the tiles of some tensors' first columns, those of the others, and their names.
 
     Where tiles are in one piece, the latter are None.
 
     Args:
-        head_dim: D.
+        dims: D and Dv.
         rows: of a tile, by tensor.
     """
-    first, others = tile_pieces(head_dim)
-    low: list[Tiles | None] = [Tiles(n, first) for n in rows.values()]
-    if not others:
-        return low, [None] * len(rows), [None] * len(rows)
-    return low, [Tiles(n, others) for n in rows.values()], [*rows]
+    pieces = {name: pieces_of(name, dims) for name in rows}
+    return (
+        [Tiles(n, pieces[name][0]) for name, n in rows.items()],
+        [Tiles(n, pieces[name][1]) if pieces[name][1] else None for name, n in rows.items()],
+        [name if pieces[name][1] else None for name in rows],
+    )
 
 
 def _forward_fp32(
@@ -131,14 +140,12 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
 
 
 def forward_constants(
-    tile: HopperTile, head_dim: int, *, dynamic: bool, before: bool = False
+    tile: HopperTile, dims: tuple[int, int], *, dynamic: bool, before: bool = False
 ) -> dict[str, Any]:
     """Return the constexpr arguments of flashattn_hopper_fwd; ``before`` is ``Score``'s."""
-    d_lo, d_hi = head_dim_split(head_dim)
     return {
         "BLOCK_KV": tile.block_kv,
-        "D_LO": d_lo,
-        "D_HI": d_hi,
+        **column_constants(dims),
         "GROUPS": tile.consumers,
         "STAGES": tile.stages,
         "DYNAMIC": dynamic,
@@ -147,6 +154,12 @@ def forward_constants(
         "BARRIER": tile.barrier,
         "BEFORE": before,
     }
+
+
+def column_constants(dims: tuple[int, int]) -> dict[str, Any]:
+    """Return the columns that are multiplied, by name; ``dims`` are D and Dv."""
+    (d_lo, d_hi), (v_lo, v_hi) = head_dim_split(dims[0]), value_split(*dims)
+    return {"D_LO": d_lo, "D_HI": d_hi, "V_LO": v_lo, "V_HI": v_hi}
 
 
 def forward_fp32_constants(head_dim: int, *, terms: int) -> dict[str, Any]:
@@ -182,9 +195,9 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     if isinstance(tile, HopperD256Tile):
         return [
             rows,
-            _d256_dkdv(plan, tile, q, k, options),
+            _d256_dkdv(plan, tile, specs, options),
             *summing,
-            _d256_dq(plan, tile, q, k, options),
+            _d256_dq(plan, tile, specs, options),
             *sums,
         ]
     decomposing, *_ = portable.terms(plan.terms, q=q, k=k, v=v, grad_o=grad_o)
@@ -295,15 +308,17 @@ def postprocess_constants(head_dim: int) -> dict[str, Any]:
 
 
 def _d256_dkdv(
-    plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
+    plan: BackwardPlan, tile: HopperD256Tile, specs: Sequence[TensorSpec], options: Options
 ) -> Step:
     """Return the launch of flashattn_hopper_bwd_d256_dkdv."""
+    q, k, v, *_ = specs
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    dims = head_dim, v.shape[3]
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     numbers, tensors = Numbers(WARPGROUP_Q), (*INPUTS[:4], *grads)
-    low, high, others = tiles_of(head_dim, dict.fromkeys(tensors, WARPGROUP_Q))
+    low, high, others = tiles_of(dims, dict.fromkeys(tensors, WARPGROUP_Q))
     if plan.gqa_splits > 1:  # partial sums have no tiles
         low[4:], high[4:], others[4:] = [None] * 2, [None] * 2, [None] * 2
     launch = _launch(
@@ -315,20 +330,20 @@ def _d256_dkdv(
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        d256_constants(tile, head_dim),
+        d256_constants(tile, dims),
     )
     return Step(launch, (*INPUTS, *grads, *others))
 
 
 def _d256_dq(
-    plan: BackwardPlan, tile: HopperD256Tile, q: TensorSpec, k: TensorSpec, options: Options
+    plan: BackwardPlan, tile: HopperD256Tile, specs: Sequence[TensorSpec], options: Options
 ) -> Step:
     """Return the launch of flashattn_hopper_bwd_d256_dq."""
+    q, k, v, *_ = specs
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    dims = head_dim, v.shape[3]
     blocks, scale = cdiv(seq_q, tile.BLOCK_Q), Scale.of(options, forward=False)
-    (*low, stored), high, others = tiles_of(
-        head_dim, dict.fromkeys((*INPUTS[:4], "dq"), WARPGROUP_Q)
-    )
+    (*low, stored), high, others = tiles_of(dims, dict.fromkeys((*INPUTS[:4], "dq"), WARPGROUP_Q))
     launch = _launch(
         flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),
@@ -338,15 +353,14 @@ def _d256_dq(
             *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        d256_constants(tile, head_dim),
+        d256_constants(tile, dims),
     )
     return Step(launch, (*INPUTS, "dq", *others))
 
 
-def d256_constants(tile: HopperD256Tile, head_dim: int) -> dict[str, Any]:
+def d256_constants(tile: HopperD256Tile, dims: tuple[int, int]) -> dict[str, Any]:
     """Return the constexpr arguments of both kernels for D from 129 to 256."""
-    d_lo, d_hi = head_dim_split(head_dim)
-    return {"D_LO": d_lo, "D_HI": d_hi, "STAGES": tile.stages}
+    return column_constants(dims) | {"STAGES": tile.stages}
 
 
 def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:

@@ -23,6 +23,8 @@ FORWARD = {
     (256, False): {0: HopperTile(block_kv=64, own_o=False, barrier=True)},
     (256, True): {0: HopperTile(block_kv=64, own_o=False)},
 }
+# Of keys from 129 columns up to so many, with values of 128 at most (docs/tuning-log.md).
+WIDEST_OF_NARROW, NARROW_FORWARD = 192, HopperTile(own_o=False)
 # Where programs have few tiles each it is waves that count, of which the last may be almost empty:
 # the one of these is taken that needs the least time. Measured: likewise, 1 to 128 heads of 512 to
 # 32 768, 2026-11-22 (docs/tuning-log.md).

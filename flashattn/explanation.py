@@ -66,15 +66,17 @@ def explain(
     Raises:
         ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
     """
-    if only_v_differs_in_width(q, k, v) and v.shape[-1] > q.shape[-1]:
-        scale = check_scale(scale, q.shape[-1])
-        q, k, v = widened(q, k, v)
+    wide = q, k, v
+    if only_v_differs_in_width(q, k, v):
+        scale, wide = check_scale(scale, q.shape[-1]), widened(q, k, v)
+    if wide[0] is not q:  # values that are wider than keys are no kernel's
+        q, k, v = wide
     rows = documents is not None or mask is not None
     if rows:
         causal, window = False, UNBOUNDED
     scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=False)
     problem = Problem.of(
-        q, k, v, causal=causal, window=window, softcap=softcap, **facts_of(scored),
+        *wide, causal=causal, window=window, softcap=softcap, **facts_of(scored),
         documents=unknown_rows(rows),
     )  # fmt: skip
     check_among("impl", impl, FAMILIES)

@@ -129,7 +129,7 @@ class Problem:
         Args:
             q: [B, H, T, D], or [B, T, D] for one head.
             k: [B, G, S, D], or [B, S, D].
-            v: like k; its last dimension may be smaller.
+            v: like k.
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
@@ -149,8 +149,7 @@ class Problem:
         _check_shape(
             "k", k, (batch, seq_kv, head_dim) if one_head else (batch, kv_heads, seq_kv, head_dim)
         )
-        value_dim = min(v.shape[-1], head_dim) or head_dim
-        _check_shape("v", v, (*k.shape[:-1], value_dim))
+        _check_shape("v", v, k.shape)
         return cls(
             batch=batch,
             heads=heads,
@@ -158,7 +157,6 @@ class Problem:
             seq_q=seq_q,
             seq_kv=seq_kv,
             head_dim=head_dim,
-            value_dim=value_dim,
             causal=causal,
             window=window,
             documents=documents,

@@ -35,9 +35,12 @@ from flashattn.plan.tables.hopper import (
     FORWARD,
     FP32_BACKWARD,
     MANY_SHORT_HEADS,
+    NARROW_FORWARD,
     SHORT_HEADS,
+    WIDEST_OF_NARROW,
 )
 from flashattn.plan.tile import (
+    NARROW,
     HopperBackwardTile,
     HopperD256Tile,
     HopperTile,
@@ -375,6 +378,32 @@ def test_the_same_bits(device, head_dim):
         assert all(map(torch.equal, first, again))
 
 
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_what_is_written_must_be_reached_too(passes):
+    """Rows of 65 columns lie at a multiple of 16 bytes where they are read, not as written."""
+    q, k, v = make_inputs(
+        Problem(heads=2, seq_q=70, head_dim=65, dtype="bfloat16"), layout="pitched"
+    )
+    specs, options = [TensorSpec.of(x) for x in (q, k, v)], Options(None, 0.1, family="hopper")
+    assert all(x.tma_compatible for x in specs)
+    if passes == "forward":
+        plan = choose_forward(specs, H200, options)
+    else:
+        lse = TensorSpec.of(torch.empty(1, 2, 70))
+        plan = choose_backward([*specs, specs[0], specs[0], lse], H200, options)
+    assert plan.kernel == "portable"
+    assert any("TMA cannot address a tensor" in sentence for sentence in plan.why)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [65, 137])
+def test_pitched_rows(device, head_dim):
+    """So rows of any length that lie apart are answered, with gradients that lie so, too."""
+    problem = Problem(heads=2, seq_q=300, head_dim=head_dim, causal=True, dtype="bfloat16")
+    sample = Sample(problem=problem, device=device, layout="pitched", grad_layout="pitched")
+    assert_accurate(partial(get("hopper"), causal=True, scale=head_dim**-0.5), sample)
+
+
 @pytest.mark.parametrize("change", ["stride", "address", "expanded", "scale", "nothing"])
 def test_what_it_cannot_reach_is_the_portable_kernels(change):
     """Tensors that TMA cannot address, and scales that are not positive, are answered too."""
@@ -588,9 +617,11 @@ def test_tiles_fit():
     for head_dim, tile, *_ in CONFIGS + BACKWARDS + WIDES:
         assert tile.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
+    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW, NARROW) <= SHARED - 1024
+    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # two stages of 128 keys fit no others
     stages = {(d, HopperBackwardTile(stages=tile.stages)) for d, tile, _ in BACKWARDS}
     stages |= {(d, HopperD256Tile(stages=tile.stages)) for d, tile, _ in WIDES}
-    assert compiled == {*CONFIGS, *stages}
+    assert compiled == {*CONFIGS, *stages, (WIDEST_OF_NARROW, NARROW_FORWARD)}
 
 
 @pytest.mark.parametrize("terms", FP32_BACKWARD)

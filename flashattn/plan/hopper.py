@@ -228,7 +228,8 @@ def why_not_backward(
         return "no tile for so few columns"
     if not grad_o.tma_compatible and grad_o.contiguous:
         return "the address or a stride of dO is not aligned"
-    return why_not_tma(q, k, v, scale=options.scale) if readable else None
+    stored = (x.like() for x in (q, k, v))
+    return why_not_tma(q, k, v, *stored, scale=options.scale) if readable else None
 
 
 def backward(

@@ -52,14 +52,14 @@ def _within(head_dim: int, allowed: range) -> bool:
     return allowed[0] <= head_dim <= allowed[-1]
 
 
-def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
-    """Return why Hopper's half-precision kernels cannot take these inputs, or None."""
+def why_not_tma(*tensors: TensorSpec, scale: float) -> str | None:
+    """Return why Hopper's half-precision kernels cannot read or write these tensors, or None."""
     if scale <= 0:
         return "the scale is not positive"
     if scale < TINY_SCALE:
         return "the scale is tiny: lse / scale may overflow"
-    if any(0 in x.shape for x in inputs):
+    if any(0 in x.shape for x in tensors):
         return "there is nothing to do"
-    if not all(x.tma_compatible for x in inputs):
-        return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
+    if not all(x.tma_compatible for x in tensors):
+        return "TMA cannot address a tensor: an unaligned address or stride, or a stride of 0"
     return None

@@ -38,6 +38,12 @@ def _misaligned(x: torch.Tensor) -> torch.Tensor:
     return poisoned(x, (*x.shape[:3], x.shape[3] + 1))[..., 1:].copy_(x)
 
 
+def _pitched(x: torch.Tensor) -> torch.Tensor:
+    """Rows that begin at multiples of 32 bytes or more, whatever their length."""
+    pitch = -(-x.shape[3] // 16) * 16 + 16
+    return poisoned(x, (*x.shape[:3], pitch))[..., : x.shape[3]].copy_(x)
+
+
 def _strided(x: torch.Tensor) -> torch.Tensor:
     """The head dimension with stride 2: not dense."""
     return poisoned(x, (*x.shape, 2))[..., 0].copy_(x)
@@ -60,6 +66,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "embedded": _embedded,
     "sliced": _sliced,
     "misaligned": _misaligned,
+    "pitched": _pitched,
     "strided": _strided,
     "expanded": _expanded,
     "expanded_batch": _expanded_batch,

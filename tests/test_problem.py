@@ -36,6 +36,18 @@ def test_costs():
     q, kv, lse = 2 * 4 * 4, 3 * 4 * 4, 2 * 4
     assert problem.bytes() == q + 2 * kv + lse + q
     assert problem.bytes("backward") == (3 * q + 2 * kv + lse) + (q + 2 * kv)
+    narrow = dataclasses.replace(problem, value_dim=1)
+    assert narrow.flops() == 2 * (2 * 3) * (4 + 1)
+    assert narrow.flops("backward") == 2 * (2 * 3) * (3 * 4 + 2 * 1)  # S, dK, dQ; dP, dV
+    k, v, o = kv, 3 * 1 * 4, 2 * 1 * 4
+    assert narrow.bytes() == q + k + v + lse + o
+    assert narrow.bytes("backward") == (q + k + v + 2 * o + lse) + (q + k + v)
+
+
+def test_values_as_wide_as_keys_are_not_narrow():
+    """They make the problem that says nothing of them."""
+    assert Problem(head_dim=64, value_dim=64) == Problem(head_dim=64)
+    assert str(Problem(head_dim=64, value_dim=8)) == "fp32-b1h1-q128-d64v8-full"
 
 
 def test_alignments_differ_only_off_the_square():
@@ -77,6 +89,8 @@ def test_names_are_unique():
     [
         ({"batch": -1}, "batch: wanted at least 0, got -1"),
         ({"head_dim": 0}, "head_dim: wanted at least 1, got 0"),
+        ({"value_dim": 0}, "value_dim: wanted 1 to 64, got 0"),
+        ({"value_dim": 65}, "value_dim: wanted 1 to 64, got 65"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads: wanted a divisor of the 3 query heads, got 2"),
         ({"heads": 3, "kv_heads": 0}, "kv_heads: wanted a divisor of the 3 query heads, got 0"),
         ({"dtype": "int8"}, "dtype: wanted one of float64, float32, .*, got 'int8'"),
@@ -108,7 +122,9 @@ def test_default_scale():
     assert check_scale(None, 64) == 0.125
 
 
-@hypothesis.given(problem=problems(dtypes=tuple(DTYPES), prefixed=(False, False, True)))
+@hypothesis.given(
+    problem=problems(dtypes=tuple(DTYPES), prefixed=(False, False, True), narrowed=(False, True))
+)
 def test_names_are_read_back(problem):
     """The name of a problem says all of it."""
     assert Problem.parse(str(problem)) == problem

@@ -359,6 +359,8 @@ def test_outputs_keep_the_layout(device):
     """O lies in memory as q does, so that merging heads after a projection copies nothing."""
     q, k, v = (x.detach() for x in arguments(device, "sequence_first"))
     assert attention(q, k, v, impl="triton").stride() == q.stride()
+    narrow = torch.empty_like(q[..., :8])
+    assert attention(q, k, v[..., :8], impl="triton").stride() == narrow.stride()
 
 
 def scattered(x):

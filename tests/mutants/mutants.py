@@ -80,6 +80,8 @@ NO_DOCUMENT = "tests/test_masks.py::test_what_lies_in_no_document_is_hidden"
 USED = "tests/test_flash_attn_api.py::test_used"
 RECOGNISED = "tests/test_transformers.py::test_masks_are_those_of_transformers"
 
+NARROW = "tests/test_attention.py::test_values_of_another_width"
+
 MUTANTS = [
     # Masks of rows
     Mutant(
@@ -829,6 +831,15 @@ MUTANTS = [
         "(x.shape, x.contiguous().stride(), x.dtype",
         "inputs are read as if they were contiguous",
         LAYOUTS,
+    ),
+    # Values of fewer columns than keys
+    Mutant(
+        "values_padded_in_front",
+        "kernels/execute.py",
+        "pad(x, (0, q.shape[-1] - x.shape[-1]))",
+        "pad(x, (q.shape[-1] - x.shape[-1], 0))",
+        "the first columns are zeros, which are all that is kept",
+        NARROW,
     ),
     # Scales and bases
     Mutant(

@@ -68,22 +68,24 @@ def test_tests_do_so():
 
 
 @triton.jit
-def combine(x, y, out, HOW: tl.constexpr):  # noqa: N803 - as in kernels
-    """Combine two numbers."""
-    a, b = tl.load(x), tl.load(y)
+def combine(x, y, out, HOW: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803 - as in kernels
+    """Combine numbers, or blocks of them."""
+    at = 0 if SIZE == 1 else tl.arange(0, SIZE)
+    a, b = tl.load(x + at), tl.load(y + at)
     if HOW == "add":
         c = a + b
     elif HOW == "sub":
         c = a - b
     else:
         c = a * b
-    tl.store(out, c)
+    tl.store(out + at, c)
 
 
 LARGEST = 2**31 - 1
 
 
 @pytest.mark.interpreter  # a GPU's integers overflow without a word
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("how", "a", "b", "fits"),
     [
@@ -95,18 +97,18 @@ LARGEST = 2**31 - 1
         ("mul", 2**16, 2**15, False),
     ],
 )
-def test_what_does_not_fit_is_refused(how, a, b, fits):
+def test_what_does_not_fit_is_refused(how, a, b, fits, size):
     """An integer that 32 bits do not hold is an error, where Triton goes on; in 64 bits it fits."""
-    x, y = (torch.tensor([number]) for number in (a, b))
+    x, y = (torch.tensor([0] * (size - 1) + [number]) for number in (a, b))
     wide, narrow = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.int32)
-    combine[(1,)](x, y, wide, how)
-    assert wide.item() == getattr(torch, how)(x, y).item()
+    combine[(1,)](x, y, wide, how, size)
+    assert torch.equal(wide, getattr(torch, how)(x, y))
     if fits:
-        combine[(1,)](x.int(), y.int(), narrow, how)
-        assert narrow.item() == wide.item()
+        combine[(1,)](x.int(), y.int(), narrow, how, size)
+        assert torch.equal(narrow.long(), wide)
     else:
         with pytest.raises(Exception, match=f"{how}: int32 has no") as error:
-            combine[(1,)](x.int(), y.int(), narrow, how)
+            combine[(1,)](x.int(), y.int(), narrow, how, size)
         assert isinstance(error.value.__cause__ or error.value, OverflowError)
 
 

@@ -127,9 +127,10 @@ def _registered():
         interface._global_mapping = mapping
 
 
-def model_of(name):
+def model_of(name, **changes):
     """Return a tiny model with random weights."""
     family, options = MODELS[name]
+    options = options | changes
     config = getattr(transformers, f"{family}{'Text' * (name in TEXT_CONFIGS)}Config")(**options)
     head = {"T5": "ForConditionalGeneration"} | dict.fromkeys(ENCODERS, "ForMaskedLM")
     torch.manual_seed(0)
@@ -230,11 +231,11 @@ def test_generate(name, cache):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("mode", ["plain", "padded"])
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "GptOss"])
-def test_compiled(name, whole, mode):
+@pytest.mark.parametrize(("name", "layers"), [("Llama", 1), ("GptOss", 2)])  # one of each kind
+def test_compiled(name, layers, whole, mode):
     """Compiled as one graph, the model or each layer, nothing changes."""
     torch.compiler.reset()
-    model = model_of(name)
+    model = model_of(name, num_hidden_layers=layers)
     how = {"backend": "aot_eager", "fullgraph": True}
     if whole:
         return assert_as_eager(model, mode, run=torch.compile(model, **how))

@@ -188,23 +188,20 @@ def test_report_draws_without_torch():
         assert not {name.partition(".")[0] for name in imports(path)} & {"torch", "triton"}
 
 
-def test_cold_import():
-    """A process that imports flashattn has loaded torch, and neither triton nor what draws."""
+def test_cold_import(tmp_path):
+    """A process that imports flashattn has loaded torch, and neither triton nor what draws.
+
+    From any folder it finds the package that is tested, whether or not it is installed.
+    """
     names = ("torch", "triton", "vl_convert")
-    code = f"import sys, flashattn; print([m for m in {names} if m in sys.modules])"
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert output.strip() == "['torch']"
-
-
-def test_processes_of_tests_find_the_package(tmp_path):
-    """They import the package that is tested from any folder, whether or not it is installed."""
-    code = "import sys, flashattn; print(sys.path[1], flashattn.__file__, sep='\\n')"
+    code = f"""
+import sys, flashattn
+print([m for m in {names} if m in sys.modules], sys.path[1], flashattn.__file__, sep="\\n")
+"""
     output = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
-    assert output.splitlines() == [str(PACKAGE.parent), flashattn.__file__]
+    assert output.splitlines() == ["['torch']", str(PACKAGE.parent), flashattn.__file__]
 
 
 def test_every_module_has_a_caption():

@@ -12,8 +12,6 @@ import torch
 from _pytest.pytester import SysModulesSnapshot
 
 import flashattn
-from flashattn.kernels.portable import bf16x3, combine, preprocess
-from flashattn.plan import portable
 from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.upstream import products_mix_rows
 
@@ -29,11 +27,8 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ.setdefault("SYMPY_CACHE_SIZE", "200000")  # else it derives again what it has forgotten
 SEARCHED = [str(Path(flashattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, SEARCHED))
-ROWS = 128  # of a program of an auxiliary kernel: the interpreter takes 2 ms for each program
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_interpreter()
-    preprocess.BLOCK = portable.STATS_BLOCK = bf16x3.BLOCK = ROWS
-    combine.COMBINE_BLOCK = combine.REDUCE_BLOCK = ROWS
 WITHOUT_ONEDNN = products_mix_rows()
 if WITHOUT_ONEDNN:  # or laws about NaN fail that whoever is tested has kept
     torch.backends.mkldnn.enabled = False

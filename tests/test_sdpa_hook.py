@@ -163,8 +163,7 @@ LAYOUTS = ("contiguous", "sequence_first", "packed", "strided", "columns")
 def test_dense_operators(device, active, name, layout):
     """Results have our bits, and lie as compiled code asserts."""
     operator, forward, backward = DENSE[name]
-    # As in PyTorch: the others have no fp32, which takes the interpreter longer.
-    problem = UNGROUPED if name == "efficient" else replace(PROBLEM, dtype="bfloat16")
+    problem = UNGROUPED if name == "efficient" else PROBLEM
     columns = layout == "columns"  # each of which is dense, so that results have dense columns, too
     q, k, v = make_inputs(problem, device=device, layout="contiguous" if columns else layout)
     q, k, v = (x.mT.contiguous().mT if columns else x for x in (q, k, v))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 from collections import Counter
@@ -25,6 +26,7 @@ def _release() -> None:
 
 
 os.register_at_fork(after_in_child=_release)  # the parent stays its holder
+atexit.register(_release)
 
 
 class SharedCache(FileCacheManager):  # type: ignore[misc]

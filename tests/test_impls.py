@@ -51,6 +51,9 @@ CASES = [
     Problem(batch=2, heads=2, seq_q=90, seq_kv=50, head_dim=64, dtype="float16", bias="bhr"),
     Problem(seq_q=70, head_dim=16, bias="b1ts", documents=((40, 40), (0, 0), (24, 24))),
     Problem(heads=2, seq_q=70, seq_kv=50, head_dim=64, dtype="bfloat16", bias="1hts"),  # in fp32
+    # Values of fewer columns than keys, DeepSeek's last.
+    Problem(heads=4, kv_heads=2, seq_q=70, seq_kv=90, head_dim=40, value_dim=23, causal=True),
+    Problem(heads=2, seq_q=130, head_dim=192, value_dim=128, dtype="bfloat16", causal=True),
     Problem(seq_q=1, seq_kv=70, head_dim=16, documents=((1, 40),)),
     Problem(seq_q=1, seq_kv=300, head_dim=16, bias="11ts", sink=True),
     Problem(heads=2, seq_q=130, head_dim=16, causal=True, window=(30, None), sink=True),

@@ -20,6 +20,12 @@ kernel()(fused())
 kernel()(right)
 
 
+@kernel(narrow_values=True)
+def of_narrow_values(q, k, v, **how):
+    """Take values of any width."""
+    return right(q, k, v, **how)
+
+
 @kernel()
 def in_fp64(q, k, v, **how):
     """Compute in fp64 and round once."""

@@ -230,6 +230,23 @@ def no_gradient_of_late_keys(q, k, v, **how):
     return right(q, k, v, **how)
 
 
+# Values of fewer columns than keys
+@kernel(FORM, narrow_values=True)
+def last_column_of_narrow_values_lost(q, k, v, **how):
+    """Take an even number of columns."""
+    (o, lse), columns = right(q, k, v, **how), v.shape[3]
+    kept = columns // 2 * 2 if columns < k.shape[3] else columns
+    return torch.cat([o[..., :kept], 0 * o[..., kept:]], dim=3), lse
+
+
+@kernel(FORM, narrow_values=True)
+def no_gradient_beyond_narrow_values(q, k, v, **how):
+    """Lose dk from the width of values on."""
+    columns = v.shape[3]
+    k = torch.cat([k[..., :columns], k[..., columns:].detach()], dim=3)
+    return right(q, k, v, **how)
+
+
 # Side effects
 EFFECTS = {
     "draws": lambda *_: torch.rand(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +15,7 @@ from flashattn.arguments import (
     bounds_asked,
     cast,
     facts_of,
+    of_one_width,
     only_v_differs_in_width,
     scored_by,
     unknown_rows,
@@ -92,7 +94,7 @@ def attention(
             is dense; otherwise the tensor is copied once.
         k: [B, G, S, D], G a divisor of H, or [B, S, D].
         v: [B, G, S, Dv], or [B, S, Dv]. Hopper's kernels take Dv up to 128 where D is 129 to 192;
-            otherwise the narrower tensors are padded with zeros to the width of the wider.
+            for implementations that take one width the narrower tensors are padded with zeros.
         causal: False, True, "top_left" or "bottom_right".
         window: (left, right), how many keys before and after its own position a query sees, both
             inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
@@ -259,21 +261,24 @@ def _prepare(
     options: dict[str, Any],
 ) -> registry.Attend:
     """Check the arguments, choose, and return what answers them and all like them."""
-    wide = widened(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
+    alike = of_one_width(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
     problem = Problem.of(
-        *wide, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
+        *alike, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
         documents=unknown_rows("bounds" in tensors),
     )  # fmt: skip
     learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
     grad = any(x.requires_grad for x in (q, k, v, *learned))
-    chosen, fastest = _choose(impl, problem, q.device, grad=grad, lse=return_lse)
+    wanted = {"grad": grad, "lse": return_lse}
+    chosen, fastest = _choose(impl, problem, q.device, **wanted)
     taken = {name: x for name, x in options.items() if _takes(chosen, name, auto=impl == "auto")}
     scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]
     how = {**problem.keywords, "scale": scale, **fastest, **taken, **tensors}
     how.pop("documents", None)
-    if columns == q.shape[-1] or (chosen.narrow_values and columns < q.shape[-1]):
-        return _of_heads(chosen, q, k, v, how)
-    attend = _of_heads(chosen, *wide, how)
+    if columns <= q.shape[-1]:
+        own = replace(problem, value_dim=columns)
+        if own == problem or chosen.why_not(own, q.device, **wanted) is None:
+            return _of_heads(chosen, q, k, v, how)
+    attend = _of_heads(chosen, *widened(q, k, v), how)
 
     def narrowed(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any

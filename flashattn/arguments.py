@@ -83,6 +83,15 @@ def only_v_differs_in_width(*tensors: torch.Tensor) -> bool:
     return q[-1] == k[-1] != v[-1] > 0 and k[:-1] == v[:-1]
 
 
+def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return views as wide as the widest, to be checked; no number of them counts."""
+    width = max(x.shape[-1] for x in tensors)
+    return [
+        x if x.shape[-1] == width else x.narrow(-1, 0, 1).expand(*x.shape[:-1], width)
+        for x in tensors
+    ]
+
+
 def widened(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from flashattn.arguments import facts_of, only_v_differs_in_width, scored_by, unknown_rows, widened
+from flashattn.arguments import (
+    facts_of,
+    of_one_width,
+    only_v_differs_in_width,
+    scored_by,
+    unknown_rows,
+)
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.masks import RowMask
@@ -66,24 +72,24 @@ def explain(
     Raises:
         ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
     """
-    wide = q, k, v
+    alike, device = [q, k, v], q.device
     if only_v_differs_in_width(q, k, v):
-        scale, wide = check_scale(scale, q.shape[-1]), widened(q, k, v)
-    if wide[0] is not q:  # values that are wider than keys are no kernel's
-        q, k, v = wide
+        scale, alike = check_scale(scale, q.shape[-1]), of_one_width(q, k, v)
+        if v.shape[-1] > q.shape[-1]:  # padded before anything is planned
+            q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in alike)
     rows = documents is not None or mask is not None
     if rows:
         causal, window = False, UNBOUNDED
     scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=False)
     problem = Problem.of(
-        *wide, causal=causal, window=window, softcap=softcap, **facts_of(scored),
+        *alike, causal=causal, window=window, softcap=softcap, **facts_of(scored),
         documents=unknown_rows(rows),
     )  # fmt: skip
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
         if gpu is not None:
             check_among("gpu", gpu, CARDS)
-        gpu = gpu_of(q.device) if gpu is None else CARDS[gpu]
+        gpu = gpu_of(device) if gpu is None else CARDS[gpu]
     heads = (x[:, None] if x.ndim == 3 else x for x in (q, k, v))  # noqa: PLR2004 - [B, T, D]
     return choose(
         problem,

@@ -19,7 +19,15 @@ from flashattn.batching import rule_of
 from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, given_extras
+from flashattn.plan.spec import (
+    Extras,
+    Family,
+    Options,
+    Signature,
+    TensorSpec,
+    first_columns,
+    given_extras,
+)
 from flashattn.problem import ALIGNMENT
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
@@ -132,11 +140,8 @@ def _options(
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
-    """Return what the kernels allocate for x, which they copy if its last dimension is not dense.
-
-    They ask for strides; a compiler for symbolic sizes must decide this branch, too.
-    """
-    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    """Return what the kernels allocate for x, which they copy if its rows are not dense."""
+    return torch.empty_like(first_columns(x, x.shape[3]))
 
 
 @torch.library.register_fake("flashattn::forward", lib=_LIBRARY)
@@ -144,7 +149,8 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     del k
-    return _like_dense(q.narrow(3, 0, v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o = torch.empty_like(first_columns(q, v.shape[3]))
+    return o, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("flashattn::backward", lib=_LIBRARY)

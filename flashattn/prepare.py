@@ -41,12 +41,12 @@ def prepare(
 
     The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
     and by their names the bounds and what scores are made with, if they were given; it returns
-    o [B, H, T, D] and lse [B, H, T], and has no second derivative.
+    o [B, H, T, Dv] and lse [B, H, T], and has no second derivative.
 
     Args:
         q: [B, H, T, D].
         k: [B, G, S, D].
-        v: [B, G, S, D].
+        v: [B, G, S, Dv]; Dv is at most D.
         causal: see ``attention``.
         window: see ``attention``.
         bounds: all of the mask, in their place.

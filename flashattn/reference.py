@@ -34,7 +34,7 @@ def reference_attention(
     Args:
         q: [B, H, T, D].
         k: [B, G, S, D]; G divides H.
-        v: [B, G, S, D].
+        v: [B, G, S, Dv].
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None is none.
@@ -44,7 +44,7 @@ def reference_attention(
         bounds: all of the mask, in its place.
 
     Returns:
-        o [B, H, T, D] and lse [B, H, T], both in q's dtype. A query that sees no key has o = 0 and
+        o [B, H, T, Dv] and lse [B, H, T], both in q's dtype. A query that sees no key has o = 0 and
         lse = -inf, or the sink, and passes no gradient but to the sink.
 
     Source: Vaswani et al., 2017, equation 1.

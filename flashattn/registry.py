@@ -54,8 +54,10 @@ class Impl(Claims):
 
     Args:
         name: what ``get`` and ``attention(impl=...)`` know it by.
-        call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k and v [B, G, S, D], causal
-            False, "top_left" or "bottom_right", and scale a float; returns o, or (o, lse). Where
+        call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k [B, G, S, D],
+            v [B, G, S, Dv], where Dv is D unless ``narrow_values`` are claimed, causal False,
+            "top_left" or "bottom_right", and scale a float; returns o [B, H, T, Dv], or (o, lse).
+            Where
             there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
             likewise ``softcap=``, a float, ``bounds=``, which ``intervals`` claims,
             ``alibi_slopes=``, ``bias=`` and ``sink=``. One that names ``documents`` among its

@@ -329,6 +329,30 @@ def test_values_of_another_width(name, columns, device):
             attention(q, k, wrong, **how)
 
 
+def test_narrow_values_are_padded_for_who_takes_others(device, monkeypatch):
+    """One that takes some narrow values is asked about those that there are."""
+    asked = []
+
+    def call(q, k, v, *, causal, scale):
+        assert not causal
+        asked.append(v.shape[-1])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    def why_not(problem, _):
+        return "takes 8 columns" if problem.value_dim not in (None, 8) else None
+
+    impl = registry.Impl(name="some", call=call, limits=why_not, narrow_values=True)
+    monkeypatch.setitem(registry._impls, "some", impl)
+    q, k, v = tensors(device)
+    for columns in (8, 9, v.shape[-1]):
+        o = attention(q, k, v[..., :columns], impl="some")
+        torch.testing.assert_close(o, attention(q, k, v, impl="reference")[..., :columns])
+    assert asked == [8, v.shape[-1], v.shape[-1]]
+    assert "only where it holds all scores" in registry.get("sdpa").why_not(
+        Problem(head_dim=16, value_dim=8), "cpu"
+    )
+
+
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
 def test_bad_windows(name, device):
     """They are refused by whomever is asked, after a good one that is equal, too."""

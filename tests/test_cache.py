@@ -26,8 +26,12 @@ def _take(link):
     """Say when the lock is asked for; send the kernel that the cache then has, and the counts."""
     lock = fcntl.flock
 
+    said = []
+
     def ask(*arguments):
-        link.send("asks")
+        if not said:
+            link.send("asks")
+        said.append(arguments)
         lock(*arguments)
 
     fcntl.flock = ask
@@ -71,6 +75,14 @@ def test_a_failed_compilation_keeps_no_lock(worker):
     assert other.recv() == "asks"
     assert cache.SharedCache("11" * 32).get_group(NAME) is None
     assert [other.recv(), other.recv()] == [None, {}]
+
+
+def test_nobody_waits_for_ever(worker, monkeypatch):
+    """After its patience a worker compiles what another seems to compile."""
+    monkeypatch.setattr(cache, "PATIENCE", 0.1)  # of a process that is forked
+    assert cache.SharedCache(KEY).get_group(NAME) is None
+    other = worker()
+    assert [other.recv() for _ in range(3)] == ["asks", None, {}]
 
 
 def test_a_worker_that_ends_keeps_no_lock(worker):

@@ -40,7 +40,7 @@ from flashattn.plan.tables.hopper import (
     WIDEST_OF_NARROW,
 )
 from flashattn.plan.tile import (
-    NARROW,
+    NARROW_VALUES,
     HopperBackwardTile,
     HopperD256Tile,
     HopperTile,
@@ -617,7 +617,7 @@ def test_tiles_fit():
     for head_dim, tile, *_ in CONFIGS + BACKWARDS + WIDES:
         assert tile.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
-    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW, NARROW) <= SHARED - 1024
+    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW, NARROW_VALUES) <= SHARED - 1024
     assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # two stages of 128 keys fit no others
     stages = {(d, HopperBackwardTile(stages=tile.stages)) for d, tile, _ in BACKWARDS}
     stages |= {(d, HopperD256Tile(stages=tile.stages)) for d, tile, _ in WIDES}

@@ -49,13 +49,15 @@ def test_opcheck(device, layout, left, right):
 NARROW = replace(PROBLEM, value_dim=8)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided"])
+@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided", "columns"])
 def test_opcheck_of_narrow_values(device, layout):
     """So where values have fewer columns than keys; the backward takes o and its gradient so."""
-    q, k, v = arguments(device, layout, NARROW)
+    columns = layout == "columns"  # each of which is dense
+    q, k, v = arguments(device, "contiguous" if columns else layout, NARROW)
+    inputs = [x.detach().mT.contiguous().mT if columns else x.detach() for x in (q, k, v)]
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
     how = (*Extras(), None, 0, *OPTIONS)
     torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, *how))
-    inputs = [x.detach() for x in (q, k, v)]
     saved = (*inputs, *torch.ops.flashattn.forward(*inputs, *how))
     given = (*make_grads(NARROW, device=device), *saved, *how, False)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

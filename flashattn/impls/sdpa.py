@@ -151,6 +151,10 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
         "takes head dimensions up to 256 in multiples of 8": on_cuda
         and fused
         and (problem.head_dim > 256 or problem.head_dim % 8 != 0),  # noqa: PLR2004
+        "takes narrow values on a CPU only where it holds all scores": problem.value_dim is not None
+        and not on_cuda
+        and backend == "sdpa",
+        "takes values in multiples of 8 columns": backend == "sdpa_cudnn" and problem.dv % 8 != 0,
         "does not promise zeros for a query that sees no key": problem.fully_masked_rows > 0,
     }
     return next((f"{backend} {reason}" for reason, holds in reasons.items() if holds), None)

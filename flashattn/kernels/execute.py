@@ -17,10 +17,18 @@ from torch.nn.functional import pad
 from flashattn.gpus import gpu_of
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
-from flashattn.plan.choose import NAMES, choose_backward, choose_forward, widened
+from flashattn.plan.choose import NAMES, choose_backward, choose_forward, padded_specs
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import Extras, Family, Options, Signature, TensorSpec, signature
+from flashattn.plan.spec import (
+    Extras,
+    Family,
+    Options,
+    Signature,
+    TensorSpec,
+    first_columns,
+    signature,
+)
 
 BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
 
@@ -143,7 +151,7 @@ def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _narrow(x: torch.Tensor, v: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     """Return the first columns of x, as many as v has, in memory that lies as ``like`` does."""
     columns = v.shape[-1]
-    return torch.empty_like(like[..., :columns]).copy_(x[..., :columns])
+    return torch.empty_like(first_columns(like, columns)).copy_(x[..., :columns])
 
 
 def _no_gradients(
@@ -182,11 +190,13 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
     specs = [TensorSpec(*x) for x in given]
     device = specs[0].device
     check_device(device)
+    if specs[2].shape[3] > specs[0].shape[3]:
+        raise ValueError(f"v: wanted at most q's {specs[0].shape[3]} columns")
     plan = choose_forward(specs, gpu_of(device), options, **instead)
     if plan.kernel == "none":
         return _sees_nothing
     if plan.padded:
-        return _padded(bind_forward(tuple(widened(specs)), options, **instead))
+        return _padded(bind_forward(tuple(padded_specs(specs)), options, **instead))
     q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
     lse = Workspace("lse", tuple(q.shape[:3]))
@@ -214,7 +224,7 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
     if plan.kernel == "none":
         return partial(_no_gradients, bias_grad=options.bias_grad)
     if plan.padded:
-        return _padded_backward(bind_backward(tuple(widened(specs)), options, **instead))
+        return _padded_backward(bind_backward(tuple(padded_specs(specs)), options, **instead))
     specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}
@@ -251,12 +261,12 @@ def forward(
     family: Family = "triton",
     **instead: Any,
 ) -> Outputs:
-    """Return o [B, H, T, D] in q's dtype, and lse [B, H, T] in fp32.
+    """Return o [B, H, T, Dv] in q's dtype, and lse [B, H, T] in fp32.
 
     Args:
         q: [B, H, T, D], checked.
         k: [B, G, S, D], likewise.
-        v: [B, G, S, D], likewise.
+        v: [B, G, S, Dv], likewise; Dv is at most D.
         right: see ``Options``.
         scale: see ``Options``.
         left: see ``Options``.
@@ -292,7 +302,7 @@ def backward(
     """Return the gradients of q, k and v, in their dtype, and of a bias and sinks.
 
     Args:
-        grads: of o [B, H, T, D], and of lse [B, H, T] or None.
+        grads: of o [B, H, T, Dv], and of lse [B, H, T] or None.
         saved: q, k, v as ``forward`` took them, o and lse as it returned them.
         right: as in ``forward``.
         scale: as in ``forward``.

@@ -15,7 +15,7 @@ from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
 from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Kernel
-from flashattn.plan.spec import Family, Options, TensorSpec
+from flashattn.plan.spec import OF_VALUES, Family, Options, TensorSpec
 from flashattn.plan.support import why_not_hopper, why_not_portable
 from flashattn.plan.tile import HopperBackward, HopperTile, Tile
 from flashattn.problem import Problem, check_scale
@@ -23,8 +23,10 @@ from flashattn.problem import Problem, check_scale
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")
 NOTHING = "there is no query, or no key"
-OF_VALUES = ("v", "grad_o", "o")  # these have as many columns as values
-PADDED = "values are padded: the kernels take values as wide as keys"
+PADDED = (
+    "values are padded to the width of keys: without, Hopper's kernels take up to 128 columns, a"
+    " multiple of 8, beside keys of 129 to 192, in half precision and without GQA splits"
+)
 COPIED = "copies: rows are not dense, or TMA cannot address them"
 
 
@@ -42,8 +44,8 @@ def choose(
 
     Args:
         problem: what is asked.
-        specs: of q [B, H, T, D], k and v [B, G, S, D]; all others are taken to be as PyTorch would
-            allocate them.
+        specs: of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv]; all others are taken to be as
+            PyTorch would allocate them.
         gpu: that runs it.
         scale: factor on the scores; None is D ** -0.5.
         precision: of fp32 products, see ``precision.input_precision``.
@@ -104,16 +106,16 @@ def choose_forward(
         q, k, v = _copied(specs, copies)
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
         return plan._replace(copies=copies, why=(COPIED, *plan.why))
-    lack = hopper.lack(q, v, options, backward=False)
+    lack = hopper.lack(q, options, backward=False)
     pays, why = _hopper_first(options, hopper.forward_pays(q, k, gpu, options), lack)
-    if pays:
+    if pays and hopper.takes_values(q, v):
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return found._replace(precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernel, not Hopper's: {found}")
     if v.shape[3] != q.shape[3]:
         plan = choose_forward(
-            widened(specs), gpu, options, tile=tile, row=row, num_splits=num_splits
+            padded_specs(specs), gpu, options, tile=tile, row=row, num_splits=num_splits
         )
         return plan._replace(padded=True, why=(PADDED, *plan.why))
     keys = 0
@@ -149,7 +151,8 @@ def choose_backward(
         return BackwardPlan(kernel="none", why=(NOTHING,))
     copies = _not_dense(specs)
     faster = hopper.backward_pays(q, k, gpu, causal=options.causal)
-    pays, why = _hopper_first(options, faster, hopper.lack(q, v, options, backward=True))
+    pays, why = _hopper_first(options, faster, hopper.lack(q, options, backward=True))
+    pays = pays and hopper.takes_values(q, v) and hopper.sums_values(q, k, v, gpu, options)
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         readable = not set(copies) - {"grad_o"}
@@ -160,14 +163,14 @@ def choose_backward(
         elif not (grad_o.dense and grad_o.tma_compatible):
             copies = tuple(sorted({*copies, "grad_o"}, key=NAMES.index))
     if v.shape[3] != q.shape[3] and not pays:
-        plan = choose_backward(widened(specs), gpu, options)
+        plan = choose_backward(padded_specs(specs), gpu, options)
         return plan._replace(padded=True, why=(PADDED, *plan.why))
     if copies:
         options = options._replace(family="hopper" if pays else "triton")
         plan = choose_backward(_copied(specs, copies), gpu, options, tile=tile)
         return plan._replace(copies=copies, why=(*why, COPIED, *plan.why))
     if pays:
-        found = hopper.backward(q, k, v, gpu, options, tile)
+        found = hopper.backward(q, k, gpu, options, tile)
         if not isinstance(found, str):
             return found._replace(precision=options.precision, why=(*why, *found.why))
         why.append(f"the portable kernels, not Hopper's: {found}")
@@ -185,8 +188,8 @@ def _hopper_first(
     return (False, [lack]) if pays and lack else (pays, why)
 
 
-def widened(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs, those that have as many columns as values as of dense tensors as wide as q."""
+def padded_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return specs, those of ``OF_VALUES`` as of dense tensors as wide as q."""
     return [
         x.widened(specs[0].shape[3]) if name in OF_VALUES else x
         for name, x in zip(NAMES, specs, strict=False)

@@ -17,7 +17,7 @@ from flashattn.plan.splits import cdiv, dq_accumulators, gqa_splits
 from flashattn.plan.support import SMALLEST_SCALE, why_not_hopper, why_not_tma
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import (
-    NARROW,
+    NARROW_VALUES,
     WARPGROUP_Q,
     HopperBackward,
     HopperBackwardTile,
@@ -89,13 +89,28 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
     return pays, f"{kernels}: {tiles:.0f} tiles for {gpu.num_sms} SMs, Hopper's need {enough} each"
 
 
-def lack(q: TensorSpec, v: TensorSpec, options: Options, *, backward: bool) -> str | None:
+def takes_values(q: TensorSpec, v: TensorSpec) -> bool:
+    """Return whether Hopper's kernels take values of v's width."""
+    half, (head_dim, value_dim) = q.dtype != torch.float32, (q.shape[3], v.shape[3])
+    narrow = rows.ONE_PASS < head_dim <= rows.WIDEST_OF_NARROW and value_dim <= NARROW_VALUES
+    return value_dim == head_dim or (half and narrow)
+
+
+def sums_values(q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options) -> bool:
+    """Return whether the backward sums dv: partial sums of dk and dv have one width."""
+    return v.shape == k.shape or _d256_splits(q, k, gpu, options) == 1
+
+
+def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> int:
+    """Return the GQA splits of the backward for D from 129 to 256."""
+    tiles = cdiv(k.shape[2], HopperD256Tile.BLOCK_KV) * k.shape[0] * k.shape[1]
+    return gqa_splits(q, k, tiles, gpu.num_sms, causal=options.causal)
+
+
+def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
     fp32, wide = q.dtype == torch.float32, backward and q.shape[3] > rows.ONE_PASS
-    narrow, most = v.shape[3] != q.shape[3], rows.WIDEST_OF_NARROW
-    takes = not fp32 and rows.ONE_PASS < q.shape[3] <= most and v.shape[3] <= NARROW
     lacks = {
-        f"Hopper's take narrow values of keys of 129 to {most} columns": narrow and not takes,
         "Hopper's in fp32 have no softcap": fp32 and options.softcap is not None,
         "Hopper's add no bias to scores": options.bias is not None,
         "Hopper's in fp32 have no ALiBi": fp32 and options.alibi,
@@ -218,8 +233,8 @@ def why_not_backward(
     Args:
         q: [B, H, T, D].
         k: [B, G, S, D].
-        v: [B, G, S, D].
-        grad_o: [B, H, T, D], copied if that helps.
+        v: [B, G, S, Dv].
+        grad_o: [B, H, T, Dv], copied if that helps.
         options: what is asked.
         tile: of the kernels.
         readable: whether q, k, v, o and lse stay as they are; otherwise their copies are asked.
@@ -233,18 +248,13 @@ def why_not_backward(
 
 
 def backward(
-    q: TensorSpec,
-    k: TensorSpec,
-    v: TensorSpec,
-    gpu: Gpu,
-    options: Options,
-    tile: HopperBackward | None,
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperBackward | None
 ) -> BackwardPlan | str:
     """Return the plan of Hopper's backward with a tile, or why there is none."""
     if isinstance(tile, HopperBackwardTile):
         return _backward_half(q, k, gpu, options, tile)
     if isinstance(tile, HopperD256Tile):
-        return _backward_d256(q, k, v, gpu, options, tile)
+        return _backward_d256(q, k, gpu, options, tile)
     return _backward_fp32(q, k, gpu, options)
 
 
@@ -300,12 +310,11 @@ def _backward_half(
 
 
 def _backward_d256(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, tile: HopperD256Tile
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, tile: HopperD256Tile
 ) -> BackwardPlan:
     """Return the plan of the backward for D from 129 to 256."""
     tiles, causal = cdiv(k.shape[2], tile.BLOCK_KV) * k.shape[0] * k.shape[1], options.causal
-    alike = v.shape == k.shape  # else dk and dv have no layout in common to sum them by
-    splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal) if alike else 1
+    splits = _d256_splits(q, k, gpu, options)
     queries = cdiv(q.shape[2], tile.BLOCK_Q) * q.shape[0] * q.shape[1]
     why = ["two passes: one would own 64 keys, and add to dq as often as it loads"]
     why += [f"{splits} GQA splits: few programs would have much to do each"] * (splits > 1)

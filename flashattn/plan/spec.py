@@ -12,6 +12,7 @@ import torch
 
 from flashattn.problem import ALIGNMENT
 
+OF_VALUES = ("v", "o", "grad_o", "dv")  # names of tensors that have Dv columns, not D
 Family = Literal["auto", "triton", "hopper"]
 Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
@@ -88,6 +89,15 @@ class TensorSpec(NamedTuple):
     def widened(self, columns: int) -> TensorSpec:
         """Return the spec of a dense tensor of so many columns."""
         return self._replace(shape=torch.Size((*self.shape[:-1], columns))).copied()
+
+
+def first_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the first columns of x, or of a copy if they are not dense: a result lies like this.
+
+    A compiler for symbolic sizes must decide each branch, too.
+    """
+    x = x.narrow(3, 0, columns)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:

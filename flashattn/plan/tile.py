@@ -11,7 +11,7 @@ SMALLEST_BLOCK_D = 16  # of a tensor-core product
 VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
 WARPGROUP_Q = 64  # queries of a Hopper warpgroup
 HALF = 2  # bytes of an element
-NARROW = 128  # columns of values that are narrower than keys
+NARROW_VALUES = 128  # columns of values that are narrower than keys
 
 
 def block_d(head_dim: int) -> int:
@@ -54,12 +54,12 @@ def tile_pieces(head_dim: int) -> tuple[int, int]:
 
 def value_split(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the columns of values that Hopper's kernels multiply: 128 of narrower ones."""
-    return head_dim_split(head_dim) if value_dim == head_dim else (NARROW, 0)
+    return head_dim_split(head_dim) if value_dim == head_dim else (NARROW_VALUES, 0)
 
 
 def value_pieces(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the columns of the pieces in which they hold a tile of values."""
-    return tile_pieces(head_dim) if value_dim == head_dim else (NARROW, 0)
+    return tile_pieces(head_dim) if value_dim == head_dim else (NARROW_VALUES, 0)
 
 
 @dataclass(frozen=True)

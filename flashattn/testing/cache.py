@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from triton.runtime.cache import FileCacheManager
 
+PATIENCE, PAUSE = 60.0, 0.02  # seconds
 MANAGER = "TRITON_CACHE_MANAGER"
 COUNTS = Counter[str]()
 HELD: dict[str, IO[str]] = {}  # the lock of this process; methods of dict are atomic for threads
@@ -32,8 +34,8 @@ atexit.register(_release)
 class SharedCache(FileCacheManager):  # type: ignore[misc]
     """Triton's cache, in which only one process compiles a kernel.
 
-    A process holds at most one lock, and none while it waits, so there is no deadlock. After a
-    failed compilation it frees the lock when it asks for the next kernel, or ends.
+    A process holds at most one lock, and none while it waits. After a failed compilation it frees
+    the lock when it asks for the next kernel, or ends; others wait for PATIENCE seconds at most.
     """
 
     def get_group(self, filename: str) -> dict[str, str] | None:
@@ -61,7 +63,12 @@ class SharedCache(FileCacheManager):  # type: ignore[misc]
         file = path.open("w")
         while HELD.setdefault("lock", file) is not file:
             _release()
-        fcntl.flock(file, fcntl.LOCK_EX)
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            with suppress(BlockingIOError):
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(PAUSE)
+        return None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,7 +1,7 @@
 """Values of q, k and v, by name: what ordinary inputs are, and what has broken kernels before.
 
-Each maker takes three normal draws in fp32, q [B, H, T, D], k and v [B, G, S, D], and returns the
-inputs, which are then rounded to the problem's dtype.
+Each maker takes three normal draws in fp32, q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv], and
+returns the inputs, which are then rounded to the problem's dtype.
 """
 
 from __future__ import annotations

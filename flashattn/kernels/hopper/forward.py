@@ -328,7 +328,7 @@ def flashattn_hopper_fwd(
     STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr, REGISTERS: gl.constexpr,
     BARRIER: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D].
+    """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D] or [B, H, T, Dv].
 
     Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on, or V_LO. If
     key_bounds is not None, it is all of the mask. Strides are from batch to batch.

@@ -35,7 +35,7 @@ from flashattn.plan.tables.hopper import (
 )
 from flashattn.plan.tile import (
     HALF,
-    NARROW,
+    NARROW_VALUES,
     WARPGROUP_Q,
     HopperBackwardTile,
     HopperD256Tile,
@@ -128,7 +128,7 @@ class HopperVariant:
     def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
         d, constants = self.head_dim, {}
-        dims = d, NARROW if self.mode == "narrow" else d
+        dims = d, NARROW_VALUES if self.mode == "narrow" else d
         if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)

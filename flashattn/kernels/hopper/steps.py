@@ -19,7 +19,7 @@ from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.hopper import row_names
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
-from flashattn.plan.spec import Options, TensorSpec, dense_strides
+from flashattn.plan.spec import OF_VALUES, Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
 from flashattn.plan.tile import (
     WARPGROUP_Q,
@@ -35,7 +35,6 @@ from flashattn.plan.tile import (
 )
 
 INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
-OF_VALUES = ("v", "o", "grad_o", "dv")  # these have Dv columns
 
 
 def _launch(

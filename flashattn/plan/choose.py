@@ -24,8 +24,8 @@ NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")
 NOTHING = "there is no query, or no key"
 PADDED = (
-    "values are padded to the width of keys: without, Hopper's kernels take up to 128 columns, a"
-    " multiple of 8, beside keys of 129 to 192, in half precision and without GQA splits"
+    "values are padded to the width of keys: only Hopper's kernels take narrower ones, up to 128"
+    " columns, a multiple of 8, beside keys of 129 to 192, in half precision, without GQA splits"
 )
 COPIED = "copies: rows are not dense, or TMA cannot address them"
 

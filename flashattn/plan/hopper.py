@@ -97,7 +97,7 @@ def takes_values(q: TensorSpec, v: TensorSpec) -> bool:
 
 
 def sums_values(q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options) -> bool:
-    """Return whether the backward sums dv: partial sums of dk and dv have one width."""
+    """Return whether dv is as wide as dk or needs no partial sums, which have one width."""
     return v.shape == k.shape or _d256_splits(q, k, gpu, options) == 1
 
 
@@ -145,15 +145,14 @@ def forward(
     """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
     if q.dtype == torch.float32:
         return _forward_fp32(q, k, v, gpu, options)
-    o = q.like(v.shape[3])
-    found = rows.NARROW_FORWARD if o.shape != q.shape else None
+    found: HopperTile | None = rows.NARROW_FORWARD
     if isinstance(tile, HopperTile):
         found = tile
-    elif found is None:
+    elif v.shape[3] == q.shape[3]:
         found = forward_tile(q, gpu, causal=options.causal, alibi=options.alibi > 0)
     if found is None:
         return "no tile for so few columns"
-    reason = why_not_tma(q, k, v, o, scale=options.scale)
+    reason = why_not_tma(q, k, v, scale=options.scale)
     if reason is not None:
         return reason
     batch, heads, seq_q, head_dim = q.shape
@@ -243,8 +242,7 @@ def why_not_backward(
         return "no tile for so few columns"
     if not grad_o.tma_compatible and grad_o.contiguous:
         return "the address or a stride of dO is not aligned"
-    stored = (x.like() for x in (q, k, v))
-    return why_not_tma(q, k, v, *stored, scale=options.scale) if readable else None
+    return why_not_tma(q, k, v, scale=options.scale) if readable else None
 
 
 def backward(

@@ -7,6 +7,7 @@ import torch
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.spec import TensorSpec
 from flashattn.plan.tables import hopper
+from flashattn.problem import ALIGNMENT
 
 LARGEST_HEAD_DIM = 256
 OLDEST = (8, 0)
@@ -52,14 +53,19 @@ def _within(head_dim: int, allowed: range) -> bool:
     return allowed[0] <= head_dim <= allowed[-1]
 
 
-def why_not_tma(*tensors: TensorSpec, scale: float) -> str | None:
-    """Return why Hopper's half-precision kernels cannot read or write these tensors, or None."""
+def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
+    """Return why Hopper's half-precision kernels cannot take these inputs, or None.
+
+    Results have the inputs' columns, in rows that lie one behind the other.
+    """
     if scale <= 0:
         return "the scale is not positive"
     if scale < TINY_SCALE:
         return "the scale is tiny: lse / scale may overflow"
-    if any(0 in x.shape for x in tensors):
+    if any(0 in x.shape for x in inputs):
         return "there is nothing to do"
-    if not all(x.tma_compatible for x in tensors):
-        return "TMA cannot address a tensor: an unaligned address or stride, or a stride of 0"
+    if not all(x.tma_compatible for x in inputs):
+        return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
+    if any(x.shape[-1] * x.dtype.itemsize % ALIGNMENT for x in inputs):
+        return f"TMA cannot store a result: its rows are no multiple of {ALIGNMENT} bytes"
     return None

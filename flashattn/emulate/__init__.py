@@ -1,7 +1,7 @@
 """The Gluon kernels on a CPU: warps in turns that are drawn, copies and products that come late.
 
 Gluon has no interpreter. Here a kernel's source runs as plain Python on torch's tensors. Each role
-is a thread, and one runs at a time: wherever one could wait, a seeded draw picks who goes on, or
+is a greenlet, and one runs at a time: wherever one could wait, a seeded draw picks who goes on, or
 which copy moves. So a run can be repeated, and a deadlock is seen when nothing can move.
 
 What may be late is as late as drawn: a tile is NaN from the moment that it is asked for until it

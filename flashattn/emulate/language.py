@@ -233,7 +233,7 @@ def warp_specialize(
     ]
 
     def ended() -> bool:
-        while started and started[-1].ended:
+        while started and started[-1].dead:
             started.pop()
         return not started
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import threading
 from bisect import bisect
 from collections.abc import Callable
 from itertools import accumulate
@@ -12,17 +10,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from greenlet import getcurrent, greenlet
+
 SPEEDS = (1, 32, 1024)  # some are much slower than others, so much later
-OWN = {str(Path(__file__).parent), str(Path(threading.__file__).parent)}
-_here = threading.local()
+OWN = str(Path(__file__).parent)
 
 
 class DeadlockError(RuntimeError):
     """Nothing can move, and not all have ended."""
-
-
-class _DroppedError(BaseException):
-    """Ends a thread whose schedule is over."""
 
 
 def always() -> bool:
@@ -30,8 +25,8 @@ def always() -> bool:
     return True
 
 
-class Warps:
-    """Some warps of a program, with one role: a thread that runs when it is its turn.
+class Warps(greenlet):  # type: ignore[misc]
+    """Some warps of a program, with one role, which run when it is their turn.
 
     Args:
         schedule: whose turns.
@@ -50,55 +45,29 @@ class Warps:
         threads: int,
     ) -> None:
         """Wait for the first turn."""
+        super().__init__(parent=schedule.runner)  # goes on when these end, with their error
         self.schedule, self.name, self.program, self.threads = schedule, name, program, threads
+        self.body = body
         self.speed = schedule.random.choice(SPEEDS)
         self.ready: Callable[[], bool] = always
-        self.ended = False
         self.products: list[Any] = []  # begun, and not waited for
         self.stores: list[Any] = []
         self.unfenced: list[Callable[[], object]] = []
-        self.turn = threading.Lock()  # faster than a semaphore
-        self.turn.acquire()
-        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
-        self._thread.start()
 
-    def _run(self, body: Callable[[], object]) -> None:
-        _here.warps = self
-        try:
-            self._await_turn()
-            body()
-        except _DroppedError:
-            return
-        except BaseException as error:  # noqa: BLE001 - raised again by Schedule.run
-            self.schedule.error = error
-        self.ended = True
+    def run(self) -> None:
+        """Do what they do."""
+        self.body()
         self.schedule.warps.remove(self)
-        self.schedule.next_turn().release()
-
-    def _await_turn(self) -> None:
-        self.turn.acquire()
-        if self.schedule.over:
-            raise _DroppedError
 
     def pause(self, ready: Callable[[], bool] = always) -> None:
         """Give the turn away until something is so: called by themselves."""
-        if self.schedule.over:
-            raise _DroppedError
         self.ready = ready
-        turn = self.schedule.next_turn()
-        if turn is not self.turn:
-            turn.release()
-            self._await_turn()
-
-    def drop(self) -> None:
-        """End them, who wait for a turn."""
-        self.turn.release()
-        self._thread.join()
+        self.parent.switch()
 
     def __str__(self) -> str:
         """Return who they are, and the line of the kernel where they wait."""
-        frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001
-        while frame and str(Path(frame.f_code.co_filename).parent) in OWN:
+        frame: FrameType | None = self.gr_frame
+        while frame and str(Path(frame.f_code.co_filename).parent) == OWN:
             frame = frame.f_back
         if frame is None:
             return self.name
@@ -116,10 +85,7 @@ class Schedule:
     def __init__(self, seed: int = 0) -> None:
         """Nobody runs yet."""
         self.random = random.Random(seed)  # noqa: S311 - repeatable
-        self.error: BaseException | None = None  # that ended it
-        self.over = False
-        self._turn = threading.Lock()  # of who runs the schedule: the last
-        self._turn.acquire()
+        self.runner = getcurrent()
         self.warps: list[Warps] = []
         self._events: list[tuple[int, Callable[[], object]]] = []
 
@@ -142,31 +108,15 @@ class Schedule:
             DeadlockError: they wait for one another.
         """
         try:
-            turn = self.next_turn()
-            if turn is not self._turn:
-                turn.release()
-                self._turn.acquire()
-        finally:
-            self.over = True
-            for warps in self.warps:
-                warps.drop()
-        if self.error is not None:
-            raise self.error
-
-    def next_turn(self) -> threading.Lock:
-        """Let events happen until warps are drawn, and return what gives them the turn.
-
-        Who has the turn calls this, so that no other thread runs between two turns.
-        """
-        try:
-            while self.error is None and (self.warps or self._events):
+            while self.warps or self._events:
                 chosen = self._draw()
                 if isinstance(chosen, Warps):
-                    return chosen.turn
-                chosen()
-        except BaseException as error:  # noqa: BLE001 - raised again by run
-            self.error = error
-        return self._turn
+                    chosen.switch()
+                else:
+                    chosen()
+        finally:
+            for warps in self.warps:
+                warps.throw()  # ends those that wait
 
     def _draw(self) -> Warps | Callable[[], object]:
         """Return warps that can go on, or an event, which is no longer to come."""
@@ -181,5 +131,5 @@ class Schedule:
 
 def here() -> Warps:
     """Return the warps whose code this is."""
-    warps: Warps = _here.warps
+    warps: Warps = getcurrent()
     return warps

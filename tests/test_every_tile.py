@@ -1,10 +1,11 @@
 """Every shipped tile is right: on this machine, in each dtype, forward and gradients.
 
 A tile is shipped for an architecture, so a GPU runs those of its own table. The ordinary run takes
-each of them once for each dtype, with and without a mask. ``--every-tile`` adds what may make a
-binary or a path of its own: head dimensions between, which are padded; addresses that are not
-aligned, in fp32 too; both alignments of the mask; and lengths that are whole tiles, or leave
-queries without a key. The interpreter has one tile for all; there a few cases will do.
+each of them, with and without a mask, in one of the dtypes of its size. ``--every-tile`` adds what
+may make a binary or a path of its own: the other dtype; head dimensions between, which are padded;
+addresses that are not aligned, in fp32 too; both alignments of the mask; and lengths that are whole
+tiles, or leave queries without a key. The interpreter has one tile for all; there a few cases will
+do.
 """
 
 from __future__ import annotations
@@ -90,15 +91,21 @@ class Case:
         return find(rows_of(gpu), kernel, size, self.head_dim, causal=causal, large=described)
 
 
-def cases(dtypes, head_dims, layouts, masks, shapes):
-    """Return every combination."""
-    return [Case(*of) for of in product(dtypes, head_dims, layouts, masks, shapes)]
+def cases(dtypes, *options):
+    """Return every combination of head dimensions, layouts, masks and shapes, in every dtype."""
+    return [Case(*of) for of in product(dtypes, *options)]
+
+
+def alternating(*options):
+    """Return every combination in one of the half-precision dtypes, so that all pairs occur."""
+    places = product(*(range(len(x)) for x in options))
+    return [Case(HALF[sum(at) % 2], *of) for at, of in zip(places, product(*options), strict=True)]
 
 
 # fp32 is cut, or loaded by pointers, whatever the input's layout: its length decides.
 ORDINARY = [
-    *cases(HALF, HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged", "few", "decode")),
-    *cases(HALF, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("low", "tiny")),
+    *alternating(HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged", "few", "decode")),
+    *alternating(HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("low", "tiny")),
     *cases(FULL, HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("ragged", "few", "short", "decode")),
 ]
 EVERY = [
@@ -139,18 +146,23 @@ def test_every_tile(case, device):
 
 @pytest.mark.parametrize("gpu", [CARDS["A100"], CARDS["H200"]], ids=["A100", "H200"])
 def test_the_ordinary_run_meets_every_tile(gpu):
-    """In each dtype the ordinary cases pick every tile of the table, of every kernel."""
-    for dtype in HALF + FULL:
-        own = [case for case in ORDINARY if case.dtype == dtype]
-        for (kernel, size, d, causal, _), tile in rows_of(gpu).tiles.items():
-            if size == DTYPES[dtype]:
-                picked = [
-                    case.tile(kernel, gpu)
-                    for case in own
-                    if (case.head_dim, case.causal is not False) == (d, causal)
-                    and kernel in case.kernels
-                ]
-                assert tile in picked, (dtype, kernel, d, causal)
+    """The ordinary cases pick every tile of the table, of every kernel."""
+    for (kernel, size, d, causal, _), tile in rows_of(gpu).tiles.items():
+        picked = [
+            case.tile(kernel, gpu)
+            for case in ORDINARY
+            if (DTYPES[case.dtype], case.head_dim, case.causal is not False) == (size, d, causal)
+            and kernel in case.kernels
+        ]
+        assert tile in picked, (kernel, size, d, causal)
+
+
+def test_each_dtype_meets_every_option():
+    """In each half-precision dtype there is every head dimension, layout, mask and shape."""
+    every = [{case for case in ORDINARY if case.dtype == dtype} for dtype in HALF]
+    for option in ("head_dim", "layout", "causal", "shape"):
+        bf16, fp16 = ({getattr(case, option) for case in own} for own in every)
+        assert bf16 == fp16
 
 
 @pytest.mark.gpu  # the interpreter has one tile for all

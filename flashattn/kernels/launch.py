@@ -216,11 +216,9 @@ def _key(
         *_, binder = kernel.device_caches[device]
         _, specialization, rest = binder(*given, **options)
         settings = tuple([getattr(owner, name, None) for owner, name in _SETTINGS])
-        key = kernel, device, forms, tuple(specialization), str(rest), settings
-        hash(key)
     except (AttributeError, KeyError, TypeError, ValueError):  # another Triton, or no kernel of its
         return None
-    return key
+    return kernel, device, forms, tuple(specialization), str(rest), settings
 
 
 def _listened_to() -> bool:

@@ -65,9 +65,9 @@ class TensorSpec(NamedTuple):
     @property
     def non_overlapping_and_dense(self) -> bool:
         """PyTorch's word: its elements fill one piece of memory, dimensions in any order."""
-        sizes = sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n != 1)
-        dense = accumulate((n for _, n in sizes), mul, initial=1)
-        return all(stride == wanted for (stride, _), wanted in zip(sizes, dense, strict=False))
+        sizes = sorted([(s, n) for s, n in zip(self.strides, self.shape, strict=True) if n != 1])
+        dense = accumulate([n for _, n in sizes], mul, initial=1)
+        return [stride for stride, _ in sizes] == list(dense)[:-1]
 
     def copied(self) -> TensorSpec:
         """Return the spec of a contiguous copy."""

@@ -853,8 +853,8 @@ MUTANTS = [
     Mutant(
         "launch_forgets_the_device",
         "kernels/launch.py",
-        "key = kernel, device, forms",
-        "key = kernel, forms",
+        "return kernel, device, forms",
+        "return kernel, forms",
         "a second GPU is told to run what is loaded on the first",
         "tests/test_launch.py::test_a_kernel_is_of_a_device_and_of_settings",
     ),
@@ -1134,8 +1134,8 @@ MUTANTS = [
     Mutant(
         "expanded_by_descriptors",
         "plan/spec.py",
-        "(stride > 0 and stride * size % ALIGNMENT == 0)",
-        "(stride * size % ALIGNMENT == 0)",
+        "(s <= 0 or s * size % ALIGNMENT)",
+        "(s * size % ALIGNMENT)",
         "the bulk copy engine is asked for stride 0, which it does not have",
         LOADING,
     ),

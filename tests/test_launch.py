@@ -28,6 +28,8 @@ from flashattn.kernels.hopper.tma import Numbers, RowTerms, Tiles
 from flashattn.kernels.launch import Launch, TileLoads
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.spec import Extras
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_grads, make_inputs
 
 
 class Compiled(CompiledKernel):
@@ -298,6 +300,31 @@ SCORED = {
     "sinks": lambda q: Extras(sink=torch.zeros(q.shape[0], q.shape[1])),
     "a bias": lambda q: Extras(bias=q.new_zeros(1, 1, q.shape[2], q.shape[2])),
 }
+
+
+@pytest.mark.parametrize("laid", LAID)
+@pytest.mark.parametrize("family", ["triton", "hopper"])
+def test_launches_that_share_give_the_same_bits(family, laid, device, monkeypatch):
+    """One length after the other, each beside a launch that goes Triton's own way."""
+    problem = Problem(heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
+    reason = (gpus.why_not_hopper if family == "hopper" else gpus.why_not)(problem, device)
+    if reason is not None:
+        pytest.skip(reason)
+    for seq_q in LENGTHS if device.type == "cuda" else (17, 32, 33):
+        longer = replace(problem, seq_q=seq_q, seq_kv=seq_q)
+        inputs = [LAID[laid](x) for x in make_inputs(longer, device=device)]
+        grads = make_grads(longer, device=device)
+        results = []
+        for key in (launch._key, lambda *_: None):
+            with monkeypatch.context() as patch:
+                patch.setattr(launch, "_key", key)
+                for bind in (execute.bind_forward, execute.bind_backward):
+                    bind.cache_clear()
+                how = {"right": 0, "scale": 0.125, "family": family}
+                outputs = execute.forward(*inputs, **how)
+                gradients = execute.backward(grads, (*inputs, *outputs), **how)
+                results.append((*outputs, *gradients))
+        assert all(map(torch.equal, *results))
 
 
 def attend(length, dtype, dims, laid, scored, family, heads=(2, 4, 2), right=0):

@@ -275,8 +275,8 @@ def _prepare(
     how = {**problem.keywords, "scale": scale, **fastest, **taken, **tensors}
     how.pop("documents", None)
     if columns <= q.shape[-1]:
-        own = replace(problem, value_dim=columns)
-        if own == problem or chosen.why_not(own, q.device, **wanted) is None:
+        own = problem if columns == problem.dv else replace(problem, value_dim=columns)
+        if own is problem or chosen.why_not(own, q.device, **wanted) is None:
             return _of_heads(chosen, q, k, v, how)
     attend = _of_heads(chosen, *widened(q, k, v), how)
 

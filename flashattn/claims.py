@@ -78,13 +78,15 @@ class Claims:
             "claims no empty problems": not self.empty and _is_empty(problem),
             "claims nothing for queries that see no key": not self.fully_masked_rows
             and problem.fully_masked_rows > 0,
-            f"takes dtypes {_listed(self.dtypes)}": not _among(problem.dtype, self.dtypes),
-            f"takes head dimensions {_listed(self.head_dims)}": not _among(
-                problem.head_dim, self.head_dims
-            ),
-            f"runs on {_listed(self.devices)}": not _among(device.type, self.devices),
         }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        among: tuple[tuple[str, object, Collection[object] | None], ...] = (
+            ("takes dtypes", problem.dtype, self.dtypes),
+            ("takes head dimensions", problem.head_dim, self.head_dims),
+            ("runs on", device.type, self.devices),
+        )
+        found = [reason for reason, holds in reasons.items() if holds]
+        found += [f"{what} {_listed(x)}" for what, value, x in among if not _among(value, x)]
+        return found[0] if found else None
 
     def fit(self, problem: Problem) -> Problem:
         """Return the problem, or one near it whose shape, mask and dtype are claimed.

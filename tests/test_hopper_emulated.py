@@ -1819,7 +1819,8 @@ def test_loads_come_late(start, rows):
     tile, bar = Shared.allocate([1, 1, 4, 64], x.dtype), barrier(1)
 
     def role():
-        described = Descriptor(Tiles(4).describe(x))
+        form, *lies = Tiles(4).tiles(x)
+        described = Descriptor(form.describe(x, *lies))
         barriers.expect(bar, described.block_type.nbytes)
         tile.outer.zero_()
         tma.load_tile(described, [0, 0, start, 0], bar, tile)
@@ -1839,7 +1840,8 @@ def test_stores_leave_late(waits):
     seen = set()
 
     def role():
-        described = Descriptor(Tiles(2).describe(x))
+        form, *lies = Tiles(2).tiles(x)
+        described = Descriptor(form.describe(x, *lies))
         for n in (1, 2):
             tile.store(torch.full_like(tile.own, n))
             tma.fence_async_shared()

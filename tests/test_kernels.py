@@ -311,7 +311,11 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     repeated(other, x)
     stream = 8
     repeated(x, other)
-    compiled[5, 1, 1](tile.describe(x) if described else x, other, 9, 32)
+    operand = x
+    if described:
+        form, *lies = tile.tiles(x)
+        operand = form.describe(x, *lies)
+    compiled[5, 1, 1](operand, other, 9, 32)
     first, (*ours, descriptor, last, size, block), (*theirs, exact, _, _, _) = launched
     assert (first[3], ours[3]) == ((1, 7), (1, 8))
     assert ours[:6] == theirs[:6]

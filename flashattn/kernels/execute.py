@@ -7,7 +7,7 @@ longer than a whole SDPA call. So a bound plan keeps its launches, and these wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -69,9 +69,8 @@ class Bound:
             (x.zeroed, {"size": x.shape, "dtype": x.dtype, "device": device}) for x in made
         ]
         self._outputs = slice(len(inputs), len(inputs) + len(likes) + len(outputs))
-        names = [*inputs, *likes, *(x.name for x in made), None]
-        at = {name: i for i, name in enumerate(names)}
-        self._steps = [(x.launch, _gather(x.operands, at)) for x in steps]
+        names = (*inputs, *likes, *[x.name for x in made], None)
+        self._steps = [(x.launch, _gather(x.operands, names)) for x in steps]
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """Return the outputs."""
@@ -90,14 +89,15 @@ class Bound:
         return tuple(tensors[self._outputs])
 
 
+@cache
 def _gather(
-    names: Sequence[Name], at: Mapping[Any, int]
+    names: tuple[Name, ...], given: tuple[str | None, ...]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what picks tensors by their names, alone or in tuples."""
+    """Return what picks tensors by their names, alone or in tuples, of those that are given."""
     if len(names) > 1 and not any(isinstance(name, tuple) for name in names):
-        return itemgetter(*(at[name] for name in names))  # which returns a tuple of several
+        return itemgetter(*map(given.index, names))  # which returns a tuple of several
     picks: list[Callable[[Sequence[Any]], Any]] = [
-        _gather(name, at) if isinstance(name, tuple) else itemgetter(at[name]) for name in names
+        _gather(x, given) if isinstance(x, tuple) else itemgetter(given.index(x)) for x in names
     ]
     return lambda tensors: tuple([pick(tensors) for pick in picks])
 

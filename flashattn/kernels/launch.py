@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,11 +31,50 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a kernel is compiled for of a descriptor: all but where a tensor lies.
+
+    Args:
+        kind: Triton's class of descriptors.
+        common: the fields that descriptors of this form share.
+    """
+
+    kind: type
+    common: dict[str, Any]
+
+    def fields(self, shape: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of a descriptor, without its base."""
+        return self.common | {"shape": list(shape), "strides": list(strides)}
+
+    def describe(self, x: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> Any:
+        """Return a descriptor of x that Triton has checked."""
+        return self.kind(**self.fields(shape, strides), base=x)
+
+
+@cache
+def form_of(kind: type, dtype: torch.dtype, block: tuple[int, ...], **others: Any) -> Form:
+    """Return the only form of these values.
+
+    Args:
+        kind: Triton's class of descriptors.
+        dtype: of the tensors.
+        block: sizes of a tile.
+        others: fields of this class.
+    """
+    del dtype  # it tells forms apart
+    defaults = {x.name: x.default for x in fields(kind) if x.default is not MISSING}
+    return Form(kind, defaults | {"block_shape": list(block)} | others)
+
+
+Tiled = tuple[Form, Sequence[int], Sequence[int]]  # and the shape and the strides
+
+
 class Described(Protocol):
     """What a kernel reaches in tiles by a descriptor."""
 
-    def describe(self, x: torch.Tensor) -> Any:
-        """Return a descriptor of x, which holds it as ``base``."""
+    def tiles(self, x: torch.Tensor) -> Tiled:
+        """Return the form, shape and strides of a descriptor of x."""
 
 
 class TileLoads(NamedTuple):
@@ -49,10 +90,10 @@ class TileLoads(NamedTuple):
     strides: tuple[int, ...]
     block: tuple[int, ...]
 
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x."""
+    def tiles(self, x: torch.Tensor) -> Tiled:
+        """Return the form, shape and strides of a descriptor of x."""
         strides = described_strides(self.shape, self.strides)
-        return TensorDescriptor(x, list(self.shape), strides, list(self.block))
+        return form_of(TensorDescriptor, x.dtype, self.block), self.shape, strides
 
 
 def described_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -61,7 +102,7 @@ def described_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]
     A dimension of size 1 may have any stride, but TMA wants one that is aligned.
     """
     dense = -(-shape[-1] * shape[-2] // 16) * 16
-    return [*(s if n > 1 else dense for n, s in zip(shape[:-1], strides[:-1], strict=True)), 1]
+    return [*[s if n > 1 else dense for n, s in zip(shape[:-1], strides, strict=False)], 1]
 
 
 Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
@@ -103,7 +144,7 @@ class Launch:
         if self._described:
             operands = list(tensors)
             for i, kind, fields in self._described:
-                descriptor: Any = object.__new__(kind)  # the first of its like was checked
+                descriptor: Any = object.__new__(kind)  # the first of its form was checked
                 descriptor.__dict__.update(fields, base=tensors[i])
                 operands[i] = descriptor
         if _listened_to():
@@ -111,24 +152,73 @@ class Launch:
         else:  # as that does, without making what it would tell, which takes as long as the launch
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
 
-    def _first(self, tensors: Sequence[Operand]) -> None:
-        """Launch it as Triton does, and keep what Triton compiled."""
-        operands: list[Any] = list(tensors)
-        described = []
-        for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True)):
-            if isinstance(x, torch.Tensor) and operand is not None:
-                operands[i] = operand.describe(x)
-                described.append((i, type(operands[i]), vars(operands[i]) | {"base": None}))
-        compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
-        if INTERPRETED.value:
-            return
+    def _first(self, tensors: Sequence[Any]) -> None:
+        """Launch it, and keep what Triton compiled, for it or for an earlier one of its key."""
+        tiled = {
+            i: operand.tiles(x)
+            for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True))
+            if isinstance(x, torch.Tensor) and operand is not None
+        }
+        operands = [None if i in tiled else x for i, x in enumerate(tensors)]
+        forms = tuple([(i, form) for i, (form, *_) in tiled.items()])
+        key = _key(self._kernel, (*operands, *self._numbers), self._options, forms)
+        compiled = earlier = _COMPILED.get(key)
+        if compiled is None:
+            for i, (form, *lies) in tiled.items():
+                operands[i] = form.describe(tensors[i], *lies)
+            compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
+            if INTERPRETED.value:
+                return
+            if key is not None:
+                _COMPILED[key] = compiled
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
         self._rest = (*self._numbers, *(self._options[name] for name in names))
-        self._described = described
+        self._described = [(i, x.kind, x.fields(*lies)) for i, (x, *lies) in tiled.items()]
         self._run, self._stream = compiled.run, driver.active.get_current_stream
         self._device = driver.active.get_current_device()
         self._known = compiled.function, compiled.packed_metadata, None, None, None
         self._compiled = compiled
+        if earlier is not None:
+            self(*tensors)
+
+
+_COMPILED: dict[Hashable, Any] = {}  # as many as Triton itself keeps
+# What Triton makes part of its own key at each launch; not every version has all of these.
+_SETTINGS = (
+    (knobs.runtime, "debug"),
+    (knobs.runtime, "add_stages_inspection_hook"),
+    (knobs.compilation, "instrumentation_mode"),
+    (knobs.compilation, "fpsan_homomorphic_casts"),
+)
+
+
+def _key(
+    kernel: Any,
+    given: Sequence[object],
+    options: dict[str, Any],
+    forms: tuple[tuple[int, Form], ...],
+) -> Hashable | None:
+    """Return all by which Triton tells compiled kernels apart, or None where it cannot be asked.
+
+    Triton's own binder says what it compiles for of each argument: its type, whether it is 1, and
+    whether 16 divides it, or its address. In place of descriptors it gets None.
+
+    Args:
+        kernel: what is launched.
+        given: the arguments by position, without descriptors.
+        options: the others.
+        forms: of the descriptors, by their places.
+    """
+    if INTERPRETED.value:
+        return None
+    try:
+        device = driver.active.get_current_device()
+        *_, binder = kernel.device_caches[device]
+        _, specialization, rest = binder(*given, **options)
+        settings = tuple([getattr(owner, name, None) for owner, name in _SETTINGS])
+    except (AttributeError, KeyError, TypeError, ValueError):  # another Triton, or no kernel of its
+        return None
+    return kernel, device, forms, tuple(specialization), str(rest), settings
 
 
 def _listened_to() -> bool:

@@ -6,7 +6,8 @@ ends up in the plan's ``why``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -107,7 +108,8 @@ def choose_forward(
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
         return plan._replace(copies=copies, why=(COPIED, *plan.why))
     lack = hopper.lack(q, options, backward=False)
-    pays, why = _hopper_first(options, hopper.forward_pays(q, k, gpu, options), lack)
+    faster = partial(hopper.forward_pays, q, k, gpu, options)
+    pays, why = _hopper_first(options, faster, lack)
     if pays and hopper.takes_values(q, v):
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
@@ -150,7 +152,7 @@ def choose_backward(
     if 0 in q.shape or 0 in k.shape:
         return BackwardPlan(kernel="none", why=(NOTHING,))
     copies = _not_dense(specs)
-    faster = hopper.backward_pays(q, k, gpu, causal=options.causal)
+    faster = partial(hopper.backward_pays, q, k, gpu, causal=options.causal)
     pays, why = _hopper_first(options, faster, hopper.lack(q, options, backward=True))
     pays = pays and hopper.takes_values(q, v) and hopper.sums_values(q, k, v, gpu, options)
     if pays and q.dtype != torch.float32:
@@ -179,12 +181,10 @@ def choose_backward(
 
 
 def _hopper_first(
-    options: Options, faster: tuple[bool, str], lack: str | None
+    options: Options, faster: Callable[[], tuple[bool, str]], lack: str | None
 ) -> tuple[bool, list[str]]:
-    """Return whether Hopper's kernels are asked first, and why; ``faster`` counts where "auto"."""
-    pays, why = faster[0], [faster[1]]
-    if options.family != "auto":
-        pays, why = options.family == "hopper", []
+    """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
+    pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
     return (False, [lack]) if pays and lack else (pays, why)
 
 

@@ -48,7 +48,7 @@ def find(
     """
     rows, (q, k) = tables.rows_of(gpu), inputs[:2]
     limits, enough = rows.limits, scores(q, k, rows.limits)
-    large = enough > limits.pointers and all(x.tma_compatible for x in inputs)
+    large = enough > limits.pointers and all(x.tma_compatible for x in set(inputs))
     if q.dtype == torch.float32:
         backward = kernel.startswith("bwd")
         least = limits.decompose_backward if backward else limits.decompose_forward
@@ -213,10 +213,10 @@ def backward(
     how: dict[str, Any] = {"gpu": gpu, "causal": masked, "precision": precision}
     fused = find("bwd_fused", *inputs, **how)
     if fused is None or not small_grid(q, k, fused, gpu, precision):
-        kernels: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq")
+        kernels: dict[Kernel, Tile | None] = {"bwd_dkdv": None, "bwd_dq": None}
         why = "two passes, each with a tile of its own"
     else:
-        kernels = ("bwd_fused",)
+        kernels = {"bwd_fused": fused}
         why = "fused passes: they are few programs"
         if scores(q, k, limits) <= limits.one_launch and not needs_stats(q, k, options):
             tile = find("bwd_one_launch", *inputs, **how)
@@ -235,7 +235,7 @@ def backward(
                 )
     passes = tuple(
         one._replace(tile=beside_bias(cast("Tile", one.tile), q, options))
-        for one in (backward_pass(x, *inputs, **how) for x in kernels)
+        for one in (backward_pass(x, *inputs, tile=tile, **how) for x, tile in kernels.items())
     )
     return BackwardPlan(
         kernel="portable",

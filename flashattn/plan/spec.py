@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -48,10 +47,9 @@ class TensorSpec(NamedTuple):
     def tma_compatible(self) -> bool:
         """Whether TMA can address it: aligned, no stride 0, dense in the last dimension."""
         size = self.dtype.itemsize
-        return self.offset == 0 and all(
-            n == 1 or (stride > 0 and stride * size % ALIGNMENT == 0)
-            for n, stride in zip(self.shape[:-1], self.strides[:-1], strict=True)
-        )
+        lies = zip(self.shape[:-1], self.strides[:-1], strict=True)
+        wrong = [s for n, s in lies if n != 1 and (s <= 0 or s * size % ALIGNMENT)]
+        return self.offset == 0 and not wrong
 
     @property
     def meta(self) -> torch.Tensor:
@@ -61,14 +59,15 @@ class TensorSpec(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """Whether ``Tensor.contiguous`` would return the tensor itself."""
-        return self.meta.is_contiguous()
+        lies = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
+        return 0 in self.shape or not [n for n, s, dense in lies if n != 1 and s != dense]
 
     @property
     def non_overlapping_and_dense(self) -> bool:
         """PyTorch's word: its elements fill one piece of memory, dimensions in any order."""
-        sizes = sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n != 1)
-        dense = accumulate((n for _, n in sizes), mul, initial=1)
-        return all(stride == wanted for (stride, _), wanted in zip(sizes, dense, strict=False))
+        sizes = sorted([(s, n) for s, n in zip(self.strides, self.shape, strict=True) if n != 1])
+        dense = accumulate([n for _, n in sizes], mul, initial=1)
+        return [stride for stride, _ in sizes] == list(dense)[:-1]
 
     def copied(self) -> TensorSpec:
         """Return the spec of a contiguous copy."""
@@ -108,9 +107,9 @@ def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:
 
 
 def dense_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    sizes = [max(n, 1) for n in shape]
-    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    """Return the strides of a contiguous tensor that has dimensions."""
+    sizes = [max(n, 1) for n in shape[:0:-1]]
+    return tuple(accumulate(sizes, mul, initial=1))[::-1]
 
 
 class Extras(NamedTuple):

@@ -62,10 +62,11 @@ def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
         return "the scale is not positive"
     if scale < TINY_SCALE:
         return "the scale is tiny: lse / scale may overflow"
-    if any(0 in x.shape for x in inputs):
+    different = set(inputs)  # often one
+    if any(0 in x.shape for x in different):
         return "there is nothing to do"
-    if not all(x.tma_compatible for x in inputs):
+    if not all(x.tma_compatible for x in different):
         return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
-    if any(x.shape[-1] * x.dtype.itemsize % ALIGNMENT for x in inputs):
+    if any(x.shape[-1] * x.dtype.itemsize % ALIGNMENT for x in different):
         return f"TMA cannot store a result: its rows are no multiple of {ALIGNMENT} bytes"
     return None

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 SMALLEST_BLOCK_D = 16  # of a tensor-core product
 VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
@@ -14,6 +15,7 @@ HALF = 2  # bytes of an element
 NARROW_VALUES = 128  # columns of values that are narrower than keys
 
 
+@cache
 def block_d(head_dim: int) -> int:
     """Return the columns a kernel computes in: 1, or the next power of two, 16 at least."""
     return 1 if head_dim == 1 else max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())
@@ -35,6 +37,7 @@ def padding(head_dim: int, strides: Iterable[Iterable[int]]) -> int:
     return math.gcd(VECTOR, head_dim, *itertools.chain(*strides))
 
 
+@cache
 def head_dim_split(head_dim: int) -> tuple[int, int]:
     """Return the columns that Hopper's kernels multiply: two powers of two, or one and 0.
 

@@ -71,6 +71,7 @@ COLUMNS = "tests/test_kernels.py::test_columns_come_together"
 TF32 = "tests/test_kernels.py::test_torch_decides_on_tf32"
 HALVES = "tests/test_kernels.py::test_tf32_in_two_terms"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
+LAUNCH = "tests/test_launch.py::test_a_launch_starts_what_triton_would_choose"
 SHARED = "tests/test_parallel_attention.py::test_ranks_share_the_whole"
 PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
 
@@ -832,6 +833,31 @@ MUTANTS = [
         "inputs are read as if they were contiguous",
         LAYOUTS,
     ),
+    # Launches that share what Triton compiled
+    Mutant(
+        "launch_forgets_alignment",
+        "kernels/launch.py",
+        "tuple(specialization), str(rest)",
+        "tuple([x[0] for x in specialization]), str(rest)",
+        "a kernel compiled for addresses that 16 divides is launched on others",
+        LAUNCH,
+    ),
+    Mutant(
+        "launch_forgets_where_descriptors_stand",
+        "kernels/launch.py",
+        "forms = tuple([(i, form) for",
+        "forms = tuple([(0, form) for",
+        "a kernel is launched that takes the descriptor of another argument",
+        "tests/test_launch.py::test_a_descriptor_has_its_place",
+    ),
+    Mutant(
+        "launch_forgets_the_device",
+        "kernels/launch.py",
+        "return kernel, device, forms",
+        "return kernel, forms",
+        "a second GPU is told to run what is loaded on the first",
+        "tests/test_launch.py::test_a_kernel_is_of_a_device_and_of_settings",
+    ),
     # Values of fewer columns than keys
     Mutant(
         "values_padded_in_front",
@@ -1108,8 +1134,8 @@ MUTANTS = [
     Mutant(
         "expanded_by_descriptors",
         "plan/spec.py",
-        "(stride > 0 and stride * size % ALIGNMENT == 0)",
-        "(stride * size % ALIGNMENT == 0)",
+        "(s <= 0 or s * size % ALIGNMENT)",
+        "(s * size % ALIGNMENT)",
         "the bulk copy engine is asked for stride 0, which it does not have",
         LOADING,
     ),

@@ -27,3 +27,17 @@ def test_like_is_empty_like(sizes, order, steps, expanded):
     like = torch.empty_like(x)
     assert TensorSpec.of(x).like().strides == like.stride()
     assert TensorSpec.of(x).like().shape == like.shape
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 3), min_size=3, max_size=4),
+    step=st.sampled_from((1, 1, 2)),
+    order=st.randoms(use_true_random=False),
+)
+def test_contiguous_is_of_pytorch(sizes, step, order):
+    """In any order of dimensions, with gaps, expanded, and without elements."""
+    x = torch.empty([*sizes[:-1], sizes[-1] * step])[..., ::step]
+    expanded = x[:1].expand(3 if sizes[0] else 0, *x.shape[1:])
+    for each in (x, x.permute(order.sample(range(x.ndim), x.ndim)), expanded):
+        assert TensorSpec.of(each).contiguous == each.is_contiguous()

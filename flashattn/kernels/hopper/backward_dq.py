@@ -17,7 +17,7 @@ Source: Shah et al., 2024, "FlashAttention-3", for dq's halves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn.kernels.hopper.backward_tile import first_key_tile, visited_tiles
 from flashattn.kernels.hopper.compat import add_tile, store_tile
@@ -37,6 +36,8 @@ from flashattn.kernels.hopper.mask import keys_of_tl
 from flashattn.kernels.hopper.named import WARPGROUP_AND_WARP, barrier_arrive, barrier_wait
 from flashattn.kernels.hopper.scheduler import shift_schedule
 from flashattn.kernels.hopper.semaphore import arrive_inc, fence_acquire, wait_eq
+from flashattn.kernels.hopper.tma import swizzled
+from flashattn.kernels.launch import Tiled
 
 QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
@@ -188,14 +189,11 @@ def flashattn_hopper_bwd_postprocess(
         tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(NamedTuple):
     """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
 
     lines: int
 
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x."""
-        layout = gl.NVMMASharedLayout(0, 32, 4)
-        block = [1, 1, self.lines, LINE.value]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    def tiles(self, x: torch.Tensor) -> Tiled:
+        """Return the form, shape and strides of a descriptor of x."""
+        return swizzled(x.dtype, (1, 1, self.lines, LINE.value), 0), x.shape, x.stride()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 from flashattn.kernels.hopper import backward_fp32 as fp32
@@ -56,8 +57,8 @@ def forward(
         return _forward_fp32(plan, q, k, v, options)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     scale, tile = Scale.of(options, forward=True), cast("HopperTile", plan.tile)
-    sizes = {"q": WARPGROUP_Q, "k": tile.block_kv, "v": tile.block_kv, "o": WARPGROUP_Q}
-    low, high, others = tiles_of((head_dim, v.shape[3]), sizes)
+    rows = {"q": WARPGROUP_Q, "k": tile.block_kv, "v": tile.block_kv, "o": WARPGROUP_Q}
+    low, high, others = tiles_of((head_dim, v.shape[3]), **rows)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
     lies, right = ScoreLayout.of(options, heads), options.right
     before = options.alibi > 0 and right is not None and right <= options.diagonal
@@ -73,8 +74,8 @@ def forward(
         ),
         forward_constants(tile, (head_dim, v.shape[3]), dynamic=dynamic, before=before),
     )
-    counter, rows = "tile_counter" if dynamic else None, bounds_names(options)[0]
-    names = "q", "k", "v", "o", *others, "lse", counter, rows, *scored_names(options)
+    counter, bounds = "tile_counter" if dynamic else None, bounds_names(options)[0]
+    names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
     return [Step(launch, names)]
 
 
@@ -83,9 +84,10 @@ def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
     return value_pieces(*dims) if name in OF_VALUES else tile_pieces(dims[0])
 
 
+@cache
 def tiles_of(
-    dims: tuple[int, int], rows: Mapping[str, int]
-) -> tuple[list[Tiles | None], list[Tiles | None], list[str | None]]:
+    dims: tuple[int, int], **rows: int
+) -> tuple[tuple[Tiles | None, ...], tuple[Tiles | None, ...], tuple[str | None, ...]]:
     """Return the tiles of some tensors' first columns, those of the others, and their names.
 
     Where tiles are in one piece, the latter are None.
@@ -94,12 +96,13 @@ def tiles_of(
         dims: D and Dv.
         rows: of a tile, by tensor.
     """
-    pieces = {name: pieces_of(name, dims) for name in rows}
-    return (
-        [Tiles(n, pieces[name][0]) for name, n in rows.items()],
-        [Tiles(n, pieces[name][1]) if pieces[name][1] else None for name, n in rows.items()],
-        [name if pieces[name][1] else None for name in rows],
-    )
+    pieces = [pieces_of(name, dims) for name in rows]
+    found = [
+        (Tiles(n, low), Tiles(n, high) if high else None, name if high else None)
+        for (name, n), (low, high) in zip(rows.items(), pieces, strict=True)
+    ]
+    low, high, others = zip(*found, strict=True)
+    return low, high, others
 
 
 def _forward_fp32(
@@ -317,9 +320,9 @@ def _d256_dkdv(
     scale = Scale.of(options, forward=False)
     owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     numbers, tensors = Numbers(WARPGROUP_Q), (*INPUTS[:4], *grads)
-    low, high, others = tiles_of(dims, dict.fromkeys(tensors, WARPGROUP_Q))
+    low, high, others = tiles_of(dims, **dict.fromkeys(tensors, WARPGROUP_Q))
     if plan.gqa_splits > 1:  # partial sums have no tiles
-        low[4:], high[4:], others[4:] = [None] * 2, [None] * 2, [None] * 2
+        low, high, others = ((*x[:4], None, None) for x in (low, high, others))
     launch = _launch(
         flashattn_hopper_bwd_d256_dkdv,
         sum(plan.passes[0].programs),
@@ -342,7 +345,7 @@ def _d256_dq(
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     dims = head_dim, v.shape[3]
     blocks, scale = cdiv(seq_q, tile.BLOCK_Q), Scale.of(options, forward=False)
-    (*low, stored), high, others = tiles_of(dims, dict.fromkeys((*INPUTS[:4], "dq"), WARPGROUP_Q))
+    (*low, stored), high, others = tiles_of(dims, **dict.fromkeys((*INPUTS[:4], "dq"), WARPGROUP_Q))
     launch = _launch(
         flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -16,8 +17,14 @@ PRODUCT = 16  # columns that are multiplied at once
 SWIZZLE = 128  # bytes, of tiles in shared memory
 
 
-@dataclass(frozen=True)
-class Tiles:
+@cache
+def swizzled(dtype: torch.dtype, block: tuple[int, ...], bytes_: int) -> launch.Form:
+    """Return the form of descriptors of tiles that lie in shared memory with a swizzle, or 0."""
+    layout = gl.NVMMASharedLayout(bytes_, 8 * dtype.itemsize, len(block))
+    return launch.form_of(TensorDescriptor, dtype, block, layout=layout)
+
+
+class Tiles(NamedTuple):
     """What is loaded and stored in tiles of [rows, columns]; what lies outside is 0.
 
     Args:
@@ -28,30 +35,24 @@ class Tiles:
     rows: int
     columns: int = 0
 
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x [B, H, N, D]."""
-        columns, size = self.columns or block_d(x.shape[-1]), x.element_size()
-        layout = gl.NVMMASharedLayout(min(SWIZZLE, columns * size), 8 * size, x.ndim)
-        block = [1, 1, self.rows, columns]
-        return TensorDescriptor(
-            x, list(x.shape), launch.described_strides(x.shape, x.stride()), block, layout
-        )
+    def tiles(self, x: torch.Tensor) -> launch.Tiled:
+        """Return the form, shape and strides of a descriptor of x [B, H, N, D]."""
+        columns = self.columns or block_d(x.shape[-1])
+        form = swizzled(x.dtype, (1, 1, self.rows, columns), min(SWIZZLE, columns * x.itemsize))
+        return form, x.shape, launch.described_strides(x.shape, x.stride())
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
 
     rows: int
 
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x."""
-        layout = gl.NVMMASharedLayout(0, 32, 2)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows], layout)
+    def tiles(self, x: torch.Tensor) -> launch.Tiled:
+        """Return the form, shape and strides of a descriptor of x."""
+        return swizzled(x.dtype, (1, self.rows), 0), x.shape, x.stride()
 
 
-@dataclass(frozen=True)
-class RowTerms:
+class RowTerms(NamedTuple):
     """Terms of a number for each row, x [B * H, N, columns], loaded as [1, rows, PRODUCT].
 
     Columns from ``columns`` on are 0.
@@ -59,8 +60,7 @@ class RowTerms:
 
     rows: int
 
-    def describe(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return a descriptor of x."""
-        layout = gl.NVMMASharedLayout(x.element_size() * PRODUCT, 8 * x.element_size(), 3)
-        block = [1, self.rows, PRODUCT]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    def tiles(self, x: torch.Tensor) -> launch.Tiled:
+        """Return the form, shape and strides of a descriptor of x."""
+        form = swizzled(x.dtype, (1, self.rows, PRODUCT), x.itemsize * PRODUCT)
+        return form, x.shape, x.stride()

@@ -1,0 +1,399 @@
+"""Launches share what Triton compiled, exactly where Triton itself would choose the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.compiler
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language import constexpr
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from flashattn import gpus
+from flashattn.kernels import execute, launch
+from flashattn.kernels.hopper.backward_dq import Lines
+from flashattn.kernels.hopper.tma import Numbers, RowTerms, Tiles
+from flashattn.kernels.launch import Launch, TileLoads
+from flashattn.plan.gpu import CARDS
+from flashattn.plan.spec import Extras
+from flashattn.problem import Problem
+from flashattn.testing.inputs import make_grads, make_inputs
+
+
+class Compiled(CompiledKernel):
+    """What is compiled without a GPU, and notes with what it is launched."""
+
+    def __init__(self, source):
+        """Pretend to be loaded."""
+        self.src, self.name, self.launched = source, "name", []
+        self.module, self.function, self.packed_metadata = "module", object(), (4, 1, 0)
+        self._run = lambda *given: self.launched.append(given)
+
+    def __del__(self):
+        """Do not unload it."""
+
+
+def pretended(patch):
+    """Pretend that an H200 is there; its ``device`` may be changed, and ``compiled`` counts."""
+    found = SimpleNamespace(device=0, compiled=0)
+
+    def compiled(source, target, options):
+        del target, options
+        found.compiled += 1
+        return Compiled(source)
+
+    active = SimpleNamespace(
+        get_current_device=lambda: found.device,
+        get_current_stream=lambda device: device,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns of a new default
+    patch.setattr(driver, "_active", active)
+    patch.setattr(triton.compiler, "compile", compiled)
+    patch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
+    patch.setattr(launch, "_COMPILED", {})
+    return found
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that an H200 is there."""
+    return pretended(monkeypatch)
+
+
+def sample(q, k, size, rows, lies, scale, columns, BLOCK: constexpr):  # noqa: N803
+    """Do nothing; nobody asks whether 16 divides the size."""
+
+
+def kernel(kind=JITFunction):
+    """Return a kernel that Triton has not seen before."""
+    return kind(sample, do_not_specialize=["size"])
+
+
+def tensor(*shape, dtype=torch.float16, offset=0):
+    """Return a tensor at an address that is a multiple of 16, or that many elements behind."""
+    return torch.zeros(torch.Size(shape).numel() + 64, dtype=dtype)[offset:][
+        : torch.Size(shape).numel()
+    ].view(shape)
+
+
+def given(q=None, k=None, tiles=(None, None), **changed):
+    """Return the arguments of a launch of ``sample``: tensors, tiles, numbers, options."""
+    values = {"size": 37, "rows": 37, "lies": (37, 48, None), "scale": 0.5} | changed
+    names = "size", "rows", "lies", "scale"
+    numbers = tuple(values[name] for name in names)
+    options = {"columns": 24, "BLOCK": 32, "num_warps": 4}
+    options |= {name: x for name, x in changed.items() if name not in names}
+    q, k = (tensor(2, 3, 40, 64) if x is None else x for x in (q, k))
+    return (q, k), tiles, numbers, options
+
+
+def launched(function, tensors, tiles, numbers, options):
+    """Launch for the first time; return what was launched, and with what."""
+    made = Launch(function, 5, tiles, numbers, options)
+    made(*tensors)
+    return made._compiled, made._compiled.launched.pop()
+
+
+def as_triton(function, tensors, tiles, numbers, options, grid=(5, 1, 1)):
+    """Return likewise what Triton launches of its own accord."""
+    operands = [
+        described(tile, x) if tile is not None and isinstance(x, torch.Tensor) else x
+        for x, tile in zip(tensors, tiles, strict=True)
+    ]
+    compiled = function[grid](*operands, *numbers, **options)
+    return compiled, compiled.launched.pop()
+
+
+def described(operand, x):
+    """Return a descriptor of x as Triton makes it."""
+    form, shape, strides = operand.tiles(x)
+    given = {name: form.common[name] for name in ("block_shape", "layout") if name in form.common}
+    return form.kind(x, list(shape), list(strides), **given)
+
+
+SHAPE = 2, 3, 40, 64
+LOADS = TileLoads(SHAPE, (7680, 2560, 64, 1), (1, 1, 32, 64))
+LONG = 2**31
+# What Triton compiles anew for, beside an aligned launch of numbers that are 37 or 48.
+OTHER = {
+    "an address": {"q": tensor(*SHAPE, offset=1)},
+    "another address": {"k": tensor(*SHAPE, offset=4)},
+    "a dtype": {"q": tensor(*SHAPE, dtype=torch.bfloat16)},
+    "fp32": {"k": tensor(*SHAPE, dtype=torch.float32)},
+    "1": {"rows": 1},
+    "a multiple of 16": {"rows": 48},
+    "64 bits": {"rows": LONG + 1},
+    "64 bits, a multiple of 16": {"rows": LONG},
+    "64 bits of a size": {"size": LONG + 1},
+    "None": {"rows": None},
+    "a flag": {"rows": True},
+    "1 in a tuple": {"lies": (1, 48, None)},
+    "a multiple of 16 in a tuple": {"lies": (48, 48, None)},
+    "none in a tuple": {"lies": (37, 47, None)},
+    "64 bits in a tuple": {"lies": (37, LONG, None)},
+    "None in a tuple": {"lies": (None, 48, None)},
+    "no None in a tuple": {"lies": (37, 48, 37)},
+    "an int": {"scale": 2},
+    "a number by name": {"columns": 32},
+    "1 by name": {"columns": 1},
+    "a constant": {"BLOCK": 64},
+    "warps": {"num_warps": 8},
+    "an option": {"num_stages": 2},
+    "a descriptor": {"tiles": (LOADS, None)},
+    "two descriptors": {"tiles": (LOADS, LOADS)},
+}
+# And what it does not.
+ALIKE = {
+    "numbers": {"rows": 41, "size": 48, "lies": (39, 64, None), "scale": 0.25, "columns": 40},
+    "a size of 1": {"size": 1},
+    "the largest of 32 bits": {"rows": LONG - 1, "size": LONG - 1},
+    "the smallest of 32 bits": {"rows": -LONG + 1, "size": -LONG},
+    "a shape": {"q": tensor(1, 8, 64), "k": tensor(7)},
+}
+
+
+@pytest.mark.parametrize("kind", [JITFunction, GluonJITFunction])
+@pytest.mark.parametrize("case", [*OTHER, *ALIKE])
+def test_a_launch_starts_what_triton_would_choose(case, kind, gpu):
+    """What was compiled for another launch is started if Triton would start it, and only then."""
+    function, other = kernel(kind), given(**(OTHER | ALIKE)[case])
+    first, _ = launched(function, *given())
+    ours, theirs = launched(function, *other), as_triton(function, *other)
+    assert ours[0] is theirs[0]
+    assert (ours[0] is first) == (case in ALIKE)
+    assert gpu.compiled == 2 - (case in ALIKE)
+    same_arguments(ours[1], theirs[1])
+
+
+def same_arguments(ours, theirs):
+    """Check that a launch gets what Triton's own would, except what it would tell of it."""
+    assert ours[:6] == theirs[:6]
+    for mine, exact in zip(ours[9:], theirs[9:], strict=True):
+        if hasattr(exact, "block_shape"):
+            assert type(mine) is type(exact)
+            assert vars(mine) == vars(exact)
+        else:
+            assert mine is exact or (type(mine), mine) == (type(exact), exact)
+
+
+def test_triton_is_not_asked_twice(gpu, monkeypatch):
+    """Of launches that differ in numbers and in where descriptors lie, Triton binds the first."""
+    runs, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda *x, **how: runs.append(x) or run(*x, **how))
+    function = kernel()
+    other = TileLoads((2, 3, 39, 64), (7488, 2496, 64, 1), LOADS.block)
+    given_these = [
+        given(tiles=(tile, None), rows=rows) for tile, rows in ((LOADS, 37), (other, 41))
+    ]
+    (one, _), (two, (*_, descriptor, _, _, rows, _, _, _, _)) = (
+        launched(function, *x) for x in given_these
+    )
+    assert (one is two, len(runs), gpu.compiled) == (True, 1, 1)
+    assert (descriptor.shape, rows) == ([2, 3, 39, 64], 41)
+
+
+def other_forms():
+    """Return pairs of tensors and tiles that Triton compiles for differently."""
+    half, bf16 = tensor(*SHAPE), tensor(*SHAPE, dtype=torch.bfloat16)
+    fp32 = tensor(*SHAPE, dtype=torch.float32)
+    rows, terms = tensor(3, 128, dtype=torch.float32), tensor(3, 128, 32)
+    return [
+        *((half, Tiles(n, m)) for n in (64, 128) for m in (16, 32, 64)),
+        *((x, Tiles(64)) for x in (bf16, fp32, tensor(2, 3, 40, 32, dtype=torch.bfloat16))),
+        *((rows, Numbers(n)) for n in (32, 64)),
+        *((terms, RowTerms(n)) for n in (32, 64)),
+        (terms.bfloat16(), RowTerms(32)),
+        *((fp32, Lines(n)) for n in (32, 64)),
+        *(
+            (x, TileLoads(SHAPE, half.stride(), (1, 1, n, 64)))
+            for n in (32, 64)
+            for x in (half, bf16)
+        ),
+    ]
+
+
+def test_a_form_is_what_triton_compiles_for(gpu):
+    """Descriptors have one form if, and only if, Triton compiles the same for them."""
+    pairs = other_forms()
+    forms, types, function = [], [], kernel(GluonJITFunction)
+    for x, operand in pairs:
+        forms.append(operand.tiles(x)[0])
+        compiled, _ = as_triton(function, *given(x, tensor(8), (operand, None)))
+        types.append(compiled.src.signature["q"])
+    assert len(set(forms)) == len(set(types)) == len(pairs) == gpu.compiled
+    again = [operand.tiles(x.clone())[0] for x, operand in other_forms()]
+    assert again == forms
+    for (x, operand), form in zip(pairs, forms, strict=True):
+        _, shape, strides = operand.tiles(x)
+        fields = form.fields(shape, strides)
+        assert fields | {"base": x} == vars(described(operand, x))
+
+
+def test_a_descriptor_has_its_place(gpu):
+    """The same descriptor in another place is another kernel's."""
+    function = kernel()
+    (q, _), *_ = given()
+    for tensors in ((q, None), (None, q)):
+        how = (tensors, (LOADS, LOADS), *given()[2:])
+        assert launched(function, *how)[0] is as_triton(function, *how)[0]
+    assert gpu.compiled == 2
+
+
+def test_a_kernel_is_of_a_device_and_of_settings(gpu, monkeypatch):
+    """Another device, another kernel of one source, and what Triton is told to add compile anew."""
+    one, two = kernel(), kernel()
+    found = [launched(one, *given())[0], launched(two, *given())[0]]
+    gpu.device = 1
+    found.append(launched(one, *given())[0])
+    for owner, name, value in (
+        (knobs.runtime, "debug", True),
+        (knobs.compilation, "instrumentation_mode", "anything"),
+    ):
+        monkeypatch.setattr(owner, name, value)
+        found.append(launched(one, *given())[0])
+    assert len(set(map(id, found))) == gpu.compiled == 5
+    assert launched(one, *given())[0] is found[-1]
+
+
+@pytest.mark.parametrize("device_caches", [None, {0: (1, 2)}, {0: (lambda *_, **__: (1, 2),)}])
+def test_where_triton_cannot_be_asked_it_launches(device_caches, gpu):
+    """Without a binder that says what ours does, each launch first goes Triton's own way."""
+    function, runs = kernel(), []
+    asked = SimpleNamespace(arg_names=function.arg_names, device_caches=device_caches)
+
+    class Stranger:
+        def __getattr__(self, name):
+            return getattr(asked, name)
+
+        def __getitem__(self, grid):
+            runs.append(grid)
+            return function[grid]
+
+    stranger = Stranger()
+    assert launched(stranger, *given())[0] is launched(stranger, *given())[0]
+    assert (len(runs), launch._COMPILED, gpu.compiled) == (2, {}, 1)
+
+
+# Lengths and widths: of tiles and not, multiples of 16 and not, and 1.
+LENGTHS = (1, 17, 48, 64, 100, 128, 255, 256, 300, 301, 512, 1000, 1001, 1024, 1025, 2047, 2048)
+LAID = {
+    "dense": lambda x: x,
+    "sequence first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+}
+SCORED = {
+    "nothing": lambda q: (),
+    "slopes": lambda q: Extras(alibi_slopes=torch.zeros(1, q.shape[1])),
+    "sinks": lambda q: Extras(sink=torch.zeros(q.shape[0], q.shape[1])),
+    "a bias": lambda q: Extras(bias=q.new_zeros(1, 1, q.shape[2], q.shape[2])),
+}
+
+
+@pytest.mark.parametrize("laid", LAID)
+@pytest.mark.parametrize("family", ["triton", "hopper"])
+def test_launches_that_share_give_the_same_bits(family, laid, device, monkeypatch):
+    """One length after the other, each beside a launch that goes Triton's own way."""
+    problem = Problem(heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
+    reason = (gpus.why_not_hopper if family == "hopper" else gpus.why_not)(problem, device)
+    if reason is not None:
+        pytest.skip(reason)
+    for seq_q in LENGTHS if device.type == "cuda" else (17, 32, 33):
+        longer = replace(problem, seq_q=seq_q, seq_kv=seq_q)
+        inputs = [LAID[laid](x) for x in make_inputs(longer, device=device)]
+        grads = make_grads(longer, device=device)
+        results = []
+        for key in (launch._key, lambda *_: None):
+            with monkeypatch.context() as patch:
+                patch.setattr(launch, "_key", key)
+                for bind in (execute.bind_forward, execute.bind_backward):
+                    bind.cache_clear()
+                how = {"right": 0, "scale": 0.125, "family": family}
+                outputs = execute.forward(*inputs, **how)
+                gradients = execute.backward(grads, (*inputs, *outputs), **how)
+                results.append((*outputs, *gradients))
+        assert all(map(torch.equal, *results))
+
+
+def attend(length, dtype, dims, laid, scored, family, heads=(2, 4, 2), right=0):
+    """Plan and launch both passes."""
+    batch, of_queries, of_keys = heads
+    q = torch.zeros(batch, of_queries, length, dims[0], dtype=dtype)
+    k, v = (torch.zeros(batch, of_keys, length, d, dtype=dtype) for d in dims)
+    q, k, v = map(LAID[laid], (q, k, v))
+    extras = SCORED[scored](q)
+    how = {"right": right, "scale": 0.125, "family": family, "extras": extras}
+    o, lse = execute.forward(q, k, v, **how)
+    for deterministic in (True, False):
+        execute.backward(
+            (torch.zeros_like(o), None), (q, k, v, o, lse), **how, deterministic=deterministic
+        )
+
+
+def check_our_kernels(patch):
+    """Check each launch of our kernels on an H200 beside what Triton would choose, and count."""
+    pretended(patch)
+    shared, first = Counter(), Launch._first
+    patch.setitem(gpus._KNOWN, torch.device("cpu"), replace(CARDS["H200"], triton=gpus.TRITON))
+    for module in (launch, execute):
+        patch.setattr(module, "check_device", lambda device: None)
+
+    def compared(self, tensors):
+        known = len(launch._COMPILED)
+        first(self, tensors)
+        shared[self._kernel.fn.__name__] += len(launch._COMPILED) == known
+        ours = self._compiled.launched.pop()
+        compiled, theirs = as_triton(
+            self._kernel, tensors, self._operands, self._numbers, self._options, self._grid
+        )
+        assert compiled is self._compiled
+        same_arguments(ours, theirs)
+
+    patch.setattr(Launch, "_first", compared)
+    half = torch.float16
+    for length in LENGTHS:
+        for (dims, laid), family in product(
+            [((64, 64), laid) for laid in LAID] + [((d, d), "dense") for d in (72, 96, 128, 256)],
+            ("hopper", "triton"),
+        ):
+            attend(length, half, dims, laid, "nothing", family)
+        for dtype, scored in product((torch.bfloat16, torch.float32), SCORED):
+            attend(length, dtype, (128, 128), "dense", scored, "auto", right=None)
+        attend(length, half, (192, 128), "dense", "nothing", "hopper", heads=(1, 2, 2))
+        attend(length, torch.bfloat16, (64, 64), "dense", "nothing", "hopper", heads=(1, 8, 1))
+    return shared
+
+
+CODE = """
+import pytest
+from test_launch import check_our_kernels
+with pytest.MonkeyPatch.context() as patch:
+    for name, times in check_our_kernels(patch).items():
+        print(name, times)
+"""
+
+
+def test_our_kernels_start_as_triton_would_start_them(monkeypatch):
+    """So do ours, whose launches share what Triton compiled: all but some of the first lengths."""
+    monkeypatch.delenv(
+        "TRITON_INTERPRET", raising=False
+    )  # kernels that are interpreted have no key
+    command = [sys.executable, "-W", "ignore", "-c", CODE]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    shared = dict(line.split() for line in done.stdout.splitlines())
+    assert len(shared) >= 15
+    assert all(int(times) > 0 for times in shared.values()), shared

@@ -57,40 +57,29 @@ def test_ratios_in_words():
 
 
 @pytest.mark.parametrize(
-    ("made", "wanted"),
+    ("unit", "values", "wanted"),
     [
-        (units.digits(1234.4), "1234"),
-        (units.digits(12.34), "12.3"),
-        (units.digits(0.012345), "0.0123"),
-        (units.digits(0), "0"),
-        (units.ms(0.00123456), "1.23"),
-        (units.microseconds(2.85e-5), "28.5"),
-        (units.gib(3 * 2**30), "3"),
-        (units.binary(20 * 2**20), "20 MiB"),
-        (units.binary(2**30), "1 GiB"),
-        (units.binary(100), "100 B"),
-        (units.tera(4.5e14), "450"),
-        (units.percent(0.567), "57%"),
-        (units.percent(0.0123), "1.2%"),
-        (units.percent(-0.6), "-60%"),
-        (units.times(0.97), "0.97x"),
-        (units.times(12.34), "12.3x"),
-        (units.times(1234), "1234x"),
-        (units.of_roof(0.5), "50%"),
-        (units.of_roof(1.5), "150%*"),
-        (units.of_roof(None), ""),
-        (units.spread({"mean": 0.01, "std": 0.001}), "10 ± 1"),
-        (units.spread({"mean": 0.01}), ""),
-        (units.or_mark({"status": "oom"}, units.ms), "OOM"),
-        (units.or_mark({"status": "ok", "seconds": 0.01}, units.ms), "10"),
-        (units.or_mark(None, units.ms), ""),
-        *((unit(None), "") for unit in (units.digits, units.ms, units.gib, units.tera)),
-        (units.percent(None), ""),
+        (units.digits, [1234.4, 12.34, 0.012345, 0, None], ["1234", "12.3", "0.0123", "0", ""]),
+        (units.ms, [0.00123456, None], ["1.23", ""]),
+        (units.microseconds, [2.85e-5], ["28.5"]),
+        (units.gib, [3 * 2**30, None], ["3", ""]),
+        (units.tera, [4.5e14, None], ["450", ""]),
+        (units.binary, [20 * 2**20, 2**30, 100], ["20 MiB", "1 GiB", "100 B"]),
+        (units.percent, [0.567, 0.0123, -0.6, None], ["57%", "1.2%", "-60%", ""]),
+        (units.times, [0.97, 12.34, 1234], ["0.97x", "12.3x", "1234x"]),
+        (units.of_roof, [0.5, 1.5, None], ["50%", "150%*", ""]),
+        (units.spread, [{"mean": 0.01, "std": 0.001}, {"mean": 0.01}], ["10 ± 1", ""]),
     ],
 )
-def test_three_digits_and_a_unit(made, wanted):
+def test_three_digits_and_a_unit(unit, values, wanted):
     """Numbers have three digits and the unit of the column; what is missing is empty."""
-    assert made == wanted
+    assert [unit(value) for value in values] == wanted
+
+
+def test_a_mark_stands_for_a_time():
+    """A row that was not measured has the mark of its status; no row has none."""
+    rows_ = [{"status": "oom"}, {"status": "ok", "seconds": 0.01}, None]
+    assert [units.or_mark(row, units.ms) for row in rows_] == ["OOM", "10", ""]
 
 
 @pytest.mark.parametrize(

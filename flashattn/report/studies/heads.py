@@ -36,7 +36,7 @@ def tables(run: Run) -> list[Table]:
         impls, lines = values(timed(own), "impl"), []
         for (problem,), cases in groups(own, "problem").items():
             sides = by(cases, "impl")
-            cells = [or_mark(sides[x], microseconds) if x in sides else "" for x in impls]
+            cells = [or_mark(sides.get(x), microseconds) for x in impls]
             share = [of_copy(run, cases)] if what == "decoding" else []
             lines.append([problem, *cells, times(over_peer(cases)), *share])
         header = ["problem", *impls, "ours / best peer"]

@@ -35,7 +35,7 @@ def tables(run: Run) -> list[Table]:
         impls, lines = values(timed(own), "impl"), []
         for (pairs, problem), cases in groups(own, "pairs", "problem").items():
             sides = by(cases, "impl")
-            cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
+            cells = [or_mark(sides.get(x), ms) for x in impls]
             lines.append([problem, digits(pairs / 1e6), *cells, times(over_peer(cases))])
         header = ["problem", "million pairs", *impls, "ours / best peer"]
         found.append(

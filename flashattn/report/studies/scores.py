@@ -61,7 +61,7 @@ def tables(run: Run) -> list[Table]:
         impls, plain, lines = values(timed(own), "impl"), _plain(own), []
         for (said,), cases in groups(own, "scores").items():
             sides, ours = by(cases, "impl"), _best(cases, ours=True)
-            cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
+            cells = [or_mark(sides.get(x), ms) for x in impls]
             lines.append([said, *cells, times(_ratio(ours, plain)), times(over_peer(cases))])
         header = ["scores", *impls, "time / plain", "ours / best peer"]
         caption = f"{shape}, {name}: ms"

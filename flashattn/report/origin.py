@@ -37,8 +37,8 @@ def circumstances(run: Run) -> str:
 
 
 def footnotes(run: Run, table: Table) -> list[str]:
-    """Return the notes of a table, and one line for each run that its rows come from."""
-    said = list(table.notes)
+    """Return one line for each run that the rows of a table come from."""
+    said = []
     for origin, own in run.origins(table.rows):
         made_by = ", ".join(filter(None, (origin.command, origin.name)))
         said.append(". ".join(filter(None, (circumstances(origin), made_by, _clocked(own)))))

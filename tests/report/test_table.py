@@ -47,19 +47,18 @@ def test_circumstances_and_roofs_are_named(made_run):
 
 
 def test_footnotes_name_command_clock_and_brakes(made_run):
-    """Under a table stand its notes, and for each of its runs command, clock, and what held it."""
+    """Under a table stand for each of its runs command, clock, and what held that back."""
     cold = {"study": "x", "status": "ok", "clock": "device time, cold L2", "sm_hertz": 1.7e9}
     rows = [cold | {"name": "0", "throttled": ["power cap"]}, cold | {"name": "1", "late": 3}]
-    table = Table(caption="", header=[], lines=[], rows=rows, notes=["* a note"])
-    note, line = footnotes(made_run, table)
-    assert note == "* a note"
+    table = Table(caption="", header=[], lines=[], rows=rows)
+    (line,) = footnotes(made_run, table)
     assert line == (
         f"{circumstances(made_run)}. pytest benchmarks --sweep full, {made_run.name}. "
         "device time, cold L2; at 1700 MHz; 1 of 2 rows held back by power cap; "
         "1 of 2 rows with samples that began before all was queued"
     )
     run = merge(replace(made_run, command=f"part {i}", rows=[row]) for i, row in enumerate(rows))
-    _, *lines = footnotes(run, replace(table, rows=run.rows))
+    lines = footnotes(run, replace(table, rows=run.rows))
     assert [f"part {i}" in line for i, line in enumerate(lines)] == [True, True]
 
 

@@ -24,7 +24,7 @@ from flashattn.report.rows import (
 )
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import MARKS, TERA, ms, notes, of_roof, tera, word
+from flashattn.report.units import MARKS, TERA, ms, of_roof, tera, word
 
 NAME = "flash"
 TITLE = "FlashAttention"
@@ -64,7 +64,7 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
         lines.append([problem, *cells, _ratio(cases)])
     header = ["problem", *impls, "ours / best peer"]
     caption = f"{where}: {unit}"
-    return Table(caption=caption, header=header, lines=lines, rows=rows, notes=notes(lines))
+    return Table(caption=caption, header=header, lines=lines, rows=rows)
 
 
 def sizes(rows: list[Row]) -> str:

@@ -6,7 +6,7 @@ from flashattn.report import plot
 from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import microseconds, notes, of_roof, or_mark, times
+from flashattn.report.units import microseconds, of_roof, or_mark, times
 
 NAME = "heads"
 TITLE = "Grouped heads and decoding"
@@ -41,9 +41,7 @@ def tables(run: Run) -> list[Table]:
             lines.append([problem, *cells, times(over_peer(cases)), *share])
         header = ["problem", *impls, "ours / best peer"]
         header += ["of the copy's bandwidth"] if what == "decoding" else []
-        found.append(
-            Table(caption=f"{what}: µs", header=header, lines=lines, rows=own, notes=notes(lines))
-        )
+        found.append(Table(caption=f"{what}: µs", header=header, lines=lines, rows=own))
     return filled(*found)
 
 

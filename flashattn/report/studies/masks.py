@@ -16,7 +16,7 @@ from flashattn.report.rows import (
 )
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import digits, ms, notes, or_mark, percent, times
+from flashattn.report.units import digits, ms, or_mark, percent, times
 
 NAME = "masks"
 TITLE = "Masks"
@@ -38,9 +38,7 @@ def tables(run: Run) -> list[Table]:
             cells = [or_mark(sides.get(x), ms) for x in impls]
             lines.append([problem, digits(pairs / 1e6), *cells, times(over_peer(cases))])
         header = ["problem", "million pairs", *impls, "ours / best peer"]
-        found.append(
-            Table(caption=f"{name}: ms", header=header, lines=lines, rows=own, notes=notes(lines))
-        )
+        found.append(Table(caption=f"{name}: ms", header=header, lines=lines, rows=own))
     return filled(*found)
 
 

@@ -199,7 +199,7 @@ def _case(row: Row) -> dict[str, str]:
         "pass": row["pass"],
         "dtype": word("dtype", row["dtype"]),
         "D": str(row["head_dim"]),
-        "mask": word("causal", row["causal"]),
+        "mask": word("causal", row.get("causal")),
     }
 
 

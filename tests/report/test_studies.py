@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from flashattn.report.answer import cards, explorer
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES, accuracy, attention, flash, launch, lm, memory
 from flashattn.report.units import GIBI
@@ -137,7 +138,11 @@ def test_any_fact_may_be_missing(study, made_run):
     for fact in sorted({fact for row in rows for fact in row} - {"study", "name", "status"}):
         without = [{name: row[name] for name in row if name != fact} for row in rows]
         for own in (without, [row | {fact: None} for row in rows]):
-            assert not any("None" in line for line in told(study, replace(made_run, rows=own)))
+            run = replace(made_run, rows=own)
+            said = [*told(study, run), *map(str, cards(run))]
+            assert not any("None" in line for line in said)
+            assert all(made["title"]["text"] for made in study.pictures(run).values())
+            explorer(run)
 
 
 def test_growth_is_fitted_to_the_long_half(made_run):

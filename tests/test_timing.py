@@ -83,9 +83,10 @@ def simulated(monkeypatch):
 def ours(simulated, benchmark):
     """Our fixture on the simulated device, adopted from that of pytest-benchmark's plugin."""
     ours, kept = DeviceBenchmark.adopt(benchmark, simulated.clock()), []
-    ours.disabled, ours.kept, ours._add_stats = False, kept, kept.append  # also in a worker
+    ours.disabled = False  # the plugin disables it in a worker
+    ours.kept, ours._add_stats = kept, kept.append
     yield ours
-    ours.skipped = True  # or the plugin warns where a test times nothing
+    ours.skipped = True  # else the plugin warns where a test times nothing
 
 
 def test_plugin_calls_make_runner():

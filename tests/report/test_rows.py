@@ -1,11 +1,11 @@
-"""Rows chosen and compared, numbers as people read them, and what many say in one."""
+"""The order of values, exponents, numbers with their units, and steady rows."""
 
 from __future__ import annotations
 
 import pytest
 
 from flashattn.report import rows, units
-from flashattn.report.fit import exponent, geometric_mean, in_words
+from flashattn.report.fit import exponent
 
 
 @pytest.mark.parametrize(
@@ -21,20 +21,6 @@ def test_order_is_by_custom_then_size_then_name(fact, given, wanted):
     assert rows.values([{fact: value} for value in given], fact) == wanted
 
 
-def test_pairs_differ_in_one_fact():
-    """Two rows are a pair if they differ in the axis alone."""
-    cases = [("small", "fp32"), ("small", "bf16"), ("large", "fp32"), ("xl", "bf16")]
-    made = [{"size": size, "precision": kind} for size, kind in cases]
-    assert rows.pairs(made, "precision", "fp32", "bf16", "size") == [(made[0], made[1])]
-
-
-def test_label_says_values():
-    """A case in words names lengths, says whether it is compiled, and shortens dtypes."""
-    facts = {"size": "small", "context": 512, "seq": 8, "compiled": True, "dtype": "bfloat16"}
-    assert rows.label(facts, *facts, "batch") == "small, context 512, N = 8, compiled, bf16"
-    assert rows.label({"compiled": False, "impl": None}, "compiled", "impl") == "eager"
-
-
 @pytest.mark.parametrize("power", [-1.0, 0.0, 1.0, 1.98])
 def test_exponent_of_a_power_is_found(power):
     """The exponent of exact powers comes out, whatever the factor."""
@@ -45,15 +31,6 @@ def test_exponent_is_of_least_squares():
     """It is fitted to logarithms, and one x, or points without a logarithm, have none."""
     assert exponent([(1, 1), (2, 2), (4, 16)]) == pytest.approx(2.0)
     assert exponent([(2, 1), (2, 5)]) is exponent([(2, 1), (4, 0)]) is exponent([]) is None
-
-
-def test_ratios_in_words():
-    """The geometric mean and both ends are said with their cases; a single one is just said."""
-    assert geometric_mean([8, 2]) == pytest.approx(4)
-    assert in_words({"a": 2.0}) == "2.00x (a)"
-    assert in_words({"a": 2.0, "b": 8.0, "c": 4.0}) == (
-        "4.00x in the geometric mean of 3 cases, from 2.00x (a) to 8.00x (b)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -74,12 +51,6 @@ def test_ratios_in_words():
 def test_three_digits_and_a_unit(unit, values, wanted):
     """Numbers have three digits and the unit of the column; what is missing is empty."""
     assert [unit(value) for value in values] == wanted
-
-
-def test_a_mark_stands_for_a_time():
-    """A row that was not measured has the mark of its status; no row has none."""
-    rows_ = [{"status": "oom"}, {"status": "ok", "seconds": 0.01}, None]
-    assert [units.or_mark(row, units.ms) for row in rows_] == ["OOM", "10", ""]
 
 
 @pytest.mark.parametrize(

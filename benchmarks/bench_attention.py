@@ -20,38 +20,23 @@ from flashattn.testing.sweep import grid
 PASSES = ["forward", "backward"]
 
 
-def problems(**axes):
+def problems(head_dim, seq, dtype, impl):
     """Return a grid of causal single-head problems."""
-    return grid(batch=[8], causal=["top_left"], **axes, **{"pass": PASSES})
+    axes = {"head_dim": head_dim, "seq": seq, "dtype": dtype, "impl": impl, "pass": PASSES}
+    return grid(batch=[8], causal=["top_left"], **axes)
 
 
+LENGTHS = [256, 1024, 4096, 8192, 16384, 32768]
 SWEEPS = {
     "smoke": [
-        *problems(
-            head_dim=[16, 64], seq=[128, 256, 512], dtype=["float32"], impl=["naive", "sdpa"]
-        ),
-        *problems(head_dim=[16], seq=[32, 64], dtype=["float32"], impl=["tiled", "triton"]),
+        *problems([16, 64], [128, 256, 512], ["float32"], ["naive", "sdpa"]),
+        *problems([16], [32, 64], ["float32"], ["tiled", "triton"]),
     ],
-    "default": problems(
-        head_dim=[64],
-        seq=[256, 1024, 4096, 8192, 16384],
-        dtype=["bfloat16"],
-        impl=["naive", "triton"],
-    ),
+    "default": problems([64], LENGTHS[:-1], ["bfloat16"], ["naive", "triton"]),
     "full": [
-        *problems(
-            head_dim=[16, 32, 64, 128],
-            seq=[256, 1024, 4096, 8192, 16384, 32768],
-            dtype=["float32"],
-            impl=["naive", "triton"],
-        ),
-        *problems(head_dim=[64], seq=[256, 1024, 4096], dtype=["float32"], impl=["tiled"]),
-        *problems(
-            head_dim=[64],
-            seq=[256, 1024, 4096, 8192, 16384, 32768],
-            dtype=["bfloat16"],
-            impl=["naive", "sdpa", "triton"],
-        ),
+        *problems([16, 32, 64, 128], LENGTHS, ["float32"], ["naive", "triton"]),
+        *problems([64], LENGTHS[:3], ["float32"], ["tiled"]),
+        *problems([64], LENGTHS, ["bfloat16"], ["naive", "sdpa", "triton"]),
     ],
 }
 SCORES = {"naive", "reference", "sdpa_math"}  # these save [B, N, N]

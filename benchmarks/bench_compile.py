@@ -23,44 +23,30 @@ PASSES = ["forward", "backward", "forward+backward"]
 STEPS = ["forward", "forward+backward", "train"]
 
 
-def attentions(**axes):
-    """Return a grid of single-head problems."""
+def attentions(head_dim, seq):
+    """Return a grid of single-head problems in fp32."""
+    axes = {"head_dim": head_dim, "seq": seq, "dtype": ["float32"], "impl": ["naive"]}
     return grid(subject=["attention"], batch=[8], **axes, **{"pass": PASSES})
 
 
-def models(*, step=STEPS, **axes):
+def models(size, context, precision, impl, step=STEPS):
     """Return a grid of models."""
-    return grid(subject=["model"], batch=[4], **axes, step=step)
+    axes = {"size": size, "context": context, "precision": precision, "impl": impl, "step": step}
+    return grid(subject=["model"], batch=[4], **axes)
 
 
 SWEEPS = {
     "smoke": {
-        "bench_attention": attentions(head_dim=[64], seq=[256], dtype=["float32"], impl=["naive"]),
-        "bench_model": models(
-            size=["tiny"], context=[32], precision=["fp32"], impl=["naive"], step=["forward"]
-        ),
+        "bench_attention": attentions([64], [256]),
+        "bench_model": models(["tiny"], [32], ["fp32"], ["naive"], ["forward"]),
     },
     "default": {
-        "bench_attention": attentions(
-            head_dim=[64], seq=[1024, 4096], dtype=["float32"], impl=["naive"]
-        ),
-        "bench_model": models(
-            size=["small"], context=[1024], precision=["bf16"], impl=["naive", "triton"]
-        ),
+        "bench_attention": attentions([64], [1024, 4096]),
+        "bench_model": models(["small"], [1024], ["bf16"], ["naive", "triton"]),
     },
     "full": {
-        "bench_attention": attentions(
-            head_dim=[16, 64, 128],
-            seq=[256, 1024, 4096, 16384],
-            dtype=["float32"],
-            impl=["naive"],
-        ),
-        "bench_model": models(
-            size=["small", "medium"],
-            context=[1024],
-            precision=["fp32", "bf16"],
-            impl=["naive", "triton"],
-        ),
+        "bench_attention": attentions([16, 64, 128], [256, 1024, 4096, 16384]),
+        "bench_model": models(["small", "medium"], [1024], ["fp32", "bf16"], ["naive", "triton"]),
     },
 }
 

@@ -6,38 +6,21 @@ is that of the keys' and values' bytes at the bandwidth of a copy.
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
 from flashattn.problem import Problem
-
-# They loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
-LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
 
 
 def training(batch: int, heads: int, kv_heads: int, rows: int, head_dim: int) -> Problem:
     """Return a causal problem of training or prefill."""
-    return Problem(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        seq_q=rows,
-        head_dim=head_dim,
-        causal=True,
-        dtype="bfloat16",
-    )
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return Problem(**sizes, seq_q=rows, causal=True, dtype="bfloat16")
 
 
 def decoding(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int) -> Problem:
     """Return a problem of one query."""
-    return Problem(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        seq_q=1,
-        seq_kv=keys,
-        head_dim=head_dim,
-        dtype="bfloat16",
-    )
+    one = training(batch, heads, kv_heads, 1, head_dim)
+    return replace(one, seq_kv=keys, causal=False)
 
 
 TRAINING = [
@@ -62,12 +45,6 @@ SWEEPS = {
         "full": [*TRAINING, *MORE, *DECODING, *SMALL],
     }.items()
 }
-
-
-@pytest.fixture
-def reason(impl):
-    """Why an implementation is not timed, or None."""
-    return f"{impl.name} is timed without such heads" if impl.name in LEFT_OUT else None
 
 
 def bench_forward(time_pass, reason):

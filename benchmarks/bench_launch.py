@@ -28,37 +28,20 @@ PASSES = ["forward", "forward+backward"]
 FLOOR, LAUNCHING = FLOORS
 
 
-def calls(passes=PASSES, **axes):
-    """Return a grid of calls."""
-    return grid(**axes, **{"pass": passes})
+def calls(dtypes, modes):
+    """Return the calls in every mode, and those of the floors, forward and backward."""
+    impls = ["sdpa", "naive", "triton"]
+    return [
+        *grid(dtype=dtypes, mode=modes, impl=impls, **{"pass": PASSES}),
+        *grid(dtype=dtypes, mode=["eager"], impl=list(FLOORS), **{"pass": PASSES[1:]}),
+    ]
 
 
-def floors(dtypes):
-    """Return the calls of the floors, forward and backward."""
-    return calls(PASSES[1:], dtype=dtypes, mode=["eager"], impl=list(FLOORS))
-
-
+MODES = ["eager", "compiled", "graph"]
 SWEEPS = {
-    "smoke": [
-        *calls(dtype=["float32"], mode=["eager"], impl=["sdpa", "naive", "triton"]),
-        *floors(["float32"]),
-    ],
-    "default": [
-        *calls(
-            dtype=["bfloat16"],
-            mode=["eager", "compiled", "graph"],
-            impl=["sdpa", "naive", "triton"],
-        ),
-        *floors(["bfloat16"]),
-    ],
-    "full": [
-        *calls(
-            dtype=["bfloat16", "float32"],
-            mode=["eager", "compiled", "graph"],
-            impl=["sdpa", "naive", "triton"],
-        ),
-        *floors(["bfloat16", "float32"]),
-    ],
+    "smoke": calls(["float32"], ["eager"]),
+    "default": calls(["bfloat16"], MODES),
+    "full": calls(["bfloat16", "float32"], MODES),
 }
 
 

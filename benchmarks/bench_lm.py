@@ -14,99 +14,37 @@ from flashattn.testing.sweep import grid
 
 STEPS = ["forward", "backward", "forward+backward", "train"]
 SIZES = ["small", "medium", "large", "xl", "2.7B"]
+SOME = ["small", "large", "2.7B"]
+ALL, HALF = ["fp32", "tf32", "bf16"], ["bf16"]
+BOTH = [False, True]  # eager and compiled
 WARM, ROUNDS = 2, 10  # ``peak_bytes`` and the clock add four more warm-up calls
 LONG = 16384  # from this context on a step takes seconds
 LONG_ROUNDS = 2
 
+
+def steps(size, context, precision, impl, step=STEPS, *, compiled=(False,)):
+    """Return a grid of steps that keep their activations."""
+    axes = {"size": size, "context": context, "batch": [4], "precision": precision}
+    return grid(**axes, compiled=compiled, impl=impl, step=step)
+
+
 STEP = {
     # A CPU without 16-bit products emulates them slowly, so one step is enough.
     "smoke": [
-        *grid(
-            size=["tiny"],
-            context=[32],
-            batch=[4],
-            precision=["fp32"],
-            compiled=[False],
-            impl=["naive", "sdpa"],
-            step=STEPS,
-        ),
-        *grid(
-            size=["tiny"],
-            context=[32],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=["train"],
-        ),
+        *steps(["tiny"], [32], ["fp32"], ["naive", "sdpa"]),
+        *steps(["tiny"], [32], ["bf16"], ["naive"], ["train"]),
     ],
     "default": [
-        *grid(
-            size=["small", "large"],
-            context=[1024],
-            batch=[4],
-            precision=["fp32", "tf32", "bf16"],
-            compiled=[False],
-            impl=["naive", "triton"],
-            step=["forward", "train"],
-        ),
-        *grid(
-            size=["large"],
-            context=[1024],
-            batch=[4],
-            precision=["fp32", "tf32", "bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=["backward"],
-        ),
-        *grid(
-            size=["2.7B"],
-            context=[1024],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[False, True],
-            impl=["naive", "sdpa", "hopper"],
-            step=["train"],
-        ),
+        *steps(["small", "large"], [1024], ALL, ["naive", "triton"], ["forward", "train"]),
+        *steps(["large"], [1024], ALL, ["naive"], ["backward"]),
+        *steps(["2.7B"], [1024], HALF, ["naive", "sdpa", "hopper"], ["train"], compiled=BOTH),
     ],
     "full": [
-        *grid(
-            size=SIZES,
-            context=[128, 256, 512, 1024],
-            batch=[4],
-            precision=["fp32", "tf32", "bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=STEPS,
-        ),
-        *grid(
-            size=SIZES,
-            context=[1024],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[False],
-            impl=["sdpa", "triton"],
-            step=["forward", "train"],
-        ),
-        *grid(
-            size=["small", "large", "2.7B"],
-            context=[1024],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[True],
-            impl=["naive", "sdpa", "triton"],
-            step=["train"],
-        ),
+        *steps(SIZES, [128, 256, 512, 1024], ALL, ["naive"]),
+        *steps(SIZES, [1024], HALF, ["sdpa", "triton"], ["forward", "train"]),
+        *steps(SOME, [1024], HALF, ["naive", "sdpa", "triton"], ["train"], compiled=[True]),
         # Out of memory on an H200, which also makes a row.
-        *grid(
-            size=["2.7B"],
-            context=[4096],
-            batch=[4],
-            precision=["fp32"],
-            compiled=[False],
-            impl=["naive", "triton"],
-            step=["train"],
-        ),
+        *steps(["2.7B"], [4096], ["fp32"], ["naive", "triton"], ["train"]),
     ],
 }
 

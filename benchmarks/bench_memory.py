@@ -10,76 +10,28 @@ from flashattn.testing.sweep import grid
 
 STEPS = ["forward", "forward+backward", "train"]
 ROUNDS = 5
+
+
+def steps(size, context, precision, impl, step=STEPS):
+    """Return a grid of eager steps."""
+    axes = {"size": size, "context": context, "batch": [4], "precision": precision}
+    return grid(**axes, compiled=[False], impl=impl, step=step)
+
+
 SWEEPS = {
     # A CPU without 16-bit products emulates them slowly, so one step is enough.
     "smoke": [
-        *grid(
-            size=["tiny"],
-            context=[32],
-            batch=[4],
-            precision=["fp32"],
-            compiled=[False],
-            impl=["naive", "sdpa"],
-            step=STEPS,
-        ),
-        *grid(
-            size=["tiny"],
-            context=[32],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=["train"],
-        ),
+        *steps(["tiny"], [32], ["fp32"], ["naive", "sdpa"]),
+        *steps(["tiny"], [32], ["bf16"], ["naive"], ["train"]),
     ],
     "default": [
-        *grid(
-            size=["2.7B"],
-            context=[512],
-            batch=[4],
-            precision=["fp32", "bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=["train"],
-        ),
-        *grid(
-            size=["2.7B"],
-            context=[512],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[False],
-            impl=["triton"],
-            step=STEPS,
-        ),
+        *steps(["2.7B"], [512], ["fp32", "bf16"], ["naive"], ["train"]),
+        *steps(["2.7B"], [512], ["bf16"], ["triton"]),
     ],
     "full": [
-        *grid(
-            size=["2.7B"],
-            context=[128, 256, 512],
-            batch=[4],
-            precision=["fp32", "bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=STEPS,
-        ),
-        *grid(
-            size=["2.7B"],
-            context=[512],
-            batch=[4],
-            precision=["bf16"],
-            compiled=[False],
-            impl=["triton"],
-            step=STEPS,
-        ),
-        *grid(
-            size=["small", "medium", "large", "xl"],
-            context=[512],
-            batch=[4],
-            precision=["fp32", "bf16"],
-            compiled=[False],
-            impl=["naive"],
-            step=["train"],
-        ),
+        *steps(["2.7B"], [128, 256, 512], ["fp32", "bf16"], ["naive"]),
+        *steps(["2.7B"], [512], ["bf16"], ["triton"]),
+        *steps(["small", "medium", "large", "xl"], [512], ["fp32", "bf16"], ["naive"], ["train"]),
     ],
 }
 

@@ -12,29 +12,30 @@ import torch
 from flashattn.measure.precision import QUANTITIES, autocast_dtypes, layernorm, partial_sums
 from flashattn.testing.sweep import grid
 
-THOUSAND, TEN_THOUSAND = {"count": [1000], "value": [0.01]}, {"count": [10_000], "value": [0.001]}
-ALONE = ["float32", "float16", "bfloat16"]
+
+def sums(count, value, accumulators, addends=None, casts=("none",)):
+    """Return sums of equal addends, which have the dtype of their accumulator by default."""
+    return [
+        point
+        for dtype in accumulators
+        for point in grid(
+            count=[count], value=[value], accumulator=[dtype], addend=addends or [dtype], cast=casts
+        )
+    ]
+
+
+ALL, HALF = ["float32", "float16", "bfloat16"], ["float16", "bfloat16"]
 SUMS = [
-    *(
-        point
-        for d in ALONE
-        for point in grid(**THOUSAND, accumulator=[d], addend=[d], cast=["none"])
-    ),
-    *grid(
-        **THOUSAND,
-        accumulator=["float32"],
-        addend=["float16", "bfloat16"],
-        cast=["implicit", "explicit"],
-    ),
-    *(
-        point
-        for d in ALONE
-        for point in grid(**TEN_THOUSAND, accumulator=[d], addend=[d], cast=["none"])
-    ),
+    *sums(1000, 0.01, ALL),
+    *sums(1000, 0.01, ["float32"], HALF, ["implicit", "explicit"]),
+    *sums(10_000, 0.001, ALL),
 ]
-HALVES = grid(dtype=["float16", "bfloat16"])
-STATISTICS = grid(dtype=["float16", "bfloat16"], scale=[1e-4, 1.0, 300.0], quantity=[*QUANTITIES])
-CASES = {"bench_accumulation": SUMS, "bench_autocast": HALVES, "bench_layernorm": STATISTICS}
+STATISTICS = grid(dtype=HALF, scale=[1e-4, 1.0, 300.0], quantity=[*QUANTITIES])
+CASES = {
+    "bench_accumulation": SUMS,
+    "bench_autocast": grid(dtype=HALF),
+    "bench_layernorm": STATISTICS,
+}
 SWEEPS = dict.fromkeys(("smoke", "default", "full"), CASES)
 
 

@@ -14,63 +14,36 @@ KERNELS = 30
 ROUNDS = 10
 
 
-def steps(**axes):
+def steps(size, context, precision, impl, *, compiled=(False,)):
     """Return a grid of training steps."""
-    return grid(batch=[4], **axes, step=STEPS)
+    axes = {"size": size, "context": context, "precision": precision, "compiled": compiled}
+    return grid(batch=[4], **axes, impl=impl, step=STEPS)
 
 
-def parts(**axes):
+def parts(heads, seq, head_dim, dtype):
     """Return a grid of attention problems."""
-    return grid(batch=[4], **axes)
+    return grid(batch=[4], heads=heads, seq=seq, head_dim=head_dim, dtype=dtype)
 
 
 SWEEPS = {
     "smoke": {
-        "bench_step": steps(
-            size=["tiny"], context=[32], precision=["fp32"], compiled=[False], impl=["naive"]
-        ),
-        "bench_attention_parts": parts(heads=[4], seq=[64], head_dim=[32], dtype=["float32"]),
+        "bench_step": steps(["tiny"], [32], ["fp32"], ["naive"]),
+        "bench_attention_parts": parts([4], [64], [32], ["float32"]),
     },
     "default": {
         "bench_step": [
-            *steps(
-                size=["small"], context=[1024], precision=["bf16"], compiled=[False], impl=["naive"]
-            ),
-            *steps(
-                size=["2.7B"],
-                context=[1024],
-                precision=["bf16"],
-                compiled=[False],
-                impl=["naive", "triton"],
-            ),
+            *steps(["small"], [1024], ["bf16"], ["naive"]),
+            *steps(["2.7B"], [1024], ["bf16"], ["naive", "triton"]),
         ],
-        "bench_attention_parts": parts(
-            heads=[32], seq=[1024], head_dim=[80], dtype=["float32", "bfloat16"]
-        ),
+        "bench_attention_parts": parts([32], [1024], [80], ["float32", "bfloat16"]),
     },
     "full": {
         "bench_step": [
-            *steps(
-                size=["small", "2.7B"],
-                context=[128, 1024],
-                precision=["fp32", "bf16"],
-                compiled=[False],
-                impl=["naive"],
-            ),
-            *steps(
-                size=["2.7B"], context=[1024], precision=["bf16"], compiled=[True], impl=["naive"]
-            ),
-            *steps(
-                size=["2.7B"],
-                context=[1024],
-                precision=["bf16"],
-                compiled=[False, True],
-                impl=["triton"],
-            ),
+            *steps(["small", "2.7B"], [128, 1024], ["fp32", "bf16"], ["naive"]),
+            *steps(["2.7B"], [1024], ["bf16"], ["naive"], compiled=[True]),
+            *steps(["2.7B"], [1024], ["bf16"], ["triton"], compiled=[False, True]),
         ],
-        "bench_attention_parts": parts(
-            heads=[12, 32], seq=[128, 1024, 4096], head_dim=[64], dtype=["float32", "bfloat16"]
-        ),
+        "bench_attention_parts": parts([12, 32], [128, 1024, 4096], [64], ["float32", "bfloat16"]),
     },
 }
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from flashattn.problem import Problem
 
-# They loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
-LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
 ADDED = ({"alibi": True}, {"bias": "1hts"}, {"bias": "1hr"})
 CAPPED, SUNK = {"softcap": 50.0}, {"sink": True}
 
@@ -56,12 +52,6 @@ SWEEPS = {
     }
     for name, problems in {"smoke": SMOKE, "default": DEFAULT, "full": FULL}.items()
 }
-
-
-@pytest.fixture
-def reason(impl):
-    """Why an implementation is not timed, or None."""
-    return f"{impl.name} is timed without such scores" if impl.name in LEFT_OUT else None
 
 
 def bench_forward(time_pass, reason):

@@ -6,33 +6,23 @@ from flashattn.testing.sweep import grid
 from flashattn.testing.train_case import cold_steps
 
 MEASURED = 10
-WARM = [0, 1, 2, 5]
+
+
+def steps(size, precision, *, context=512, warm=(0, 1, 2, 5)):
+    """Return a grid of numbers of warm-up steps."""
+    axes = {"size": size, "context": [context], "batch": [4], "precision": precision}
+    return grid(**axes, warm_steps=warm)
+
+
 SWEEPS = {
-    "smoke": grid(size=["tiny"], context=[32], batch=[4], precision=["fp32"], warm_steps=[0, 2]),
-    "default": [
-        *grid(size=["small"], context=[512], batch=[4], precision=["bf16"], warm_steps=WARM),
-        *grid(size=["large"], context=[512], batch=[4], precision=["fp32"], warm_steps=WARM),
-    ],
-    "full": grid(
-        size=["small", "large"],
-        context=[512],
-        batch=[4],
-        precision=["fp32", "bf16"],
-        warm_steps=WARM,
-    ),
+    "smoke": steps(["tiny"], ["fp32"], context=32, warm=[0, 2]),
+    "default": [*steps(["small"], ["bf16"]), *steps(["large"], ["fp32"])],
+    "full": steps(["small", "large"], ["fp32", "bf16"]),
 }
 
 
 def bench_first_steps(device_benchmark, case, facts, device):
     """Time the steps after the warm-up, including the first."""
-    seconds = cold_steps(
-        size=case.size,
-        context=case.context,
-        batch=case.batch,
-        precision=case.precision,
-        warm_steps=case.warm_steps,
-        measured=MEASURED,
-        device=device.type,
-    )
+    seconds = cold_steps(**dict(case.facts), measured=MEASURED, device=device.type)
     facts |= {"first": seconds[0], "second": seconds[1], "in_order": seconds}
     device_benchmark.replay(seconds, tells="host time of waited-for steps")

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 MONITOR = pytest.StashKey[Monitor]()
 STARTED = pytest.StashKey[float]()
+# These loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
+LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
 MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 
 
@@ -304,6 +306,12 @@ def time_pass(
             device_benchmark.time(partial(call, *o))
 
     return time
+
+
+@pytest.fixture
+def reason(impl: Impl, facts: dict[str, Any]) -> str | None:
+    """Return why the study of a kind of problems does not time an implementation, or None."""
+    return f"{impl.name} is timed without such {facts['study']}" if impl.name in LEFT_OUT else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
-from flashattn.measure import roofline, timing
+from flashattn.measure import timing
 from flashattn.report.runs import load
 
 pytest.importorskip("transformers", reason="the extra integrations is not installed")
@@ -16,21 +14,13 @@ from transformers import AttentionInterface
 
 from flashattn.integrations import transformers as drop_in
 
-ROOT = Path(__file__).parents[1]
 PLAIN = "bench_step and Llama and plain"
 
 
 @pytest.fixture
-def bench(pytester, monkeypatch):
+def bench(pytester, monkeypatch, laid_out):
     """Return what runs the smoke sweep in a folder of its own, and returns the rows by name."""
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, pytester.path)
-    (pytester.path / "benchmarks").mkdir()
-    for name in ("conftest.py", "bench_integrations.py"):
-        shutil.copy(ROOT / "benchmarks" / name, pytester.path / "benchmarks")
-    monkeypatch.setattr(roofline, "measure_roofs", lambda _: {"float32": 1e12, "copy": 1e11})
-    monkeypatch.setattr(timing, "WARM_UP", 0.0)
-    monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)
+    laid_out("benchmarks/bench_integrations.py")
     monkeypatch.setattr(timing.HostTime, "BATCH", 1)
     for interface in (AttentionInterface, drop_in.AttentionMaskInterface):  # as they were
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import signal
 from pathlib import Path
 from weakref import ref
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from flashattn import registry
-from flashattn.measure import roofline, timing
+from flashattn.measure import timing
 from flashattn.measure.device import accelerator
 from flashattn.report.compare import EXIT_INSIDE_NOISE
 from flashattn.report.runs import load
@@ -50,18 +49,9 @@ held: list[ref] = []
 
 
 @pytest.fixture
-def bench(pytester, monkeypatch):
+def bench(pytester, monkeypatch, laid_out):
     """Return a function that runs the real benchmarks on some callables, in their own folder."""
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, pytester.path)
-    (pytester.path / "benchmarks").mkdir()
-    for name in ("conftest.py", "bench_flash.py"):
-        shutil.copy(ROOT / "benchmarks" / name, pytester.path / "benchmarks")
-    monkeypatch.setattr(
-        roofline, "measure_roofs", lambda _: {"float32": 1e12, "bfloat16": 1e13, "copy": 1e11}
-    )
-    monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)
-    monkeypatch.setattr(timing, "WARM_UP", 0.0)
+    laid_out("benchmarks/bench_flash.py")
     held.clear()
 
     def run(impls, *arguments):
@@ -350,9 +340,9 @@ def test_a_killed_run_goes_on(bench, pytester):
     assert not list(path.parent.glob("*.jsonl"))  # all of it is in the kept run
 
 
-def test_own_kernels_stand_beside_the_peers(bench, pytester):
+def test_own_kernels_stand_beside_the_peers(bench, laid_out, pytester):
     """A file alone is timed beside the usual peers and a sweep's own; with others, beside those."""
-    shutil.copy(ROOT / "benchmarks" / "bench_attention.py", pytester.path / "benchmarks")
+    laid_out("benchmarks/bench_attention.py")
     pytester.makepyfile(mine=MINE, other=MINE)
 
     def timed(*arguments):

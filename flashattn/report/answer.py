@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from flashattn.report import plot
-from flashattn.report.fit import geometric_mean
 from flashattn.report.rows import (
     KERNELS,
     NAIVE,
+    OWN,
+    best,
     groups,
     known,
     label,
@@ -61,7 +63,7 @@ def cards(run: Run) -> list[Card]:
 
 def _origin(run: Run, rows: Iterable[Row]) -> str:
     """Return the machine, the runs of these rows and their dates."""
-    origins = {id(run.origin(row)): run.origin(row) for row in rows}.values()
+    origins = [origin for origin, _ in run.origins(rows)]
     numbers = sorted({(each.name or "").rpartition("/")[2].partition("_")[0] for each in origins})
     dates = sorted({(each.made or "")[:10] for each in origins})
     named = f"run{'s' * (len(numbers) > 1)} {' and '.join(numbers)}" if all(numbers) else ""
@@ -103,13 +105,9 @@ def _step(run: Run) -> list[Card]:
     """Return our fastest train step of the largest model, beside the fastest of the peers."""
     rows = [row for row in timed(lm.steps(run)) if row["step"] == "train"]
     for own in reversed(groups(rows, "size", "context", "batch").values()):
-        sides = (
-            [row for row in own if row["impl"] in KERNELS],
-            [row for row in own if row["impl"] not in flash.OWN],
-        )
-        if not all(sides):
+        ours, peer = best(own, ours=True), best(own, ours=False)
+        if ours is None or peer is None:
             continue
-        ours, peer = (min(side, key=lambda row: float(row["seconds"])) for side in sides)
         text = (
             f"{label(ours, *lm.SETTING)}; {times(peer['seconds'] / ours['seconds'])} the speed of "
             f"the fastest peer: {label(peer, *lm.SETTING)}, {ms(peer['seconds'])} ms "
@@ -123,15 +121,16 @@ def _step(run: Run) -> list[Card]:
 
 def _right(run: Run) -> list[Card]:
     """Return how many errors of our kernels exceed their budget, and the clauses they keep."""
-    judged = [row for row in accuracy.judged(run) if row["impl"] in KERNELS]
+    rows = run.study(accuracy.NAME)
+    judged = [row for row in accuracy.judged(rows) if row["impl"] in KERNELS]
     if not judged:
         return []
     above = sum(accuracy.share(row) > 1 for row in judged)
-    kept = accuracy.kept(run)
-    peers = {impl: n for impl, (n, _) in kept.items() if impl not in (*flash.OWN, "reference")}
+    kept = accuracy.kept(rows)
+    peers = {impl: n for impl, (n, _) in kept.items() if impl not in (*OWN, "reference")}
     ours = [f"{impl} keeps {n} of {of}" for impl, (n, of) in kept.items() if impl in KERNELS]
-    best = max(peers, key=peers.__getitem__, default=None)
-    ours += [f"the best peer, {best}, {peers[best]}"] if ours and best else []
+    top = max(peers, key=peers.__getitem__, default=None)
+    ours += [f"the best peer, {top}, {peers[top]}"] if ours and top else []
     contract = f" Clauses of the contract: {', '.join(ours)}." if ours else ""
     text = f"errors of {' and '.join(values(judged, 'impl'))} against fp64.{contract}"
     title, value = "Above the error budget", f"{above} of {len(judged)}"
@@ -200,7 +199,7 @@ def _case(row: Row) -> dict[str, str]:
         "pass": row["pass"],
         "dtype": word("dtype", row["dtype"]),
         "D": str(row["head_dim"]),
-        "mask": word("causal", row["causal"]),
+        "mask": word("causal", row.get("causal")),
     }
 
 
@@ -208,8 +207,8 @@ def _records(run: Run, rows: list[Row]) -> list[plot.Record]:
     """Return the points of one choice: ours, the peers, and the roof."""
     made = list[plot.Record]()
     for problem in groups(rows, "seq_q", "problem").values():
-        ours = flash.fastest(problem)
-        peers = {row["impl"]: row for row in problem if row["impl"] not in flash.OWN}
+        ours = best(problem, ours=True)
+        peers = {row["impl"]: row for row in problem if row["impl"] not in OWN}
         for name, row in [*peers.items(), *([(OURS, ours)] if ours else [])]:
             point = {"panel": "", "name": name, "kernel": row["impl"], "x": row["seq_q"]}
             point |= {"y": plot.exact((speed(row) or 0) / TERA)}

@@ -50,7 +50,7 @@ def _table(excerpt: Excerpt, run: Run) -> str:
 
 def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:
     """Return accelerator, versions and dates of the runs that measured rows."""
-    runs = {id(run.origin(row)): run.origin(row) for row in rows}.values()
+    runs = [origin for origin, _ in run.origins(rows)]
     machine = run.machine
     facts = [f"{machine.get('gpu') or machine.get('cpu') or run.accelerator}"]
     for name in VERSIONS:

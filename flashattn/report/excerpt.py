@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
-from flashattn.report.fit import geometric_mean
-from flashattn.report.rows import KERNELS, groups, ok, share, speed, timed
+from flashattn.report.rows import KERNELS, groups, ok, speed, timed
 from flashattn.report.runs import Row, Run
-from flashattn.report.studies import compile as compiling
+from flashattn.report.studies import accuracy
 from flashattn.report.study import Table
-from flashattn.report.units import gib, percent, spread, tera, times, word
+from flashattn.report.units import gib, percent, spread, tera, word
 
 Unit = Callable[[Any], str]  # of a fact, which may be None
 Cell = Callable[[list[Row]], str]  # from the rows of a line
@@ -72,24 +72,24 @@ def _fastest(rows: list[Row], **where: Any) -> Row | None:
     return min(found, key=lambda row: float(row["seconds"]), default=None)
 
 
-def number(unit: Unit, fact: str = "seconds", **where: Any) -> Cell:
-    """Return a cell with one fact of the fastest row that has these facts."""
+def fastest(say: Callable[[Row], str], **where: Any) -> Cell:
+    """Return a cell that says something of the fastest row that has these facts."""
 
     def cell(rows: list[Row]) -> str:
         row = _fastest(rows, **where)
-        return "" if row is None else unit(row.get(fact))
+        return "" if row is None else say(row)
 
     return cell
+
+
+def number(unit: Unit, fact: str = "seconds", **where: Any) -> Cell:
+    """Return a cell with one fact of the fastest row that has these facts."""
+    return fastest(lambda row: unit(row.get(fact)), **where)
 
 
 def rate(**where: Any) -> Cell:
     """Return a cell with the TFLOP/s of the fastest row that has these facts."""
-
-    def cell(rows: list[Row]) -> str:
-        row = _fastest(rows, **where)
-        return "" if row is None else tera(speed(row))
-
-    return cell
+    return fastest(lambda row: tera(speed(row)), **where)
 
 
 def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cell:
@@ -102,16 +102,21 @@ def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cell:
     return cell
 
 
+def _over(peers: str | tuple[str, ...], rows: list[Row]) -> dict[str, float]:
+    """Return our speed over that of the fastest of some peers, by problem."""
+    found = {}
+    for (problem,), cases in groups(rows, "problem").items():
+        peer, ours = _fastest(cases, impl=peers), _fastest(cases, impl=KERNELS)
+        if peer and ours:
+            found[problem] = peer["seconds"] / ours["seconds"]
+    return found
+
+
 def mean_ratio(peer: str, **where: Any) -> Cell:
     """Return a cell with mean and range over problems of our speed over a peer's."""
 
     def cell(rows: list[Row]) -> str:
-        own = [row for row in rows if _matches(row, where)]
-        duels = [
-            (_fastest(cases, impl=peer), _fastest(cases, impl=KERNELS))
-            for cases in groups(own, "problem").values()
-        ]
-        found = [peer["seconds"] / ours["seconds"] for peer, ours in duels if peer and ours]
+        found = _over(peer, [row for row in rows if _matches(row, where)]).values()
         if not found:
             return ""
         return f"{geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f})"
@@ -121,11 +126,7 @@ def mean_ratio(peer: str, **where: Any) -> Cell:
 
 def worst(peers: tuple[str, ...], rows: list[Row]) -> str:
     """Return the least of our speeds over the fastest peer's, and its problem, if it is below 1."""
-    duels = [
-        (_fastest(cases, impl=peers), _fastest(cases, impl=KERNELS))
-        for cases in groups(rows, "problem").values()
-    ]
-    ratios = {o["problem"]: p["seconds"] / o["seconds"] for p, o in duels if p and o}
+    ratios = _over(peers, rows)
     problem = min(ratios, key=ratios.__getitem__, default="")
     return f"{ratios[problem]:.2f} ({problem})" if ratios and ratios[problem] < 1 else ""
 
@@ -153,12 +154,6 @@ def unwarmed(rows: list[Row]) -> str:
     return "" if row is None else spread(row)
 
 
-def of_roof(rows: list[Row]) -> str:
-    """Return the share of the roof that the fastest row reaches."""
-    row = _fastest(rows)
-    return "" if row is None else percent(share(row["run"], row, row["dtype"]))
-
-
 def held(*names: str) -> Cell:
     """Return a cell with the measured GiB of these parts of the memory."""
 
@@ -169,38 +164,17 @@ def held(*names: str) -> Cell:
     return cell
 
 
-def pays_off(rows: list[Row]) -> str:
-    """Return after how many calls compiling has paid off."""
-    row = _fastest(rows)
-    return "" if row is None else compiling.break_even(row)
-
-
-def gain(rows: list[Row]) -> str:
-    """Return the speed of the compiled call over the eager one."""
-    row = _fastest(rows)
-    return "" if row is None else times(compiling.gain(row))
-
-
 def over_budget(rows: list[Row]) -> str:
     """Return how many errors exceed their budget, of how many."""
-    errors = [
-        (error.get(kind), error.get(f"{kind}_budget"))
-        for row in rows
-        for outputs in (row.get("errors") or {}).values()
-        for error in outputs.values()
-        for kind in ("max", "mean")
-    ]
-    judged = [error > budget for error, budget in errors if None not in (error, budget)]
-    return f"{sum(judged)} of {len(judged)}" if judged else ""
+    found = accuracy.judged(rows)
+    return f"{sum(accuracy.share(row) > 1 for row in found)} of {len(found)}" if found else ""
 
 
 def kept_clauses(rows: list[Row]) -> str:
     """Return how many clauses of the contract are kept, of how many."""
-    verdicts = [c["verdict"] for row in rows for c in (row.get("clauses") or {}).values()]
-    return f"{verdicts.count('keeps')} of {len(verdicts)}" if verdicts else ""
+    return ", ".join(f"{count} of {of}" for count, of in accuracy.kept(rows).values())
 
 
 def broken_clauses(rows: list[Row]) -> str:
     """Return the clauses that are broken: neither kept nor refused with an error."""
-    clauses = [item for row in rows for item in (row.get("clauses") or {}).items()]
-    return ", ".join(name for name, c in clauses if c["verdict"] in ("breaks", "crashes"))
+    return ", ".join(name for names in accuracy.broken(rows).values() for name in names)

@@ -12,23 +12,22 @@ from flashattn.report.excerpt import (
     both_passes,
     broken_clauses,
     category,
-    gain,
+    fastest,
     held,
     kept_clauses,
     mean_ratio,
     number,
-    of_roof,
     over_budget,
-    pays_off,
     rate,
     ratio,
     unwarmed,
     worst,
 )
-from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE
+from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE, share
+from flashattn.report.studies import compile as compiling
 from flashattn.report.studies.integrations import ACTIVATED, DIRECT, FATTN, LENGTHS, UNITS
 from flashattn.report.studies.integrations import PEERS as ATTENTIONS
-from flashattn.report.units import digits, gib, mib, microseconds, ms
+from flashattn.report.units import digits, gib, mib, microseconds, ms, percent, times
 
 CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex", "sdpa"
 EFFICIENT = "sdpa_efficient"
@@ -79,12 +78,12 @@ def _problems(study: str, **where: Any) -> Excerpt:
 
 def _activated(part: str) -> Excerpt:
     what, name, unit = UNITS[part]
-    times = {x: number(unit, attention=x) for x in (ACTIVATED, DIRECT, SDPA)}
+    cells = {x: number(unit, attention=x) for x in (ACTIVATED, DIRECT, SDPA)}
     return Excerpt(
         study="integrations",
         where={"part": part},
         lines={"problem": "problem", "pass": "pass"},
-        cells=times | {"ratio": ratio({"attention": ACTIVATED}, {"attention": DIRECT})},
+        cells=cells | {"ratio": ratio({"attention": ACTIVATED}, {"attention": DIRECT})},
         note=f"Median {what} of a call in {name}. Ratio: time of {ACTIVATED} over {DIRECT}.",
     )
 
@@ -128,7 +127,9 @@ EXCERPTS: dict[str, Excerpt] = {
         cells={
             "operations per byte": lambda rows: digits(rows[-1]["flops"] / rows[-1]["bytes"]),
             "TFLOP/s": rate(),
-            "of the products' roof": of_roof,
+            "of the products' roof": fastest(
+                lambda row: percent(share(row["run"], row, row["dtype"]))
+            ),
         },
         note="Forward, no mask, bf16, N = 4096, 16 384 tokens, hidden size 2048; bytes: of q, k, v"
         " and o, once.",
@@ -300,9 +301,9 @@ EXCERPTS: dict[str, Excerpt] = {
         cells={
             "eager, ms": number(ms, "eager_seconds"),
             "compiled, ms": number(ms),
-            "speed-up": gain,
+            "speed-up": fastest(lambda row: times(compiling.gain(row))),
             "compiling, s": number(digits, "compile_seconds"),
-            "pays off after steps": pays_off,
+            "pays off after steps": fastest(compiling.break_even),
         },
         note="Train steps, context 1024, batch 4.",
     ),

@@ -8,8 +8,6 @@ from statistics import geometric_mean, linear_regression
 
 from flashattn.report.units import times
 
-__all__ = ["exponent", "geometric_mean", "in_words"]
-
 
 def exponent(points: Iterable[tuple[float, float]]) -> float | None:
     """Fit e in y ~ x^e by least squares on logarithms.

@@ -37,20 +37,12 @@ def circumstances(run: Run) -> str:
 
 
 def footnotes(run: Run, table: Table) -> list[str]:
-    """Return the notes of a table, and one line for each run that its rows come from."""
-    found: dict[int, tuple[Run, list[Row]]] = {}
-    for row in table.rows:
-        origin = run.origin(row)
-        found.setdefault(id(origin), (origin, []))[1].append(row)
-    origins = [
-        (
-            circumstances(origin),
-            ", ".join(filter(None, (origin.command, origin.name))),
-            _clocked(own),
-        )
-        for origin, own in found.values()
-    ]
-    return [*table.notes, *(". ".join(filter(None, parts)) for parts in origins)]
+    """Return one line for each run that the rows of a table come from."""
+    said = []
+    for origin, own in run.origins(table.rows):
+        made_by = ", ".join(filter(None, (origin.command, origin.name)))
+        said.append(". ".join(filter(None, (circumstances(origin), made_by, _clocked(own)))))
+    return said
 
 
 def _clocked(rows: list[Row]) -> str:

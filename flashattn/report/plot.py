@@ -105,7 +105,6 @@ def picture(
     height: Any = 190,
     least: int = 150,
     note: str = "",
-    **more: Any,
 ) -> Picture:
     """Return a grid of panels, one for each ``panel`` among the records.
 
@@ -117,7 +116,6 @@ def picture(
         height: height of a panel in pixels.
         least: width in pixels below which panels go below one another.
         note: subtitle.
-        **more: further properties, such as ``resolve``.
     """
     panels = list(dict.fromkeys(str(record["panel"]) for record in records))
     header: Picture = {} if any(panels) else {"labels": False, "labelPadding": 0}
@@ -137,7 +135,6 @@ def picture(
             "left": AXIS,  # pixels left of the first panel
             "letters": 0,  # of the longest name in the legend
         },
-        **more,
     }
 
 
@@ -346,17 +343,16 @@ def library() -> str:
     return b64encode(gzip.compress(script, mtime=0)).decode()
 
 
-def save(made: Picture, *paths: Path) -> None:
+def save(made: Picture, path: Path) -> None:
     """Draw a picture, reproducibly.
 
     Args:
         made: the picture.
-        *paths: files that end in ``.svg`` or ``.png``.
+        path: a file that ends in ``.svg`` or ``.png``.
 
     Raises:
         ImportError: the library that draws is not installed.
     """
     svg = drawer().vegalite_to_svg(fitted(made, WIDTH))
-    for path in paths:
-        data = svg.encode() if path.suffix == ".svg" else drawer().svg_to_png(svg, scale=2)
-        path.write_bytes(data)
+    data = svg.encode() if path.suffix == ".svg" else drawer().svg_to_png(svg, scale=2)
+    path.write_bytes(data)

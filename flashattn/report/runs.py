@@ -79,6 +79,14 @@ class Run:
         """Return the run that measured a row; it differs from this run if this run is merged."""
         return row.get("run", self)
 
+    def origins(self, rows: Iterable[Row]) -> list[tuple[Run, list[Row]]]:
+        """Return the runs that measured rows, each with its rows."""
+        found: dict[int, tuple[Run, list[Row]]] = {}
+        for row in rows:
+            origin = self.origin(row)
+            found.setdefault(id(origin), (origin, []))[1].append(row)
+        return list(found.values())
+
     def roof(self, row: Row, kind: str | None) -> float | None:
         """Return a roof of the run that measured the row, or else of this run."""
         return self.origin(row).roofs.get(kind or "") or self.roofs.get(kind or "")

@@ -23,14 +23,17 @@ class Table:
         header: column names.
         lines: lines of cells, one cell per column.
         rows: the rows shown, for their origin.
-        notes: meanings of the marks in the cells.
     """
 
     caption: str
     header: list[str]
     lines: list[list[str]]
     rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """The meanings of the marks in the cells."""
+        return notes(self.lines)
 
     @classmethod
     def of(
@@ -49,7 +52,7 @@ class Table:
             parts: splits a row into several lines.
         """
         lines = [[cell(part) for cell in columns.values()] for row in rows for part in parts(row)]
-        return cls(caption=caption, header=[*columns], lines=lines, rows=rows, notes=notes(lines))
+        return cls(caption=caption, header=[*columns], lines=lines, rows=rows)
 
 
 def facts(*names: str) -> dict[str, Cell]:

@@ -65,7 +65,8 @@ def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
         parts += [f"![{study.TITLE}]({name})" for name in pictures.get(study.NAME, ())]
         for table in study.tables(run):
             parts += [f"### {table.caption}", markdown(table)]
-            parts += [f"*{line.translate(ESCAPED)}.*" for line in footnotes(run, table)]
+            below = [*table.notes, *footnotes(run, table)]
+            parts += [f"*{line.translate(ESCAPED)}.*" for line in below]
         parts.append(_untimed(study, run))
     return "\n\n".join(part for part in parts if part) + "\n"
 

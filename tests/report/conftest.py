@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -229,6 +231,32 @@ def accuracy():
         yield row("accuracy", impl=impl, dtype="bfloat16", head_dim=64, errors=errors)
         clauses = {"causal": {"verdict": "keeps"}, "empty": {"verdict": verdict, "said": "o: NaN"}}
         yield row("accuracy", part="contract", impl=impl, clauses=clauses)
+
+
+@pytest.fixture(scope="session")
+def expected():
+    """Return what gives the expected lines of a study, of a table, or of changed rows.
+
+    They are sentences, lines of tables with bars between their cells, and points of pictures.
+    """
+    text = Path(__file__).with_name("expected.txt").read_text(encoding="utf-8")
+    sections = dict(section.split("\n", 1) for section in text.removeprefix("# ").split("\n# "))
+    return {name: lines.splitlines() for name, lines in sections.items()}
+
+
+@pytest.fixture(scope="session")
+def keep():
+    """Return what writes a kept run of some rows, or of other entries, and returns its path."""
+
+    def write(path, *rows, machine="nvidia-h200", made="2026-01-01", **entries):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        saved = {"machine_info": {"accelerator": machine, "gpu": machine}, "datetime": made}
+        saved["benchmarks"] = [{"extra_info": row} for row in rows if row["status"] == "ok"]
+        saved["unmeasured"] = [row for row in rows if row["status"] != "ok"]
+        path.write_text(json.dumps(saved | entries))
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -216,12 +216,6 @@ def test_a_page_without_pictures_or_a_gpu(tmp_path):
     assert "<li>no luck (- in 1 case)</li>" in text
 
 
-def test_nothing_to_tell_is_refused(tmp_path):
-    """A run without a row of any study makes no page."""
-    with pytest.raises(ValueError, match="wanted rows of at least one study"):
-        write(Run(machine={}, rows=[{"study": "mine", "name": "a", "status": "ok"}]), tmp_path)
-
-
 def asked(page, folder, width, *, dark):
     """Open the page in a frame of this width, click around, and return what it says."""
     text = page.read_text()

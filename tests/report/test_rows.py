@@ -1,11 +1,11 @@
-"""Rows chosen and compared, numbers as people read them, and what many say in one."""
+"""The order of values, exponents, numbers with their units, and steady rows."""
 
 from __future__ import annotations
 
 import pytest
 
 from flashattn.report import rows, units
-from flashattn.report.fit import exponent, geometric_mean, in_words
+from flashattn.report.fit import exponent
 
 
 @pytest.mark.parametrize(
@@ -21,20 +21,6 @@ def test_order_is_by_custom_then_size_then_name(fact, given, wanted):
     assert rows.values([{fact: value} for value in given], fact) == wanted
 
 
-def test_pairs_differ_in_one_fact():
-    """Two rows are a pair if they differ in the axis alone."""
-    cases = [("small", "fp32"), ("small", "bf16"), ("large", "fp32"), ("xl", "bf16")]
-    made = [{"size": size, "precision": kind} for size, kind in cases]
-    assert rows.pairs(made, "precision", "fp32", "bf16", "size") == [(made[0], made[1])]
-
-
-def test_label_says_values():
-    """A case in words names lengths, says whether it is compiled, and shortens dtypes."""
-    facts = {"size": "small", "context": 512, "seq": 8, "compiled": True, "dtype": "bfloat16"}
-    assert rows.label(facts, *facts, "batch") == "small, context 512, N = 8, compiled, bf16"
-    assert rows.label({"compiled": False, "impl": None}, "compiled", "impl") == "eager"
-
-
 @pytest.mark.parametrize("power", [-1.0, 0.0, 1.0, 1.98])
 def test_exponent_of_a_power_is_found(power):
     """The exponent of exact powers comes out, whatever the factor."""
@@ -47,50 +33,24 @@ def test_exponent_is_of_least_squares():
     assert exponent([(2, 1), (2, 5)]) is exponent([(2, 1), (4, 0)]) is exponent([]) is None
 
 
-def test_ratios_in_words():
-    """The geometric mean and both ends are said with their cases; a single one is just said."""
-    assert geometric_mean([8, 2]) == pytest.approx(4)
-    assert in_words({"a": 2.0}) == "2.00x (a)"
-    assert in_words({"a": 2.0, "b": 8.0, "c": 4.0}) == (
-        "4.00x in the geometric mean of 3 cases, from 2.00x (a) to 8.00x (b)"
-    )
-
-
 @pytest.mark.parametrize(
-    ("made", "wanted"),
+    ("unit", "values", "wanted"),
     [
-        (units.digits(1234.4), "1234"),
-        (units.digits(12.34), "12.3"),
-        (units.digits(0.012345), "0.0123"),
-        (units.digits(0), "0"),
-        (units.ms(0.00123456), "1.23"),
-        (units.microseconds(2.85e-5), "28.5"),
-        (units.gib(3 * 2**30), "3"),
-        (units.binary(20 * 2**20), "20 MiB"),
-        (units.binary(2**30), "1 GiB"),
-        (units.binary(100), "100 B"),
-        (units.tera(4.5e14), "450"),
-        (units.percent(0.567), "57%"),
-        (units.percent(0.0123), "1.2%"),
-        (units.percent(-0.6), "-60%"),
-        (units.times(0.97), "0.97x"),
-        (units.times(12.34), "12.3x"),
-        (units.times(1234), "1234x"),
-        (units.of_roof(0.5), "50%"),
-        (units.of_roof(1.5), "150%*"),
-        (units.of_roof(None), ""),
-        (units.spread({"mean": 0.01, "std": 0.001}), "10 ± 1"),
-        (units.spread({"mean": 0.01}), ""),
-        (units.or_mark({"status": "oom"}, units.ms), "OOM"),
-        (units.or_mark({"status": "ok", "seconds": 0.01}, units.ms), "10"),
-        (units.or_mark(None, units.ms), ""),
-        *((unit(None), "") for unit in (units.digits, units.ms, units.gib, units.tera)),
-        (units.percent(None), ""),
+        (units.digits, [1234.4, 12.34, 0.012345, 0, None], ["1234", "12.3", "0.0123", "0", ""]),
+        (units.ms, [0.00123456, None], ["1.23", ""]),
+        (units.microseconds, [2.85e-5], ["28.5"]),
+        (units.gib, [3 * 2**30, None], ["3", ""]),
+        (units.tera, [4.5e14, None], ["450", ""]),
+        (units.binary, [20 * 2**20, 2**30, 100], ["20 MiB", "1 GiB", "100 B"]),
+        (units.percent, [0.567, 0.0123, -0.6, None], ["57%", "1.2%", "-60%", ""]),
+        (units.times, [0.97, 12.34, 1234], ["0.97x", "12.3x", "1234x"]),
+        (units.of_roof, [0.5, 1.5, None], ["50%", "150%*", ""]),
+        (units.spread, [{"mean": 0.01, "std": 0.001}, {"mean": 0.01}], ["10 ± 1", ""]),
     ],
 )
-def test_three_digits_and_a_unit(made, wanted):
+def test_three_digits_and_a_unit(unit, values, wanted):
     """Numbers have three digits and the unit of the column; what is missing is empty."""
-    assert made == wanted
+    assert [unit(value) for value in values] == wanted
 
 
 @pytest.mark.parametrize(

@@ -23,21 +23,6 @@ def row(name, status="ok", **facts):
     return {"study": "flash", "name": name, "status": status, **facts}
 
 
-def keep(path, rows, made="2026-01-01", machine="nvidia-h200", **entries):
-    """Write a kept run of these rows and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    saved = {
-        **HEADER,
-        "machine_info": {"accelerator": machine},
-        "datetime": made,
-        "benchmarks": [{"extra_info": r} for r in rows if r["status"] == "ok"],
-        "unmeasured": [r for r in rows if r["status"] != "ok"],
-        **entries,
-    }
-    path.write_text(json.dumps(saved))
-    return path
-
-
 def test_row_is_on_disk_as_soon_as_it_is_made(tmp_path):
     """What was measured before a crash can be read after it, with its raw samples."""
     journal = Journal(tmp_path / "nvidia-h200" / "partial.jsonl")
@@ -85,12 +70,12 @@ def test_journal_broken_in_the_middle_is_refused(tmp_path):
         Journal.resume(path)
 
 
-def test_journal_and_kept_run_read_alike(tmp_path):
+def test_journal_and_kept_run_read_alike(tmp_path, keep):
     """The same rows come out of a journal and of pytest-benchmark's JSON, measured ones first."""
     journal = Journal(tmp_path / "partial.jsonl")
     journal.add(row("one"), [1e-3], header=HEADER)
     journal.add(row("two", "unsupported"), [], header=HEADER)
-    path = keep(tmp_path / "0001_abc.json", [row("one"), row("two", "unsupported")])
+    path = keep(tmp_path / "0001_abc.json", row("one"), row("two", "unsupported"), **HEADER)
     made, saved = load(journal.path), load(path)
     assert saved.rows == [row("one"), row("two", "unsupported")]
     assert [{**r, "samples": 0} for r in saved.rows] == [{**r, "samples": 0} for r in made.rows]
@@ -100,11 +85,11 @@ def test_journal_and_kept_run_read_alike(tmp_path):
     assert (saved.made, saved.name) == ("2026-01-01", f"{tmp_path.name}/0001_abc.json")
 
 
-def test_statistics_come_from_stats(tmp_path):
+def test_statistics_come_from_stats(tmp_path, keep):
     """A kept row has pytest-benchmark's statistics, without samples; what it says itself wins."""
     stats = {"median": 2.0, "mean": 2.5, "stddev": 0.5, "rounds": 9, "q1": 1.0, "q3": 3.0}
     cases = [{"extra_info": row("a", rounds=7), "stats": stats | {"iqr": 2.0}}, {"extra_info": {}}]
-    run = load(keep(tmp_path / "0001_x.json", [], benchmarks=cases))
+    run = load(keep(tmp_path / "0001_x.json", benchmarks=cases))
     wanted = {"seconds": 2.0, "mean": 2.5, "std": 0.5, "rounds": 7, "q1": 1.0, "q3": 3.0}
     assert run.rows == [row("a") | wanted]
 
@@ -134,19 +119,19 @@ def test_anything_else_is_refused_by_name(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("fact", ["study", "name", "status"])
-def test_row_without_its_name_is_refused(tmp_path, fact):
+def test_row_without_its_name_is_refused(tmp_path, keep, fact):
     """A row that does not say which case of which study it is would be lost: it is an error."""
     bare = {name: value for name, value in row("a").items() if name != fact}
-    path = keep(tmp_path / "0001_x.json", [], benchmarks=[{"extra_info": bare}])
+    path = keep(tmp_path / "0001_x.json", benchmarks=[{"extra_info": bare}])
     with pytest.raises(ValueError, match=fact):
         load(path)
 
 
-def test_kept_runs_are_of_the_accelerator_measured_last(tmp_path):
+def test_kept_runs_are_of_the_accelerator_measured_last(tmp_path, keep):
     """All runs of one accelerator are found, oldest first, whatever their numbers."""
-    keep(tmp_path / "a" / "0007_x.json", [], "2026-01-02", "a")
-    keep(tmp_path / "a" / "0008_x.json", [], "2026-01-01", "a")
-    keep(tmp_path / "b" / "0001_x.json", [], "2026-01-03", "b")
+    keep(tmp_path / "a" / "0007_x.json", made="2026-01-02", machine="a")
+    keep(tmp_path / "a" / "0008_x.json", made="2026-01-01", machine="a")
+    keep(tmp_path / "b" / "0001_x.json", made="2026-01-03", machine="b")
     (tmp_path / "a" / "unfinished-2.jsonl").write_text("{}")
     assert [run.name for run in kept(tmp_path)] == ["b/0001_x.json"]
     assert [run.name for run in kept(tmp_path, "a")] == ["a/0008_x.json", "a/0007_x.json"]
@@ -156,9 +141,9 @@ def test_kept_runs_are_of_the_accelerator_measured_last(tmp_path):
         kept(tmp_path / "nowhere")
 
 
-def test_a_run_that_broke_off_is_kept_by_its_name(tmp_path):
+def test_a_run_that_broke_off_is_kept_by_its_name(tmp_path, keep):
     """A journal that was given a number is a kept run, dated by its header."""
-    keep(tmp_path / "nvidia-h200" / "0001_x.json", [], "2026-01-02")
+    keep(tmp_path / "nvidia-h200" / "0001_x.json", made="2026-01-02")
     journal = Journal(tmp_path / "nvidia-h200" / "unfinished-1.jsonl")
     journal.add(row("one"), [1e-3], header=HEADER | {"datetime": "2026-01-03"})
     assert len(kept(tmp_path)) == 1

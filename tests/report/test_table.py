@@ -13,20 +13,14 @@ from flashattn.report.table import document, markdown, tables
 
 
 def test_columns_line_up():
-    """The first column is to the left and the others to the right, each as wide as its cells."""
-    table = Table(caption="", header=["a", "long"], lines=[["first", "1"], ["b", "12345"]], rows=[])
-    assert markdown(table).splitlines() == [
-        "| a     |  long |",
-        "| ----- | ----: |",
-        "| first |     1 |",
-        "| b     | 12345 |",
+    """Columns are as wide as their cells, and no cell breaks the table."""
+    lines = [["f<a|b>*", "1"], ["b", "12345"]]
+    assert markdown(Table(caption="", header=["a", "long"], lines=lines)).splitlines() == [
+        "| a          |  long |",
+        "| ---------- | ----: |",
+        r"| f\<a\|b>\* |     1 |",
+        "| b          | 12345 |",
     ]
-
-
-def test_no_cell_breaks_its_table():
-    """What Markdown would read as its own is escaped, so that a kernel's name stays one cell."""
-    table = Table(caption="", header=["name"], lines=[["f<a|b>*"]], rows=[])
-    assert markdown(table).splitlines()[-1] == r"| f\<a\|b>\* |"
 
 
 def test_a_terminal_s_width_is_kept(made_run, monkeypatch):
@@ -39,7 +33,7 @@ def test_a_terminal_s_width_is_kept(made_run, monkeypatch):
         assert all(len(line) <= 30 for line in lines) != wide
 
 
-def test_circumstances_are_named(made_run):
+def test_circumstances_and_roofs_are_named(made_run):
     """A line says on which GPU, at what power and clocks, with what code, and when."""
     assert circumstances(made_run) == (
         "NVIDIA H200, 700 W, 1980 → 1755 MHz, driver 580.1, torch 2.11, "
@@ -47,59 +41,41 @@ def test_circumstances_are_named(made_run):
     )
     assert "changes" not in circumstances(replace(made_run, commit={"id": "01", "dirty": False}))
     assert circumstances(Run(machine={}, commit={"id": "unknown"})) == "unknown machine"
-
-
-def test_roofs_are_named(made_run):
-    """The roofs stand in one sentence; without any there is none."""
     wanted = "bf16 800, tf32 400, fp32 50 TFLOP/s, copy 4.2 TB/s (read + write)"
     assert roofs(made_run) == f"Roofs, measured in this run: {wanted}."
     assert roofs(replace(made_run, roofs={})) == ""
 
 
-def table(*rows):
-    """Return a table of these rows with a note."""
-    made = [{"study": "x", "name": str(i), "status": "ok"} | row for i, row in enumerate(rows)]
-    return Table(caption="", header=[], lines=[], rows=made, notes=["* a note"])
-
-
 def test_footnotes_name_command_clock_and_brakes(made_run):
-    """Under a table stand its notes, its command, its clock, and what held that back."""
-    cold = {"clock": "device time, cold L2", "sm_hertz": 1.7e9}
-    rows = [{"throttled": ["power cap"], **cold}, {"late": 3, **cold}]
-    note, line = footnotes(made_run, table(*rows))
-    assert note == "* a note"
+    """Under a table stand for each of its runs command, clock, and what held that back."""
+    cold = {"study": "x", "status": "ok", "clock": "device time, cold L2", "sm_hertz": 1.7e9}
+    rows = [cold | {"name": "0", "throttled": ["power cap"]}, cold | {"name": "1", "late": 3}]
+    table = Table(caption="", header=[], lines=[], rows=rows)
+    (line,) = footnotes(made_run, table)
     assert line == (
         f"{circumstances(made_run)}. pytest benchmarks --sweep full, {made_run.name}. "
         "device time, cold L2; at 1700 MHz; 1 of 2 rows held back by power cap; "
         "1 of 2 rows with samples that began before all was queued"
     )
-
-
-def test_every_run_of_a_merged_table_is_named(made_run):
-    """Rows of two runs are followed by a line for each."""
-    rows = table({}, {}).rows
     run = merge(replace(made_run, command=f"part {i}", rows=[row]) for i, row in enumerate(rows))
-    _, *lines = footnotes(run, table(*run.rows))
+    lines = footnotes(run, replace(table, rows=run.rows))
     assert [f"part {i}" in line for i, line in enumerate(lines)] == [True, True]
 
 
 def test_reasons_are_listed_once():
-    """A reason stands once, with its mark and the number of cases that it holds for."""
+    """A reason stands once, with its mark and its number of cases; that of a check is shortened.
+
+    What a check wanted and got is told; how it was raised and what naive got is not.
+    """
     gone = {"status": "unsupported", "reason": "flex is not here"}
     full = {"status": "oom", "reason": "naive ran out of memory"}
-    assert reasons([gone, gone, full, {"status": "ok"}, {"status": "failed"}]) == [
+    said = "bench_forward[x]: _pytest.outcomes.XFailed: sdpa: o: max error 2e-07, budget 1e-07 "
+    wrong = {"status": "failed", "reason": f"{said}(naive=Error(max=5e-08, mean=1e-08, bias=0.0))"}
+    assert reasons([gone, gone, full, {"status": "ok"}, {"status": "failed"}, wrong]) == [
         "flex is not here (- in 2 cases)",
         "naive ran out of memory (OOM in 1 case)",
         "no reason was given (FAILED in 1 case)",
-    ]
-
-
-def test_a_failed_check_is_told_without_its_details():
-    """What a check wanted and got is told; how it was raised and what naive got is not."""
-    said = "bench_forward[x]: _pytest.outcomes.XFailed: sdpa: o: max error 2e-07, budget 1e-07 "
-    row = {"status": "failed", "reason": f"{said}(naive=Error(max=5e-08, mean=1e-08, bias=0.0))"}
-    assert reasons([row]) == [
-        "bench_forward[x]: sdpa: o: max error 2e-07, budget 1e-07 (FAILED in 1 case)"
+        "bench_forward[x]: sdpa: o: max error 2e-07, budget 1e-07 (FAILED in 1 case)",
     ]
 
 
@@ -127,12 +103,8 @@ def test_page_names_the_origin_under_every_table(made_run):
 def test_marks_are_explained_beside_their_table(made_run):
     """What a mark in a cell means is said in the terminal and in Markdown."""
     run = replace(made_run, rows=[r | {"q1": 0.0, "q3": 9.0} for r in made_run.study("flash")])
-    for text, other in (
-        (tables(run), tables(made_run)),
-        (document(run, {}), document(made_run, {})),
-    ):
+    for text in (tables(run), document(run, {})):
         assert "~ the quartiles are further apart than 25% of the median" in text
-        assert "the quartiles" not in other
 
 
 def test_nothing_measured_is_no_table(made_run):

@@ -20,40 +20,49 @@ MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
 COLOURS = {"yes": "#3fa968", "NO": "#e4573d", "-": "#9aa4b1", "CRASH": "#b3261e"}  # by mark
 
 
-def _errors(run: Run) -> list[Row]:
+def _errors(rows: list[Row]) -> list[Row]:
     """Return a row for each error: maximum and mean of each output, for each kind of values."""
     return [
         row
         | {"values": values, "output": name, "kind": kind, "bias": error.get("bias")}
         | {"error": error.get(kind), "budget": error.get(f"{kind}_budget")}
-        for row in ok(run.study(NAME), "impl", "dtype", "head_dim", "errors")
+        for row in ok(rows, "impl", "dtype", "head_dim", "errors")
         for values, outputs in row["errors"].items()
         for name, error in outputs.items()
         for kind in KINDS
     ]
 
 
-def judged(run: Run) -> list[Row]:
+def judged(rows: list[Row]) -> list[Row]:
     """Return a row for each error that has a budget."""
-    return [row for row in _errors(run) if not math.isnan(share(row))]
+    return [row for row in _errors(rows) if not math.isnan(share(row))]
 
 
-def kept(run: Run) -> dict[str, tuple[int, int]]:
+def kept(rows: list[Row]) -> dict[str, tuple[int, int]]:
     """Return how many clauses each implementation keeps, and of how many."""
     return {
         impl: (sum(_verdict(row, name) == "keeps" for name in row["clauses"]), len(row["clauses"]))
-        for impl, row in _contracts(run).items()
+        for impl, row in _contracts(rows).items()
     }
 
 
-def _contracts(run: Run) -> dict[str, Row]:
-    return by(ordered(ok(run.study(NAME), "impl", "clauses"), "impl"), "impl")
+def broken(rows: list[Row]) -> dict[str, list[str]]:
+    """Return the clauses that each implementation breaks: neither kept nor refused."""
+    return {
+        impl: [name for name in row["clauses"] if _verdict(row, name) in ("breaks", "crashes")]
+        for impl, row in _contracts(rows).items()
+    }
+
+
+def _contracts(rows: list[Row]) -> dict[str, Row]:
+    return by(ordered(ok(rows, "impl", "clauses"), "impl"), "impl")
 
 
 def tables(run: Run) -> list[Table]:
     """Return the errors by dtype and head dimension, the clauses, and reasons for failures."""
-    found, contracts = groups(_errors(run), "dtype", "head_dim"), _contracts(run)
-    errors = [_table(own) for own in found.values()]
+    rows = run.study(NAME)
+    contracts = _contracts(rows)
+    errors = [_table(own) for own in groups(_errors(rows), "dtype", "head_dim").values()]
     return filled(*errors, _clauses(contracts), _reasons(contracts))
 
 
@@ -118,8 +127,8 @@ def _reasons(contracts: dict[str, Row]) -> Table:
 
 def findings(run: Run) -> list[str]:
     """Return, for each implementation, how often it exceeds budgets and which clauses it breaks."""
-    said = []
-    for (impl,), own in groups(judged(run), "impl").items():
+    rows, said = run.study(NAME), []
+    for (impl,), own in groups(judged(rows), "impl").items():
         worst = [max(errors, key=share) for errors in groups(own, "kind").values()]
         ends = [
             f"its {row['kind']} error reaches {digits(share(row))} of the budget "
@@ -128,21 +137,19 @@ def findings(run: Run) -> list[str]:
         ]
         above = f"{impl} exceeds its budget in {sum(share(row) > 1 for row in own)} of {len(own)}"
         said.append(f"{above} errors; {' and '.join(ends)}.")
-    contracts = _contracts(run)
-    for impl, (count, of) in kept(run).items():
-        clauses = contracts[impl]["clauses"]
-        broken = [c for c in clauses if _verdict(contracts[impl], c) in ("breaks", "crashes")]
-        end = "; ".join(broken) or "none"
-        said.append(f"{impl} keeps {count} of {of} clauses and breaks {end}.")
+    for (impl, (count, of)), names in zip(kept(rows).items(), broken(rows).values(), strict=True):
+        said.append(
+            f"{impl} keeps {count} of {of} clauses and breaks {'; '.join(names) or 'none'}."
+        )
     return said
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the errors by output with their budgets, for each kind of values; and the clauses."""
-    drawn = {}
-    for (kind,), rows in groups(_errors(run), "values").items():
-        drawn[f"{NAME}-{kind.replace('_', '-')}"] = _picture(kind.replace("_", " "), rows)
-    clauses = _clauses(_contracts(run))
+    drawn, rows = {}, run.study(NAME)
+    for (kind,), own in groups(_errors(rows), "values").items():
+        drawn[f"{NAME}-{kind.replace('_', '-')}"] = _picture(kind.replace("_", " "), own)
+    clauses = _clauses(_contracts(rows))
     return drawn | ({f"{NAME}-contract": _kept(clauses)} if clauses.lines else {})
 
 

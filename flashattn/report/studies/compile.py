@@ -81,7 +81,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
     rows = [row for row in timed(run.study(NAME)) if gain(row) is not None]
     records = [
         {"panel": "", "place": _named(row), "value": plot.exact(gain(row) or 0)}
-        | {"said": times(gain(row)), "ours": row["impl"] in KERNELS}
+        | {"said": times(gain(row)), "ours": row.get("impl") in KERNELS}
         for own in groups(rows, "subject").values()
         for row in ordered(own, *CASE, *DOING)[:MOST]
     ]

@@ -7,10 +7,10 @@ from itertools import product
 from flashattn.report import plot
 from flashattn.report.fit import exponent, in_words
 from flashattn.report.rows import (
-    ANY_ORDER,
     KERNELS,
     NAIVE,
     OURS,
+    best,
     by,
     groups,
     known,
@@ -24,12 +24,11 @@ from flashattn.report.rows import (
 )
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import MARKS, TERA, ms, notes, of_roof, tera, word
+from flashattn.report.units import MARKS, TERA, ms, of_roof, tera, word
 
 NAME = "flash"
 TITLE = "FlashAttention"
 QUESTION = "How fast are forward and backward, compared with the alternatives and with the roof?"
-OWN = (*KERNELS, ANY_ORDER, "tiled")  # not peers
 ONE_HEAD = "one_head"
 FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv", "problem")
@@ -65,7 +64,7 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
         lines.append([problem, *cells, _ratio(cases)])
     header = ["problem", *impls, "ours / best peer"]
     caption = f"{where}: {unit}"
-    return Table(caption=caption, header=header, lines=lines, rows=rows, notes=notes(lines))
+    return Table(caption=caption, header=header, lines=lines, rows=rows)
 
 
 def sizes(rows: list[Row]) -> str:
@@ -103,21 +102,12 @@ def _best_pair(cases: list[Row]) -> Duel | None:
 
     Peers measured in the same run as ours take precedence over others.
     """
-    ours = fastest(cases)
-    peers = [row for row in by(timed(cases), "impl").values() if row["impl"] not in OWN]
-    if ours is None or not peers:
+    ours = best(cases, ours=True)
+    if ours is None:
         return None
-    beside = [row for row in peers if same_run(row, ours)]
-    return min(beside or peers, key=_seconds), ours
-
-
-def fastest(cases: list[Row]) -> Row | None:
-    """Return the row of our fastest kernel."""
-    return min((row for row in timed(cases) if row["impl"] in KERNELS), key=_seconds, default=None)
-
-
-def _seconds(row: Row) -> float:
-    return float(row["seconds"])
+    beside = [row for row in cases if same_run(row, ours)]
+    peer = best(beside, ours=False) or best(cases, ours=False)
+    return (peer, ours) if peer else None
 
 
 def same_run(a: Row, b: Row) -> bool:
@@ -168,7 +158,7 @@ def _wins_of(found: list[Duel]) -> str:
 def _slower(rows: list[Row]) -> list[str]:
     """Return how often, and up to which length, ours is slower than naive attention."""
     sides = [
-        (by(timed(cases), "impl").get(NAIVE), fastest(cases))
+        (by(timed(cases), "impl").get(NAIVE), best(cases, ours=True))
         for cases in groups(rows, *SHAPE).values()
     ]
     both = [(naive, ours) for naive, ours in sides if naive and ours]
@@ -185,9 +175,9 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
     ours = [row for row in timed(rows) if row["impl"] in KERNELS]
     if not ours:
         return []
-    best = max(ours, key=lambda row: speed(row) or 0)
-    roof = reached(run, best, best["dtype"])
-    return [f"ours reaches {tera(speed(best))} TFLOP/s ({best['problem']}){roof}"]
+    top = max(ours, key=lambda row: speed(row) or 0)
+    roof = reached(run, top, top["dtype"])
+    return [f"ours reaches {tera(speed(top))} TFLOP/s ({top['problem']}){roof}"]
 
 
 def _growth(rows: list[Row]) -> list[str]:

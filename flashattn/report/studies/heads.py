@@ -6,7 +6,7 @@ from flashattn.report import plot
 from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import microseconds, notes, of_roof, or_mark, times
+from flashattn.report.units import microseconds, of_roof, or_mark, times
 
 NAME = "heads"
 TITLE = "Grouped heads and decoding"
@@ -36,14 +36,12 @@ def tables(run: Run) -> list[Table]:
         impls, lines = values(timed(own), "impl"), []
         for (problem,), cases in groups(own, "problem").items():
             sides = by(cases, "impl")
-            cells = [or_mark(sides[x], microseconds) if x in sides else "" for x in impls]
+            cells = [or_mark(sides.get(x), microseconds) for x in impls]
             share = [of_copy(run, cases)] if what == "decoding" else []
             lines.append([problem, *cells, times(over_peer(cases)), *share])
         header = ["problem", *impls, "ours / best peer"]
         header += ["of the copy's bandwidth"] if what == "decoding" else []
-        found.append(
-            Table(caption=f"{what}: µs", header=header, lines=lines, rows=own, notes=notes(lines))
-        )
+        found.append(Table(caption=f"{what}: µs", header=header, lines=lines, rows=own))
     return filled(*found)
 
 

@@ -8,7 +8,7 @@ from flashattn.report import plot
 from flashattn.report.rows import attempted, by, groups, known, label, ordered, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import microseconds, ms, notes, or_mark, times
+from flashattn.report.units import microseconds, ms, or_mark, times
 
 NAME = "integrations"
 TITLE = "Drop-ins"
@@ -60,9 +60,7 @@ def tables(run: Run) -> list[Table]:
             lines.append([*case, *(or_mark(sides.get(x), cell) for x in names), ratio])
         header = [*CALL, *names, f"{ACTIVATED} / {DIRECT}"]
         caption = f"A call: {what} in {unit}"
-        found.append(
-            Table(caption=caption, header=header, lines=lines, rows=rows, notes=notes(lines))
-        )
+        found.append(Table(caption=caption, header=header, lines=lines, rows=rows))
     return filled(*found, _of_steps(_steps(run)))
 
 
@@ -77,7 +75,7 @@ def _of_steps(rows: list[Row]) -> Table:
         lines.append([label(own[0], *STEP), *cells, *ratios, ", ".join(told)])
     header = ["step", *names, *(f"speed / {x}" for x in peers), "waits"]
     caption = "Forward and backward of a model: ms, and how often the host waits for the device"
-    return Table(caption=caption, header=header, lines=lines, rows=rows, notes=notes(lines))
+    return Table(caption=caption, header=header, lines=lines, rows=rows)
 
 
 def findings(run: Run) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 from flashattn.report import plot, units
-from flashattn.report.fit import geometric_mean, in_words
+from flashattn.report.fit import in_words
 from flashattn.report.rows import (
-    KERNELS,
     NAIVE,
     OURS,
     attempted,
@@ -17,6 +17,7 @@ from flashattn.report.rows import (
     known,
     label,
     ordered,
+    over_peer,
     pairs,
     reached,
     share,
@@ -26,7 +27,6 @@ from flashattn.report.rows import (
     worst,
 )
 from flashattn.report.runs import Row, Run
-from flashattn.report.studies.flash import OWN
 from flashattn.report.study import Table, facts, filled
 
 NAME = "lm"
@@ -158,12 +158,8 @@ def findings(run: Run) -> list[str]:
 
 def _against_peers(rows: list[Row]) -> list[str]:
     """Return our speed over the fastest peer's in checkpointed steps."""
-    ratios = {}
-    for own in groups(known(timed(rows), "impl"), *LONG, "batch", "precision", "compiled").values():
-        ours = [row["seconds"] for row in own if row["impl"] in KERNELS]
-        peers = [row["seconds"] for row in own if row["impl"] not in OWN]
-        if ours and peers:
-            ratios[label(own[0], *LONG)] = min(peers) / min(ours)
+    found = groups(known(timed(rows), "impl"), *LONG, "batch", "precision", "compiled").values()
+    ratios = {label(own[0], *LONG): ratio for own in found if (ratio := over_peer(own))}
     said = "Speed of a checkpointed train step, ours / the fastest peer"
     return [f"{said}: {in_words(ratios)}."] if ratios else []
 

@@ -16,7 +16,7 @@ from flashattn.report.rows import (
 )
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import digits, ms, notes, or_mark, percent, times
+from flashattn.report.units import digits, ms, or_mark, percent, times
 
 NAME = "masks"
 TITLE = "Masks"
@@ -35,12 +35,10 @@ def tables(run: Run) -> list[Table]:
         impls, lines = values(timed(own), "impl"), []
         for (pairs, problem), cases in groups(own, "pairs", "problem").items():
             sides = by(cases, "impl")
-            cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
+            cells = [or_mark(sides.get(x), ms) for x in impls]
             lines.append([problem, digits(pairs / 1e6), *cells, times(over_peer(cases))])
         header = ["problem", "million pairs", *impls, "ours / best peer"]
-        found.append(
-            Table(caption=f"{name}: ms", header=header, lines=lines, rows=own, notes=notes(lines))
-        )
+        found.append(Table(caption=f"{name}: ms", header=header, lines=lines, rows=own))
     return filled(*found)
 
 

@@ -160,7 +160,7 @@ def _picture(title: str, records: list[plot.Record]) -> plot.Picture:
 def _records(row: Row) -> list[plot.Record]:
     """Return the timeline of a step in at most ``DRAWN`` points, each the most in its span."""
     (start, _), *_, (end, _) = row["timeline"]
-    panel, spans = {"panel": row["step"]}, dict[int, list[float]]()
+    panel, spans = {"panel": label(row, "step")}, dict[int, list[float]]()
     for second, count in row["timeline"]:
         point = [1e3 * (second - start), count / GIBI]
         span = int(DRAWN * (second - start) / (end - start or 1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from flashattn.report import plot
-from flashattn.report.rows import attempted, by, groups, known, label, timed, values
+from flashattn.report.rows import attempted, by, groups, known, label, ordered, timed, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
+from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import binary, digits, ms, or_mark, percent, times
 
 NAME = "parallel"
@@ -34,37 +36,31 @@ def _share(rows: list[Row], row: Row) -> float | None:
 
 
 def _against_peer(rows: list[Row], row: Row) -> float | None:
-    """Return a row's speed over that of PyTorch's on as many GPUs."""
+    """Return the speed of a row of ours over that of PyTorch's on as many GPUs."""
     peers = by(timed(x for x in rows if x["world"] == row["world"]), "method")
     peer = peers.get(PEER)
-    return peer["seconds"] / row["seconds"] if peer and timed([row]) else None
+    ours = timed([row]) and row["method"] != PEER
+    return peer["seconds"] / row["seconds"] if peer and ours else None
 
 
 def tables(run: Run) -> list[Table]:
     """Return a table for each problem and pass, with a line for each method and number of GPUs."""
-    found = []
-    for own in groups(_rows(run), *CASE).values():
-        lines = []
-        for (world, method), (row, *_) in groups(own, "world", "method").items():
-            seconds, tokens = row.get("seconds"), row.get("tokens")
-            peak = row.get("peak_bytes")
-            lines.append(
-                [
-                    str(world),
-                    method,
-                    or_mark(row, ms),
-                    digits(tokens / seconds / 1e3 if tokens and seconds else None),
-                    percent(_share(own, row)),
-                    ms(row.get("predicted_seconds")),
-                    times(_against_peer(own, row)) if method != PEER else "",
-                    binary(peak) if peak else "",
-                ]
-            )
-        header = ["GPUs", "method", "ms", "1000 tokens/s", "of linear", "predicted ms"]
-        header += [f"speed / {PEER}", "peak memory"]
-        caption = f"{label(own[0], *CASE)}: time of the slowest GPU"
-        found.append(Table(caption=caption, header=header, lines=lines, rows=own))
-    return filled(*found)
+    return filled(*(_table(own) for own in groups(_rows(run), *CASE).values()))
+
+
+def _table(rows: list[Row]) -> Table:
+    columns: dict[str, Cell] = {
+        "GPUs": lambda row: str(row["world"]),
+        **facts("method"),
+        "ms": partial(or_mark, unit=ms),
+        UNIT: lambda row: digits(_thousands(row) if known(timed([row]), "tokens") else None),
+        "of linear": lambda row: percent(_share(rows, row)),
+        "predicted ms": lambda row: ms(row.get("predicted_seconds")),
+        f"speed / {PEER}": lambda row: times(_against_peer(rows, row)),
+        "peak memory": lambda row: binary(row["peak_bytes"]) if row.get("peak_bytes") else "",
+    }
+    caption = f"{label(rows[0], *CASE)}: time of the slowest GPU"
+    return Table.of(caption, ordered(rows, "world", "method"), columns)
 
 
 def findings(run: Run) -> list[str]:

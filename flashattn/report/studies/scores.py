@@ -8,7 +8,7 @@ from flashattn.report import plot
 from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
-from flashattn.report.units import ms, notes, or_mark, times
+from flashattn.report.units import ms, or_mark, times
 
 NAME = "scores"
 TITLE = "Scores"
@@ -61,13 +61,11 @@ def tables(run: Run) -> list[Table]:
         impls, plain, lines = values(timed(own), "impl"), _plain(own), []
         for (said,), cases in groups(own, "scores").items():
             sides, ours = by(cases, "impl"), _best(cases, ours=True)
-            cells = [or_mark(sides[x], ms) if x in sides else "" for x in impls]
+            cells = [or_mark(sides.get(x), ms) for x in impls]
             lines.append([said, *cells, times(_ratio(ours, plain)), times(over_peer(cases))])
         header = ["scores", *impls, "time / plain", "ours / best peer"]
         caption = f"{shape}, {name}: ms"
-        found.append(
-            Table(caption=caption, header=header, lines=lines, rows=own, notes=notes(lines))
-        )
+        found.append(Table(caption=caption, header=header, lines=lines, rows=own))
     return filled(*found)
 
 

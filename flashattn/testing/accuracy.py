@@ -32,7 +32,7 @@ eps. So it is in fp16 where naive overflows, as dS times a softcap does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -53,6 +53,7 @@ from flashattn.testing.stored import stored_terms
 
 SMALL = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept for long
 MEAN_SAMPLE = 1024
+OF_KEYS = ("dk", "dv")  # outputs with a row for each key
 FLUSHED = torch.finfo(torch.float32).tiny
 
 
@@ -192,6 +193,14 @@ class Expected:
             sizes = {name: max(size, larger[name]) for name, size in sizes.items()}
         flushed = FLUSHED if case.inputs[0].is_cuda or not case.denormals else 0.0
         return cls(exact, naive, sizes, stored_terms(case, exact), flushed)
+
+    def of_keys(self, rows: slice) -> Expected:
+        """Return it where of dk and dv some rows alone are held against it."""
+        exact, stored = (
+            {name: x[..., rows, :] if name in OF_KEYS else x for name, x in outputs.items()}
+            for outputs in (self.exact, self.stored)
+        )
+        return replace(self, exact=exact, stored=stored)
 
     def failures(self, got: Outputs) -> list[str]:
         """Return a sentence for each budget that ``got`` breaks."""

@@ -51,10 +51,9 @@ def predict(
         keep: whether fetched keys are kept for the backward.
     """
     task = Task(problem.mask, problem.seq_q, problem.seq_kv, placement)
-    each = {"forward": _forward, "backward": _backward}
     ranks = [
         sum(
-            each[name](problem, placement, plan(task, rank), rank, machine, keep=keep)
+            _seconds(name, problem, placement, plan(task, rank), rank, machine, keep=keep)
             for name in passes.split("+")
         )
         for rank in range(placement.world)
@@ -81,25 +80,25 @@ def _exchange(problem: Problem, ours: Plan, rank: int, machine: Machine) -> floa
     return machine.latency + arriving * wide / machine.link + copied / machine.copy
 
 
-def _forward(
-    problem: Problem, placement: Placement, ours: Plan, rank: int, machine: Machine, *, keep: bool
+def _seconds(
+    name: str,
+    problem: Problem,
+    placement: Placement,
+    ours: Plan,
+    rank: int,
+    machine: Machine,
+    *,
+    keep: bool,
 ) -> float:
-    del keep
-    rows = placement.lengths(problem.seq_q)[rank]
-    own, rest = _kernels(problem, ours, rows, machine.forward / (4 * problem.head_dim))
-    if placement.world == 1:
-        return own + rest
-    wide = DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.heads
-    merged = 5 * sum(size(part.rows) for part in ours.parts) * wide if ours.own else 0
-    return max(own, _exchange(problem, ours, rank, machine)) + rest + merged / machine.copy
-
-
-def _backward(
-    problem: Problem, placement: Placement, ours: Plan, rank: int, machine: Machine, *, keep: bool
-) -> float:
-    rows = placement.lengths(problem.seq_q)[rank]
-    own, rest = _kernels(problem, ours, rows, machine.backward / (10 * problem.head_dim))
+    """Return the seconds of the forward, or of the backward, on one rank."""
+    rows, forward = placement.lengths(problem.seq_q)[rank], name == "forward"
+    flops = machine.forward / 4 if forward else machine.backward / 10
+    own, rest = _kernels(problem, ours, rows, flops / problem.head_dim)
     if placement.world == 1:
         return own + rest
     exchanged = _exchange(problem, ours, rank, machine)
-    return max(own, exchanged) + rest + (0 if keep else exchanged)
+    if not forward:
+        return max(own, exchanged) + rest + (0 if keep else exchanged)
+    wide = DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.heads
+    merged = 5 * sum(size(part.rows) for part in ours.parts) * wide if ours.own else 0
+    return max(own, exchanged) + rest + merged / machine.copy

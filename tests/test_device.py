@@ -34,45 +34,31 @@ class FakeNvml:
         """Start with a driver, and with all that a GPU tells."""
         self.driver, self.gpus = True, ["GPU-aaaa-1111", "GPU-bbbb-2222"]
         self.facts = {
-            "PowerManagementLimit": {"GPU-aaaa-1111": 300_000, "GPU-bbbb-2222": 700_000},
-            "ClockInfo": {"GPU-aaaa-1111": 1200, "GPU-bbbb-2222": 1980},
-            "PowerUsage": {"GPU-bbbb-2222": 512_250},
-            "CurrentClocksThrottleReasons": {"GPU-bbbb-2222": 0x5},
+            "PowerManagementLimit": [300_000, 700_000],
+            "ClockInfo": [1200, 1980],
+            "PowerUsage": [None, 512_250],
+            "CurrentClocksThrottleReasons": [None, 0x5],
         }
 
+    def given(self, fact):
+        """Return a fact, or say that there is none."""
+        if fact is None:
+            raise self.NVMLError
+        return fact
+
     def __getattr__(self, name):
-        """Answer ``nvmlDeviceGetX`` from the facts; what is not there is not supported."""
-        facts = self.facts.get(name.removeprefix("nvmlDeviceGet"), {})
-
-        def query(gpu, *_):
-            if gpu not in facts:
-                raise self.NVMLError
-            return facts[gpu]
-
-        return query
-
-    def nvmlInit(self):  # noqa: N802 - NVML's name
-        """Fail without a driver."""
-        if not self.driver:
-            raise self.NVMLError
-
-    def nvmlSystemGetDriverVersion(self):  # noqa: N802
-        """Return a version."""
-        return "580.1"
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        """Return the number of GPUs."""
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        """Return a GPU."""
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        """Return a GPU."""
-        if uuid not in self.gpus:
-            raise self.NVMLError
-        return uuid
+        """Answer ``nvmlX`` for a GPU that is known by its place."""
+        found = self.facts.get(name.removeprefix("nvmlDeviceGet"), [None, None])
+        others = {
+            "nvmlInit": lambda: self.given(self.driver or None),
+            "nvmlSystemGetDriverVersion": lambda: "580.1",
+            "nvmlDeviceGetCount": lambda: len(self.gpus),
+            "nvmlDeviceGetHandleByIndex": lambda i: i,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: self.given(
+                self.gpus.index(uuid) if uuid in self.gpus else None
+            ),
+        }
+        return others.get(name, lambda gpu, *_: self.given(found[gpu]))
 
 
 @pytest.fixture

@@ -154,29 +154,19 @@ def test_a_gpu_is_sampled_until_the_block_ends(monkeypatch):
 
 
 def test_reading_is_of_its_span():
-    """A reading is the median of the samples in its span, its ends included, and of no others."""
-    sampled = Monitor(CPU)
-    samples = [(1, 1e9, 100.0), (2, 1.2e9, 300.0), (3, 1.3e9, None), (4, 2e9, 700.0)]
-    sampled._samples += [Sample(at, hertz, watts, None) for at, hertz, watts in samples]
-    assert sampled.between(2, 3) == Reading(1.25e9, 300.0, [])
-    assert sampled.between(0, 9) == Reading(1.25e9, 300.0, [])
+    """A reading is the median of the samples in its span, its ends included, and of no others.
+
+    What held the clock down at any moment is named once; an idle or a set clock is not held.
+    """
+    sampled, free = Monitor(CPU), 0x1 | 0x2 | 0x10 | 0x100  # idle, set, synchronised, a display
+    sampled._samples += [Sample(1, 1e9, 100.0, free), Sample(2, 1.2e9, 300.0, 0x5)]
+    sampled._samples += [Sample(3, 1.3e9, None, 0x2C), Sample(4, 2e9, 7.0, 0xC0)]
+    slow = ["power cap", "hardware slowdown", "thermal slowdown"]
+    assert sampled.between(1, 1) == Reading(1e9, 100.0, [])
+    assert sampled.between(2, 3) == Reading(1.25e9, 300.0, slow)
+    slow += ["hardware thermal slowdown", "power brake"]
+    assert sampled.between(0, 9) == Reading(1.25e9, 100.0, slow)
     assert sampled.between(5, 9) == Reading(None, None, [])
-
-
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [
-        ((0x1, 0x2, 0x10, 0x100), []),  # idle, set by the owner, synchronised, a display
-        ((0x0, 0x4, 0x5), ["power cap"]),
-        ((0x8, 0x20), ["hardware slowdown", "thermal slowdown"]),
-        ((0xC8,), ["hardware slowdown", "hardware thermal slowdown", "power brake"]),
-    ],
-)
-def test_throttling_is_named(bits, words):
-    """What held the clock down at any moment is named once; an idle or a set clock is not held."""
-    sampled = Monitor(CPU)
-    sampled._samples += [Sample(1.0, 1e9, 100.0, each) for each in bits]
-    assert sampled.between(0, 2).throttled == words
 
 
 @pytest.mark.gpu

@@ -42,54 +42,38 @@ def test_naive_is_within():
     assert_accurate(call, SAMPLE)
 
 
-def test_the_sample_repeats():
-    """The same sample draws the same numbers."""
-    one, other = SAMPLE.draw(), SAMPLE.draw()
-    assert all(torch.equal(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
-    assert torch.equal(one.grad_o, other.grad_o)
+WRONG = {
+    "scale": lambda q, k, v: naive(q, k, v, scale=0.2 * 1.02),
+    "mask-late": lambda q, k, v: naive(q, k, v, last=1),
+    "no-mask": lambda q, k, v: naive(q, k, v, last=None),
+    "grouping": lambda q, k, v: naive(q, k.flip(1), v),
+    "lost-row": lambda q, k, v: (naive(q, k, v)[0][..., :-1, :], naive(q, k, v)[1]),
+    "half-dv": lambda q, k, v: naive(q, k, v.detach() + v * 0.5 - v.detach() * 0.5),
+    "no-dlse": lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1].detach() + 0 * q.sum()),
+}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda q, k, v: naive(q, k, v, scale=0.2 * 1.02),
-        lambda q, k, v: naive(q, k, v, last=1),
-        lambda q, k, v: naive(q, k, v, last=None),
-        lambda q, k, v: naive(q, k.flip(1), v),
-        lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1] / 0.693),
-        lambda q, k, v: (naive(q, k, v)[0] * 1.03, naive(q, k, v)[1]),
-        lambda q, k, v: (naive(q, k, v)[0][..., :-1, :], naive(q, k, v)[1]),
-        lambda q, k, v: (
-            naive(q, k, v.detach() + v * 0.5 - v.detach() * 0.5)[0],
-            naive(q, k, v)[1],
-        ),
-        lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1].detach() + 0 * naive(q, k, v)[1]),
-    ],
-    ids=[
-        "scale",
-        "mask-late",
-        "no-mask",
-        "grouping",
-        "lse-base",
-        "o+3%",
-        "lost-row",
-        "half-dv",
-        "no-dlse",
-    ],
-)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_errors_are_seen(wrong):
     """A scale off by 2%, a mask off by one, a wrong group, row or gradient breaks a budget."""
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_accurate(wrong, SAMPLE)
+
+    def call(*inputs):
+        o, lse = WRONG[wrong](*inputs)
+        return o, lse.float()
+
+    with pytest.raises(AssertionError, match=r" error .*, budget |shape"):
+        assert_accurate(call, SAMPLE)
 
 
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize("damage", [1.03, torch.nan, torch.inf])
+@pytest.mark.parametrize("damage", [1.03, torch.nan, torch.inf, "lost row"])
 def test_each_output_is_judged(name, damage):
-    """One output that is 3% off, or NaN or infinite in one place, is reported by its name."""
+    """One output that is 3% off, short of a row, or NaN or infinite once, is reported by name."""
     case = SAMPLE.draw()
     got = run(naive, case)
-    if damage == 1.03:
+    if damage == "lost row":
+        got[name] = got[name][:, :, :-1]
+    elif damage == 1.03:
         got[name] = got[name] * damage
     else:
         got[name].view(-1)[17] = damage
@@ -157,18 +141,11 @@ def test_scores_one_by_one_are_the_references():
     assert one_by_one(case) == {}
 
 
-def test_error_statistics():
-    """Max, mean and bias of known errors."""
-    exact = torch.zeros(4, dtype=torch.float64)
-    assert Error.of(torch.tensor([1.0, -1.0, 3.0, 1.0]), exact) == Error(3.0, 1.5, 1.0)
-
-
 def test_what_is_infinite_is_no_error():
     """A logsumexp of -inf has no size, and no error of which budgets could be made."""
     exact = torch.tensor([-torch.inf, -2.0, 1.0], dtype=torch.float64)
     assert largest({"lse": exact, "o": exact[:0]}) == {"lse": 2.0, "o": 0.0}
-    error = Error.of(torch.tensor([-torch.inf, -2.0, 1.5]), exact)
-    assert (error.max, error.mean, error.bias) == (0.5, 0.25, 0.25)
+    assert Error.of(torch.tensor([-torch.inf, -2.5, 3.5]), exact) == Error(2.5, 1.5, 1.0)
     assert Error.of(exact[:1].float(), exact[:1]) == Error()
 
 

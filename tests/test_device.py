@@ -34,45 +34,31 @@ class FakeNvml:
         """Start with a driver, and with all that a GPU tells."""
         self.driver, self.gpus = True, ["GPU-aaaa-1111", "GPU-bbbb-2222"]
         self.facts = {
-            "PowerManagementLimit": {"GPU-aaaa-1111": 300_000, "GPU-bbbb-2222": 700_000},
-            "ClockInfo": {"GPU-aaaa-1111": 1200, "GPU-bbbb-2222": 1980},
-            "PowerUsage": {"GPU-bbbb-2222": 512_250},
-            "CurrentClocksThrottleReasons": {"GPU-bbbb-2222": 0x5},
+            "PowerManagementLimit": [300_000, 700_000],
+            "ClockInfo": [1200, 1980],
+            "PowerUsage": [None, 512_250],
+            "CurrentClocksThrottleReasons": [None, 0x5],
         }
 
+    def given(self, fact):
+        """Return a fact, or say that there is none."""
+        if fact is None:
+            raise self.NVMLError
+        return fact
+
     def __getattr__(self, name):
-        """Answer ``nvmlDeviceGetX`` from the facts; what is not there is not supported."""
-        facts = self.facts.get(name.removeprefix("nvmlDeviceGet"), {})
-
-        def query(gpu, *_):
-            if gpu not in facts:
-                raise self.NVMLError
-            return facts[gpu]
-
-        return query
-
-    def nvmlInit(self):  # noqa: N802 - NVML's name
-        """Fail without a driver."""
-        if not self.driver:
-            raise self.NVMLError
-
-    def nvmlSystemGetDriverVersion(self):  # noqa: N802
-        """Return a version."""
-        return "580.1"
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        """Return the number of GPUs."""
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        """Return a GPU."""
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        """Return a GPU."""
-        if uuid not in self.gpus:
-            raise self.NVMLError
-        return uuid
+        """Answer ``nvmlX`` for a GPU that is known by its place."""
+        found = self.facts.get(name.removeprefix("nvmlDeviceGet"), [None, None])
+        others = {
+            "nvmlInit": lambda: self.given(self.driver or None),
+            "nvmlSystemGetDriverVersion": lambda: "580.1",
+            "nvmlDeviceGetCount": lambda: len(self.gpus),
+            "nvmlDeviceGetHandleByIndex": lambda i: i,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: self.given(
+                self.gpus.index(uuid) if uuid in self.gpus else None
+            ),
+        }
+        return others.get(name, lambda gpu, *_: self.given(found[gpu]))
 
 
 @pytest.fixture
@@ -168,29 +154,19 @@ def test_a_gpu_is_sampled_until_the_block_ends(monkeypatch):
 
 
 def test_reading_is_of_its_span():
-    """A reading is the median of the samples in its span, its ends included, and of no others."""
-    sampled = Monitor(CPU)
-    samples = [(1, 1e9, 100.0), (2, 1.2e9, 300.0), (3, 1.3e9, None), (4, 2e9, 700.0)]
-    sampled._samples += [Sample(at, hertz, watts, None) for at, hertz, watts in samples]
-    assert sampled.between(2, 3) == Reading(1.25e9, 300.0, [])
-    assert sampled.between(0, 9) == Reading(1.25e9, 300.0, [])
+    """A reading is the median of the samples in its span, its ends included, and of no others.
+
+    What held the clock down at any moment is named once; an idle or a set clock is not held.
+    """
+    sampled, free = Monitor(CPU), 0x1 | 0x2 | 0x10 | 0x100  # idle, set, synchronised, a display
+    sampled._samples += [Sample(1, 1e9, 100.0, free), Sample(2, 1.2e9, 300.0, 0x5)]
+    sampled._samples += [Sample(3, 1.3e9, None, 0x2C), Sample(4, 2e9, 7.0, 0xC0)]
+    slow = ["power cap", "hardware slowdown", "thermal slowdown"]
+    assert sampled.between(1, 1) == Reading(1e9, 100.0, [])
+    assert sampled.between(2, 3) == Reading(1.25e9, 300.0, slow)
+    slow += ["hardware thermal slowdown", "power brake"]
+    assert sampled.between(0, 9) == Reading(1.25e9, 100.0, slow)
     assert sampled.between(5, 9) == Reading(None, None, [])
-
-
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [
-        ((0x1, 0x2, 0x10, 0x100), []),  # idle, set by the owner, synchronised, a display
-        ((0x0, 0x4, 0x5), ["power cap"]),
-        ((0x8, 0x20), ["hardware slowdown", "thermal slowdown"]),
-        ((0xC8,), ["hardware slowdown", "hardware thermal slowdown", "power brake"]),
-    ],
-)
-def test_throttling_is_named(bits, words):
-    """What held the clock down at any moment is named once; an idle or a set clock is not held."""
-    sampled = Monitor(CPU)
-    sampled._samples += [Sample(1.0, 1e9, 100.0, each) for each in bits]
-    assert sampled.between(0, 2).throttled == words
 
 
 @pytest.mark.gpu

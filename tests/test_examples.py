@@ -9,10 +9,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from flashattn import registry
 from flashattn.testing import examples
 from flashattn.testing.examples import Count
-from flashattn.testing.law import share
 
 
 def test_count(monkeypatch):
@@ -36,41 +34,6 @@ def test_count(monkeypatch):
     with pytest.raises(AssertionError):
         wrong()
     assert Count.passed == 7
-
-
-COUNTED = """
-import hypothesis
-import pytest
-from hypothesis import strategies as st
-
-from flashattn.testing.law import law
-
-LESS = hypothesis.settings(max_examples=8)
-
-
-@pytest.mark.parametrize("again", [False, True])
-@LESS
-@hypothesis.given(number=st.integers())
-def test_given(impl, again, number):
-    pass
-
-
-@law()
-def test_law(impl, sample):
-    pass
-"""
-
-
-def test_summary(pytester, request, device, monkeypatch):
-    """The summary says how many examples passed, of properties and of laws, which draw a share."""
-    pytester.makepyfile(COUNTED)
-    pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
-    monkeypatch.setattr(Count, "all", 0)
-    result = pytester.runpytest_inprocess(
-        "--impl", "reference", "--hypothesis-profile", "quick", "-p", "no:cacheprovider"
-    )
-    of_the_law = share(registry.get("reference"), device, "quick")
-    result.stdout.fnmatch_lines([f"hypothesis: {2 * 8 + of_the_law} examples passed"])
 
 
 @pytest.mark.parametrize(

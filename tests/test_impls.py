@@ -14,7 +14,7 @@ from flashattn.problem import Problem, check_scale
 from flashattn.testing import law
 from flashattn.testing.accuracy import Sample, assert_accurate, run_reference
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
-from flashattn.testing.strategies import BIASES, grad_layouts, layouts, problems, scales, values
+from flashattn.testing.strategies import BIASES, SCALES, one_of, problems
 from flashattn.testing.values import VALUES
 
 CASES = [
@@ -281,9 +281,9 @@ def test_any_problem(impl, device, share, data, seed):
         impl,
         device,
         problem,
-        values=data.draw(values(), label="values"),
-        layout=data.draw(layouts(), label="layout"),
-        grad_layout=data.draw(grad_layouts(), label="grad_layout"),
-        scale=data.draw(scales(), label="scale"),
+        values=data.draw(one_of(*VALUES), label="values"),
+        layout=data.draw(one_of(*LAYOUTS), label="layout"),
+        grad_layout=data.draw(one_of(*GRAD_LAYOUTS), label="grad_layout"),
+        scale=data.draw(one_of(*SCALES), label="scale"),
         seed=seed,
     )

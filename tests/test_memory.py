@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,23 +16,24 @@ from flashattn import FlashAttentionPyTorch
 from flashattn.measure import memory as module
 from flashattn.measure.memory import (
     Block,
-    Mark,
     Peak,
     Timeline,
     held_bytes,
-    line_of,
     peak_bytes,
     record,
     thinned,
-    timeline,
 )
 from flashattn.measure.profile import phase
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 KIB = 1024
-TORCH_FRAME = {"filename": f"{module.TORCH}/nn/modules/linear.py", "line": 134, "name": "forward"}
+TORCHS = [
+    {"filename": "<frozen runpy>", "line": 1, "name": "run"},
+    {"filename": "??", "line": 0, "name": "c10::malloc()"},
+    {"filename": f"{module.TORCH}/nn/modules/linear.py", "line": 134, "name": "forward"},
+]
 FRAMES = [
-    TORCH_FRAME,
+    *TORCHS,
     {"filename": "/home/someone/model.py", "line": 12, "name": "forward"},
     {"filename": "/home/someone/train.py", "line": 7, "name": "<module>"},
 ]
@@ -94,21 +95,17 @@ def test_gradients_are_unchanged_by_counting():
 class Allocator:
     """The CUDA allocator as far as it is asked: counts, a history and a snapshot."""
 
-    def __init__(self, patch, *, live=()):
+    def __init__(self, patch, live):
         """Stand in for torch's from now on, with blocks of these bytes live already."""
-        self.trace, self.log, self.segments = [], [], []
-        self.time, self.address = 1_800_000_000_000_000, 4096
-        self.blocks = {}
-        for size in live:
-            self.alloc(size)
-        self.trace.clear()
+        self.trace, self.log, self.time = [], [], 1_800_000_000_000_000
+        self.blocks = {4096 + 512 * i: size for i, size in enumerate(live)}
         self.peak = self.allocated()
         stands_in = {
             "synchronize": lambda _: self.log.append("wait"),
             "memory_allocated": lambda _: self.allocated(),
             "max_memory_allocated": lambda _: self.peak,
             "reset_peak_memory_stats": self.reset,
-            "current_device": lambda: 0,
+            "current_device": lambda: 1,
             "memory._record_memory_history": lambda on, **_: self.log.append(f"history {on}"),
             "memory._snapshot": self.snapshot,
         }
@@ -120,14 +117,14 @@ class Allocator:
         """Write down what is done, a microsecond after what was done before."""
         self.time += 1
         event = {"action": action, "addr": address, "size": size, "time_us": self.time}
-        self.trace.append(event | {"frames": list(frames), "stream": 0})
+        self.trace.append(event | {"frames": list(frames)})
 
     def alloc(self, size, frames=FRAMES):
-        """Return the address of a new block."""
-        address = min({4096 + 512 * i for i in range(len(self.blocks) + 1)} - set(self.blocks))
+        """Return the address of a new block, the first that is free."""
+        address = next(x for x in itertools.count(4096, 512) if x not in self.blocks)
         self.blocks[address] = size
         self.event("alloc", address, size, frames)
-        self.peak = max(getattr(self, "peak", 0), self.allocated())
+        self.peak = max(self.peak, self.allocated())
         return address
 
     def free(self, address):
@@ -147,26 +144,24 @@ class Allocator:
 
     def snapshot(self):
         """Return the history and what is live, beside a free block and another device's."""
-        self.event("snapshot", 0, self.allocated())
-        blocks = [
-            {"address": at, "requested_size": size, "state": state}
-            for (at, size), state in zip(
-                self.blocks.items(), cycle(["active_allocated", "active_pending_free"])
-            )
-        ]
-        others = [
-            {"address": 1 << 30, "requested_size": 9, "state": "inactive"},
-            {"address": 7, "requested_size": 64, "state": "active_allocated"},
-        ]
+
+        def segment(device, blocks, state):
+            names = ("address", "requested_size")
+            found = [dict(zip(names, x, strict=True)) | {"state": state} for x in blocks]
+            return {"device": device, "blocks": found}
+
+        first, *others = self.blocks.items()
         segments = [
-            {"device": 0, "blocks": [*blocks, others[0]]},
-            {"device": 1, "blocks": others[1:]},
+            segment(0, [(7, 64)], "active_allocated"),
+            segment(1, [first], "active_pending_free"),
+            segment(1, others, "active_allocated"),
+            segment(1, [(1 << 30, 9)], "inactive"),
         ]
-        return {"device_traces": [self.trace, []], "segments": segments}
+        return {"device_traces": [[], self.trace], "segments": segments}
 
     def empty(self, size, *, dtype, device):
         """Return a block that is freed once its address was read."""
-        assert (dtype, device) == (torch.uint8, CUDA)
+        assert (dtype, device.type) == (torch.uint8, "cuda")
         address = self.alloc(size, [])
         self.free(address)
         return SimpleNamespace(data_ptr=lambda: address)
@@ -175,12 +170,12 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch):
     """Return a function that makes an allocator that stands in for torch's."""
-    return lambda **options: Allocator(monkeypatch, **options)
+    return lambda *live: Allocator(monkeypatch, live)
 
 
 def test_peak_is_of_the_call(allocator):
     """A peak is of the call alone, ahead of it and after it the device is awaited."""
-    gpu = allocator(live=[100])
+    gpu = allocator(100)
     gpu.free(gpu.alloc(5000))  # a peak of before
 
     def call():
@@ -202,105 +197,81 @@ def test_a_cpu_has_no_peak():
 
 
 def step(gpu):
-    """Return a training step with phases: activations are freed by the backward."""
+    """Return a training step with phases: activations are freed by the backward.
+
+    A block of before is freed, and its address given away again.
+    """
 
     def call():
         with phase("forward"):
             activations = [gpu.alloc(1000) for _ in range(3)]
             with phase("loss"):
                 loss = gpu.alloc(40)
-        gpu.alloc(7, [TORCH_FRAME])
+        gpu.alloc(7, TORCHS)
         with phase("backward"):
             gradient = gpu.alloc(500, [])
             for address in (*activations, loss):
                 gpu.free(address)
         gpu.free(gradient)
+        gpu.free(4096)
+        assert gpu.alloc(100) == 4096
 
     return call
 
 
 def test_timeline_is_of_live_bytes(allocator, tmp_path):
-    """A timeline starts with what was live and follows every block, no mark's own, in phases."""
-    gpu = allocator(live=[200, 60])
+    """A timeline starts with what was live and follows every block, no mark's own, in phases.
+
+    Of blocks live at the peak the largest are told, with the line and the phase that made them.
+    """
+    gpu = allocator(200, 60, 60, 9, 8, 6, 5, 4)
     line = record(step(gpu), CUDA, tmp_path / "snapshot.pickle")
-    live = [260, 1260, 2260, 3260, 3300, 3307, 3807, 2807, 1807, 807, 767, 267]
-    assert [point[1] for point in line.points] == live
-    times = [point[0] for point in line.points]
+    times, live = zip(*line.points, strict=True)
+    changes = [1000, 1000, 1000, 40, 7, 500, -1000, -1000, -1000, -40, -500, -200, 100]
+    assert list(live) == list(itertools.accumulate(changes, initial=352))
     assert times[0] == 0
-    assert times == sorted(times)
+    assert list(times) == sorted(times)
     assert times[-1] == pytest.approx(30e-6, abs=10e-6)
     assert gpu.log == ["wait", "history all", "wait", "history None"]
     assert [name for name, _, _ in line.phases] == ["forward", "loss", "backward"]
     (_, start, end), (_, loss, loss_end), (_, backward, _) = line.phases
     assert 0 < start < times[1] < loss < times[4] < loss_end < end < backward
     kept = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())  # noqa: S301 - just written
-    assert kept["device_traces"][0] == gpu.trace  # as torch gives it, for its viewer
-
-
-def test_largest_blocks_are_those_at_the_peak(allocator):
-    """Blocks live at the peak are told by size with the line and the phase that made them."""
-    gpu = allocator(live=[200, 60, 60])
-    assert record(step(gpu), CUDA).largest == [
+    assert kept["device_traces"][1] == gpu.trace  # as torch gives it, for its viewer
+    assert line.largest == [
         Block(1000, "model.py:12 forward", "forward", 3),
         Block(500, None, "backward"),  # autograd's threads run no Python
         Block(200, None, "before"),
         Block(60, None, "before", 2),
         Block(40, "model.py:12 forward", "loss"),
+        Block(9, None, "before"),
+        Block(8, None, "before"),
         Block(7, None, None),
+        Block(6, None, "before"),
+        Block(5, None, "before"),
     ]
 
 
-def reused(gpu):
-    """Free a block of before, whose address is given away again."""
-    (first, _) = gpu.blocks
-    gpu.free(first)
-    assert gpu.alloc(100) == first
+def test_memory_is_live_until_its_last_stream_is_done(allocator):
+    """A block that is given back counts while a stream reads it; other events change nothing."""
+    gpu = allocator(50)
 
+    def call():
+        address = gpu.alloc(100)
+        gpu.event("free_requested", address, 100)
+        gpu.alloc(10)
+        gpu.event("free_completed", address, gpu.blocks.pop(address))
+        for action in ("segment_alloc", "segment_map", "segment_free", "snapshot", "oom"):
+            gpu.event(action, 1 << 40, 2 << 20)
+        del gpu.trace[-1]["addr"]
 
-def read_by_a_stream(gpu):
-    """Give a block back that another stream still reads."""
-    address = gpu.alloc(100)
-    gpu.event("free_requested", address, 100)
-    gpu.alloc(10)
-    gpu.event("free_completed", address, gpu.blocks.pop(address))
-
-
-def nothing(gpu):
-    """Do what changes no live byte."""
-    for action in ("segment_alloc", "segment_map", "segment_free", "snapshot"):
-        gpu.event(action, 1 << 40, 2 << 20)
-    gpu.event("oom", None, 1 << 40)
-    del gpu.trace[-1]["addr"]
-
-
-def many(gpu):
-    """Make more kinds of blocks than are told."""
-    for size in range(1, 31):
-        gpu.alloc(size)
-
-
-@pytest.mark.parametrize(
-    ("call", "before", "live", "largest"),
-    [
-        (reused, [900, 50], [950, 50, 150], [900, 50]),
-        (read_by_a_stream, [], [0, 100, 110, 10], [100, 10]),
-        (nothing, [100], [100], [100]),
-        (many, [], [n * (n + 1) // 2 for n in range(31)], list(range(30, 20, -1))),
-    ],
-)
-def test_memory_is_live_from_its_allocation_until_it_is_free(
-    allocator, call, before, live, largest
-):
-    """A block of before counts until it is freed, one in use until its last stream is done."""
-    gpu = allocator(live=before)
-    line = record(partial(call, gpu), CUDA)
-    assert [point[1] for point in line.points] == live
-    assert [block.bytes for block in line.largest] == largest
+    line = record(call, torch.device("cuda"))
+    assert [point[1] for point in line.points] == [50, 150, 160, 60]
 
 
 def test_a_failed_recording_ends(allocator):
     """A call that fails ends the recording, and so does a history that has lost its beginning."""
-    gpu = allocator()
+    gpu = allocator(50)
 
     def lose():
         step(gpu)()
@@ -317,34 +288,6 @@ def test_a_failed_recording_ends(allocator):
     with phase("after"):  # marks nothing
         pass
     assert len(gpu.trace) == events
-
-
-def test_another_device_has_its_own_history(allocator):
-    """A timeline is of the device that was asked for."""
-    gpu = allocator(live=[100])
-    snapshot = gpu.snapshot()
-    assert timeline(snapshot, [], 0).points == [(0.0, 100)]
-    snapshot["device_traces"].reverse()
-    snapshot["segments"][0]["device"], snapshot["segments"][1]["device"] = 1, 0
-    event = {"action": "alloc", "addr": 8192, "size": 5, "time_us": 9, "frames": []}
-    start = {"action": "alloc", "addr": 1, "size": module.MARK_BYTES, "time_us": 7, "frames": []}
-    snapshot["device_traces"][1] = [start, event]
-    line = timeline(snapshot, [Mark(None, "start", 1)], 1)
-    assert line.points == [(0.0, 100), (pytest.approx(2e-6), 105)]
-
-
-@pytest.mark.parametrize(
-    ("frames", "expected"),
-    [
-        (FRAMES, "model.py:12 forward"),
-        ([{"filename": "??", "line": 0, "name": "c10::malloc()"}, *FRAMES], "model.py:12 forward"),
-        ([{"filename": "<frozen runpy>", "line": 1, "name": "run"}, TORCH_FRAME], None),
-        ([], None),
-    ],
-)
-def test_line_is_the_innermost_outside_torch(frames, expected):
-    """A block's line is the first that is not torch's own, by its file's name and no folder."""
-    assert line_of(frames) == expected
 
 
 def test_thinning_keeps_ends_and_extremes():

@@ -40,6 +40,12 @@ def wrong(q, k, v, *, causal, scale):
 def forward_only(q, k, v, *, causal, scale):
     return right(q, k, v, causal=causal, scale=scale).detach()
 
+@register("hangs", **FLAGS)
+def hangs(q, k, v, *, causal, scale):
+    while q.shape[2] == 129:
+        pass
+    return right(q, k, v, causal=causal, scale=scale)
+
 @register("unlawful", strict=False, head_dims=(64,), **FLAGS)
 def unlawful(q, k, v, *, causal, scale):
     raise AssertionError
@@ -60,30 +66,38 @@ def _forget(monkeypatch):
 
 
 def test_tests_run_on_own_kernels(pytester):
-    """The right one passes, the wrong one fails, with a small case and a line that repeats it."""
+    """The right one passes, the wrong one fails, with a small case and a line that repeats it.
+
+    One that hangs fails that test, and the others are run.
+    """
     for name in ("conftest.py", "pyproject.toml", "tests/test_impls.py"):
         shutil.copy(ROOT / name, pytester.path)
     info = pytester.mkdir("acme-1.2.dist-info")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\nacme = nowhere\n")
     pytester.makepyfile(kernels=KERNELS, test_laws_of_mine=LAWS)
-    chosen = "test_law or (test_cases and q33) or (test_values and extreme and float32)"
+    cases = "test_cases and (q33 or (q129 and not unlawful))"
+    chosen = f"test_law or ({cases}) or (test_values and extreme and float32)"
+    how = ("--hypothesis-seed=5", "-o", "timeout=5", "-k", chosen)
     result = pytester.runpytest_subprocess(
-        *("--impl", "kernels.py", "-k", chosen, "test_impls.py", "test_laws_of_mine.py"),
-        timeout=200,
+        *("--impl", "kernels.py", *how, "test_impls.py", "test_laws_of_mine.py"), timeout=200
     )
-    result.assert_outcomes(passed=7, failed=2)
+    result.assert_outcomes(passed=13, failed=3)
     result.stdout.no_fnmatch_line("*something_else*")
     result.stdout.fnmatch_lines(
         [
             "implementations: right (kernels.py), wrong (kernels.py), *",
             "acme of package acme 1.2 cannot be loaded: ModuleNotFoundError: *",
+            "right conforms: 3 clauses, 4 examples, seed 5",
+            "hangs does not conform: test_cases; of 3 clauses, 4 examples, seed 5",
             "*wrong: what fails, made small*",
             "fp32-b1h1-q*-d1-full: o: *",
             "python -m flashattn.testing.repro --impl kernels.py:wrong --problem fp32-* --values=*",
+            "*hangs: what fails, made small*",
             "*unlawful: what fails, made small*",
             "test_laws_of_mine.py::test_law[[]unlawful[]]",
             "pytest 'test_laws_of_mine.py::test_law[[]unlawful[]]' --impl kernels.py:unlawful *=*",
+            "FAILED test_impls.py::test_cases*hangs*q129*: T*",
         ]
     )
     place = next(i for i, text in enumerate(result.outlines) if text.startswith("python -m"))
@@ -138,7 +152,7 @@ def test_a_file_of_one_function(pytester):
 def test_one_of_several(pytester):
     """All that a file registers takes part, or the one that is named."""
     path = pytester.makepyfile(kernels=KERNELS)
-    assert choose(str(path)) == ["right", "wrong", "forward_only", "unlawful"]
+    assert choose(str(path)) == ["right", "wrong", "forward_only", "hangs", "unlawful"]
     assert choose(f"{path}:wrong") == ["wrong"]
     assert asked(registry.get("wrong")) == f"{path}:wrong"
     assert choose("tiled") == ["tiled"]

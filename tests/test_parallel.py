@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flashattn import registry
-from flashattn.testing import left_out, parallel
+from flashattn.testing import law, left_out, parallel
+from flashattn.testing.law import share
 
 FILES = {
     "test_times.py": """
@@ -43,12 +44,20 @@ def test_that_hangs():
 """,
     "test_fails.py": """
 import hypothesis
+import pytest
+from flashattn.testing.law import law
 from hypothesis import strategies as st
 
 
+@pytest.mark.parametrize("again", [False, True])
 @hypothesis.settings(max_examples=4, database=None)
-@hypothesis.given(st.integers())
-def test_property(number):
+@hypothesis.given(number=st.integers())
+def test_property(again, number):
+    pass
+
+
+@law()
+def test_law(impl, sample):
     pass
 
 
@@ -61,18 +70,20 @@ def test_of_one(impl):
 def test_workers(pytester, request):
     """Workers run a folder; sums, small failures and hanging tests are told; alone means alone."""
     answer = [name for name in registry.names() if left_out.never(name) is None]
+    asked = [impl for impl in map(registry.get, answer) if not impl.compiles]
     pytester.makeconftest((request.config.rootpath / "conftest.py").read_text() + SPANS)
     pytester.makeini("[pytest]\ntimeout = 4\ntimeout_method = thread\nfaulthandler_timeout = 3\n")
     folder = pytester.mkdir("tests")
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    result = pytester.runpytest_subprocess("tests", "-n2", "-q")
+    result = pytester.runpytest_subprocess("tests", "-n2", "-q", "--hypothesis-profile=quick")
     output = result.stdout.str()
-    result.assert_outcomes(passed=9 + len(answer) - 1, failed=2)
+    result.assert_outcomes(passed=10 + len(asked) + len(answer) - 1, failed=2)
     assert "worker 'gw" in output
     assert "crashed while running 'tests/test_hangs.py::test_that_hangs'" in output
     assert "in test_that_hangs" in result.stderr.str()
-    assert "hypothesis: 4 examples passed" in output
+    shares = sum(share(impl, law.DEVICE, "quick") for impl in asked)
+    assert f"hypothesis: {2 * 4 + shares} examples passed" in output
     result.stdout.fnmatch_lines(
         ["*tiled: what fails, made small*", "tests/test_fails.py::test_of_one[[]tiled[]]"]
     )

@@ -43,7 +43,9 @@ def test_roofs_are_work_over_time(settings, monkeypatch):
     """
     settings.fp32_precision, clock, spreads = "tf32", TwoSeconds(), []
     monkeypatch.setattr(roofline.torch, "mm", lambda a, b: spreads.extend([a.std(), b.std()]))
-    roofs = measure_roofs(CPU, sizes=SMALL, clock=clock)
+    monkeypatch.setitem(roofline.SIZES, "cpu", SMALL)
+    monkeypatch.setattr(roofline, "clock_of", lambda _: clock)
+    roofs = measure_roofs(CPU)
     assert roofs == {"bfloat16": 64**3, "tf32": 64**3, "float32": 64**3, "copy": 4096}
     warm_and_timed = 2
     modes = ["ieee", "tf32", "ieee", "tf32"]  # of the copy the one that was set before

@@ -6,7 +6,7 @@
     python -m flashattn.counts --rewrite    # expect what is counted now
 
 Exit status: 0 as expected; 1 something differs, spills, does not compile or, on Hopper, may
-multiply what stale addresses name (``counts.addresses``); 2 a wrong argument; 11 UNPROVEN, nothing
+multiply what stale addresses name (``counts.stale``); 2 a wrong argument; 11 UNPROVEN, nothing
 is expected of this version of Triton, or its interpreter fails here.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -13,11 +14,10 @@ from warnings import filterwarnings
 import triton
 from triton import knobs
 
-from flashattn.counts import addresses, operands
 from flashattn.counts.expect import Rows
-from flashattn.counts.idle import idle_barriers
 from flashattn.counts.offline import Variant, compiled_kernel
 from flashattn.counts.resources import Resources, resources_of, sass_of
+from flashattn.counts.stale import stale_addresses, stale_operands
 from flashattn.counts.variants import ARCHITECTURES, variants
 from flashattn.kernels.hopper.offline import HopperVariant
 
@@ -57,6 +57,9 @@ UNSTEADY = {
 VARYING = ("code", "stack", "registers")
 BORROWED_MAY_SPILL = 72  # bytes a thread: 18 registers
 ASSEMBLERS = "ptxas"  # the row of their versions
+BARRIERS = re.compile(r"(%[\w$.-]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64")
+ROLES = re.compile(r"ttg\.warp_specialize\((.*?)\)")
+NAME = re.compile(r"%[\w$.-]+")
 
 
 def _assemblers() -> dict[str, str]:
@@ -105,22 +108,27 @@ def _stale(variant: Variant | HopperVariant, compiled: Any, resources: Resources
     if not any(kind.startswith("wgmma") for kind in resources.matrix):
         return None
     if isinstance(variant, HopperVariant):
-        what = "addresses"
+        what, stale = "addresses", stale_addresses
     elif variant.rows and variant.kernel.startswith("bwd"):
-        what = "operands"
+        what, stale = "operands", stale_operands
     else:
         return None
     try:
-        sass = sass_of(compiled)
-        found: list[Any] = [*(addresses if what == "addresses" else operands).findings(sass)]
+        found = stale(sass_of(compiled))
     except (OSError, SubprocessError, ValueError) as error:
         return f"{what} of products are UNPROVEN: {error}"
     return f"{what} of products may be stale, {len(found)}: {found[0]}" if found else None
 
 
-def _idle(compiled: Any) -> str | None:
-    """Return what is wrong with a kernel's barriers."""
-    found = idle_barriers(compiled.asm["ttgir"])
+def _idle(ttgir: str) -> str | None:
+    """Return what is wrong with a kernel's barriers: those that are not given to its roles, if any.
+
+    The compiler gives their memory to others as soon as they are initialized. The GPU still takes
+    it for barriers: when processes take turns on it, it changes what is stored there.
+    """
+    roles = ROLES.search(ttgir)
+    given = set(NAME.findall(roles[1])) if roles else set()
+    found = [name for name in BARRIERS.findall(ttgir) if roles and name not in given]
     return f"barriers that no role uses: {', '.join(found)}" if found else None
 
 
@@ -134,7 +142,11 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
         return None, f"does not compile: {error}"
     complaints = filter(
         None,
-        (_complaint(variant, resources), _stale(variant, compiled, resources), _idle(compiled)),
+        (
+            _complaint(variant, resources),
+            _stale(variant, compiled, resources),
+            _idle(compiled.asm["ttgir"]),
+        ),
     )
     row = {"tile": variant.launch, **asdict(resources)}
     if unsteady(variant):

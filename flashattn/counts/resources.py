@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import triton
 # The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
 # and 12.x, where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 EXECUTABLE = 4  # flag of a section of an ELF file
 # PTX's matrix instructions with the numbers in their names: mma.sync.aligned.m16n8k16 ... .bf16,
 # wgmma.mma_async.sync.aligned.m64n64k16 ... .bf16, tcgen05.mma.cta_group::1.kind::f16.
@@ -52,18 +52,13 @@ class Resources:
         return None
 
 
-@cache
-def _tools() -> Path:
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
 def _said(tool: str, option: str, compiled: Any) -> str:
     """Return what one of the wheel's own tools prints of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         return subprocess.run(  # noqa: S603 - a tool of Triton's
-            [_tools() / tool, option, file.name], check=True, capture_output=True, text=True
+            [TOOLS / tool, option, file.name], check=True, capture_output=True, text=True
         ).stdout
 
 

@@ -19,6 +19,7 @@ from flashattn.plan.tile import Tile
 
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROWS = ("lse_log2", "delta")
+ALONE = BackwardPlan(kernel="portable")
 OF = {"dk": 1, "dv": 2, "dq": 0}  # positions of what gradients are like
 
 
@@ -71,16 +72,8 @@ class Recomputation:
 def _preprocess(given: tuple[Signature, ...]) -> Bound:
     """Return flashattn_bwd_preprocess."""
     o, grad_o = (TensorSpec(*x) for x in given)
-    outputs = portable.row_workspaces(o)
-    inputs = ("o", "grad_o", "lse", "grad_lse")
-    return Bound(
-        inputs,
-        {},
-        outputs,
-        BackwardPlan(kernel="portable"),
-        [steps.preprocessing(o, grad_o)],
-        o.device,
-    )
+    outputs, runs = portable.row_workspaces(o), [steps.preprocessing(o, grad_o)]
+    return Bound(("o", "grad_o", "lse", "grad_lse"), {}, outputs, ALONE, runs, o.device)
 
 
 @lru_cache(BOUND)
@@ -104,23 +97,17 @@ def _alone(
         most=num_splits,
     )
     grads = steps.WRITTEN[kernel]
-    splits = dict.fromkeys(grads, one.splits[0].num) | (
-        {"dq": one.splits[-1].num} if "dq" in grads else {}
-    )
+    splits = {name: one.splits[-1 if name == "dq" else 0].num for name in grads}
     summed = {name: (specs[i], splits.get(name, 1)) for name, i in OF.items()}
     decomposing, *_ = steps.terms(one.terms, q=q, k=k, v=v, grad_o=grad_o)
     run = steps.backward_pass(one, specs, options.precision, options)
     workspaces = portable.terms_workspaces(one.terms, q=q, k=k, v=v, grad_o=grad_o)
     for name in grads:
         workspaces += portable.partials(splits[name], **{name: summed[name][0]})
-    return Bound(
-        (*NAMES, *ROWS),
-        {name: NAMES[OF[name]] for name in grads},
-        [],
-        BackwardPlan(kernel="portable", passes=(one,), workspaces=workspaces),
-        [*decomposing, run, *steps.sum_partials(summed)],
-        q.device,
-    )
+    plan = ALONE._replace(passes=(one,), workspaces=workspaces)
+    outputs = {name: NAMES[OF[name]] for name in grads}
+    runs = [*decomposing, run, *steps.sum_partials(summed)]
+    return Bound((*NAMES, *ROWS), outputs, [], plan, runs, q.device)
 
 
 def decompose(*inputs: torch.Tensor, terms: int) -> tuple[torch.Tensor, ...]:
@@ -135,7 +122,4 @@ def _decompose(given: tuple[Signature, ...], terms: int) -> Bound:
     inputs = dict(zip(steps.INPUTS, (TensorSpec(*x) for x in given), strict=False))
     decomposing, _, _ = steps.terms(terms, **inputs)
     workspaces = portable.terms_workspaces(terms, **inputs)
-    device = inputs["q"].device
-    return Bound(
-        tuple(inputs), {}, workspaces, BackwardPlan(kernel="portable"), decomposing, device
-    )
+    return Bound(tuple(inputs), {}, workspaces, ALONE, decomposing, inputs["q"].device)

@@ -192,62 +192,11 @@ def record(
     return timeline(snapshot, marks, index)
 
 
-class _Replay:
-    """Replays the allocator's history.
+def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> Timeline:
+    """Build a timeline from a snapshot of the CUDA allocator.
 
     The ends of phases are found by their mark blocks, not by the clock, so every block is assigned
     to the right phase.
-    """
-
-    def __init__(self, before: Mapping[int, int], marks: Sequence[Mark], start: float) -> None:
-        self.live = {address: Block(size, None, BEFORE) for address, size in before.items()}
-        self.bytes = sum(before.values())
-        self.points = [(0.0, self.bytes)]
-        self.phases: list[tuple[str, float, float]] = []
-        self._open: list[tuple[str, float]] = []
-        self._marks = iter(marks)
-        self._next = next(self._marks, None)
-        self._start = start
-
-    def step(self, event: Mapping[str, Any]) -> None:
-        """Apply one event."""
-        seconds = max(0.0, (event["time_us"] - self._start) * 1e-6)
-        if event["action"] == "alloc":
-            if self._next is not None and _is_mark(event, self._next):
-                self._mark(self._next, seconds)
-                return
-            name = self._open[-1][0] if self._open else None
-            self.live[event["addr"]] = Block(event["size"], line_of(event.get("frames", ())), name)
-            self.bytes += event["size"]
-        elif event["action"] == "free_completed" and event["addr"] in self.live:
-            self.bytes -= self.live.pop(event["addr"]).bytes
-        else:
-            return
-        self.points.append((seconds, self.bytes))
-
-    def finish(self) -> None:
-        """Check that every mark was found.
-
-        Raises:
-            RuntimeError: a mark is missing.
-        """
-        if self._next is not None:
-            raise RuntimeError(
-                f"the allocator's history of {HISTORY} events does not reach back to the start; "
-                "record fewer steps"
-            )
-
-    def _mark(self, mark: Mark, seconds: float) -> None:
-        if mark.name is not None and mark.edge == "start":
-            self._open.append((mark.name, seconds))
-        elif mark.name is not None:
-            name, start = self._open.pop()
-            self.phases.append((name, start, seconds))
-        self._next = next(self._marks, None)
-
-
-def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> Timeline:
-    """Build a timeline from a snapshot of the CUDA allocator.
 
     Args:
         snapshot: the result of ``torch.cuda.memory._snapshot``.
@@ -259,21 +208,41 @@ def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> 
     """
     trace = snapshot["device_traces"][index]
     before = _live_before(snapshot, trace, index)
-    start = next((e["time_us"] for e in trace if marks and _is_mark(e, marks[0])), 0)
-    whole = _Replay(before, marks, start)
-    peak, peak_bytes_ = 0, whole.bytes
-    for number, event in enumerate(trace, 1):
-        whole.step(event)
-        if whole.bytes > peak_bytes_:
-            peak, peak_bytes_ = number, whole.bytes
-    whole.finish()
-    again = _Replay(before, marks, start)
-    for event in trace[:peak]:
-        again.step(event)
+    beginning = next((e["time_us"] for e in trace if marks and _is_mark(e, marks[0])), 0)
+    live = {address: (0, Block(size, None, BEFORE)) for address, size in before.items()}
+    points = [(0.0, sum(before.values()))]
+    lives: list[tuple[int, int, Block]] = []  # the points from which to which a block was live
+    phases: list[tuple[str, float, float]] = []
+    opened: list[tuple[str, float]] = []
+    coming = list(reversed(marks))
+    for event in trace:
+        seconds = max(0.0, (event["time_us"] - beginning) * 1e-6)
+        if coming and _is_mark(event, coming[-1]):
+            mark = coming.pop()
+            if mark.name is not None and mark.edge == "start":
+                opened.append((mark.name, seconds))
+            elif mark.name is not None:
+                phases.append((*opened.pop(), seconds))
+        elif event["action"] == "alloc":
+            name = opened[-1][0] if opened else None
+            block = Block(event["size"], line_of(event.get("frames", ())), name)
+            live[event["addr"]] = len(points), block
+            points.append((seconds, points[-1][1] + block.bytes))
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            start, block = live.pop(event["addr"])
+            lives.append((start, len(points), block))
+            points.append((seconds, points[-1][1] - block.bytes))
+    if coming:
+        raise RuntimeError(
+            f"the allocator's history of {HISTORY} events does not reach back to the start; "
+            "record fewer steps"
+        )
+    lives += [(start, len(points), block) for start, block in live.values()]
+    peak = max(range(len(points)), key=lambda i: points[i][1])
     return Timeline(
-        points=thinned(whole.points, MOST_POINTS),
-        phases=sorted(whole.phases, key=lambda phase: (phase[1], -phase[2])),
-        largest=_largest(again.live.values()),
+        points=thinned(points, MOST_POINTS),
+        phases=sorted(phases, key=lambda phase: (phase[1], -phase[2])),
+        largest=_largest(block for start, end, block in lives if start <= peak < end),
     )
 
 

@@ -90,11 +90,6 @@ class Profile:
     phases: dict[str, float]
     device_seconds: float
 
-    @property
-    def matmul_share(self) -> float:
-        """The fraction of device time in matrix products; 0 if nothing ran."""
-        return self.categories.get("matmul", 0.0) / (self.device_seconds or 1.0)
-
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 WARM_CALLS, CALLS = 3, 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Problem sizes large enough to reach the roofs.
 
     Args:
@@ -39,20 +37,13 @@ SIZES = {
 }
 
 
-def measure_roofs(
-    device: torch.device, *, sizes: Sizes | None = None, clock: Clock | None = None
-) -> dict[str, float]:
+def measure_roofs(device: torch.device) -> dict[str, float]:
     """Measure the roofs on random normal data (zeros draw less power and run faster).
-
-    Args:
-        device: where to measure.
-        sizes: problem sizes (default: ``SIZES`` of the device).
-        clock: the clock (default: ``clock_of(device)``).
 
     Returns:
         FLOP/s of each kind of product; under "copy", bytes per second read plus written.
     """
-    sizes, clock = sizes or SIZES[device.type], clock or clock_of(device)
+    sizes, clock = SIZES[device.type], clock_of(device)
     roofs = {}
     for kind in sizes.kinds:
         dtype = getattr(torch, "float32" if kind == "tf32" else kind)

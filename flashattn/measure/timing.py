@@ -14,7 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -31,21 +31,8 @@ RETAKES = 5  # repeats of a late sample
 INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
 
 
-class Event(Protocol):
-    """An event on the device's timeline."""
-
-    def record(self) -> None:
-        """Queue the event."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds from this event to ``end``."""
-
-
-class Clock(Protocol):
-    """Times calls.
+class Clock:
+    """Times calls, on a device where nothing is queued.
 
     Attributes:
         tells: the kind of time, in words.
@@ -54,31 +41,26 @@ class Clock(Protocol):
     """
 
     tells: ClassVar[str]
-    late: int
+    late = 0
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
 
     def cover(self, launch: float) -> float:
         """Prepare for calls that take ``launch`` seconds to queue; return the lead in seconds."""
+        del launch
+        return 0.0
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
         """Return the seconds of each of ``calls`` calls, and the result of the last."""
+        raise NotImplementedError
 
 
-class HostClock:
+class HostClock(Clock):
     """The host clock, for synchronous devices."""
 
     tells: ClassVar[str] = "host time, warm cache"
-    late = 0
     now = staticmethod(time.perf_counter)
-
-    def synchronize(self) -> None:
-        """Do nothing: the device is idle."""
-
-    def cover(self, launch: float) -> float:  # noqa: ARG002 - nothing is queued
-        """Do nothing; the lead is 0."""
-        return 0.0
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
         """See ``Clock``."""
@@ -129,7 +111,7 @@ class HostTime(HostClock):
         return means, result
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Times calls by pairs of events on an asynchronous device.
 
     Args:
@@ -141,12 +123,11 @@ class DeviceClock:
     tells: ClassVar[str] = "device time, cold L2"
 
     def __init__(
-        self, event: Callable[[], Event], flush: Callable[[], Any], synchronize: Callable[[], Any]
+        self, event: Callable[[], Any], flush: Callable[[], Any], synchronize: Callable[[], Any]
     ) -> None:
         """Queue nothing yet."""
         self._event, self._flush, self._synchronize = event, flush, synchronize
         self._flushes = self._most = 1
-        self.late = 0
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceClock:
@@ -189,26 +170,16 @@ class DeviceClock:
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs], result
 
 
-class Replayed:
+class Replayed(Clock):
     """A clock that returns known times.
 
     Args:
         seconds: times of the coming calls.
     """
 
-    tells: ClassVar[str] = "seconds measured before"
-    late = 0
-
     def __init__(self, seconds: list[float]) -> None:
         """Start with the first time."""
         self._seconds = iter(seconds)
-
-    def synchronize(self) -> None:
-        """Do nothing: nothing runs."""
-
-    def cover(self, launch: float) -> float:  # noqa: ARG002 - nothing is queued
-        """Do nothing; the lead is 0."""
-        return 0.0
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
         """Make the calls and return the next known times; see ``Clock``."""

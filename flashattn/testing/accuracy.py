@@ -32,8 +32,9 @@ eps. So it is in fp16 where naive overflows, as dS times a softcap does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -53,6 +54,7 @@ from flashattn.testing.stored import stored_terms
 
 SMALL = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept for long
 MEAN_SAMPLE = 1024
+OF_KEYS = ("dk", "dv")  # outputs with a row for each key
 FLUSHED = torch.finfo(torch.float32).tiny
 
 
@@ -75,8 +77,7 @@ def all_finite(x: torch.Tensor) -> bool:
     return x.numel() == 0 or all(end.isfinite() for end in x.aminmax())
 
 
-@dataclass(frozen=True)
-class Error:
+class Error(NamedTuple):
     """Error of one output: max, mean and signed mean of its elements' errors."""
 
     max: float = 0.0
@@ -96,13 +97,11 @@ class Error:
 
     def joined(self, other: Error) -> Error:
         """Return the larger of each."""
-        return Error(
-            max(self.max, other.max), max(self.mean, other.mean), max(self.bias, other.bias)
-        )
+        return Error(*map(max, self, other))
 
     def scaled(self, factor: float) -> Error:
         """Return each times ``factor``."""
-        return Error(self.max * factor, self.mean * factor, self.bias * factor)
+        return Error(*(x * factor for x in self))
 
 
 def one_by_one(case: Case) -> Outputs:
@@ -193,6 +192,14 @@ class Expected:
         flushed = FLUSHED if case.inputs[0].is_cuda or not case.denormals else 0.0
         return cls(exact, naive, sizes, stored_terms(case, exact), flushed)
 
+    def of_keys(self, rows: slice) -> Expected:
+        """Return it where of dk and dv some rows alone are held against it."""
+        exact, stored = (
+            {name: x[..., rows, :] if name in OF_KEYS else x for name, x in outputs.items()}
+            for outputs in (self.exact, self.stored)
+        )
+        return replace(self, exact=exact, stored=stored)
+
     def failures(self, got: Outputs) -> list[str]:
         """Return a sentence for each budget that ``got`` breaks."""
         return [sentence for name, x in got.items() for sentence in self._failures(name, x)]
@@ -206,7 +213,7 @@ class Expected:
             return [f"{name}: infinite or NaN where the exact result is not, or the reverse"]
         if not finite.any():
             return []
-        error = asdict(Error.of(x, exact))
+        error = Error.of(x, exact)._asdict()
         return [
             f"{name}: {which} error {error[which]:.3g}, budget {budget:.3g}"
             f" (naive={self.naive[name]})"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,6 @@ NEAR = 4096  # elements: one head begins there, or
 FAR = 2**31 + NEAR
 Trial = Callable[[Impl, torch.device], None]
 Outcome = dict[str, str | None]
-ASKED: Mapping[str, Any] = {}  # as usual
 
 
 class ClauseError(AssertionError):
@@ -56,89 +55,45 @@ def usual(impl: Impl, device: torch.device) -> Problem:
     return next(taken, problems[-1])
 
 
+def _asked(*each: Mapping[str, Any], **facts: Any) -> Trial:
+    """Return the trial of the usual problem with other facts, or with some after others.
+
+    Args:
+        each: facts of ``Sample``, or else of its problem.
+        facts: those of a single trial.
+    """
+    return partial(_within, each=each or (facts,))
+
+
 def _within(
     impl: Impl,
     device: torch.device,
-    how: Mapping[str, Any] = ASKED,
+    each: Sequence[Mapping[str, Any]] = ({},),
     *,
     grad_lse: bool = False,
     change: Callable[[Case], Case] = lambda case: case,
-    **sizes: Any,
 ) -> None:
-    """Hold the usual problem with other sizes, asked in some way, to its budgets."""
-    problem = replace(usual(impl, device), **sizes)
-    sample = Sample(problem=problem, device=device, lse=impl.lse, **how)
-    case, enlarged = (
-        replace(change(drawn), grad_lse=drawn.grad_lse if grad_lse else None)  # has its own clause
-        for drawn in (sample.draw(), sample.enlarged().draw())
-    )
-    got = run(partial(impl, **problem.keywords, scale=case.scale), case)
-    failures = Expected.of(case, enlarged).failures(got)
-    if failures:
-        raise ClauseError(f"{problem}: {'; '.join(failures)}")
-
-
-def _dtype(impl: Impl, device: torch.device, dtype: str) -> None:
-    _within(impl, device, dtype=dtype)
-
-
-def _rectangles(impl: Impl, device: torch.device) -> None:
-    _within(impl, device, seq_kv=SEQ_KV)
-    _within(impl, device, seq_q=1, seq_kv=SEQ_KV)
-
-
-def _masked(
-    impl: Impl, device: torch.device, lengths: tuple[int, int] = (SEQ_Q, SEQ_Q), **mask: Any
-) -> None:
-    seq_q, seq_kv = lengths
-    _within(impl, device, seq_q=seq_q, seq_kv=seq_kv, **mask)
-
-
-def _grouped(impl: Impl, device: torch.device) -> None:
-    _within(impl, device, heads=4, kv_heads=2)
-    _within(impl, device, heads=3, kv_heads=1)
-
-
-def _empty(impl: Impl, device: torch.device) -> None:
-    for names in (("batch",), ("heads", "kv_heads"), ("seq_q",), ("seq_kv",)):
-        empty: dict[str, Any] = dict.fromkeys(names, 0)
-        _within(impl, device, **empty)
-
-
-def _head_dims(impl: Impl, device: torch.device) -> None:
-    for head_dim in (8, 80, 256, 7):
-        _within(impl, device, head_dim=head_dim)
-
-
-def _layouts(impl: Impl, device: torch.device) -> None:
-    for layout in LAYOUTS:
-        _within(impl, device, how={"layout": layout})
-
-
-def _grad_layouts(impl: Impl, device: torch.device) -> None:
-    for layout in GRAD_LAYOUTS:
-        _within(impl, device, how={"grad_layout": layout})
-
-
-def _sizes(impl: Impl, device: torch.device) -> None:
-    _within(impl, device, seq_q=ROWS)
-    _within(impl, device, seq_kv=ROWS)
-    _within(impl, device, seq_q=513, seq_kv=777)
-    _within(impl, device, causal=True, seq_q=777, seq_kv=777)
-    _within(impl, device, batch=MANY)
-    _within(impl, device, heads=MANY, kv_heads=MANY)
+    """Hold the usual problem with other facts to its budgets."""
+    for facts in each:
+        how = {name: x for name, x in facts.items() if name in Sample.__dataclass_fields__}
+        sizes = {name: x for name, x in facts.items() if name not in how}
+        problem = replace(usual(impl, device), **sizes)
+        sample = Sample(problem=problem, device=device, lse=impl.lse, **how)
+        case, enlarged = (
+            replace(change(drawn), grad_lse=drawn.grad_lse if grad_lse else None)  # its own clause
+            for drawn in (sample.draw(), sample.enlarged().draw())
+        )
+        got = run(partial(impl, **problem.keywords, scale=case.scale), case)
+        failures = Expected.of(case, enlarged).failures(got)
+        if failures:
+            raise ClauseError(f"{problem}: {'; '.join(failures)}")
 
 
 def _low_scores(impl: Impl, device: torch.device) -> None:
     def low(case: Case) -> Case:
         return replace(case, inputs=sunken(*case.inputs))
 
-    _within(impl, device, {"values": "zeros", "scale": 1.0}, change=low, causal=True)
-
-
-def _scales(impl: Impl, device: torch.device) -> None:
-    for scale in (0.3, 0.0, -0.2):
-        _within(impl, device, causal=True, how={"scale": scale})
+    _within(impl, device, [{"values": "zeros", "scale": 1.0, "causal": True}], change=low)
 
 
 def _lse(impl: Impl, device: torch.device, *, grad: bool) -> None:
@@ -253,32 +208,40 @@ def _twice(impl: Impl, device: torch.device) -> None:
 
 # Refusing is a way to keep this one: never a silent zero.
 ERRORS_KEEP = "second derivative or an error"
+LONGER: dict[str, Any] = {"seq_kv": SEQ_KV}  # T < S
 CLAUSES: dict[str, Trial] = {
-    **{dtype: partial(_dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16")},
-    "head dims 8, 80, 256, 7": _head_dims,
-    "T != S": _rectangles,
-    "grouped heads": _grouped,
-    "causal": partial(_masked, causal="top_left"),
-    "causal top-left, T < S": partial(_masked, causal="top_left", lengths=(SEQ_Q, SEQ_KV)),
-    "causal bottom-right, T < S": partial(_masked, causal="bottom_right", lengths=(SEQ_Q, SEQ_KV)),
-    "causal window": partial(_masked, causal="top_left", window=(9, None)),
-    "two-sided window": partial(_masked, window=(9, 5)),
-    "softcap": partial(_masked, softcap=0.7),
-    "ALiBi, T < S": partial(_masked, alibi=True, lengths=(SEQ_Q, SEQ_KV)),
-    "bias of each score": partial(_masked, bias="bhts"),
-    "bias of all batches, causal": partial(_masked, bias="1hts", causal="top_left"),
-    "relative bias, T < S": partial(_masked, bias="1hr", lengths=(SEQ_Q, SEQ_KV)),
-    "sink, causal": partial(_masked, sink=True, causal="top_left"),
-    "no visible key: 0 and -inf": partial(_masked, causal="bottom_right", lengths=(SEQ_KV, SEQ_Q)),
+    **{dtype: _asked(dtype=dtype) for dtype in ("float32", "float16", "bfloat16")},
+    "head dims 8, 80, 256, 7": _asked(*({"head_dim": n} for n in (8, 80, 256, 7))),
+    "T != S": _asked(LONGER, LONGER | {"seq_q": 1}),
+    "grouped heads": _asked({"heads": 4, "kv_heads": 2}, {"heads": 3, "kv_heads": 1}),
+    "causal": _asked(causal="top_left"),
+    "causal top-left, T < S": _asked(causal="top_left", **LONGER),
+    "causal bottom-right, T < S": _asked(causal="bottom_right", **LONGER),
+    "causal window": _asked(causal="top_left", window=(9, None)),
+    "two-sided window": _asked(window=(9, 5)),
+    "softcap": _asked(softcap=0.7),
+    "ALiBi, T < S": _asked(alibi=True, **LONGER),
+    "bias of each score": _asked(bias="bhts"),
+    "bias of all batches, causal": _asked(bias="1hts", causal="top_left"),
+    "relative bias, T < S": _asked(bias="1hr", **LONGER),
+    "sink, causal": _asked(sink=True, causal="top_left"),
+    "no visible key: 0 and -inf": _asked(causal="bottom_right", seq_q=SEQ_KV, seq_kv=SEQ_Q),
     "NaN and inf in keys behind the mask": partial(_future, poisoned="keys"),
     "NaN and inf in values behind the mask": partial(_future, poisoned="values"),
     "NaN and inf where no query looks": _unseen,
     "scores of -131072, causal": _low_scores,
-    "zero lengths": _empty,
-    "scales 0.3, 0, -0.2": _scales,
-    "4096 rows, 40 batches, 40 heads": _sizes,
-    "any strides": _layouts,
-    "any strides of gradients": _grad_layouts,
+    "zero lengths": _asked({"batch": 0}, {"heads": 0, "kv_heads": 0}, {"seq_q": 0}, {"seq_kv": 0}),
+    "scales 0.3, 0, -0.2": _asked(*({"causal": True, "scale": x} for x in (0.3, 0.0, -0.2))),
+    "4096 rows, 40 batches, 40 heads": _asked(
+        {"seq_q": ROWS},
+        {"seq_kv": ROWS},
+        {"seq_q": 513, "seq_kv": 777},
+        {"causal": True, "seq_q": 777, "seq_kv": 777},
+        {"batch": MANY},
+        {"heads": MANY, "kv_heads": MANY},
+    ),
+    "any strides": _asked(*({"layout": layout} for layout in LAYOUTS)),
+    "any strides of gradients": _asked(*({"grad_layout": layout} for layout in GRAD_LAYOUTS)),
     "offsets above 2^31": _far,
     "lse returned": partial(_lse, grad=False),
     "gradient of lse": partial(_lse, grad=True),

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
 
 import torch
 
 from flashattn.problem import Problem
+from flashattn.registry import Impl
 from flashattn.testing.accuracy import Error, Expected
 from flashattn.testing.sample import Case, Outputs, Sample, run
 
@@ -33,15 +33,6 @@ from flashattn.testing.sample import Case, Outputs, Sample, run
 VALUES = ("normal", "extreme", "negative", "huge_v", "ties")
 Results = dict[str, Outputs]  # by values
 Errors = dict[str, dict[str, dict[str, float | None]]]  # by values, output, and which error
-
-
-class Impl(Protocol):
-    """What is asked of an implementation here; ``flashattn.registry.Impl`` has it."""
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return o and, or None, the logsumexp."""
 
 
 @lru_cache(maxsize=len(VALUES))  # implementations of one problem run next to one another
@@ -53,17 +44,11 @@ def _expected(problem: Problem, device: torch.device, values: str) -> tuple[Case
 
 def results(impl: Impl, problem: Problem, device: torch.device) -> Results:
     """Return what an implementation makes of a problem, o, lse, dq, dk, dv, by ``VALUES``."""
-    found = {}
-    for values in VALUES:
-        case, _ = _expected(problem, device, values)
-
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = case.scale
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return impl(q, k, v, **problem.keywords, scale=scale)
-
-        found[values] = run(call, case)
-    return found
+    cases = {values: _expected(problem, device, values)[0] for values in VALUES}
+    return {
+        values: run(partial(impl, **problem.keywords, scale=case.scale), case)
+        for values, case in cases.items()
+    }
 
 
 def errors(given: Results, problem: Problem, device: torch.device) -> Errors:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from flashattn.measure.timing import interprets
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.examples import Check, Count
@@ -189,11 +189,6 @@ def interpreted(impl: Impl, device: torch.device) -> bool:
     """Return whether an implementation runs in Triton's interpreter, which takes its time."""
     if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return False
-    from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415 - only where it is used
-
     problem = next(p for p in ORDINARY if impl.why_not(p, device) is None)
     inputs = make_inputs(problem, device=device)
-    run = GridExecutor.__call__
-    with patch.object(GridExecutor, "__call__", autospec=True, side_effect=run) as launched:
-        impl(*inputs, **problem.keywords, scale=0.125)
-    return launched.called
+    return interprets(partial(impl, *inputs, **problem.keywords, scale=0.125))

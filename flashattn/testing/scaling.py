@@ -50,16 +50,25 @@ def predict(
         passes: forward, backward or forward+backward.
         keep: whether fetched keys are kept for the backward.
     """
-    task = Task(problem.mask, problem.seq_q, problem.seq_kv, placement)
-    each = {"forward": _forward, "backward": _backward}
-    ranks = [
-        sum(
-            each[name](problem, placement, plan(task, rank), rank, machine, keep=keep)
-            for name in passes.split("+")
-        )
-        for rank in range(placement.world)
-    ]
-    return max(ranks)
+    task, wide = Task(problem.mask, problem.seq_q, problem.seq_kv, placement), problem.head_dim
+
+    def seconds(rank: int, name: str) -> float:
+        ours, forward = plan(task, rank), name == "forward"
+        flops = machine.forward / 4 if forward else machine.backward / 10
+        rows = placement.lengths(problem.seq_q)[rank]
+        own, rest = _kernels(problem, ours, rows, flops / wide)
+        if placement.world == 1:
+            return own + rest
+        exchanged = _exchange(problem, ours, rank, machine)
+        if not forward:
+            return max(own, exchanged) + rest + (0 if keep else exchanged)
+        size_of_o = DTYPES[problem.dtype] * wide * problem.batch * problem.heads  # of a row
+        merged = 5 * sum(size(part.rows) for part in ours.parts) * size_of_o if ours.own else 0
+        return max(own, exchanged) + rest + merged / machine.copy
+
+    return max(
+        sum(seconds(rank, name) for name in passes.split("+")) for rank in range(placement.world)
+    )
 
 
 def _kernels(problem: Problem, ours: Plan, rows: int, flops: float) -> tuple[float, float]:
@@ -79,27 +88,3 @@ def _exchange(problem: Problem, ours: Plan, rank: int, machine: Machine) -> floa
     arriving = sum(ours.arriving) - ours.arriving[rank]
     copied = 2 * (ours.rows + ours.keys) * wide
     return machine.latency + arriving * wide / machine.link + copied / machine.copy
-
-
-def _forward(
-    problem: Problem, placement: Placement, ours: Plan, rank: int, machine: Machine, *, keep: bool
-) -> float:
-    del keep
-    rows = placement.lengths(problem.seq_q)[rank]
-    own, rest = _kernels(problem, ours, rows, machine.forward / (4 * problem.head_dim))
-    if placement.world == 1:
-        return own + rest
-    wide = DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.heads
-    merged = 5 * sum(size(part.rows) for part in ours.parts) * wide if ours.own else 0
-    return max(own, _exchange(problem, ours, rank, machine)) + rest + merged / machine.copy
-
-
-def _backward(
-    problem: Problem, placement: Placement, ours: Plan, rank: int, machine: Machine, *, keep: bool
-) -> float:
-    rows = placement.lengths(problem.seq_q)[rank]
-    own, rest = _kernels(problem, ours, rows, machine.backward / (10 * problem.head_dim))
-    if placement.world == 1:
-        return own + rest
-    exchanged = _exchange(problem, ours, rank, machine)
-    return max(own, exchanged) + rest + (0 if keep else exchanged)

@@ -21,27 +21,14 @@ SECONDS = 20.0  # interpreted kernels are slow; what is found by then is small e
 OWN = 50  # to 1: how often a drawn fact is the sample's own
 
 
-def shrink(
-    sample: Sample,
-    fails: Callable[[Sample], bool],
-    *,
-    tries: int = TRIES,
-    seconds: float = SECONDS,
-) -> Sample:
-    """Return the smallest sample found on which it fails, ``sample`` itself at worst.
-
-    Args:
-        sample: one on which it fails.
-        fails: whether it fails on another.
-        tries: how many others are tried at most, ...
-        seconds: ... and for how long.
-    """
-    end = time.perf_counter() + seconds
+def shrink(sample: Sample, fails: Callable[[Sample], bool]) -> Sample:
+    """Return the smallest sample found on which ``fails`` holds, ``sample`` itself at worst."""
+    end = time.perf_counter() + SECONDS
     known = {sample: True}
 
     def still(other: Sample) -> bool:
         if other not in known:
-            known[other] = len(known) <= tries and time.perf_counter() < end and fails(other)
+            known[other] = len(known) <= TRIES and time.perf_counter() < end and fails(other)
         return known[other]
 
     settings = hypothesis.settings(

@@ -198,26 +198,6 @@ def problems(
     return replace(problem, causal=False, window=window, documents=None, prefix=prefix)
 
 
-def values() -> st.SearchStrategy[str]:
-    """Draw the name of a distribution of inputs, ordinary ones first."""
-    return st.sampled_from(tuple(VALUES))
-
-
-def layouts() -> st.SearchStrategy[str]:
-    """Draw the name of a memory layout, contiguous first."""
-    return st.sampled_from(tuple(LAYOUTS))
-
-
-def grad_layouts() -> st.SearchStrategy[str]:
-    """Draw the name of a memory layout of gradients, contiguous first."""
-    return st.sampled_from(tuple(GRAD_LAYOUTS))
-
-
-def scales() -> st.SearchStrategy[float | None]:
-    """Draw a factor on the scores."""
-    return st.sampled_from(SCALES)
-
-
 @st.composite
 def samples(
     draw: st.DrawFn,
@@ -248,7 +228,7 @@ def samples(
     drawn: dict[str, Any] = {"seed": seed}
     if strict:
         drawn |= {
-            "values": draw(values(), label="values"),
+            "values": draw(one_of(*VALUES), label="values"),
             "scale": choose("scale", SCALES),
             "layout": choose("layout", tuple(LAYOUTS)),
             "grad_layout": choose("grad_layout", tuple(GRAD_LAYOUTS)),

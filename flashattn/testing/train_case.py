@@ -36,6 +36,7 @@ HOLDS = {
     "cuda": {"naive": "naive_autocast", "sdpa_math": "naive"},
     "cpu": {"naive": "naive", "sdpa_math": "naive"},
 }
+PASSED_ON = ("context", "batch", "precision", "checkpoint")  # of costs, to Trainer
 
 
 def attend(name: str, bounds: Bounds | None = None) -> Attention:
@@ -61,14 +62,7 @@ class Trained:
     """A model in training.
 
     Args:
-        size: a key of ``lm.SIZES``.
-        context: T.
-        batch: B.
-        precision: one of Trainer's.
-        impl: the name of the attention.
-        device: where.
-        packed: whether the sequence is ``documents_of`` the context.
-        checkpoint: whether to recompute each block in backward.
+        asked: see ``costs``.
         compiled: through torch.compile.
         phase: see Trainer.
     """
@@ -76,29 +70,21 @@ class Trained:
     def __init__(
         self,
         *,
-        size: str,
-        context: int,
-        batch: int,
-        precision: str,
-        impl: str,
-        device: torch.device,
-        packed: bool = False,
-        checkpoint: bool = False,
         compiled: bool = False,
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        **asked: Any,
     ) -> None:
         """Make it; this is where a model that is too large runs out of memory."""
+        device = asked["device"]
         self.ground = allocated_bytes(device)  # not the model's
-        facts: dict[str, Any] = {"context": context, "batch": batch, "precision": precision}
-        facts["checkpoint"] = checkpoint
-        self.costs = costs(size=size, impl=impl, device=device, packed=packed, **facts)
+        self.costs = costs(**asked)
         self.trainer = Trainer(
             self.costs.config,
-            attention=attend(impl, _bounds(problem_of(self.costs), device)),
+            attention=attend(asked["impl"], _bounds(problem_of(self.costs), device)),
             device=device,
             compiled=compiled,
             phase=phase,
-            **facts,
+            **{name: getattr(self.costs, name) for name in PASSED_ON},
         )
 
     def timed(self, step: str) -> tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]:
@@ -146,7 +132,18 @@ def costs(
     packed: bool = False,
     checkpoint: bool = False,
 ) -> Costs:
-    """Return what a step costs, before anything is made."""
+    """Return what a step costs, before anything is made.
+
+    Args:
+        size: a key of ``lm.SIZES``.
+        context: T.
+        batch: B.
+        precision: one of Trainer's.
+        impl: the name of the attention.
+        device: where.
+        packed: whether the sequence is ``documents_of`` the context.
+        checkpoint: whether to recompute each block in backward.
+    """
     config = SIZES[size]
     return Costs(
         config=replace(config, longest=max(config.longest, context)),

@@ -16,10 +16,6 @@ Maker = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors]
 ONE_HOT = 64  # with scale 1, the next best key is 128 below: exp(-128) is 0 in fp32
 
 
-def _extreme(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    return q * 8, k * 8, v
-
-
 def _negative(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
     # A maximum that starts at 0 underflows the row; exp(0 - lse), as for a key that only pads,
     # overflows.
@@ -37,14 +33,6 @@ def _outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         return torch.cat([x[..., :1] * 20, x[..., 1:]], dim=-1)
 
     return channel(q), channel(k), channel(v)
-
-
-def _ties(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    return q.sign(), k.sign(), v.round()
-
-
-def _constant(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    return q[..., :1].expand_as(q), k[..., :1].expand_as(k), v
 
 
 def _grid(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
@@ -80,13 +68,15 @@ def sunken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 VALUES: dict[str, Maker] = {
     "normal": lambda q, k, v: (q, k, v),
-    "extreme": _extreme,  # logits of +-60 standard deviations: one key takes all
+    # Logits of +-60 standard deviations: one key takes all.
+    "extreme": lambda q, k, v: (q * 8, k * 8, v),
     "negative": _negative,  # every logsumexp is below -88.7, where exp(-lse) leaves fp32
     "rising": _rising,  # each tile of keys has a new maximum
     "shifted": lambda q, k, v: (q + 1, k - 2, v + 4),  # of no zero mean
     "outliers": _outliers,  # one channel 20 times the others, as in trained models
-    "ties": _ties,
-    "constant": _constant,  # rows whose elements are all the same
+    "ties": lambda q, k, v: (q.sign(), k.sign(), v.round()),
+    # Rows whose elements are all the same.
+    "constant": lambda q, k, v: (q[..., :1].expand_as(q), k[..., :1].expand_as(k), v),
     "same_keys": lambda q, k, v: (q, k[..., :1, :].expand_as(k), v),  # dq is 0 by cancellation
     "zeros": lambda q, k, v: (q * 0, k, v),  # a uniform softmax
     "huge_v": lambda q, k, v: (q, k, v * 1e3),  # sums over keys leave fp16, means do not

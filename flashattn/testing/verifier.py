@@ -11,33 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from flashattn.problem import Problem
-from flashattn.testing.accuracy import Expected
+from flashattn.registry import Impl
+from flashattn.testing.accuracy import OF_KEYS, Expected
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.sample import LEARNED, Case
 
 SCORES_VERIFIED = 1 << 26  # of all heads; in fp64, several copies at once: a few GiB
 SCORES_OF_A_GROUP = 1 << 29
-OF_KEYS = ("dk", "dv")
 OF_SCORES = tuple(f"d{name}" for name in LEARNED)
 LAST = 2048  # queries that are verified of a longer problem
 Part = tuple[int, slice, slice, slice]  # a batch, its query heads, its key heads, the rows
-
-
-class Impl(Protocol):
-    """What is asked of an implementation here; ``flashattn.registry.Impl`` has it."""
-
-    name: str
-    compiles: bool
-
-    def why_not(
-        self, problem: Problem, device: torch.device | str, *, grad: bool = False
-    ) -> str | None:
-        """Return why it cannot solve the problem, None when it can."""
 
 
 class Verifier:
@@ -133,13 +121,7 @@ def _expected(
             scale=scale,
             grad_o=None if grad_o is None else grad_o[batch, heads, rows][None],
         )
-        expected = Expected.of(case, whole)
-        cut = {name: x[..., rows, :] for name, x in expected.exact.items() if name in OF_KEYS}
-        stored = {
-            name: x[..., rows, :] if name in OF_KEYS else x for name, x in expected.stored.items()
-        }
-        expected = replace(expected, exact=expected.exact | cut, stored=stored)
-        parts.append(((batch, heads, keys, rows), expected))
+        parts.append(((batch, heads, keys, rows), Expected.of(case, whole).of_keys(rows)))
     return parts
 
 

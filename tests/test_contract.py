@@ -88,9 +88,24 @@ def drawing(q, k, v, **how):
     return good(q, k, v, **how)
 
 
+def off(wrong):
+    """Return what answers as it should, but for an o that is half as large again where it says."""
+    return after(lambda q, k, o, lse: (o * (1.5 if wrong(q, k) else 1), lse))
+
+
 TURNS = count()
 AS_POISON = after(lambda q, k, o, lse: (o + k.sum() * 0, lse))
 BROKEN = [
+    ("float32", after(lambda q, k, o, lse: (o.bfloat16().to(o.dtype), lse))),
+    ("float16", off(lambda q, _: q.dtype == torch.float16)),
+    ("bfloat16", off(lambda q, k: q.dtype == torch.bfloat16 and q.shape[2] == k.shape[2])),
+    ("head dims 8, 80, 256, 7", off(lambda q, _: q.shape[3] == 7)),
+    ("T != S", off(lambda q, k: q.shape[2] < k.shape[2])),
+    ("causal", lambda *qkv, causal, **how: good(*qkv, causal=False, **how)),
+    (
+        "causal top-left, T < S",
+        lambda *qkv, causal, **how: good(*qkv, causal=causal and "bottom_right", **how),
+    ),
     ("causal bottom-right, T < S", top_left),
     ("causal window", no_left_bound),
     ("two-sided window", no_left_bound),
@@ -101,6 +116,16 @@ BROKEN = [
     ("relative bias, T < S", good),
     ("sink, causal", good),
     ("grouped heads", first_heads),
+    (
+        "zero lengths",
+        after(lambda q, k, o, lse: (o, lse if k.shape[2] else torch.zeros_like(lse))),
+    ),
+    ("scales 0.3, 0, -0.2", lambda *qkv, scale, **how: good(*qkv, scale=scale or 1.0, **how)),
+    ("offsets above 2^31", off(lambda q, _: q.stride(1) >= 2**31)),
+    (
+        "lse returned",
+        after(lambda q, k, o, lse: (o, lse * (2 if q.shape[2] == k.shape[2] else 1))),
+    ),
     ("gradient of lse", after(lambda q, k, o, lse: (o, lse.detach() + 0 * o.sum()))),
     ("any strides", lambda q, k, v, **how: good(*map(in_order, (q, k, v)), **how)),
     ("any strides of gradients", after(gradient_in_order)),
@@ -109,6 +134,7 @@ BROKEN = [
         after(lambda q, k, o, lse: (torch.where(lse[..., None] == -torch.inf, torch.nan, o), lse)),
     ),
     ("NaN and inf in keys behind the mask", AS_POISON),
+    ("NaN and inf in values behind the mask", good),  # 0 times NaN
     ("NaN and inf where no query looks", AS_POISON),
     ("dtype, shape and memory of results", after(lambda q, k, o, lse: (o.float(), lse))),
     ("scores of -131072, causal", finite_mask),
@@ -137,8 +163,13 @@ def test_a_broken_clause_is_found(clause, call):
     if call is AS_POISON:
         assert "nan" in found["said"]
         assert "show" in found["said"]
-    if clause != SAME_BITS:
+    if clause not in (SAME_BITS, "T != S"):
         assert try_clause(impl, CPU, "T != S")["verdict"] == "keeps"
+
+
+def test_every_clause_can_be_broken():
+    """No clause holds whatever is answered."""
+    assert {clause for clause, _ in BROKEN} == set(CLAUSES)
 
 
 def test_an_error_is_a_refusal():

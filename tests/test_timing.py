@@ -80,13 +80,30 @@ def simulated(monkeypatch):
 
 
 @pytest.fixture
-def ours(simulated, benchmark):
-    """Our fixture on the simulated device, adopted from that of pytest-benchmark's plugin."""
-    ours, kept = DeviceBenchmark.adopt(benchmark, simulated.clock()), []
-    ours.disabled = False  # the plugin disables it in a worker
-    ours.kept, ours._add_stats = kept, kept.append
-    yield ours
-    ours.skipped = True  # else the plugin warns where a test times nothing
+def ours(simulated):
+    """Our fixture on the simulated device, as pytest-benchmark's plugin would make it."""
+    options = dict.fromkeys(
+        ("precision", "confidence", "logger", "warner", "cprofile", "cprofile_loops"), None
+    )
+    stats = []
+    stock = BenchmarkFixture(
+        SimpleNamespace(name="case", nodeid="case"),
+        disable_gc=False,
+        timer=SimpleNamespace(target=timing.time.perf_counter),
+        min_rounds=5,
+        min_time=5e-6,
+        max_time=1.0,
+        warmup=False,
+        warmup_iterations=0,
+        calibration_precision=10,
+        add_stats=stats.append,
+        disabled=False,
+        cprofile_dump=None,
+        **options,
+    )
+    ours = DeviceBenchmark.adopt(stock, simulated.clock())
+    ours.kept = stats
+    return ours
 
 
 def test_plugin_calls_make_runner():

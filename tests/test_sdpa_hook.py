@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,6 +179,39 @@ def test_dense_operators(device, active, name, layout):
     got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
     assert_same(got[:3], gradients)
     assert active == [operator, f"{operator}_backward"]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "packed", "strided"])
+@pytest.mark.parametrize("name", ["cudnn", "efficient"])
+def test_narrow_values(device, active, name, layout):
+    """Values may have fewer columns than keys where PyTorch's fake kernels know of them."""
+    operator, forward, backward = DENSE[name]
+    problem = replace(UNGROUPED if name == "efficient" else PROBLEM, value_dim=8)
+    q, k, v = make_inputs(problem, device=device, layout=layout)
+    grad, _ = make_grads(problem, device=device)
+    o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
+    scale = {"scale": 0.3}
+    got = assert_laid_as_promised(getattr(aten, operator), (q, k, v, *forward(True)), scale)
+    assert got[0].shape == (*q.shape[:3], 8)
+    assert_same([got[0], got[1].reshape(*lse.shape[:2], -1)[..., : lse.shape[2]]], [o, lse])
+    given = grad, q, k, v, *(None,) * (name == "efficient"), *got[:2]
+    given += backward(True, problem.seq_q)
+    got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
+    assert_same(got[:3], gradients)
+    assert active == [operator, f"{operator}_backward"]
+
+
+@pytest.mark.parametrize(("name", "value_dim"), [("flash", 8), *((name, 32) for name in DENSE)])
+def test_values_of_another_width_are_left(device, calls, name, value_dim):
+    """Wider values, and FlashAttention's narrow ones, are PyTorch's to answer or to refuse."""
+    operator, forward, _ = DENSE[name]
+    q, k, v = make_inputs(Problem(heads=2, seq_q=24, head_dim=16), device=device)
+    v = torch.nn.functional.pad(v, (0, value_dim - 16))
+    with sdpa.enabled(device.type):
+        assert sdpa_of_torch(q, k, v).shape == v.shape
+        with suppress(RuntimeError):  # on a CPU it has no such kernel
+            getattr(aten, operator)(q, k, v, *forward(True))
+    assert operator not in calls
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashattn import gpus, ops
+from flashattn.arguments import of_one_width
 from flashattn.bounds import Bounds
 from flashattn.mask import Mask
 from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
@@ -39,8 +41,8 @@ def _bind(
     """Return our kernels for tensors with these signatures, or None where ours cannot.
 
     Args:
-        given: signatures of q [B, H, T, D], k and v [B, G, S, D], and of a bias that broadcasts to
-            [B, H, T, S], if there is one.
+        given: signatures of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv], and of a bias that
+            broadcasts to [B, H, T, S], if there is one.
         mask: which keys a query sees; None is bounds of rows, for one batch.
         scale: factor on the scores; None is D ** -0.5.
         fp32_precision: torch's setting, on which the kernels of fp32 depend.
@@ -50,11 +52,14 @@ def _bind(
     given, bias = given[:3], rest[0] if rest else None
     if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
         return None
+    if not 0 < v.shape[-1] <= k.shape[-1] == q.shape[-1]:
+        return None
     asked: dict[str, Any] = {"documents": "unknown"}
     if mask is not None:
         asked = {"causal": mask.causal, "window": mask.window}
     try:
-        problem = Problem.of(q.meta, k.meta, v.meta, **asked)
+        problem = Problem.of(*of_one_width(q.meta, k.meta, v.meta), **asked)
+        problem = replace(problem, value_dim=v.shape[-1])
         if bias is not None:
             sizes = problem.batch, problem.heads, problem.seq_q, problem.seq_kv
             check_bias(bias.meta, sizes, q.meta)
@@ -97,10 +102,10 @@ def attend(
     scale: float | None,
     bias: Tensor | None = None,
 ) -> ops.Outputs:
-    """Return o, laid out like q, and lse [B, H, T]."""
+    """Return o, laid out like q or its first columns, and lse [B, H, T]."""
     given = (q, k, v) if bias is None else (q, k, v, bias)
     o, lse = _prepared(given, mask, scale).attend(q, k, v, *_extras(mask, bias))
-    return _like(o, q), lse
+    return _like(o, q if o.shape == q.shape else q[..., : o.shape[-1]]), lse
 
 
 def differentiate(

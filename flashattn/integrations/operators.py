@@ -28,6 +28,11 @@ def _rows_outside(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _narrow(query: Tensor, value: Tensor) -> bool:
+    """Return whether values have other columns; FlashAttention's fake kernels say that none do."""
+    return query.shape[-1] != value.shape[-1]
+
+
 def _scalars(x: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the state of a random generator that nobody reads, as there is no dropout."""
     return tuple([x.new_empty(shape, dtype=dtype) for shape in shapes])
@@ -43,7 +48,7 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    leave(dropout_p, return_debug_mask)
+    leave(dropout_p, return_debug_mask, _narrow(query, value))
     o, lse = attend(query, key, value, LOWER_RIGHT if is_causal else FULL, scale)
     return o, lse, None, None, query.shape[2], key.shape[2], *_flash_rest(query)
 
@@ -202,6 +207,7 @@ def _flash_attention_forward(
     """
     leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
     leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
+    leave(_narrow(query, value))
     mask = _window(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -283,7 +289,7 @@ def _scaled_dot_product_flash_attention_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> ops.Outputs:
-    leave(dropout_p)
+    leave(dropout_p, _narrow(query, value))
     mask = CAUSAL if is_causal else FULL
     o, lse = attend(query, key, value, mask, scale, _with_heads(attn_mask))
     return o, _rows_outside(lse)

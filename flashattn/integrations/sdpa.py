@@ -5,8 +5,8 @@ changes nothing else; ``activate`` does. Then ``F.scaled_dot_product_attention``
 and all that is built on them (``torch.compile``, context parallelism, nested tensors) call us
 wherever they would have called FlashAttention, cuDNN or the memory-efficient kernel.
 
-What our kernels cannot solve goes on to PyTorch's own: dropout, values of another width than the
-keys, head dimensions above 256, ALiBi, paged caches; and mask tensors where cuDNN is asked first.
+What our kernels cannot solve goes on to PyTorch's own: dropout, values wider than keys, head
+dimensions above 256, ALiBi, paged caches; and mask tensors where cuDNN is asked first.
 """
 
 from __future__ import annotations

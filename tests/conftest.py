@@ -58,7 +58,8 @@ def pytest_collection_finish():
     """Let the collector pass over modules and items, a million objects, and look more rarely."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 50)  # without it one second in twelve is the collector's
+    if not torch.cuda.is_available():  # of whose memory cycles may hold much
+        gc.set_threshold(10_000, 10, 50)  # without it one second in twelve is the collector's
 
 
 def pytest_unconfigure():

@@ -97,7 +97,7 @@ def cases(dtypes, *options):
 
 
 def alternating(*options):
-    """Return every combination in one of the half-precision dtypes, so that all pairs occur."""
+    """Return every combination in one half-precision dtype; each dtype meets every option."""
     places = product(*(range(len(x)) for x in options))
     return [Case(HALF[sum(at) % 2], *of) for at, of in zip(places, product(*options), strict=True)]
 

@@ -124,10 +124,10 @@ class Attend(torch.autograd.Function):
         return *execute.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
 
 
-def dtypes_and_widths(head_dim, causal):
-    """Return each dtype with one width, whole or padded; a mask changes which."""
+def dtypes_and_widths(head_dim, shape):
+    """Return each dtype with one width, whole or padded; every other shape has the others."""
     widths = head_dim, head_dim - 24
-    return zip(HALF, widths if causal else widths[::-1], strict=True)
+    return zip(HALF, alternately((widths, widths[::-1]), [*SHAPES].index(shape)), strict=True)
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -136,7 +136,7 @@ def dtypes_and_widths(head_dim, causal):
 @on_hopper
 def test_every_config(device, head_dim, config, shape, causal):
     """Each config of the table is within the budgets, padded too, in both dtypes."""
-    for dtype, d in dtypes_and_widths(head_dim, causal):
+    for dtype, d in dtypes_and_widths(head_dim, shape):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
         sample = Sample(problem=problem, device=device, grad=False)
         assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
@@ -148,7 +148,7 @@ def test_every_config(device, head_dim, config, shape, causal):
 @on_hopper
 def test_every_backward_config(device, head_dim, config, deterministic, shape, causal):
     """So are the gradients of each config, of o and of lse."""
-    for dtype, d in dtypes_and_widths(head_dim, causal):
+    for dtype, d in dtypes_and_widths(head_dim, shape):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
         how = {"tile": config, "deterministic": deterministic}
 

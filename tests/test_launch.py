@@ -268,6 +268,16 @@ def test_a_kernel_is_of_a_device_and_of_settings(gpu, monkeypatch):
     assert launched(one, *given())[0] is found[-1]
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_hook_that_inspects_stages_is_asked_each_time(monkeypatch):
+    """What it answers is part of Triton's key, so no launch is shared."""
+    (q, k), _, numbers, options = given()
+    asked = kernel(), (q, k, *numbers), options, ()
+    assert launch._key(*asked) is not None
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *_: ("one", "key"))
+    assert launch._key(*asked) is None
+
+
 @pytest.mark.parametrize("device_caches", [None, {0: (1, 2)}, {0: (lambda *_, **__: (1, 2),)}])
 def test_where_triton_cannot_be_asked_it_launches(device_caches, gpu):
     """Without a binder that says what ours does, each launch first goes Triton's own way."""

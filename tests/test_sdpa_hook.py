@@ -187,6 +187,7 @@ def test_narrow_values(device, active, name, layout):
     """Values may have fewer columns than keys where PyTorch's fake kernels know of them."""
     operator, forward, backward = DENSE[name]
     problem = replace(UNGROUPED if name == "efficient" else PROBLEM, value_dim=8)
+    problem = halved(problem, device)
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad, _ = make_grads(problem, device=device)
     o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
@@ -199,6 +200,18 @@ def test_narrow_values(device, active, name, layout):
     got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
     assert_same(got[:3], gradients)
     assert active == [operator, f"{operator}_backward"]
+
+
+@pytest.mark.parametrize("layout", ["expanded", "expanded_batch"])
+@pytest.mark.parametrize("name", ["cudnn", "efficient"])
+def test_narrow_values_of_expanded_queries(device, calls, name, layout):
+    """Memory-efficient attention lies as promised; cuDNN's promise is PyTorch's to keep."""
+    operator, forward, _ = DENSE[name]
+    problem = halved(replace(UNGROUPED, value_dim=8), device)
+    q, k, v = make_inputs(problem, device=device, layout=layout)
+    with sdpa.enabled(device.type), suppress(NotImplementedError):  # on a CPU it has no such kernel
+        assert_laid_as_promised(getattr(aten, operator), (q, k, v, *forward(True)))
+    assert (operator in calls) == (name == "efficient")
 
 
 @pytest.mark.parametrize(("name", "value_dim"), [("flash", 8), *((name, 32) for name in DENSE)])

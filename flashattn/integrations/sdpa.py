@@ -6,7 +6,8 @@ and all that is built on them (``torch.compile``, context parallelism, nested te
 wherever they would have called FlashAttention, cuDNN or the memory-efficient kernel.
 
 What our kernels cannot solve goes on to PyTorch's own: dropout, values wider than keys, head
-dimensions above 256, ALiBi, paged caches; and mask tensors where cuDNN is asked first.
+dimensions above 256, ALiBi, paged caches; mask tensors where cuDNN is asked first; and narrower
+values in FlashAttention's operators, whose results PyTorch expects to be as wide as queries.
 """
 
 from __future__ import annotations

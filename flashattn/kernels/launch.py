@@ -33,7 +33,7 @@ _thread = _Thread()
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What a kernel is compiled for of a descriptor: all but where a tensor lies.
+    """What a kernel is compiled for of a descriptor: all but address, shape and strides.
 
     Args:
         kind: Triton's class of descriptors.
@@ -54,7 +54,7 @@ class Form:
 
 @cache
 def form_of(kind: type, dtype: torch.dtype, block: tuple[int, ...], **others: Any) -> Form:
-    """Return the only form of these values.
+    """Return the form with these values; equal values have one form.
 
     Args:
         kind: Triton's class of descriptors.
@@ -62,7 +62,7 @@ def form_of(kind: type, dtype: torch.dtype, block: tuple[int, ...], **others: An
         block: sizes of a tile.
         others: fields of this class.
     """
-    del dtype  # it tells forms apart
+    del dtype  # is part of the cache key alone
     defaults = {x.name: x.default for x in fields(kind) if x.default is not MISSING}
     return Form(kind, defaults | {"block_shape": list(block)} | others)
 
@@ -144,7 +144,7 @@ class Launch:
         if self._described:
             operands = list(tensors)
             for i, kind, fields in self._described:
-                descriptor: Any = object.__new__(kind)  # the first of its form was checked
+                descriptor: Any = object.__new__(kind)  # plans promise what Triton checks
                 descriptor.__dict__.update(fields, base=tensors[i])
                 operands[i] = descriptor
         if _listened_to():
@@ -182,11 +182,10 @@ class Launch:
             self(*tensors)
 
 
-_COMPILED: dict[Hashable, Any] = {}  # as many as Triton itself keeps
+_COMPILED: dict[Hashable, Any] = {}  # what Triton keeps, too, as long as its kernels live
 # What Triton makes part of its own key at each launch; not every version has all of these.
 _SETTINGS = (
     (knobs.runtime, "debug"),
-    (knobs.runtime, "add_stages_inspection_hook"),
     (knobs.compilation, "instrumentation_mode"),
     (knobs.compilation, "fpsan_homomorphic_casts"),
 )
@@ -216,7 +215,10 @@ def _key(
         *_, binder = kernel.device_caches[device]
         _, specialization, rest = binder(*given, **options)
         settings = tuple([getattr(owner, name, None) for owner, name in _SETTINGS])
-    except (AttributeError, KeyError, TypeError, ValueError):  # another Triton, or no kernel of its
+        inspected = knobs.runtime.add_stages_inspection_hook is not None  # answers what it will
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None  # a Triton with another binder, or a kernel that is not Triton's
+    if inspected:
         return None
     return kernel, device, forms, tuple(specialization), str(rest), settings
 

@@ -58,7 +58,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether ``Tensor.contiguous`` would return the tensor itself."""
+        """Whether ``Tensor.contiguous`` would return the tensor itself, which has dimensions."""
         lies = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
         return 0 in self.shape or not [n for n, s, dense in lies if n != 1 and s != dense]
 

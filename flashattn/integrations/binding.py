@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flashattn import gpus, ops
-from flashattn.arguments import of_one_width
 from flashattn.bounds import Bounds
 from flashattn.mask import Mask
 from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
@@ -52,13 +51,13 @@ def _bind(
     given, bias = given[:3], rest[0] if rest else None
     if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
         return None
-    if not 0 < v.shape[-1] <= k.shape[-1] == q.shape[-1]:
+    if not 0 < v.shape[-1] <= k.shape[-1] == q.shape[-1] or v.shape[:-1] != k.shape[:-1]:
         return None
     asked: dict[str, Any] = {"documents": "unknown"}
     if mask is not None:
         asked = {"causal": mask.causal, "window": mask.window}
     try:
-        problem = Problem.of(*of_one_width(q.meta, k.meta, v.meta), **asked)
+        problem = Problem.of(q.meta, k.meta, k._replace(dtype=v.dtype).meta, **asked)
         problem = replace(problem, value_dim=v.shape[-1])
         if bias is not None:
             sizes = problem.batch, problem.heads, problem.seq_q, problem.seq_kv

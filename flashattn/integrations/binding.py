@@ -57,7 +57,8 @@ def _bind(
     if mask is not None:
         asked = {"causal": mask.causal, "window": mask.window}
     try:
-        problem = Problem.of(q.meta, k.meta, k._replace(dtype=v.dtype).meta, **asked)
+        as_wide = k._replace(dtype=v.dtype)  # v, but for its width
+        problem = Problem.of(q.meta, k.meta, as_wide.meta, **asked)
         problem = replace(problem, value_dim=v.shape[-1])
         if bias is not None:
             sizes = problem.batch, problem.heads, problem.seq_q, problem.seq_kv

@@ -28,8 +28,8 @@ def _rows_outside(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _narrow(query: Tensor, value: Tensor) -> bool:
-    """Return whether values have other columns; FlashAttention's fake kernels say that none do."""
+def _other_width(query: Tensor, value: Tensor) -> bool:
+    """Return whether Dv is not D; FlashAttention's fake kernels promise an o of D columns."""
     return query.shape[-1] != value.shape[-1]
 
 
@@ -48,7 +48,7 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    leave(dropout_p, return_debug_mask, _narrow(query, value))
+    leave(dropout_p, return_debug_mask, _other_width(query, value))
     o, lse = attend(query, key, value, LOWER_RIGHT if is_causal else FULL, scale)
     return o, lse, None, None, query.shape[2], key.shape[2], *_flash_rest(query)
 
@@ -94,7 +94,7 @@ def _scaled_dot_product_cudnn_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     leave(dropout_p, return_debug_mask, attn_bias is not None)
-    leave(_narrow(query, value) and 0 in query.stride())  # o is promised in an order of its own
+    leave(_other_width(query, value) and 0 in query.stride())  # o is promised in another order
     o, lse = attend(query, key, value, CAUSAL if is_causal else FULL, scale)
     seed, offset = _scalars(query, torch.int64, (), ())
     return o, lse[..., None], None, None, query.shape[2], key.shape[2], seed, offset, None
@@ -208,7 +208,7 @@ def _flash_attention_forward(
     """
     leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
     leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
-    leave(_narrow(query, value))
+    leave(_other_width(query, value))
     mask = _window(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -290,7 +290,7 @@ def _scaled_dot_product_flash_attention_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> ops.Outputs:
-    leave(dropout_p, _narrow(query, value))
+    leave(dropout_p, _other_width(query, value))
     mask = CAUSAL if is_causal else FULL
     o, lse = attend(query, key, value, mask, scale, _with_heads(attn_mask))
     return o, _rows_outside(lse)

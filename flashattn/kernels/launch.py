@@ -143,9 +143,9 @@ class Launch:
         operands: Sequence[Any] = tensors
         if self._described:
             operands = list(tensors)
-            for i, kind, fields in self._described:
+            for i, kind, common in self._described:
                 descriptor: Any = object.__new__(kind)  # plans promise what Triton checks
-                descriptor.__dict__.update(fields, base=tensors[i])
+                descriptor.__dict__.update(common, base=tensors[i])
                 operands[i] = descriptor
         if _listened_to():
             self._compiled[self._grid](*operands, *self._rest)
@@ -182,7 +182,7 @@ class Launch:
             self(*tensors)
 
 
-_COMPILED: dict[Hashable, Any] = {}  # what Triton keeps, too, as long as its kernels live
+_COMPILED: dict[Hashable, Any] = {}  # Triton keeps the same, as long as its kernels live
 # What Triton makes part of its own key at each launch; not every version has all of these.
 _SETTINGS = (
     (knobs.runtime, "debug"),

@@ -362,7 +362,8 @@ def check_our_kernels(patch):
 
     def compared(self, tensors):
         known = len(launch._COMPILED)
-        first(self, tensors)
+        if not first(self, tensors):
+            self(*tensors)
         shared[self._kernel.fn.__name__] += len(launch._COMPILED) == known
         ours = self._compiled.launched.pop()
         compiled, theirs = as_triton(
@@ -370,6 +371,7 @@ def check_our_kernels(patch):
         )
         assert compiled is self._compiled
         same_arguments(ours, theirs)
+        return True
 
     patch.setattr(Launch, "_first", compared)
     half = torch.float16

@@ -169,7 +169,7 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     result.stdout.fnmatch_lines([f"| quick * {said} |"])
     result.stdout.fnmatch_lines(
         [
-            "| slow * 15 + 30 | *SLOWER |",
+            "| slow * 15 + 30* | *SLOWER |",
             "| model-train *NEW |",
             "*NEW: the old revision cannot run model-train (ModuleNotFoundError: *training*)",
         ]

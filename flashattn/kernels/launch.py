@@ -137,8 +137,7 @@ class Launch:
 
     def __call__(self, *tensors: Operand) -> None:
         """Launch it on the current device's stream."""
-        if self._compiled is None:
-            self._first(tensors)
+        if self._compiled is None and self._first(tensors):
             return
         operands: Sequence[Any] = tensors
         if self._described:
@@ -152,8 +151,12 @@ class Launch:
         else:  # as that does, without making what it would tell, which takes as long as the launch
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
 
-    def _first(self, tensors: Sequence[Any]) -> None:
-        """Launch it, and keep what Triton compiled, for it or for an earlier one of its key."""
+    def _first(self, tensors: Sequence[Any]) -> bool:
+        """Keep what Triton compiled, for this launch or an earlier one of its key.
+
+        Returns:
+            whether Triton has launched it, too.
+        """
         tiled = {
             i: operand.tiles(x)
             for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True))
@@ -168,7 +171,7 @@ class Launch:
                 operands[i] = form.describe(tensors[i], *lies)
             compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
             if INTERPRETED.value:
-                return
+                return True
             if key is not None:
                 _COMPILED[key] = compiled
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
@@ -178,8 +181,7 @@ class Launch:
         self._device = driver.active.get_current_device()
         self._known = compiled.function, compiled.packed_metadata, None, None, None
         self._compiled = compiled
-        if earlier is not None:
-            self(*tensors)
+        return earlier is None
 
 
 _COMPILED: dict[Hashable, Any] = {}  # Triton keeps the same, as long as its kernels live

@@ -19,7 +19,7 @@ import torch
 
 MOST_WORKERS = 16
 GPU_BYTES = 8 * 2**30  # of GPU memory for each worker: its context, kernels and ordinary tests
-CHUNK = 16  # tests that a worker is given at most: neighbours share fixtures and compiled kernels
+CHUNK = 4  # tests that a worker is given at most: neighbours share fixtures and compiled kernels
 CACHED_BYTES = 2**30  # that a worker may keep between tests
 ONE_PROCESS = ("usepdb", "collectonly", "lf", "stepwise")
 LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -87,13 +87,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put properties, which take long, first, and what runs alone last: then few wait for it.
-
-    Neighbours among the properties take as long as one another, so they are dealt apart.
-    """
+    """Put properties, which take long, first, and what runs alone last: then few wait for it."""
     items.sort(key=lambda item: (_alone(item), not _drawn(item)))
-    drawn = items[: sum(_drawn(item) and not _alone(item) for item in items)]
-    items[: len(drawn)] = [item for i in range(CHUNK) for item in drawn[i::CHUNK]]
 
 
 def _drawn(item: pytest.Item) -> bool:

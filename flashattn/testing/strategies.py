@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
 SIDES = ((True, True), (True, False), (False, True))  # that a window bounds
 SCALES = (None, 0.3, 0.0, -0.2)  # the default, an ordinary one, zero, a negative one
-KINDS = 3  # of problems in a run, where each further one is seconds of compiling
+KINDS = 3  # of problems in a run on a GPU, where each further one is seconds of compiling
 UNITS = (1, 8, 16)  # of a kind's lengths, see ``lengths_of``
 
 
@@ -206,7 +206,7 @@ def samples(
     *,
     asked: dict[str, Any],
     strict: bool = True,
-    kinds: bool = False,
+    kinds: Sequence[int] = (),
     **fixed: Any,
 ) -> Sample:
     """Draw samples: a problem, and how its inputs are made.
@@ -217,10 +217,10 @@ def samples(
         solves: whether a problem can be asked at all.
         asked: arguments of ``problems``.
         strict: any values, layout and scale, or only the ordinary.
-        kinds: of ``KINDS`` kinds only.
+        kinds: to choose from, each below ``KINDS``; none means that each sample draws its own.
         fixed: attributes of ``Sample`` that are not drawn.
     """
-    kind = draw(st.integers(0, KINDS - 1), label="kind") if kinds else None
+    kind = draw(one_of(*kinds), label="kind") if kinds else None
     choose = chooser(draw, kind)
     seed = draw(st.integers(0, 2**31), label="seed")
     if kind is not None:  # its last bits say how biases and slopes lie (see ``make_scored``)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,13 +96,14 @@ class TileLoads(NamedTuple):
         return form_of(TensorDescriptor, x.dtype, self.block), self.shape, strides
 
 
-def described_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+@lru_cache  # tensors of one call often lie alike
+def described_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides for a descriptor.
 
     A dimension of size 1 may have any stride, but TMA wants one that is aligned.
     """
     dense = -(-shape[-1] * shape[-2] // 16) * 16
-    return [*[s if n > 1 else dense for n, s in zip(shape[:-1], strides, strict=False)], 1]
+    return *[s if n > 1 else dense for n, s in zip(shape[:-1], strides, strict=False)], 1
 
 
 Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
@@ -157,17 +158,16 @@ class Launch:
         Returns:
             whether Triton has launched it, too.
         """
-        tiled = {
-            i: operand.tiles(x)
-            for i, (x, operand) in enumerate(zip(tensors, self._operands, strict=True))
-            if isinstance(x, torch.Tensor) and operand is not None
-        }
-        operands = [None if i in tiled else x for i, x in enumerate(tensors)]
-        forms = tuple([(i, form) for i, (form, *_) in tiled.items()])
+        operands, tiled = list(tensors), []
+        for i, operand in enumerate(self._operands):
+            if operand is not None and tensors[i] is not None:
+                tiled.append((i, *operand.tiles(tensors[i])))
+                operands[i] = None
+        forms = tuple([(i, form) for i, form, _, _ in tiled])
         key = _key(self._kernel, (*operands, *self._numbers), self._options, forms)
         compiled = earlier = _COMPILED.get(key)
         if compiled is None:
-            for i, (form, *lies) in tiled.items():
+            for i, form, *lies in tiled:
                 operands[i] = form.describe(tensors[i], *lies)
             compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
             if INTERPRETED.value:
@@ -175,8 +175,10 @@ class Launch:
             if key is not None:
                 _COMPILED[key] = compiled
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
-        self._rest = (*self._numbers, *(self._options[name] for name in names))
-        self._described = [(i, x.kind, x.fields(*lies)) for i, (x, *lies) in tiled.items()]
+        self._rest = (*self._numbers, *map(self._options.__getitem__, names))
+        self._described = [
+            (i, form.kind, form.fields(shape, strides)) for i, form, shape, strides in tiled
+        ]
         self._run, self._stream = compiled.run, driver.active.get_current_stream
         self._device = driver.active.get_current_device()
         self._known = compiled.function, compiled.packed_metadata, None, None, None
@@ -222,7 +224,8 @@ def _key(
         return None  # a Triton with another binder, or a kernel that is not Triton's
     if inspected:
         return None
-    return kernel, device, forms, tuple(specialization), str(rest), settings
+    # The binder stands for its kernel, whose hash takes long, and for the device.
+    return binder, forms, tuple(specialization), str(rest), settings
 
 
 def _listened_to() -> bool:

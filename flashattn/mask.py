@@ -90,6 +90,8 @@ class Mask:
         except (KeyError, TypeError):
             msg = f'causal: wanted False, True, "top_left" or "bottom_right", got {causal!r}'
             raise ValueError(msg) from None
+        if window is UNBOUNDED:
+            return _UNBOUNDED[corner]
         try:
             left, right = window
         except (TypeError, ValueError):
@@ -230,6 +232,7 @@ class Band:
 
 
 FULL, CAUSAL = Mask(), Mask(right=0)
+_UNBOUNDED = {None: FULL, "top_left": CAUSAL, "bottom_right": Mask(None, 0, "bottom_right")}
 
 
 def _wanted(window: object) -> str:

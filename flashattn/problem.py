@@ -27,7 +27,8 @@ Lengths = tuple[tuple[int, int], ...]
 Documents = Lengths | Literal["unknown"] | None
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # name: bytes per element
-BIAS = "([b1][h1]([t1][s1]|r))?"
+_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
+BIAS = re.compile("([b1][h1]([t1][s1]|r))?")
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -97,7 +98,7 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
-        if not re.fullmatch(BIAS, self.bias):
+        if not BIAS.fullmatch(self.bias):
             raise ValueError(f"bias: wanted dimensions like 1hts, 11ts, bhr, got {self.bias!r}")
         _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask
@@ -391,13 +392,15 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
             f"{name}: wanted a dense (strided) tensor, got {'nested' if x.is_nested else x.layout}"
         )
         raise ValueError(msg)
-    if str(x.dtype).removeprefix("torch.") not in DTYPES:
+    if x.dtype not in _DTYPES:
         msg = f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}"
         raise ValueError(msg)
     if x.ndim not in (3, 4):
         shapes = "[batch, heads, sequence, head_dim] or [batch, sequence, head_dim]"
         msg = f"{name}: wanted {shapes}, got {x.ndim} dimensions"
         raise ValueError(msg)
+    if x is q:
+        return
     facts: tuple[tuple[str, object, object], ...] = (
         ("number of dimensions", x.ndim, q.ndim),
         ("dtype", x.dtype, q.dtype),

@@ -111,10 +111,11 @@ class Impl(Claims):
             return f"{self.name} is not differentiable"
         if lse and not self.lse:
             return f"{self.name} does not return the logsumexp"
-        unclaimed = self.unclaimed(problem, torch.device(device))
+        device = torch.device(device)
+        unclaimed = self.unclaimed(problem, device)
         if unclaimed is not None:
             return f"{self.name} {unclaimed}"
-        return self.limits(problem, torch.device(device))
+        return self.limits(problem, device)
 
     def __call__(
         self,

@@ -135,8 +135,9 @@ def _options(
 ) -> Options:
     """Return what plans depend on; the arguments are those of an operator."""
     precise = input_precision(precision, dtype)
-    options = Options(right, scale, precise, family, deterministic, left, softcap)
-    return options._replace(diagonal=diagonal).given(extras)
+    return Options(
+        right, scale, precise, family, deterministic, left, softcap, diagonal=diagonal
+    ).given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:

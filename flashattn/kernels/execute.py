@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from flashattn.gpus import gpu_of
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
-from flashattn.plan.choose import NAMES, choose_backward, choose_forward, padded_specs
+from flashattn.plan.choose import NAMES, choose_backward, choose_forward, copied, padded_specs
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import (
@@ -169,6 +169,7 @@ def _no_gradients(
     return tuple(found)
 
 
+@cache
 def _steps(family: str) -> Any:
     """Return the module with the steps of a kernel family."""
     if family == "portable":
@@ -197,7 +198,7 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
         return _sees_nothing
     if plan.padded:
         return _padded(bind_forward(tuple(padded_specs(specs)), options, **instead))
-    q, k, v = (x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False))
+    q, k, v = copied(specs, plan.copies)
     steps = _steps(plan.kernel).forward(plan, q, k, v, options)
     lse = Workspace("lse", tuple(q.shape[:3]))
     inputs = (*NAMES[:3], *(Extras._fields if options.extras else ()))
@@ -225,7 +226,7 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
         return partial(_no_gradients, bias_grad=options.bias_grad)
     if plan.padded:
         return _padded_backward(bind_backward(tuple(padded_specs(specs)), options, **instead))
-    specs = [x.copied() if n in plan.copies else x for n, x in zip(NAMES, specs, strict=False)]
+    specs = copied(specs, plan.copies)
     steps = _steps(plan.kernel).backward(plan, specs, options)
     likes = {"dq": "q", "dk": "k", "dv": "v"}
     inputs = (*NAMES, *(Extras._fields if options.extras else ()))

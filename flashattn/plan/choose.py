@@ -104,12 +104,11 @@ def choose_forward(
         return ForwardPlan(kernel="none", why=(NOTHING,))
     copies = _not_dense(specs)
     if copies:
-        q, k, v = _copied(specs, copies)
+        q, k, v = copied(specs, copies)
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
         return plan._replace(copies=copies, why=(COPIED, *plan.why))
-    lack = hopper.lack(q, options, backward=False)
     faster = partial(hopper.forward_pays, q, k, gpu, options)
-    pays, why = _hopper_first(options, faster, lack)
+    pays, why = _hopper_first(q, options, faster, backward=False)
     if pays and hopper.takes_values(q, v):
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
@@ -153,7 +152,7 @@ def choose_backward(
         return BackwardPlan(kernel="none", why=(NOTHING,))
     copies = _not_dense(specs)
     faster = partial(hopper.backward_pays, q, k, gpu, causal=options.causal)
-    pays, why = _hopper_first(options, faster, hopper.lack(q, options, backward=True))
+    pays, why = _hopper_first(q, options, faster, backward=True)
     pays = pays and hopper.takes_values(q, v) and hopper.sums_values(q, k, v, gpu, options)
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
@@ -169,7 +168,7 @@ def choose_backward(
         return plan._replace(padded=True, why=(PADDED, *plan.why))
     if copies:
         options = options._replace(family="hopper" if pays else "triton")
-        plan = choose_backward(_copied(specs, copies), gpu, options, tile=tile)
+        plan = choose_backward(copied(specs, copies), gpu, options, tile=tile)
         return plan._replace(copies=copies, why=(*why, COPIED, *plan.why))
     if pays:
         found = hopper.backward(q, k, gpu, options, tile)
@@ -181,11 +180,12 @@ def choose_backward(
 
 
 def _hopper_first(
-    options: Options, faster: Callable[[], tuple[bool, str]], lack: str | None
+    q: TensorSpec, options: Options, faster: Callable[[], tuple[bool, str]], *, backward: bool
 ) -> tuple[bool, list[str]]:
     """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
     pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
-    return (False, [lack]) if pays and lack else (pays, why)
+    lack = hopper.lack(q, options, backward=backward) if pays else None
+    return (False, [lack]) if lack else (pays, why)
 
 
 def padded_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
@@ -212,6 +212,8 @@ def _not_dense(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     )
 
 
-def _copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
+def copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
     """Return specs, those of some names as of copies."""
+    if not names:
+        return list(specs)
     return [x.copied() if name in names else x for name, x in zip(NAMES, specs, strict=False)]

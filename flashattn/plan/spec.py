@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Literal, NamedTuple
@@ -18,6 +19,8 @@ Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 class TensorSpec(NamedTuple):
     """Layout of a tensor; tensors with the same specs share a plan.
+
+    Some answers are kept: tensors of one call often lie alike.
 
     Args:
         shape: its sizes.
@@ -44,10 +47,11 @@ class TensorSpec(NamedTuple):
         return self.strides[-1] == 1 or self.shape[-1] == 1 or 0 in self.shape
 
     @property
+    @lru_cache  # noqa: B019 - of specs, which are small
     def tma_compatible(self) -> bool:
         """Whether TMA can address it: aligned, no stride 0, dense in the last dimension."""
         size = self.dtype.itemsize
-        lies = zip(self.shape[:-1], self.strides[:-1], strict=True)
+        lies = zip(self.shape, self.strides[:-1], strict=False)
         wrong = [s for n, s in lies if n != 1 and (s <= 0 or s * size % ALIGNMENT)]
         return self.offset == 0 and not wrong
 
@@ -73,6 +77,7 @@ class TensorSpec(NamedTuple):
         """Return the spec of a contiguous copy."""
         return self._replace(strides=dense_strides(self.shape), offset=0)
 
+    @lru_cache  # noqa: B019 - likewise
     def like(self, columns: int | None = None) -> TensorSpec:
         """Return the spec of ``torch.empty_like`` of its first columns, all if None.
 

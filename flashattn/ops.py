@@ -89,7 +89,7 @@ def _launch_backward(
     *inputs: Any,
 ) -> Gradients:
     extras, (*how, bias_grad) = given_extras(inputs[:EXTRAS]), inputs[EXTRAS:]
-    options = _options(q.dtype, extras, *how)._replace(bias_grad=bias_grad)
+    options = _options(q.dtype, extras, *how, bias_grad=bias_grad)
     prepared: Differentiate = _execute().prepare_backward(
         (grad_o, grad_lse), (q, k, v, o, lse), options
     )
@@ -132,12 +132,16 @@ def _options(
     precision: str,
     family: Family,
     deterministic: bool,  # noqa: FBT001 - torch's operators are called by position
+    *,
+    bias_grad: bool = False,
 ) -> Options:
     """Return what plans depend on; the arguments are those of an operator."""
     precise = input_precision(precision, dtype)
-    return Options(
-        right, scale, precise, family, deterministic, left, softcap, diagonal=diagonal
-    ).given(extras)
+    options = Options(
+        right, scale, precise, family, deterministic, left, softcap,
+        diagonal=diagonal, bias_grad=bias_grad,
+    )  # fmt: skip
+    return options.given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +267,7 @@ class Prepared:
             lies = bias.stride(), bias.data_ptr() % ALIGNMENT, bias_grad
         plan = self._backwards.get((key, lies))
         if plan is None:
-            options = _options(q.dtype, extras, *self.options)._replace(bias_grad=bias_grad)
+            options = _options(q.dtype, extras, *self.options, bias_grad=bias_grad)
             plan = _execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()

@@ -285,8 +285,10 @@ def _backward_half(
     semaphores = 2 * accumulators * batch * heads * query_tiles  # one for each half of dq
     programs = min(gpu.num_sms, tiles) if tile.persistent else tiles
     why = ["one pass: programs own keys, and add to dq"]
-    why += [f"{splits} GQA splits: few programs would have much to do each"] * (splits > 1)
-    why += [f"{accumulators} dQ accumulators: few heads have all programs"] * (accumulators > 1)
+    if splits > 1:
+        why.append(f"{splits} GQA splits: few programs would have much to do each")
+    if accumulators > 1:
+        why.append(f"{accumulators} dQ accumulators: few heads have all programs")
     return BackwardPlan(
         kernel="sm90",
         passes=(Pass("hopper_bwd", tile, (programs,)),),
@@ -315,7 +317,8 @@ def _backward_d256(
     splits = _d256_splits(q, k, gpu, options)
     queries = cdiv(q.shape[2], tile.BLOCK_Q) * q.shape[0] * q.shape[1]
     why = ["two passes: one would own 64 keys, and add to dq as often as it loads"]
-    why += [f"{splits} GQA splits: few programs would have much to do each"] * (splits > 1)
+    if splits > 1:
+        why.append(f"{splits} GQA splits: few programs would have much to do each")
     return BackwardPlan(
         kernel="sm90_d256",
         passes=(

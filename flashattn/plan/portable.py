@@ -192,8 +192,9 @@ def forward(
 
 
 def _split_why(x: Split, rows: str) -> tuple[str, ...]:
-    few = f"{x.num} splits of {x.length} {rows}: there are few programs otherwise"
-    return (few,) if x.num > 1 else ()
+    if x.num == 1:
+        return ()
+    return (f"{x.num} splits of {x.length} {rows}: there are few programs otherwise",)
 
 
 def backward(

@@ -124,10 +124,10 @@ class Attend(torch.autograd.Function):
         return *execute.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
 
 
-def dtypes_and_widths(head_dim, shape):
-    """Return each dtype with one width, whole or padded; every other shape has the others."""
+def dtypes_and_widths(head_dim, *positions):
+    """Return each dtype with one width, whole or padded; alternately with the other."""
     widths = head_dim, head_dim - 24
-    return zip(HALF, alternately((widths, widths[::-1]), [*SHAPES].index(shape)), strict=True)
+    return zip(HALF, alternately((widths, widths[::-1]), *positions), strict=True)
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -136,7 +136,8 @@ def dtypes_and_widths(head_dim, shape):
 @on_hopper
 def test_every_config(device, head_dim, config, shape, causal):
     """Each config of the table is within the budgets, padded too, in both dtypes."""
-    for dtype, d in dtypes_and_widths(head_dim, shape):
+    positions = CONFIGS.index((head_dim, config)), causal is False
+    for dtype, d in dtypes_and_widths(head_dim, *positions):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
         sample = Sample(problem=problem, device=device, grad=False)
         assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
@@ -148,7 +149,8 @@ def test_every_config(device, head_dim, config, shape, causal):
 @on_hopper
 def test_every_backward_config(device, head_dim, config, deterministic, shape, causal):
     """So are the gradients of each config, of o and of lse."""
-    for dtype, d in dtypes_and_widths(head_dim, shape):
+    positions = (BACKWARDS + WIDES).index((head_dim, config, deterministic)), causal is False
+    for dtype, d in dtypes_and_widths(head_dim, *positions):
         problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
         how = {"tile": config, "deterministic": deterministic}
 

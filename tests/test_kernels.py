@@ -150,9 +150,12 @@ def test_like_inputs_are_launched_again(device, layout, monkeypatch):
         forget()
         wanted.append(answers(inputs))
     firsts, first = [], launch.Launch._first
-    monkeypatch.setattr(
-        launch.Launch, "_first", lambda self, tensors: firsts.append(first(self, tensors))
-    )
+
+    def note(self, tensors):
+        firsts.append(self)
+        return first(self, tensors)
+
+    monkeypatch.setattr(launch.Launch, "_first", note)
     for inputs, exact in zip(draws, wanted, strict=True):
         got = answers(inputs)
         assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))

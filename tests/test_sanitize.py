@@ -144,6 +144,19 @@ def test_a_finding_counts_more_than_a_failure(fake, monkeypatch):
     assert next(verdicts, None) is None
 
 
+@pytest.mark.parametrize(("tools", "ran"), [([], 3), (["--tool", "initcheck"], 0)])
+def test_a_tool_that_is_blind_is_left_out(fake, monkeypatch, capsys, tools, ran):
+    """Initcheck does not see what Hopper's kernels store; alone it proves nothing."""
+    fake("", 0)
+    asked = []
+    monkeypatch.setattr(command, "cases", lambda *_: ["a case"])
+    monkeypatch.setattr(command, "ask", lambda tool, *_: asked.append(tool) or ("clean", []))
+    assert command.main(["--impl", "hopper", *tools]) == (0 if ran else 11)
+    assert len(asked) == ran
+    assert "initcheck" not in asked
+    assert "initcheck left out: it calls uninitialized what TMA stores" in capsys.readouterr().out
+
+
 def test_tools_are_missing_or_bounded(monkeypatch):
     """A program that is not on the PATH is a sentence, and so is one that takes too long."""
     assert ask("consan", "", 0.01, "triton") == ("failed", ["it took longer than 0 s"])

@@ -6,10 +6,11 @@
     python -m flashattn.sanitize --impl hopper    # the kernels of another implementation
 
 Exit status: 0 clean; 1 a finding in our kernels; 2 a wrong argument, or no GPU; 11 UNPROVEN: no
-findings, but a tool is missing or did not finish.
+findings, but a tool is missing or did not finish, or none ran.
 
 racecheck does not follow the barriers of TMA copies and may report false hazards there; compare
-with consan. Source: NVIDIA, "Compute Sanitizer".
+with consan. initcheck does not see what TMA stores and calls it uninitialized, so Hopper's kernels
+are not run under it; tests poison their outputs instead. Source: NVIDIA, "Compute Sanitizer".
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOOLS = {
     "racecheck": "data races in shared memory",
     "consan": "shared memory used while an asynchronous copy or product may still use it",
 }
+BLIND = "initcheck", "hopper"  # a tool that does not see what an implementation stores
 FOUND = 33  # exit status of compute-sanitizer for findings
 # Ignore failed CUDA API calls of libraries, and ptxas, which Triton starts.
 OPTIONS = "--report-api-errors no --target-processes application-only --print-limit 1000"
@@ -131,10 +133,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(wanted)} cases of {options.impl}")
     verdicts = set()
     for tool in options.tool or TOOLS:
+        if (tool, options.impl) == BLIND:
+            print(f"{tool:<9} left out: it calls uninitialized what TMA stores")
+            continue
         verdict, told = ask(tool, options.only, options.limit, options.impl)
         print("\n  ".join([f"{tool:<9} {verdict:<8} {TOOLS[tool]}", *told]), flush=True)
         verdicts.add(verdict)
-    return 1 if "findings" in verdicts else 11 if verdicts & {"failed", "missing"} else 0
+    unproven = not verdicts or verdicts & {"failed", "missing"}
+    return 1 if "findings" in verdicts else 11 if unproven else 0
 
 
 if __name__ == "__main__":

@@ -853,7 +853,7 @@ MUTANTS = [
     Mutant(
         "launch_forgets_the_device",
         "kernels/launch.py",
-        "return kernel, device, forms",
+        "return binder, forms",
         "return kernel, forms",
         "a second GPU is told to run what is loaded on the first",
         "tests/test_launch.py::test_a_kernel_is_of_a_device_and_of_settings",

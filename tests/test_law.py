@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -13,8 +14,9 @@ from flashattn import registry
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample
 from flashattn.testing.examples import Count
-from flashattn.testing.law import law, share
+from flashattn.testing.law import kinds_of, law, share
 from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
+from flashattn.testing.strategies import KINDS
 
 REFERENCE = registry.get("reference")
 CPU = torch.device("cpu")
@@ -189,3 +191,16 @@ def test_bits():
         assert_same_bits("o", x, y)
     with pytest.raises(AssertionError, match="o: 1 elements"):
         assert_same_bits("o", torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+
+
+@pytest.mark.parametrize(
+    ("examples", "asked"), [(100, {"triton": 1, "sdpa": KINDS}), (1000, {"triton": KINDS})]
+)
+def test_laws_share_the_kinds_of_problems(monkeypatch, examples, asked):
+    """One asks ours for one kind in all but the thorough profile, and many ask for each."""
+    settings = SimpleNamespace(max_examples=examples)
+    monkeypatch.setattr(hypothesis, "settings", lambda: settings)
+    for name, most in asked.items():
+        kinds = [kinds_of(f"law {i}", registry.get(name)) for i in range(40)]
+        assert {len(x) for x in kinds} == {most}
+        assert {kind for x in kinds for kind in x} == set(range(KINDS))

@@ -98,7 +98,7 @@ class Problem:
             msg = f"kv_heads: wanted a divisor of the {self.heads} query heads, got {self.kv_heads}"
             raise ValueError(msg)
         check_among("dtype", self.dtype, DTYPES)
-        if self.bias and not BIAS.fullmatch(self.bias):
+        if not BIAS.fullmatch(self.bias):
             raise ValueError(f"bias: wanted dimensions like 1hts, 11ts, bhr, got {self.bias!r}")
         _check_lengths(self.documents, (self.seq_q, self.seq_kv))
         mask = self.mask

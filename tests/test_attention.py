@@ -733,7 +733,7 @@ def test_plans_hold_no_tensors(device, name):
     grads = torch.autograd.grad(o.sum(), (q, k, v))
     storages = [weakref.ref(x.untyped_storage()) for x in (q, k, v, o, *grads)]
     del q, k, v, o, grads
-    end = time.monotonic() + 10  # autograd's thread of a GPU lets go after it has answered
+    end = time.monotonic() + 10  # on a GPU autograd's thread may let go later
     while any(storage() for storage in storages) and time.monotonic() < end:
         gc.collect()
     assert [storage() for storage in storages] == [None] * 7

@@ -125,7 +125,7 @@ class Attend(torch.autograd.Function):
 
 
 def dtypes_and_widths(head_dim, *positions):
-    """Return each dtype with one width, whole or padded; alternately with the other."""
+    """Return each dtype with one width, whole or padded, which alternate over the positions."""
     widths = head_dim, head_dim - 24
     return zip(HALF, alternately((widths, widths[::-1]), *positions), strict=True)
 

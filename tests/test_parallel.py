@@ -76,7 +76,7 @@ def test_workers(pytester, request):
     folder = pytester.mkdir("tests")
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    drawn = "--hypothesis-profile=quick", "--hypothesis-seed=1"  # a peer is asked once: it answers
+    drawn = "--hypothesis-profile=quick", "--hypothesis-seed=1"  # a peer's only example suits it
     result = pytester.runpytest_subprocess("tests", "-n2", "-q", *drawn)
     output = result.stdout.str()
     result.assert_outcomes(passed=10 + len(asked) + len(answer) - 1, failed=2)

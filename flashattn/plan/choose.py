@@ -214,6 +214,4 @@ def _not_dense(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 def copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
     """Return specs, those of some names as of copies."""
-    if not names:
-        return list(specs)
     return [x.copied() if name in names else x for name, x in zip(NAMES, specs, strict=False)]

@@ -10,7 +10,7 @@ findings, but a tool is missing or did not finish, or none ran.
 
 racecheck does not follow the barriers of TMA copies and may report false hazards there; compare
 with consan. initcheck does not see what TMA stores and calls it uninitialized, so Hopper's kernels
-are not run under it; tests poison their outputs instead. Source: NVIDIA, "Compute Sanitizer".
+do not run under it; tests fill their outputs with NaN instead. Source: NVIDIA, "Compute Sanitizer".
 """
 
 from __future__ import annotations

@@ -37,16 +37,9 @@ class Tiles(NamedTuple):
 
     def tiles(self, x: torch.Tensor) -> launch.Tiled:
         """Return the form, shape and strides of a descriptor of x [B, H, N, D]."""
-        shape = x.shape
-        form = _form_of_tiles(self, x.dtype, shape[-1])
-        return form, shape, launch.described_strides(shape, x.stride())
-
-
-@cache
-def _form_of_tiles(tiles: Tiles, dtype: torch.dtype, head_dim: int) -> launch.Form:
-    columns = tiles.columns or block_d(head_dim)
-    block = (1, 1, tiles.rows, columns)
-    return swizzled(dtype, block, min(SWIZZLE, columns * dtype.itemsize))
+        columns = self.columns or block_d(x.shape[-1])
+        form = swizzled(x.dtype, (1, 1, self.rows, columns), min(SWIZZLE, columns * x.itemsize))
+        return form, x.shape, launch.described_strides(x.shape, x.stride())
 
 
 class Numbers(NamedTuple):

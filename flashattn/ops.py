@@ -24,7 +24,6 @@ from flashattn.plan.spec import (
     Family,
     Options,
     Signature,
-    TensorSpec,
     first_columns,
     given_extras,
 )
@@ -42,7 +41,7 @@ Differentiate = Callable[..., Gradients]
 
 
 @cache
-def _execute() -> ModuleType:
+def execute() -> ModuleType:
     """Return the module that launches; it imports Triton."""
     from flashattn.kernels import execute  # noqa: PLC0415
 
@@ -74,7 +73,7 @@ _backward = torch.ops.flashattn.backward.default
 
 def _launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: Any) -> Outputs:
     extras, how = given_extras(inputs[:EXTRAS]), inputs[EXTRAS:]
-    attend: Attend = _execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
+    attend: Attend = execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
     return attend(q, k, v, *extras)
 
 
@@ -90,7 +89,7 @@ def _launch_backward(
 ) -> Gradients:
     extras, (*how, bias_grad) = given_extras(inputs[:EXTRAS]), inputs[EXTRAS:]
     options = _options(q.dtype, extras, *how, bias_grad=bias_grad)
-    prepared: Differentiate = _execute().prepare_backward(
+    prepared: Differentiate = execute().prepare_backward(
         (grad_o, grad_lse), (q, k, v, o, lse), options
     )
     dq, dk, dv, *others = prepared(q, k, v, grad_o, o, lse, grad_lse, *extras)
@@ -268,7 +267,7 @@ class Prepared:
         plan = self._backwards.get((key, lies))
         if plan is None:
             options = _options(q.dtype, extras, *self.options, bias_grad=bias_grad)
-            plan = _execute().prepare_backward(grads, saved, options)
+            plan = execute().prepare_backward(grads, saved, options)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key, lies] = plan
@@ -392,10 +391,7 @@ for _name, _rule in (
 
 
 def bind(
-    given: tuple[Signature, ...],
-    *how: Any,
-    extras: Sequence[torch.Tensor | None] = (),
-    bias: TensorSpec | None = None,
+    given: tuple[Signature, ...], *how: Any, extras: Sequence[torch.Tensor | None] = ()
 ) -> Prepared:
     """Return what the operators launch for q, k and v with these signatures.
 
@@ -403,9 +399,5 @@ def bind(
         given: signatures of q, k and v.
         how: as the operators take it.
         extras: as theirs.
-        bias: the spec of one that is not among the extras.
     """
-    options = _options(given[0][2], extras, *how)
-    if bias is not None:
-        options = options._replace(bias=bias)
-    return Prepared(_execute().bind_forward(given, options), how)
+    return Prepared(execute().bind_forward(given, _options(given[0][2], extras, *how)), how)

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn import gpus, ops
+from flashattn import gpus
 from flashattn.bounds import Bounds
 from flashattn.mask import Mask
-from flashattn.plan.spec import Extras, Signature, TensorSpec, signature
+from flashattn.ops import Attend, Differentiate, Gradients, Outputs, execute
+from flashattn.plan.precision import input_precision
+from flashattn.plan.spec import Extras, Options, Signature, TensorSpec, signature
 from flashattn.problem import Problem, check_scale
 from flashattn.score import check_bias
 
-ONE_BATCH = Bounds(*(torch.empty(1, 0, 2, dtype=torch.int32, device="meta") for _ in range(2)))
+BOUND = 1024  # signatures that are kept: shapes that keep changing must not fill the memory
 
 
 class UnsupportedError(Exception):
@@ -30,25 +32,19 @@ def leave(*reasons: object) -> None:
         raise UnsupportedError
 
 
-@lru_cache(1024)
-def _bind(
-    given: tuple[Signature, ...],
-    mask: Mask | None,
-    scale: float | None,
-    fp32_precision: object,
-) -> ops.Prepared | None:
-    """Return our kernels for tensors with these signatures, or None where ours cannot.
+@lru_cache(BOUND)
+def _options(
+    given: tuple[Signature, ...], mask: Mask | None, scale: float | None, bias: Signature | None
+) -> Options | None:
+    """Return what our kernels are asked, or None where they cannot.
 
     Args:
-        given: signatures of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv], and of a bias that
-            broadcasts to [B, H, T, S], if there is one.
+        given: signatures of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv].
         mask: which keys a query sees; None is bounds of rows, for one batch.
         scale: factor on the scores; None is D ** -0.5.
-        fp32_precision: torch's setting, on which the kernels of fp32 depend.
+        bias: signature of what broadcasts to [B, H, T, S] and is added to scores, if there is one.
     """
-    del fp32_precision
-    q, k, v, *rest = (TensorSpec(*x) for x in given)
-    given, bias = given[:3], rest[0] if rest else None
+    q, k, v = (TensorSpec(*x) for x in given)
     if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
         return None
     if not 0 < v.shape[-1] <= k.shape[-1] == q.shape[-1] or v.shape[:-1] != k.shape[:-1]:
@@ -56,35 +52,63 @@ def _bind(
     asked: dict[str, Any] = {"documents": "unknown"}
     if mask is not None:
         asked = {"causal": mask.causal, "window": mask.window}
+    added = None if bias is None else TensorSpec(*bias)
     try:
         as_wide = k._replace(dtype=v.dtype)  # v, but for its width
         problem = Problem.of(q.meta, k.meta, as_wide.meta, **asked)
         problem = replace(problem, value_dim=v.shape[-1])
-        if bias is not None:
+        if added is not None:
             sizes = problem.batch, problem.heads, problem.seq_q, problem.seq_kv
-            check_bias(bias.meta, sizes, q.meta)
+            check_bias(added.meta, sizes, q.meta)
         scale = check_scale(scale, problem.head_dim)
     except ValueError:
         return None
     family = gpus.fastest_family(problem, q.device)
     if family is None:
         return None
-    how = scale, None, "auto", family, True
-    if mask is None:
-        return ops.bind(given, None, None, 0, *how, extras=Extras(*ONE_BATCH))
-    band = mask.over(problem.seq_q, problem.seq_kv)
-    return ops.bind(given, band.left, band.right, 0, *how, bias=bias)
+    left, right = None, None
+    if mask is not None:
+        band = mask.over(problem.seq_q, problem.seq_kv)
+        left, right = band.left, band.right
+    return Options(right, scale, family=family, left=left, bounds=int(mask is None), bias=added)
 
 
-def _prepared(
-    tensors: tuple[Tensor, ...], mask: Mask | Bounds, scale: float | None
-) -> ops.Prepared:
-    """Return our kernels for q, k, v and perhaps a bias."""
-    tf32 = tensors[0].dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
-    prepared = _bind(signature(*tensors), mask if isinstance(mask, Mask) else None, scale, tf32)
-    if prepared is None:
+@lru_cache(BOUND)
+def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> Attend:
+    """Return our kernels for o and lse.
+
+    Args:
+        given: see ``_options``.
+        asked: likewise.
+        precision: as ``input_precision`` returns it.
+
+    Raises:
+        UnsupportedError: ours cannot.
+    """
+    options = _options(given, *asked)
+    if options is None:
         raise UnsupportedError
-    return prepared
+    attend: Attend = execute().bind_forward(given, options._replace(precision=precision))
+    return attend
+
+
+@lru_cache(BOUND)
+def _backward(
+    given: tuple[Signature, ...], *asked: Any, precision: str, bias_grad: bool
+) -> Differentiate:
+    """Return our kernels for gradients of what is ``given``: q, k, v, grad_o, o and lse."""
+    options = _options(given[:3], *asked)
+    if options is None:
+        raise UnsupportedError
+    options = options._replace(precision=precision, bias_grad=bias_grad)
+    differentiate: Differentiate = execute().bind_backward(given, options)
+    return differentiate
+
+
+def _asked(mask: Mask | Bounds, scale: float | None, bias: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of ``_options`` besides q, k and v."""
+    band = mask if isinstance(mask, Mask) else None
+    return band, scale, None if bias is None else signature(bias)[0]
 
 
 def _extras(mask: Mask | Bounds, bias: Tensor | None = None) -> Sequence[Tensor | None]:
@@ -101,10 +125,11 @@ def attend(
     mask: Mask | Bounds,
     scale: float | None,
     bias: Tensor | None = None,
-) -> ops.Outputs:
+) -> Outputs:
     """Return o, laid out like q or its first columns, and lse [B, H, T]."""
-    given = (q, k, v) if bias is None else (q, k, v, bias)
-    o, lse = _prepared(given, mask, scale).attend(q, k, v, *_extras(mask, bias))
+    precision = input_precision("auto", q.dtype)
+    run = _forward(signature(q, k, v), *_asked(mask, scale, bias), precision=precision)
+    o, lse = run(q, k, v, *_extras(mask, bias))
     return _like(o, q if o.shape == q.shape else q[..., : o.shape[-1]]), lse
 
 
@@ -116,17 +141,20 @@ def differentiate(
     bias: Tensor | None = None,
     *,
     bias_grad: bool = False,
-) -> ops.Gradients:
+) -> Gradients:
     """Return the gradients of q, k and v, laid out like these, and that of the bias if wanted.
 
     ``saved`` is q, k, v, o, lse.
     """
     q, k, v, o, lse = saved
-    given = (q, k, v) if bias is None else (q, k, v, bias)
-    prepared, saved = _prepared(given, mask, scale), (q, k, v, o, lse.contiguous())
-    dq, dk, dv, *dbias = prepared.backward(
-        (grad_o, None), saved, _extras(mask, bias), bias_grad=bias_grad
+    lse = lse.contiguous()
+    run = _backward(
+        signature(q, k, v, grad_o, o, lse),
+        *_asked(mask, scale, bias),
+        precision=input_precision("auto", q.dtype),
+        bias_grad=bias_grad,
     )
+    dq, dk, dv, *dbias = run(q, k, v, grad_o, o, lse, None, *_extras(mask, bias))
     return _like(dq, q), _like(dk, k), _like(dv, v), *dbias
 
 

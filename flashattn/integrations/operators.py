@@ -7,16 +7,17 @@ its results as its fake kernel does. What our kernels cannot solve raises ``Unsu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn import ops
 from flashattn.bounds import Bounds
 from flashattn.integrations.binding import UnsupportedError, attend, differentiate, leave
 from flashattn.integrations.packed import bounds_of_packed, heads_first, tokens_first
 from flashattn.mask import CAUSAL, FULL, Mask
+from flashattn.ops import Gradients, Outputs
 
 LOWER_RIGHT = Mask(right=0, corner="bottom_right")  # FlashAttention's causal mask
 # The memory-efficient kernel pads rows of a bias's gradient, and of its lse, to multiples of these.
@@ -33,9 +34,15 @@ def _other_width(query: Tensor, value: Tensor) -> bool:
     return query.shape[-1] != value.shape[-1]
 
 
-def _scalars(x: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+@cache
+def _pattern(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """Return what is made alike in half of the time."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _unread(x: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the state of a random generator that nobody reads, as there is no dropout."""
-    return tuple([x.new_empty(shape, dtype=dtype) for shape in shapes])
+    return tuple([torch.empty_like(_pattern(dtype, x.device, shape)) for shape in shapes])
 
 
 def _scaled_dot_product_flash_attention(
@@ -55,7 +62,7 @@ def _scaled_dot_product_flash_attention(
 
 def _flash_rest(query: Tensor) -> tuple[Tensor, ...]:
     """Return rng_state, unused and debug_attn_mask."""
-    return *_scalars(query, torch.uint64, (2,), ()), query.new_empty(0)
+    return *_unread(query, torch.uint64, (2,), ()), query.new_empty(0)
 
 
 def _scaled_dot_product_flash_attention_backward(
@@ -75,7 +82,7 @@ def _scaled_dot_product_flash_attention_backward(
     philox_offset: Tensor,
     *,
     scale: float | None = None,
-) -> ops.Gradients:
+) -> Gradients:
     leave(dropout_p)
     saved = query, key, value, out, logsumexp
     return differentiate(grad_out, saved, LOWER_RIGHT if is_causal else FULL, scale)
@@ -96,8 +103,8 @@ def _scaled_dot_product_cudnn_attention(
     leave(dropout_p, return_debug_mask, attn_bias is not None)
     leave(_other_width(query, value) and 0 in query.stride())  # o is promised in another order
     o, lse = attend(query, key, value, CAUSAL if is_causal else FULL, scale)
-    seed, offset = _scalars(query, torch.int64, (), ())
-    return o, lse[..., None], None, None, query.shape[2], key.shape[2], seed, offset, None
+    seed, offset = _unread(query, torch.int64, (), ())
+    return o, lse.unsqueeze(3), None, None, query.shape[2], key.shape[2], seed, offset, None
 
 
 def _scaled_dot_product_cudnn_attention_backward(
@@ -118,9 +125,9 @@ def _scaled_dot_product_cudnn_attention_backward(
     is_causal: bool,
     *,
     scale: float | None = None,
-) -> ops.Gradients:
+) -> Gradients:
     leave(dropout_p, attn_bias is not None)
-    saved = query, key, value, out, logsumexp.reshape(query.shape[:3])
+    saved = query, key, value, out, logsumexp.squeeze(3)
     return differentiate(grad_out, saved, CAUSAL if is_causal else FULL, scale)
 
 
@@ -147,7 +154,7 @@ def _scaled_dot_product_efficient_attention(
         lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if padding else lse
     else:
         lse = lse.new_empty((*lse.shape[:2], 0))
-    return _rows_outside(o), lse, *_scalars(query, torch.int64, (), ())
+    return _rows_outside(o), lse, *_unread(query, torch.int64, (), ())
 
 
 def _scaled_dot_product_efficient_attention_backward(
@@ -289,7 +296,7 @@ def _scaled_dot_product_flash_attention_for_cpu(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> ops.Outputs:
+) -> Outputs:
     leave(dropout_p, _other_width(query, value))
     mask = CAUSAL if is_causal else FULL
     o, lse = attend(query, key, value, mask, scale, _with_heads(attn_mask))

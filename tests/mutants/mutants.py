@@ -466,8 +466,8 @@ MUTANTS = [
     Mutant(
         "backward_forgets_the_softcap",
         "ops.py",
-        "plan = _execute().prepare_backward(grads, saved, options)",
-        "plan = _execute().prepare_backward(grads, saved, options._replace(softcap=None))",
+        "plan = execute().prepare_backward(grads, saved, options)",
+        "plan = execute().prepare_backward(grads, saved, options._replace(softcap=None))",
         "gradients of scores that are not capped",
     ),
     Mutant(

@@ -19,7 +19,7 @@ import flashattn
 from flashattn.counts import __main__ as command
 from flashattn.counts import compiled, interpreter
 from flashattn.counts.compiled import may_spill, unsteady
-from flashattn.counts.expect import differences, read, write
+from flashattn.counts.expect import SOURCE, differences, read, write
 from flashattn.counts.interpreter import CASES, CAUSAL, KERNELS, LAYOUTS, PLAIN, Counts, counting
 from flashattn.counts.offline import FIXED
 from flashattn.counts.variants import variants
@@ -80,6 +80,13 @@ ROW = '("bwd_dq", 2, 256): '
 LARGER = ("plan/tables/sm80.py", f"{ROW}(32, 32, 8", f"{ROW}(128, 32, 4")
 FP32 = "sm_90 bwd_dq fp32 d16 causal pointers"
 WIDE = "sm_80 bwd_dq bf16 d256 causal pointers"
+SHIFTED = (
+    "kernels/portable/combine.py",
+    "    rows = batches * heads * size\n",
+    "    # A comment.\n    all_rows = batches * heads * size\n    rows = all_rows\n",
+)
+OTHER_CONSTANT = ("kernels/portable/preprocess.py", '"inf"), 0.0, delta_', '"inf"), 1.0, delta_')
+TWO = "^sm_80 (combine|bwd_preprocess) bf16 d64$"
 
 
 def change(output, case, name):
@@ -142,6 +149,23 @@ def test_what_kernels_lose(tmp_path):
     assert done.returncode == 1
 
 
+def test_what_changes_a_kernel_changes_its_source(tmp_path):
+    """Lines, comments and names do not, and a constant does; whatever is the same is not compiled.
+
+    That the source of the same counts is another is said, and is no failure.
+    """
+    arguments = ("compiled", "--folder", tmp_path / "expected", "--only", TWO)
+    for edits, more, said in (
+        ((), ("--rewrite",), "2 counted, 0 unchanged\n"),
+        ((SHIFTED,), (), "0 counted, 2 unchanged\n"),
+        ((OTHER_CONSTANT,), (), "1 counted, 1 unchanged; --rewrite would spare the next check 1\n"),
+        ((), ("--all",), "2 counted, 0 unchanged\n"),
+    ):
+        done = count(tmp_path, edits, *arguments, *more)
+        assert done.stdout.endswith(f": {said}"), done.stdout
+        assert done.returncode == 0
+
+
 def test_plain_counts_are_right(rows):
     """Without masks and padding each product is made once, however tiles are loaded."""
     o = kv = 128 * 64 * 2
@@ -175,6 +199,7 @@ def test_compiled_expectations(path):
     assert expected.keys() == {"ptxas", *map(str, asked)}
     for variant in asked:
         row = expected[str(variant)]
+        assert SOURCE in row, f"{variant}: python -m flashattn.counts compiled --rewrite"
         multiplies = (
             variant.kernel not in {*FIXED, "hopper_bwd_postprocess"} and variant.head_dim > 1
         )
@@ -268,7 +293,7 @@ def check(monkeypatch, tmp_path, capsys):
     counted = SimpleNamespace(FILE="some.json", got=BEFORE, complaints=[])
     counted.names = lambda: list(counted.got)
 
-    def collect(wanted):
+    def collect(wanted, _known):
         return {case: counted.got[case] for case in wanted}, counted.complaints
 
     counted.collect = collect
@@ -293,7 +318,7 @@ def test_rewriting(check):
         assert status == 1
         assert said.startswith("FAILED gone: spills\n")
     check.counted.complaints.clear()
-    assert check() == (0, f"3 cases are as {check.path} expects\n")
+    assert check() == (0, f"3 cases are as {check.path} expects: 3 counted, 0 unchanged\n")
     check.counted.got = AFTER
     status, said = check()
     assert status == 1

@@ -6,6 +6,7 @@ import re
 from collections.abc import Container
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from inspect import getsource
 from itertools import product
 from subprocess import SubprocessError
 from typing import Any
@@ -14,8 +15,10 @@ from warnings import filterwarnings
 import triton
 from triton import knobs
 
-from flashattn.counts.expect import Rows
-from flashattn.counts.offline import Variant, compiled_kernel
+from flashattn.counts import resources as counted
+from flashattn.counts import stale as judged
+from flashattn.counts.expect import SOURCE, Rows
+from flashattn.counts.offline import Variant, compiled_kernel, digest, front_end
 from flashattn.counts.resources import Resources, resources_of, sass_of
 from flashattn.counts.stale import stale_addresses, stale_operands
 from flashattn.counts.variants import ARCHITECTURES, variants
@@ -60,6 +63,7 @@ ASSEMBLERS = "ptxas"  # the row of their versions
 BARRIERS = re.compile(r"(%[\w$.-]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64")
 ROLES = re.compile(r"ttg\.warp_specialize\((.*?)\)")
 NAME = re.compile(r"%[\w$.-]+")
+COUNTERS = getsource(counted) + getsource(judged)  # whoever changes them counts again
 
 
 def _assemblers() -> dict[str, str]:
@@ -134,7 +138,6 @@ def _idle(ttgir: str) -> str | None:
 
 def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, str | None]:
     """Return a row and a complaint."""
-    filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")  # it announces a change of Triton 3.10
     try:
         compiled = compiled_kernel(variant)
         resources = resources_of(compiled)
@@ -154,16 +157,47 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
     return row, "; ".join(complaints) or None
 
 
+def source_hash(variant: Variant | HopperVariant) -> str:
+    """Return a hash of all that a row is made of: what is compiled, how, and how it is counted.
+
+    It is the same on every machine, and whatever values and lines of source are called.
+    """
+    front = front_end(variant)
+    options = vars(front.options) | {"extern_libs": None}  # paths; these come with Triton
+    version = triton.__version__, _assemblers()[variant.arch]
+    how = *version, variant.arch, variant.launch, sorted(options.items()), COUNTERS
+    return digest(f"{how} {front.module.str_nodebug()}")
+
+
+def _row(
+    variant: Variant | HopperVariant, known: dict[str, Any]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return a row and a complaint: without compiling what is known of the same source.
+
+    A row with a complaint has no source, so it is compiled until there is none.
+    """
+    filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")  # it announces a change of Triton 3.10
+    try:
+        source = source_hash(variant)
+    except Exception as error:  # noqa: BLE001 - as above
+        return None, f"does not compile: {error}"
+    if known.get(SOURCE) == source:
+        return known, None
+    row, complaint = _compile(variant)
+    return (row if row is None or complaint else row | {SOURCE: source}), complaint
+
+
 def names() -> list[str]:
     """Return the names of all rows, without compiling any."""
     return [ASSEMBLERS, *map(str, variants())]
 
 
-def collect(wanted: Container[str]) -> tuple[Rows, list[str]]:
-    """Compile variants.
+def collect(wanted: Container[str], known: Rows) -> tuple[Rows, list[str]]:
+    """Compile variants, but those whose source has not changed.
 
     Args:
         wanted: names of rows.
+        known: rows of before, which stand where their source is the same.
 
     Returns:
         The rows, and what is wrong whatever is expected: a tile that spills or does not fit, a
@@ -173,7 +207,8 @@ def collect(wanted: Container[str]) -> tuple[Rows, list[str]]:
     complaints = []
     chosen = [variant for variant in variants() if str(variant) in wanted]
     with ProcessPoolExecutor() as pool:
-        for variant, (row, complaint) in zip(chosen, pool.map(_compile, chosen), strict=True):
+        before = [known.get(str(variant), {}) for variant in chosen]
+        for variant, (row, complaint) in zip(chosen, pool.map(_row, chosen, before), strict=True):
             if row is not None:
                 rows[str(variant)] = row
             if complaint is not None:

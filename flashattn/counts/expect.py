@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Rows = dict[str, dict[str, Any]]  # case: what was counted, by name
+SOURCE = "source"  # the name in a row of a hash of what it was counted of, which is no count
 
 
 def read(path: Path) -> Rows:
@@ -21,8 +22,20 @@ def write(path: Path, rows: Rows) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
+def unchanged(known: Rows, got: Rows) -> list[str]:
+    """Return the cases that have the source of which a known row was counted."""
+    sources = {case: row[SOURCE] for case, row in known.items() if SOURCE in row}
+    return [
+        case for case, row in got.items() if case in sources and row.get(SOURCE) == sources[case]
+    ]
+
+
 def differences(expected: Rows, got: Rows) -> list[str]:
-    """Return a sentence for each case that differs, is missing or is not expected."""
+    """Return a sentence for each case that differs, is missing or is not expected.
+
+    Counts may be the same of another source.
+    """
+    expected, got = _counts(expected), _counts(got)
     sentences = []
     for case in sorted(expected.keys() | got.keys()):
         if case not in got:
@@ -32,6 +45,14 @@ def differences(expected: Rows, got: Rows) -> list[str]:
         elif expected[case] != got[case]:
             sentences.append(f"{case}: {_changes(expected[case], got[case])}")
     return sentences
+
+
+def _counts(rows: Rows) -> Rows:
+    """Return rows without their sources."""
+    return {
+        case: {name: value for name, value in row.items() if name != SOURCE}
+        for case, row in rows.items()
+    }
 
 
 def _changes(expected: dict[str, Any], got: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ Exit status: 0 the same; 1 different, or a variant does not compile; 2 a wrong a
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import sys
@@ -28,11 +27,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported, which is next
 
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-
-from flashattn.counts.offline import Variant, source_of
+from flashattn.counts.offline import Variant, digest, front_end
 from flashattn.counts.variants import variants
 
 SOURCE_LINE = re.compile(r"(^#loc.*$)|\s*loc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
@@ -80,18 +75,12 @@ def canonical(module: str) -> str:
 
 def lowered(variant: Any) -> str:
     """Return the TTGIR of a variant as Triton prints it."""
-    target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
-    source, backend = source_of(variant), make_backend(target)
-    options = backend.parse_options(dict(variant.options) | source.parse_options())
+    front = front_end(variant)
     stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, source.language)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    codegen = backend.get_codegen_implementation(options)
-    module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
     metadata: dict[str, Any] = {}
-    for name in list(stages)[list(stages).index(source.ext) :]:
+    front.backend.add_stages(stages, front.options, front.source.language)
+    module = front.module
+    for name in list(stages)[list(stages).index(front.source.ext) :]:
         module = stages[name](module, metadata)
         if name == "ttgir":
             break
@@ -105,10 +94,9 @@ def _inline(known: dict[str, str], found: re.Match[str]) -> str:
 
 def _hash(variant: Variant) -> str:
     try:
-        text = canonical(lowered(variant))
+        return digest(canonical(lowered(variant)))
     except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
         return f"FAILED {type(error).__name__}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _rows(path: Path) -> dict[str, str]:

@@ -1340,4 +1340,21 @@ MUTANTS = [
         "rows go back to other ranks than they came from",
         SHARED,
     ),
+    # Counts
+    Mutant(
+        "spill_is_known",
+        "counts/compiled.py",
+        "(row if row is None or complaint else",
+        "(row if row is None else",
+        "a kernel that spills is reported once, and no more when that is written",
+        "tests/test_incremental.py::test_a_complaint_is_never_hidden",
+    ),
+    Mutant(
+        "source_of_any_triton",
+        "counts/compiled.py",
+        "version = triton.__version__, ",
+        'version = "", ',
+        "what another release of Triton makes of a kernel is not counted",
+        "tests/test_incremental.py::test_all_that_makes_a_row_is_in_its_source",
+    ),
 ]

@@ -76,6 +76,13 @@ DEFAULT = sweep(
         "Gemma-2-9B": [FATTN, "eager", "flex_attention"],  # SDPA has no softcap
     },
 )
+DEFAULT["bench_step"] += grid(  # where attention is more of a step
+    model=["Llama-3-8B"],
+    inputs=["plain"],
+    context=[32768],
+    dtype=["bfloat16"],
+    attention=[FATTN, "sdpa"],
+)
 SMOKE = sweep(
     ["fp32-b1h4-q64-d16-causal"],
     ["fp32-b1h2-q64-d64-causal"],
@@ -159,7 +166,7 @@ def bench_host(device_benchmark, case, facts, device, kernels):
 
 @pytest.fixture(scope="module")
 def trained_by(device):
-    """Return what makes a model, or keeps the last one, with its expected gradients by inputs."""
+    """Return what makes a model, or keeps the last one, with its expected gradients."""
     kept = {}
 
     def make(case):
@@ -227,11 +234,13 @@ def ready(case, facts, device, trained_by):
     if case.attention == "flex_attention":
         torch.compiler.reset()  # else it is compiled for any shape after the first
     model, expected = trained_by(case)
-    if case.inputs not in expected:
+    asked = case.inputs, case.context
+    if asked not in expected:
+        expected.clear()
         reference = case.replace(attention=MODELS[case.model][2])
-        expected[case.inputs] = gradients(model, reference, device)
+        expected[asked] = gradients(model, reference, device)
     got = gradients(model, case, device)
-    facts["gradient_error"] = error = error_of(got, expected[case.inputs])
+    facts["gradient_error"] = error = error_of(got, expected[asked])
     if not error <= TOLERANCE[case.dtype]:
         allowed = TOLERANCE[case.dtype]
         raise AssertionError(f"{case.attention}: gradients are off by {error:.2g} of {allowed}")

@@ -70,6 +70,7 @@ ALLOWED = {
         "bounds",
         "dispatch",
         "gpus",
+        "kernels",
         "mask",
         "masks",
         "ops",

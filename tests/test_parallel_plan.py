@@ -103,14 +103,13 @@ def test_what_leaves_arrives(kind, world):
         plans = [plan(task, rank) for rank in range(world)]
         for rank, ours in enumerate(plans):
             assert ours.arriving == [theirs.leaving[rank] for theirs in plans]
+            assert sum(ours.arriving) == ours.keys
             arrived = []
             for r, theirs in enumerate(plans):
                 keys = owned(task.placement, task.seq_kv, r)
                 sent = [keys[i] for rows in theirs.sends[rank] for i in range(*rows.indices(99))]
-                arrived += (
-                    [*keys, *[None] * (ours.arriving[r] - len(keys))] if ours.gathers else sent
-                )
-            assert len(arrived) == sum(ours.arriving)
+                assert len(sent) == ours.arriving[r]
+                arrived += [*keys, *[None] * (ours.most - len(keys))] if ours.gathers else sent
             for piece, place in zip(ours.pieces, ours.places, strict=True):
                 assert arrived[place] == list(range(piece.start, piece.start + size(piece.rows)))
 

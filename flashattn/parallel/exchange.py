@@ -5,8 +5,8 @@ for each batch or head, and one collective moves both. Gradients travel in the d
 kernels return them, and their owner adds them up in fp32, in the order of the ranks: that is a
 reduce-scatter in fp32 with half its bytes, and the same bits whatever algorithm NCCL picks.
 
-The functional collectives run on the backend's own stream. ``beside`` puts the copies around them
-on a stream, too, so that kernels run meanwhile.
+Collectives run on a side stream, so that kernels run meanwhile. A kernel whose programs stay until
+its end takes every SM, so it must not start before the collective does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flashattn.parallel.plan import Plan, size
 
-_COLLECTIVES = torch.ops._c10d_functional  # noqa: SLF001 - torch.distributed's keep changing names
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
 _SIDES: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+_WORD = torch.int64  # what copies move at a time
 
 
 @contextmanager
@@ -49,12 +54,36 @@ def join(device: torch.device) -> None:
         main.wait_stream(_SIDES[main])
 
 
+def _let_start(device: torch.device) -> None:
+    """Let the main stream wait for what is queued beside it, but not for what follows there.
+
+    The side stream has priority: what follows there starts before what follows on the main one.
+    """
+    if device.type == "cuda":
+        side = torch.cuda.current_stream(device)
+        main = next(stream for stream, beside in _SIDES.items() if beside == side)
+        main.wait_stream(side)
+
+
+def copy_rows(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Copy y to x, with dense rows, in words of 8 bytes where they lie so."""
+    if all(_in_words(z) for z in (x, y)):
+        x, y = x.view(_WORD), y.view(_WORD)
+    x.copy_(y)
+
+
+def _in_words(x: torch.Tensor) -> bool:
+    """Return whether each row of x begins, and ends, at a multiple of 8 bytes."""
+    numbers = x.storage_offset(), x.shape[-1], *x.stride()[:-1]
+    return x.stride(-1) == 1 and not any(n * x.itemsize % _WORD.itemsize for n in numbers)
+
+
 def rows_first(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return [rows, B, G, 2 D] of k and v [B, G, rows, D]."""
     batch, heads, rows, width = k.shape
     kv = k.new_empty(rows, batch, heads, 2 * width)
     for x, there in zip((k, v), heads_first(kv), strict=True):
-        there.copy_(x)
+        copy_rows(there, x)
     return kv
 
 
@@ -64,7 +93,7 @@ def heads_first(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def fetch(kv: torch.Tensor, plan: Plan, group: str) -> torch.Tensor:
+def fetch(kv: torch.Tensor, plan: Plan, group: GroupName) -> torch.Tensor:
     """Return the buffer of this rank [keys, B, G, 2 D].
 
     Args:
@@ -72,45 +101,43 @@ def fetch(kv: torch.Tensor, plan: Plan, group: str) -> torch.Tensor:
         plan: of this rank.
         group: name of the process group.
     """
-    if plan.gathers:
-        padding = kv.new_zeros(plan.leaving[0] - plan.rows, *kv.shape[1:])
-        kv = torch.cat([kv, padding]) if len(padding) else kv
-        arrived = _COLLECTIVES.all_gather_into_tensor(kv, len(plan.arriving), group)
-        arrived = _COLLECTIVES.wait_tensor(arrived)
-    else:
+    if not plan.gathers:
         sent = torch.cat([kv[:0], *(kv[rows] for to_one in plan.sends for rows in to_one)])
-        arrived = _all_to_all(sent, plan.leaving, plan.arriving, group)
+        return _joined(_all_to_all(sent, plan.leaving, plan.arriving, group), plan.places)
+    padding = kv.new_zeros(plan.most - plan.rows, *kv.shape[1:])
+    kv = torch.cat([kv, padding]) if len(padding) else kv
+    arrived = kv.new_empty(plan.most * len(plan.arriving), *kv.shape[1:])
+    _let_start(kv.device)
+    distributed.all_gather_into_tensor(arrived, kv, _resolve_process_group(group))
     return _joined(arrived, plan.places)
 
 
-def give_back(dkv: torch.Tensor, plan: Plan, group: str) -> torch.Tensor:
-    """Return the gradients of this rank's own keys [rows, B, G, 2 D] in fp32, summed over ranks.
+def give_back(dkv: torch.Tensor, plan: Plan, group: GroupName) -> list[tuple[slice, torch.Tensor]]:
+    """Return gradients of this rank's own keys: which rows, and those [rows, B, G, 2 D].
+
+    Each rank's come one after the other, in the order of the ranks; to be added up.
 
     Args:
         dkv: gradients of the buffer [keys, B, G, 2 D].
         plan: of this rank.
         group: name of the process group.
     """
-    sent = dkv
-    if plan.places != [piece.keys for piece in plan.pieces] or sum(plan.arriving) != len(dkv):
-        sent = dkv.new_zeros(sum(plan.arriving), *dkv.shape[1:])
-        for place, piece in zip(plan.places, plan.pieces, strict=True):
-            sent[place] = dkv[piece.keys]
+    by_rank = sorted(plan.pieces, key=lambda piece: piece.rank)  # stable
+    sent = _joined(dkv, [piece.keys for piece in by_rank])
     arrived = _all_to_all(sent, plan.arriving, plan.leaving, group)
-    wide = torch.promote_types(dkv.dtype, torch.float32)
-    if plan.gathers:
-        every = arrived.unflatten(0, (len(plan.leaving), -1))
-        return every.sum(0, dtype=wide)[: plan.rows]
-    total, at = arrived.new_zeros(plan.rows, *dkv.shape[1:], dtype=wide), 0
-    for rows in (rows for from_one in plan.sends for rows in from_one):
-        total[rows] += arrived[at : at + size(rows)]
-        at += size(rows)
-    return total
+    rows = [rows for from_one in plan.sends for rows in from_one]
+    return list(zip(rows, arrived.split([size(x) for x in rows]), strict=True))
 
 
-def _all_to_all(x: torch.Tensor, leaving: list[int], arriving: list[int], group: str) -> Any:
-    arrived = _COLLECTIVES.all_to_all_single(x, arriving, leaving, group)
-    return _COLLECTIVES.wait_tensor(arrived)
+def _all_to_all(
+    x: torch.Tensor, leaving: list[int], arriving: list[int], group: GroupName
+) -> torch.Tensor:
+    arrived = x.new_empty(sum(arriving), *x.shape[1:])
+    _let_start(x.device)
+    distributed.all_to_all_single(
+        arrived, x.contiguous(), arriving, leaving, _resolve_process_group(group)
+    )
+    return arrived
 
 
 def _joined(x: torch.Tensor, slices: list[slice]) -> torch.Tensor:

@@ -8,23 +8,35 @@ needs o and lse of whole rows only: a part's weights are exp(S - lse), and gradi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import flashattn.ops  # noqa: F401 - defines the operators
 from flashattn.bounds import Bounds, Intervals
 from flashattn.mask import Mask
-from flashattn.parallel.exchange import beside, fetch, give_back, heads_first, join, rows_first
+from flashattn.parallel.exchange import (
+    beside,
+    copy_rows,
+    fetch,
+    give_back,
+    heads_first,
+    join,
+    rows_first,
+)
 from flashattn.parallel.placement import Placement
 from flashattn.parallel.plan import Plan, Task, plan, size
 from flashattn.plan.spec import Extras
 from flashattn.tiled import tiled_backward, tiled_forward
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Seen = Mask | Bounds
 TILED = "tiled"
+ALL = slice(None)
 
 # What both operators take beside rows: bounds of own keys and of the buffer, or none; where (group,
 # rank, placement), what (lengths of the whole, mask), how (see Kernels), and whether the fetched
@@ -76,6 +88,19 @@ class Kernels(NamedTuple):
         o = seen.without_fully_masked(o) if isinstance(seen, Bounds) else o
         return o, lse.flatten(1, 2)
 
+    def merge(self, o: torch.Tensor, lse: torch.Tensor, part: Outputs) -> None:
+        """Add a part's keys to o [B, H, T, D] and lse [B, H, T], in place."""
+        if self.family != TILED:
+            from flashattn.kernels.portable import merge  # noqa: PLC0415 - it imports Triton
+
+            merge.launch(o, lse, *part)
+            return
+        total = torch.logaddexp(lse, part[1])
+        finite = total.masked_fill(total == -torch.inf, 0)  # of a row that sees no key
+        before, added = ((x - finite).exp()[..., None] for x in (lse, part[1]))
+        o.mul_(before).addcmul_(part[0], added)
+        lse.copy_(total)
+
     def backward(self, grads: Any, saved: tuple[torch.Tensor, ...], seen: Seen) -> Gradients:
         """Return the gradients of q, k and v.
 
@@ -116,7 +141,7 @@ class Given(NamedTuple):
         keep: whether fetched keys are kept.
     """
 
-    group: str
+    group: GroupName
     plan: Plan
     kernels: Kernels
     own: Seen | None
@@ -131,15 +156,6 @@ class Given(NamedTuple):
         ours = plan(Task(mask, seq_q, seq_kv, placement, bool(bounds)), rank)
         own, rest = (Bounds(*bounds[:2]), Bounds(*bounds[2:])) if bounds else (ours.own, None)
         return cls(group, ours, Kernels(*how), own, rest, keep)
-
-
-def _merge(o: torch.Tensor, lse: torch.Tensor, part: Outputs) -> None:
-    """Add a part's keys to o [B, H, T, D] and lse [B, H, T], in place."""
-    total = torch.logaddexp(lse, part[1])
-    finite = total.masked_fill(total == -torch.inf, 0)  # of a row that sees no key
-    before, added = ((x - finite).exp()[..., None] for x in (lse, part[1]))
-    o.mul_(before).addcmul_(part[0], added)
-    lse.copy_(total)
 
 
 def _like(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
@@ -171,7 +187,7 @@ def _forward(
     for rows, keys, mask in ours.parts:
         found = kernels.forward(q[:, :, rows], *heads_first(kv[keys]), rest or mask)
         if own is not None:
-            _merge(o[:, :, rows], lse[:, :, rows], found)
+            kernels.merge(o[:, :, rows], lse[:, :, rows], found)
         elif len(ours.parts) == 1:
             o, lse = found
         else:
@@ -208,36 +224,56 @@ def _backward(
 ) -> Gradients:
     """Return the gradients of q, k and v.
 
-    Own keys are computed while the others are fetched; where these were kept, while their gradients
-    are given back.
+    Own keys are computed while others are fetched and while their gradients are given back: those
+    of half of the heads each, or, where nothing is fetched or there is one head, of all.
     """
-    group, ours, kernels, own, rest, keep = Given.of(options)
+    name, ours, kernels, own, rest, keep = Given.of(options)
 
-    def differentiate(rows: slice, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> Gradients:
-        of_o, of_lse = (None if x is None else x[:, :, rows] for x in (grad_o, grad_lse))
+    def differentiate(
+        rows: slice, k: torch.Tensor, v: torch.Tensor, seen: Any, heads: slice = ALL
+    ) -> Gradients:
+        of_o, of_lse = (None if x is None else x[:, heads, rows] for x in (grad_o, grad_lse))
         of_lse = None if of_lse is None else of_lse.contiguous()
-        saved = q[:, :, rows], k, v, o[:, :, rows], lse[:, :, rows].contiguous()
+        saved = q[:, heads, rows], k, v, o[:, heads, rows], lse[:, heads, rows].contiguous()
         return kernels.backward((of_o, of_lse), saved, seen)
 
-    of_own, every = None, slice(0, q.shape[2])
+    def of_own(shares: list[slice]) -> None:
+        group = q.shape[1] // k.shape[1]
+        for x in shares:
+            heads = slice(x.start * group, x.stop * group)
+            dq[:, heads], *own_kv = differentiate(ALL, k[:, x], v[:, x], own, heads)
+            for total, found in zip(totals, own_kv, strict=True):
+                total[:, x] = found
+
+    made = torch.empty if own is not None else torch.zeros
+    wide = torch.promote_types(k.dtype, torch.float32)
+    dq = torch.empty_like(q)
+    totals = [made(k.shape, dtype=wide, device=k.device) for _ in range(2)]
+    early, late = _shares(k.shape[1] if own is not None else 0, keep=keep)
     with beside(q.device):
-        kv = kept if keep else fetch(rows_first(k, v), ours, group)
-    if own is not None and not keep:
-        of_own = differentiate(every, k, v, own)
+        kv = kept if keep else fetch(rows_first(k, v), ours, name)
+    of_own(early)
     join(q.device)
     dkv, dqs = _through(ours, kv, rest, differentiate)
     with beside(q.device):
-        total = give_back(dkv, ours, group)
-    if own is not None and keep:
-        of_own = differentiate(every, k, v, own)
+        arrived = give_back(dkv, ours, name)
+    of_own(late)
     join(q.device)
-    dq = torch.empty_like(q) if of_own is None else of_own[0]
     for rows, x in dqs:
-        dq[:, :, rows] = x if of_own is None else dq[:, :, rows] + x
-    dk, dv = heads_first(total)
-    if of_own is not None:
-        dk, dv = dk.add_(of_own[1]), dv.add_(of_own[2])
-    return _like(dq, q), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+        there = dq[:, :, rows]
+        _ = there.copy_(x) if own is None else there.add_(x)
+    for rows, x in arrived:
+        for total, found in zip(totals, heads_first(x), strict=True):
+            total[:, :, rows] += found
+    dk, dv = (torch.empty_like(k).copy_(total) for total in totals)
+    return dq, dk, dv
+
+
+def _shares(heads: int, *, keep: bool) -> tuple[list[slice], list[slice]]:
+    """Return the key heads that are computed during the first exchange, and during the second."""
+    first = 0 if keep else (heads + 1) // 2
+    early, late = slice(0, first), slice(first, heads)
+    return [early] * (first > 0), [late] * (first < heads)
 
 
 def _through(
@@ -249,7 +285,10 @@ def _through(
     for i, (rows, keys, mask) in enumerate(ours.parts):
         dq, *gradients = differentiate(rows, *heads_first(kv[keys]), rest or mask)
         for x, there in zip(gradients, heads_first(dkv[keys]), strict=True):
-            _ = there.copy_(x) if whole and i == 0 else there.add_(x)
+            if whole and i == 0:
+                copy_rows(there, x)
+            else:
+                there.add_(x)
         dqs.append((rows, dq))
     return dkv, dqs
 

@@ -150,9 +150,10 @@ class Plan:
         parts: calls on the buffer, that with the most keys first.
         pieces: what the buffer consists of.
         places: where each piece lies in what arrives, by rank.
+        most: keys that any rank has, which each sends to all where all go to all.
         sends: for each rank, which of this rank's keys are in that one's buffer.
-        arriving: how many keys arrive from each rank.
-        leaving: how many go to each.
+        arriving: how many keys of the buffer are of each rank.
+        leaving: how many of this rank's are in the buffer of each.
         own_pieces: this rank's keys, as pieces of themselves.
     """
 
@@ -161,6 +162,7 @@ class Plan:
     parts: list[Part]
     pieces: list[Piece]
     places: list[slice]
+    most: int
     sends: list[list[slice]]
     arriving: list[int]
     leaving: list[int]
@@ -204,17 +206,16 @@ def _plan(task: Task, rank: int) -> Plan:
     if task.own is not None:
         parts = [part for part in parts if size(part.keys)]
     sends = [[x.rows for x in task.pieces(r) if x.rank == rank] for r in world]
-    lengths = task.placement.lengths(task.seq_kv)
+    most = max(task.placement.lengths(task.seq_kv))
     arriving = [sum(size(x.rows) for x in pieces if x.rank == r) for r in world]
     leaving = [sum(map(size, rows)) for rows in sends]
-    if task.gathers:
-        arriving = leaving = [max(lengths)] * len(world)
     return Plan(
         own=task.own,
         gathers=task.gathers,
         parts=sorted(parts, key=lambda part: -size(part.keys)),
         pieces=pieces,
-        places=_places(pieces, arriving, gathers=task.gathers),
+        places=_places(pieces, [most for _ in world] if task.gathers else arriving, task.gathers),
+        most=most,
         sends=sends,
         arriving=arriving,
         leaving=leaving,
@@ -244,7 +245,7 @@ def placed(keys: Any, pieces: list[Piece]) -> Any:
     return count
 
 
-def _places(pieces: list[Piece], arriving: list[int], *, gathers: bool) -> list[slice]:
+def _places(pieces: list[Piece], arriving: list[int], gathers: bool) -> list[slice]:  # noqa: FBT001
     """Return where pieces arrive: one behind the other, or among all that their rank has."""
     starts, found = list(accumulate([0, *arriving])), []
     for piece in pieces:

@@ -59,12 +59,13 @@ def predict(
         own, rest = _kernels(problem, ours, rows, flops / wide)
         if placement.world == 1:
             return own + rest
-        exchanged = _exchange(problem, ours, rank, machine)
+        fetched, given_back = _exchanges(problem, ours, rank, machine)
         if not forward:
-            return max(own, exchanged) + rest + (0 if keep else exchanged)
+            first = 0 if keep else own / 2
+            return max(first, 0 if keep else fetched) + rest + max(own - first, given_back)
         size_of_o = DTYPES[problem.dtype] * wide * problem.batch * problem.heads  # of a row
-        merged = 5 * sum(size(part.rows) for part in ours.parts) * size_of_o if ours.own else 0
-        return max(own, exchanged) + rest + merged / machine.copy
+        merged = 3 * sum(size(part.rows) for part in ours.parts) * size_of_o if ours.own else 0
+        return max(own, fetched) + rest + merged / machine.copy
 
     return max(
         sum(seconds(rank, name) for name in passes.split("+")) for rank in range(placement.world)
@@ -82,9 +83,14 @@ def _kernels(problem: Problem, ours: Plan, rows: int, flops: float) -> tuple[flo
     return pairs(ours.own, rows, ours.rows) / flops, rest / flops
 
 
-def _exchange(problem: Problem, ours: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of one exchange: packed, sent, and brought into order."""
+def _exchanges(problem: Problem, ours: Plan, rank: int, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of fetching and of giving back: packed, sent, and brought into order."""
     wide = 2 * DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.kv_heads
-    arriving = sum(ours.arriving) - ours.arriving[rank]
+    others = len(ours.arriving) - 1
+    arriving, leaving = (sum(x) - x[rank] for x in (ours.arriving, ours.leaving))
     copied = 2 * (ours.rows + ours.keys) * wide
-    return machine.latency + arriving * wide / machine.link + copied / machine.copy
+
+    def seconds(rows: int) -> float:
+        return machine.latency + rows * wide / machine.link + copied / machine.copy
+
+    return seconds(others * ours.most if ours.gathers else arriving), seconds(leaving)

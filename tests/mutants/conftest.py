@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("suite.py")
 PATIENCE = 240  # seconds, less than a test may take; a verdict takes a few
 CHOSEN = {
     "triton": "triton or test_kernels or test_launch or kernel_of_documents or emulated"
-    " or sink_behind or test_incremental",
+    " or sink_behind or test_incremental or test_merge",
     "tiled": "tiled or test_mask or test_problem or test_parallel or test_flash or test_kvcache"
     " or transformers or sdpa_hook",
 }

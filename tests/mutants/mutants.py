@@ -73,6 +73,7 @@ HALVES = "tests/test_kernels.py::test_tf32_in_two_terms"
 PRECISION = "tests/test_kernels.py::test_fp32_precision"
 LAUNCH = "tests/test_launch.py::test_a_launch_starts_what_triton_would_choose"
 SHARED = "tests/test_parallel_attention.py::test_ranks_share_the_whole"
+MERGED = "tests/test_merge.py"
 PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
 
 DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
@@ -1311,7 +1312,7 @@ MUTANTS = [
     Mutant(
         "parallel_lse_of_own_keys",
         "parallel/keys.py",
-        "    lse.copy_(total)\n",
+        "        lse.copy_(total)\n",
         "",
         "lse, and with it all gradients, are those of a rank's own keys",
         SHARED,
@@ -1319,10 +1320,34 @@ MUTANTS = [
     Mutant(
         "parallel_own_dv_forgotten",
         "parallel/keys.py",
-        "dk.add_(of_own[1]), dv.add_(of_own[2])",
-        "dk.add_(of_own[1]), dv",
+        "zip(totals, own_kv, strict=True)",
+        "zip(totals, own_kv[:1] + [0], strict=True)",
         "the gradient of v lacks what a rank's own rows give it",
         SHARED,
+    ),
+    Mutant(
+        "parallel_late_heads_forgotten",
+        "parallel/keys.py",
+        "    of_own(late)\n",
+        "",
+        "half of the heads lack the gradients of a rank's own keys",
+        SHARED,
+    ),
+    Mutant(
+        "merge_forgets_a_weight",
+        "kernels/portable/merge.py",
+        "more * (weight_more / total)[:, None]",
+        "more * weight_more[:, None]",
+        "what a rank fetched counts for more than its share",
+        MERGED,
+    ),
+    Mutant(
+        "merge_of_unseen_rows",
+        "kernels/portable/merge.py",
+        'seen = added != float("-inf")',
+        'seen = added > float("-inf")',
+        "NaN of a part is lost",
+        MERGED,
     ),
     Mutant(
         "parallel_documents_elsewhere",

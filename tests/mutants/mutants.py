@@ -819,6 +819,22 @@ MUTANTS = [
         PRECISION,
     ),
     Mutant(
+        "inputs_are_truncated",
+        "kernels/portable/bf16x3.py",
+        "values = decompose(tile, TERMS, rounded)",
+        "values = decompose(tile, TERMS)",
+        "what is left out of a key's scores has one sign, and dv adds it up",
+        "tests/test_kernels.py::test_what_scores_of_a_key_leave_out",
+    ),
+    Mutant(
+        "largest_numbers_round_to_infinity",
+        "kernels/portable/bf16x3.py",
+        "rounded = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)",
+        "rounded = HALF_BIT",
+        "the largest numbers of fp32 that is decomposed are infinite",
+        "tests/test_kernels.py::test_the_largest_numbers_have_finite_terms",
+    ),
+    Mutant(
         "split_forgets_the_group",
         "plan/portable.py",
         "strides=(along, head * group, head, column)",

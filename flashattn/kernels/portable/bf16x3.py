@@ -10,12 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn.kernels.constants import SIZES
+from flashattn.kernels.constants import HALF_BIT, SIZES
 from flashattn.kernels.portable.memory import load_by_pointers, store_tile
 from flashattn.kernels.portable.mma import decompose
 from flashattn.kernels.portable.scheduler import tile_coord
 
 BLOCK, WARPS = 32, 4
+ROUNDS_TO_INFINITY = tl.constexpr((2 - 2**-8) * 2.0**127)  # the least fp32 that does, as a bf16
 
 
 @triton.jit
@@ -39,7 +40,8 @@ def decompose_rows(
         x, strides, (batch, head, start), rows, head_dim, PADDED, BLOCK, BLOCK_D, False
     )
     size = tl.cast(rows, tl.int64) * BLOCK_D
-    values = decompose(tile, TERMS)
+    rounded = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)
+    values = decompose(tile, TERMS, rounded)
     for i in tl.static_range(TERMS):
         store_tile(
             terms,

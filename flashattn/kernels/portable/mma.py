@@ -13,23 +13,23 @@ ONE_LOOP_FP32 = tl.constexpr(256)
 
 
 @triton.jit
-def leading_bits(x, ADD: tl.constexpr):
-    """Return the first 8 bits of fp32, as fp32, truncated if ADD is 0, rounded if HALF_BIT."""
-    return ((x.to(tl.int32, bitcast=True) + ADD) & HIGH_BITS).to(tl.float32, bitcast=True)
+def leading_bits(x, add):
+    """Return the first 8 bits of fp32, as fp32, truncated if add is 0, rounded if HALF_BIT."""
+    return ((x.to(tl.int32, bitcast=True) + add) & HIGH_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def decompose(x, TERMS: tl.constexpr, ADD: tl.constexpr = 0):
+def decompose(x, TERMS: tl.constexpr, add=0):
     """Return bf16 terms (hi, mid, lo) whose sum is x, of fp32, or (hi, lo); hi may be not finite.
 
     Three hold all 24 bits. They are as far apart as 2^-133 at least, so x is exact from 2^-110 on,
     and off by up to 2^-134 where it is smaller. Two hold 16 bits and a rounded one.
 
-    Inputs are truncated, as the largest would round to infinity. Of truncated factors all that
-    ``mma_terms`` leaves out has the sign of the product, up to 3.4 units in its last place. So P is
-    rounded (ADD is HALF_BIT): that has no sign, and is nothing where P is just below 1.
+    Of truncated factors (add is 0) all that ``mma_terms`` leaves out has the sign of the product,
+    up to 3.4 units in its last place. So inputs and P are rounded (HALF_BIT): what is left out has
+    no sign, is a quarter as large, and is nothing where P is just below 1.
     """
-    hi = leading_bits(x, ADD)
+    hi = leading_bits(x, add)
     rest = x - hi
     rest = tl.where(rest == rest, rest, 0.0)  # inf - inf
     if TERMS == 2:
@@ -85,14 +85,14 @@ def dot_transposed(a, b, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, CONFIG: tl.constexpr, ADD: tl.constexpr = 0):
+def dot(a, b, acc, CONFIG: tl.constexpr, add=0):
     """Return acc + a @ b, in fp32, of fp32 numbers and a tile, to whose dtype they are rounded.
 
-    A decomposed tile is a tuple of bf16 terms, into which a is decomposed as well, by ADD. A single
-    column is no matrix, so tensor cores are not asked.
+    A decomposed tile is a tuple of bf16 terms, into which a is decomposed as well, by ``add``. A
+    single column is no matrix, so tensor cores are not asked.
     """
     if CONFIG.TERMS > 0:
-        result = acc + mma_terms(decompose(a, CONFIG.TERMS, ADD), b, CONFIG.TERMS)
+        result = acc + mma_terms(decompose(a, CONFIG.TERMS, add), b, CONFIG.TERMS)
     elif b.shape[1] == 1:
         result = acc + tl.sum(a * b.to(tl.float32).T, 1)[:, None]
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,10 +162,12 @@ def attention(
     )  # fmt: skip
     try:
         attend = _PLANS[key] if key is not None else None
-    except (KeyError, TypeError):  # TypeError: a mask of no hashable value
+    except KeyError:
         attend = None
+    except TypeError:  # a mask of no hashable value
+        attend = key = None
     if attend is None:
-        dtype = autocast_dtype(q)
+        dtype = autocast_dtype(q) if key is None else None
         if dtype is not None:
             names = "causal", "window", "documents", "mask", "alibi_slopes", "bias", "sink"
             options |= zip(names, given, strict=True)
@@ -177,18 +181,22 @@ def attention(
             }
             with torch.autocast(q.device.type, enabled=False):
                 return attention(*cast(dtype, q, k, v), **options)
-        check_among("precision", precision, PRECISIONS)
-        check_among("deterministic", deterministic, (False, True))
-        # An implementation's own defaults are these, too.
-        options |= {} if precision == "auto" else {"precision": precision}
-        options |= {} if deterministic else {"deterministic": False}
-        attend = _prepare(
-            q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
-        )
+        kind = _kind(key) if key is not None and not tensors else None
+        prepare = _CHOICES.get(kind) if kind is not None else None
+        if prepare is None:
+            check_among("precision", precision, PRECISIONS)
+            check_among("deterministic", deterministic, (False, True))
+            # An implementation's own defaults are these, too.
+            options |= {} if precision == "auto" else {"precision": precision}
+            options |= {} if deterministic else {"deterministic": False}
+            prepare, any_length = _choice(
+                q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
+            )
+            if kind is not None and any_length:
+                _keep(_CHOICES, kind, prepare)
+        attend = prepare(q, k, v)
         if key is not None:
-            if len(_PLANS) >= _MOST_PLANS:
-                _PLANS.clear()
-            _PLANS[key] = attend
+            _keep(_PLANS, key, attend)
     o, lse = attend(q, k, v, **tensors)
     return o if lse is None or not return_lse else (o, lse)
 
@@ -196,6 +204,9 @@ def attention(
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
 # again: what has passed the checks once is known by all that was looked at.
 _PLANS: dict[tuple[object, ...], registry.Attend] = {}
+# Who answers, and with which options, is known for other lengths, too.
+Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.Attend]
+_CHOICES: dict[tuple[object, ...], Prepare] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
 # Options of these kinds are told apart by kind and value, and hold on to nothing.
 _NAMEABLE = frozenset({str, bool, int, float, type(None)})
@@ -247,7 +258,22 @@ def _key(
         return None  # no tensor, one of no storage or no shape, no name
 
 
-def _prepare(
+def _keep(known: dict[tuple[object, ...], Any], key: tuple[object, ...], x: object) -> None:
+    """Keep what was found for a key."""
+    if len(known) >= _MOST_PLANS:
+        known.clear()
+    known[key] = x
+
+
+def _kind(key: tuple[Any, ...]) -> tuple[object, ...] | None:
+    """Return a key without lengths and strides, or None where lengths are 0 or do not fit."""
+    (q, *_), (k, *_), (v, *_) = key[0]
+    if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:
+        return None
+    return *[(x[:-2], x[-1:], dtype, device) for x, _, dtype, device, _ in key[0]], key[1:]
+
+
+def _choice(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -259,8 +285,13 @@ def _prepare(
     return_lse: bool,  # noqa: FBT001
     impl: str,
     options: dict[str, Any],
-) -> registry.Attend:
-    """Check the arguments, choose, and return what answers them and all like them."""
+) -> tuple[Prepare, bool]:
+    """Check the arguments and choose.
+
+    Returns:
+        what prepares an answer to these q, k and v and all like them, and whether it does so for
+        any other lengths.
+    """
     alike = of_one_width(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
     problem = Problem.of(
         *alike, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
@@ -277,8 +308,19 @@ def _prepare(
     if columns <= q.shape[-1]:
         own = problem if columns == problem.dv else replace(problem, value_dim=columns)
         if own is problem or chosen.why_not(own, q.device, **wanted) is None:
-            return _of_heads(chosen, q, k, v, how)
-    attend = _of_heads(chosen, *widened(q, k, v), how)
+            return partial(_of_heads, chosen, how), chosen.any_length
+    return partial(_widened, chosen, how), chosen.any_length
+
+
+def _widened(
+    chosen: registry.Impl,
+    how: dict[str, Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> registry.Attend:
+    """Return what an implementation of one width answers to tensors like these."""
+    attend, columns = _of_heads(chosen, how, *widened(q, k, v)), v.shape[-1]
 
     def narrowed(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: Any
@@ -291,10 +333,10 @@ def _prepare(
 
 def _of_heads(
     chosen: registry.Impl,
+    how: dict[str, Any],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    how: dict[str, Any],
 ) -> registry.Attend:
     """Return what an implementation answers to tensors like these, of one head or of many."""
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]

@@ -73,6 +73,8 @@ class Impl(Claims):
             needs gradients, under the same settings of torch for deterministic algorithms and fp32
             products. Where the compiler, a mode, or a function transform looks on, it is asked
             anew.
+        any_length: whether ``limits`` and ``fastest`` look at no length, so that they need not be
+            asked again for others; empty problems are.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
         options: names of what ``call`` takes besides, or None where it takes anything.
@@ -83,6 +85,7 @@ class Impl(Claims):
     limits: WhyNot
     fastest: Fastest = _always
     prepares: bool = False
+    any_length: bool = False
     compiles: bool = False
     origin: str = ""
     options: frozenset[str] | None = field(init=False)
@@ -142,11 +145,12 @@ class Impl(Claims):
         """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
         if options.get("sink") is not None and not self.sink:
             return _behind(self.prepared(q, k, v, **options | {"sink": None}), self.name)
-        given = {name: options.pop(name, None) for name in TENSORS}
         if self.prepares:
-            there = {name: x for name, x in given.items() if x is not None}
-            attend: Attend = self.call(q, k, v, **there, **options)
+            there = {n: x for n, x in options.items() if x is not None or n not in TENSORS}
+            attend: Attend = self.call(q, k, v, **there)
             return attend
+        for name in TENSORS:
+            options.pop(name, None)
         call = partial(self.call, **options)
         return lambda q, k, v, **tensors: _pair(call(q, k, v, **tensors))
 
@@ -182,7 +186,7 @@ def _pair(result: Output) -> Pair:
     return result if isinstance(result, tuple) else (result, None)
 
 
-_FACTS = (*(x.name for x in fields(Claims)), "fastest", "prepares", "compiles")
+_FACTS = (*(x.name for x in fields(Claims)), "fastest", "prepares", "any_length", "compiles")
 _impls: dict[str, Impl] = {}
 _broken: dict[str, str] = {}
 
@@ -195,7 +199,7 @@ def register(
     Args:
         name: not "auto", and not taken.
         why_not: ``Impl.limits``; None where the flags say it all.
-        facts: the flags of ``Claims``, ``fastest``, ``prepares`` and ``compiles``.
+        facts: the flags of ``Claims``, ``fastest``, ``prepares``, ``any_length``, ``compiles``.
 
     Raises:
         TypeError: the name is no string, as where the decorator has no parentheses; a fact is

@@ -575,8 +575,8 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
     assert process.stdout.count("TRITON_INTERPRET=1") == 2
 
 
-@pytest.fixture
-def prepared(monkeypatch):
+@pytest.fixture(params=[False, True], ids=["own_lengths", "any_length"])
+def prepared(request, monkeypatch):
     """Return the options with which an implementation, "prepares", was asked to prepare."""
     asked = []
 
@@ -585,11 +585,16 @@ def prepared(monkeypatch):
         asked.append(options)
         return lambda q, k, v: (q, q[..., 0])
 
-    able = {"limits": lambda *_: None, "lse": True, "prepares": True}
-    impls = {"prepares": Impl(name="prepares", call=prepare, **able)}
-    monkeypatch.setattr(api, "_PLANS", {})
-    monkeypatch.setattr(registry, "_impls", registry._impls | impls)
+    able = {"limits": lambda *_: None, "lse": True, "prepares": True, "any_length": request.param}
+    known(monkeypatch, Impl(name="prepares", call=prepare, **able))
     return asked
+
+
+def known(monkeypatch, impl):
+    """Register an implementation, and forget what was asked before."""
+    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "_CHOICES", {})
+    monkeypatch.setattr(registry, "_impls", registry._impls | {impl.name: impl})
 
 
 def shifted(x):
@@ -649,6 +654,38 @@ def test_options_are_told_apart(device, prepared, options):
         attention(*given, impl="prepares", tensor=torch.zeros(1))
     assert len(prepared) == 4
     assert len(api._PLANS) == 2
+
+
+@pytest.mark.parametrize(("any_length", "times"), [(True, 1), (False, 4)])
+def test_limits_that_look_at_no_length(device, monkeypatch, any_length, times):
+    """They are asked once; lengths that do not fit are refused, and those of 0 are asked about."""
+    asked = []
+    able = {"limits": lambda problem, _: asked.append(problem), "any_length": any_length}
+
+    def prepare(*inputs, **_):
+        size = inputs[0].shape
+        return lambda q, k, v: (q.new_full(size, k.shape[2] + v.shape[2]), None)
+
+    known(monkeypatch, Impl(name="able", call=prepare, prepares=True, **able))
+    q, k, v = tensors(device)
+
+    def call(seq_q, seq_k, seq_v):
+        return attention(q[:, :, :seq_q], k[:, :, :seq_k], v[:, :, :seq_v], impl="able")
+
+    for seq_q, seq_kv in ((3, 4), (3, 3), (2, 4), (1, 1)):
+        o = call(seq_q, seq_kv, seq_kv)
+        assert o.shape[2] == seq_q
+        assert (o == 2 * seq_kv).all()
+    assert len(asked) == times
+    for seq_k, seq_v in ((4, 3), (3, 4), (0, 4)):
+        with pytest.raises(ValueError, match="v: wanted shape"):
+            call(3, seq_k, seq_v)
+    for seq_q, seq_kv in ((0, 4), (3, 0)):
+        call(seq_q, seq_kv, seq_kv)
+    assert len(asked) == times + 2
+    other = q.new_zeros(*q.shape[:3], 2 * q.shape[3])
+    attention(other, other, other, impl="able")
+    assert len(asked) == times + 3
 
 
 SETTINGS = {
@@ -741,9 +778,11 @@ def test_plans_hold_no_tensors(device, name):
 
 def test_plans_are_few(device, monkeypatch):
     """Lengths that keep changing do not fill the memory."""
-    monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(api, "_MOST_PLANS", 3)
+    able = {"limits": lambda *_: None, "prepares": True, "any_length": True}
+    known(monkeypatch, Impl(name="able", call=lambda *_, **__: lambda q, *_: (q, None), **able))
     for n in range(1, 9):
-        q = torch.randn(1, 1, n, 16, device=device)
-        attention(q, q, q, impl="reference")
-        assert len(api._PLANS) <= 3
+        q = torch.randn(1, 1, n, 8 + n, device=device)
+        attention(q, q, q, impl="able")
+        assert 0 < len(api._PLANS) <= 3
+        assert 0 < len(api._CHOICES) <= 3

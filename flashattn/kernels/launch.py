@@ -175,7 +175,7 @@ class Launch:
             if key is not None:
                 _COMPILED[key] = compiled
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
-        self._rest = (*self._numbers, *(self._options[name] for name in names))
+        self._rest = (*self._numbers, *map(self._options.__getitem__, names))
         self._described = [
             (i, form.kind, form.fields(shape, strides)) for i, form, shape, strides in tiled
         ]

@@ -21,7 +21,7 @@ CHOSEN = {
     "triton": "triton or test_kernels or test_launch or kernel_of_documents or emulated"
     " or sink_behind or test_incremental or test_merge",
     "tiled": "tiled or test_mask or test_problem or test_parallel or test_flash or test_kvcache"
-    " or transformers or sdpa_hook",
+    " or transformers or sdpa_hook or test_limits",
 }
 # What a run imports besides the package. SymPy comes with the first tensor on the meta device.
 PRELOADED = ["torch", "triton.runtime.interpreter", "triton.experimental.gluon.language"]

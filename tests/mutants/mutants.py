@@ -835,6 +835,22 @@ MUTANTS = [
         "tests/test_kernels.py::test_the_largest_numbers_have_finite_terms",
     ),
     Mutant(
+        "known_choice_checks_no_lengths",
+        "api.py",
+        "if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:",
+        "if 0 in q or 0 in k:",
+        "values of another length than keys are read beyond their end",
+        "tests/test_attention.py::test_limits_that_look_at_no_length",
+    ),
+    Mutant(
+        "known_choice_takes_empty_problems",
+        "api.py",
+        "if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:",
+        "if k[-2:-1] != v[-2:-1]:",
+        "an implementation that claims no empty problems is asked one",
+        "tests/test_attention.py::test_limits_that_look_at_no_length",
+    ),
+    Mutant(
         "split_forgets_the_group",
         "plan/portable.py",
         "strides=(along, head * group, head, column)",

@@ -25,6 +25,7 @@ from flashattn.counts.single_kernel import Recomputation
 from flashattn.gpus import gpu_of
 from flashattn.kernels import execute, launch
 from flashattn.kernels.constants import HALF_BIT
+from flashattn.kernels.descriptor import TileLoads
 from flashattn.kernels.portable import mma, steps
 from flashattn.plan import portable, tables
 from flashattn.plan.gpu import CARDS
@@ -306,7 +307,7 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print] if heard else [])
     compiled = Compiled(launched)
-    tile = launch.TileLoads((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
+    tile = TileLoads((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
     tile = tile if described else None
     options = {"BLOCK": 32, "num_warps": 4}
     repeated = launch.Launch(Kernel(compiled), 5, [tile, None], [9], options)

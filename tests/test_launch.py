@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ import torch
 import triton.compiler
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import CompiledKernel
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import constexpr
@@ -22,10 +23,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from flashattn import gpus
-from flashattn.kernels import execute, launch
+from flashattn.kernels import descriptor, execute, launch
+from flashattn.kernels.descriptor import TileLoads
 from flashattn.kernels.hopper.backward_dq import Lines
 from flashattn.kernels.hopper.tma import Numbers, RowTerms, Tiles
-from flashattn.kernels.launch import Launch, TileLoads
+from flashattn.kernels.launch import Launch
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
@@ -46,18 +48,25 @@ class Compiled(CompiledKernel):
 
 
 def pretended(patch):
-    """Pretend that an H200 is there; its ``device`` may be changed, and ``compiled`` counts."""
-    found = SimpleNamespace(device=0, compiled=0)
+    """Pretend that an H200 is there; its ``device`` may be changed, and ``compiled`` counts.
+
+    ``run`` may be a function that makes what starts a kernel.
+    """
+    found = SimpleNamespace(device=0, compiled=0, run=None)
 
     def compiled(source, target, options):
         del target, options
         found.compiled += 1
-        return Compiled(source)
+        made = Compiled(source)
+        if found.run is not None:
+            made._run = found.run(source, made.launched)
+        return made
 
     active = SimpleNamespace(
         get_current_device=lambda: found.device,
         get_current_stream=lambda device: device,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        utils=SimpleNamespace(fill_tma_descriptor=lambda *given: given),
     )
     patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns of a new default
     patch.setattr(driver, "_active", active)
@@ -198,11 +207,11 @@ def test_triton_is_not_asked_twice(gpu, monkeypatch):
     given_these = [
         given(tiles=(tile, None), rows=rows) for tile, rows in ((LOADS, 37), (other, 41))
     ]
-    (one, _), (two, (*_, descriptor, _, _, rows, _, _, _, _)) = (
+    (one, _), (two, (*_, described_, _, _, rows, _, _, _, _)) = (
         launched(function, *x) for x in given_these
     )
     assert (one is two, len(runs), gpu.compiled) == (True, 1, 1)
-    assert (descriptor.shape, rows) == ([2, 3, 39, 64], 41)
+    assert (described_.shape, rows) == ([2, 3, 39, 64], 41)
 
 
 def other_forms():
@@ -297,6 +306,210 @@ def test_where_triton_cannot_be_asked_it_launches(device_caches, gpu):
     assert (len(runs), launch._COMPILED, gpu.compiled) == (2, {}, 1)
 
 
+def places_of(source):
+    """Return the places of descriptors among the arguments of a kernel."""
+    kinds = enumerate(source.signature.values())
+    return [i for i, kind in kinds if isinstance(kind, str) and kind.startswith("tensordesc")]
+
+
+class Started:
+    """The function, compiled from C, that starts a kernel.
+
+    Args:
+        launched: gets its arguments.
+    """
+
+    def __init__(self, launched):
+        """Hold on to it."""
+        self.launched = launched
+
+    def __call__(self, *given):
+        """Note with what it is called."""
+        self.launched.append(given)
+
+
+class Run:
+    """What calls it with Triton 3.6, in so far as we know of it."""
+
+    launch_cooperative_grid, launch_pdl = True, False
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, source, launched):
+        """Expand descriptors, if there are some."""
+        places, started = places_of(source), Started(launched)
+        metadata = [f"metadata of argument {i}" for i in places]
+        self.launch = expanding(started, places, metadata) if places else started
+
+    def __call__(self, x, y, z, stream, function, *given):
+        """Start it."""
+        options = self.launch_cooperative_grid, self.launch_pdl, None, None
+        self.launch(x, y, z, stream, function, *options, *given)
+
+
+def expanding(launcher, tensordesc_indices, tensordesc_meta):
+    """Return what expands descriptors, with the variables that Triton's has."""
+
+    def inner(*given):
+        known, operands, metadata = given[:13], given[13:], iter(tensordesc_meta)
+        found = [
+            nvidia.make_tensordesc_arg(x, next(metadata)) if i in tensordesc_indices else [x]
+            for i, x in enumerate(operands)
+        ]
+        return launcher(*known, *itertools.chain.from_iterable(found))
+
+    return inner
+
+
+def expand(x, metadata):
+    """Return what a descriptor is expanded to."""
+    return [("map", x.base.data_ptr(), metadata), *x.shape, *x.strides]
+
+
+def triton_3_6(source, launched):
+    """Return Triton 3.6's own, without a compiler of C."""
+    metadata = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 32, 64]}
+    metadata |= {"fp4_padded": False}
+    asked = {"tensordesc_meta": [metadata] * len(places_of(source)), "global_scratch_align": 1}
+    asked |= {"global_scratch_size": 0, "profile_scratch_size": 0, "profile_scratch_align": 1}
+    asked |= {"launch_cooperative_grid": True, "launch_pdl": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvidia, "make_launcher", lambda *_: "")
+        patch.setattr(nvidia, "library_dirs", list)
+        made = SimpleNamespace(launch=Started(launched))
+        patch.setattr(nvidia, "compile_module_from_src", lambda **_: made)
+        return nvidia.CudaLauncher(source, SimpleNamespace(**asked))
+
+
+@pytest.fixture(params=["as we know it", "itself"])
+def below(request, gpu, monkeypatch):
+    """Pretend that Triton is 3.6, whose Python may be gone below."""
+    if request.param == "as we know it":
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", expand)
+        gpu.run = Run
+    elif gpus.TRITON != (3, 6):
+        pytest.skip("Triton is another")
+    else:
+        gpu.run = triton_3_6
+    monkeypatch.setattr(launch, "TRITON", (3, 6))
+    return gpu
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [(None, None), (LOADS, None), (None, LOADS), (LOADS, LOADS)],
+    ids=["none", "first", "second", "both"],
+)
+@pytest.mark.usefixtures("below")
+def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
+    """The function in the end gets what Triton gives it; where somebody listens, Triton gives it.
+
+    A descriptor's arguments are made once for each address.
+    """
+    function, (_, _, numbers, options) = kernel(), given()
+    made = Launch(function, 5, tiles, numbers, options)
+    pairs = [(tensor(*SHAPE), tensor(*SHAPE)) for _ in range(2)]
+    made(*pairs[0])  # which Triton launches
+    for tensors in (*pairs, *pairs):
+        compiled, theirs = as_triton(function, *given(*tensors, tiles=tiles))
+        made(*tensors)
+        ours = compiled.launched.pop()
+        assert made._launcher is not None
+        assert len(ours) == len(theirs)
+        assert ours[:10] == theirs[:10]
+        assert ours[10:13] == (None, None, None)  # nobody is told
+        for mine, exact in zip(ours[13:], theirs[13:], strict=True):
+            assert mine is exact or mine == exact
+    kept = [x for x in made._expanded if x is not None]
+    assert [len(x) for x in kept] == [2] * (2 - tiles.count(None))
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    made(*tensors)
+    told = compiled.launched.pop()
+    assert told[:10] == theirs[:10]
+    assert None not in told[10:12]
+
+
+@pytest.mark.usefixtures("below")
+def test_addresses_that_keep_changing_are_few(monkeypatch):
+    """The arguments of a descriptor are kept for some addresses, and are those of the last."""
+    monkeypatch.setattr(descriptor, "MOST_ADDRESSES", 3)
+    function, (_, _, numbers, options) = kernel(), given()
+    made = Launch(function, 5, (LOADS, None), numbers, options)
+    tensors = [tensor(*SHAPE) for _ in range(8)]
+    made(*tensors[:2])
+    for q in tensors:
+        compiled, theirs = as_triton(function, *given(q, tensors[0], tiles=(LOADS, None)))
+        made(q, tensors[0])
+        assert compiled.launched.pop()[13] == theirs[13]
+        assert len(made._expanded[0]) <= 3
+
+
+def scratching(name):
+    """Return what starts a kernel that wants memory of its own."""
+    return type("Scratching", (Run,), {name: 16})
+
+
+class Elsewhere(Run):
+    """Of a Triton that expands descriptors in another function."""
+
+    def __init__(self, source, launched):
+        """Wrap it once more."""
+        super().__init__(source, launched)
+        inside = self.launch
+
+        def outside(*given):
+            inside(*given)
+
+        self.launch = outside
+
+
+@pytest.mark.parametrize(
+    ("run", "version"),
+    [
+        (Run, (3, 7)),
+        (Elsewhere, (3, 6)),
+        (scratching("global_scratch_size"), (3, 6)),
+        (scratching("profile_scratch_size"), (3, 6)),
+    ],
+)
+def test_what_is_not_known_is_triton_s_business(run, version, gpu, monkeypatch):
+    """Of another version, with scratch memory, or in another form Triton's Python is called."""
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", expand)
+    monkeypatch.setattr(launch, "TRITON", version)
+    calls, call = [], Run.__call__
+    monkeypatch.setattr(Run, "__call__", lambda *x: calls.append(x) or call(*x))
+    gpu.run = run
+    function, (tensors, tiles, numbers, options) = kernel(), given(tiles=(LOADS, None))
+    made = Launch(function, 5, tiles, numbers, options)
+    for times in (1, 2, 3):
+        made(*tensors)
+        assert len(calls) == times
+    assert made._launcher is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["triton", "hopper"])
+def test_started_below_python_or_not_bits_are_the_same(family, device, monkeypatch):
+    """With Triton 3.6 each kernel is started so; past it, by Triton, results are the same."""
+    problem = Problem(heads=4, seq_q=300, seq_kv=300, head_dim=64, dtype="bfloat16")
+    reason = (gpus.why_not_hopper if family == "hopper" else gpus.why_not)(problem, device)
+    if reason is not None:
+        pytest.skip(reason)
+    inputs, grads = make_inputs(problem, device=device), make_grads(problem, device=device)
+    known, found = launch.launcher_of, []
+    results = []
+    for launcher_of in (lambda x: found.append(known(x)) or found[-1], lambda _: None):
+        monkeypatch.setattr(launch, "launcher_of", launcher_of)
+        for bind in (execute.bind_forward, execute.bind_backward):
+            bind.cache_clear()
+        how = {"right": 0, "scale": 0.125, "family": family}
+        for _ in range(2):
+            outputs = execute.forward(*inputs, **how)
+            results.append((*outputs, *execute.backward(grads, (*inputs, *outputs), **how)))
+    assert found
+    assert all((x is not None) == (gpus.TRITON == (3, 6)) for x in found)
+    assert all(all(map(torch.equal, results[0], others)) for others in results[1:])
+
+
 # Lengths and widths: of tiles and not, multiples of 16 and not, and 1.
 LENGTHS = (1, 17, 48, 64, 100, 128, 255, 256, 300, 301, 512, 1000, 1001, 1024, 1025, 2047, 2048)
 LAID = {
@@ -376,12 +589,12 @@ def check_our_kernels(patch):
     patch.setattr(Launch, "_first", compared)
     half = torch.float16
     for length in LENGTHS:
-        for (dims, laid), family in product(
+        for (dims, laid), family in itertools.product(
             [((64, 64), laid) for laid in LAID] + [((d, d), "dense") for d in (72, 96, 128, 256)],
             ("hopper", "triton"),
         ):
             attend(length, half, dims, laid, "nothing", family)
-        for dtype, scored in product((torch.bfloat16, torch.float32), SCORED):
+        for dtype, scored in itertools.product((torch.bfloat16, torch.float32), SCORED):
             attend(length, dtype, (128, 128), "dense", scored, "auto", right=None)
         attend(length, half, (192, 128), "dense", "nothing", "hopper", heads=(1, 2, 2))
         attend(length, torch.bfloat16, (64, 64), "dense", "nothing", "hopper", heads=(1, 8, 1))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, dataclass, fields
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashattn.gpus import TRITON
 from flashattn.kernels.constants import INTERPRETED
+from flashattn.kernels.descriptor import Described, Expanded, Form, descriptor_of
 
 _NOTHING = nullcontext()
 # Past torch.cuda's question whether CUDA was initialized, to which a tensor there is the answer.
@@ -31,79 +31,42 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@dataclass(frozen=True, eq=False)
-class Form:
-    """What a kernel is compiled for of a descriptor: all but address, shape and strides.
+class Launcher(NamedTuple):
+    """Triton's compiled function that starts a kernel, and what it is given.
 
     Args:
-        kind: Triton's class of descriptors.
-        common: the fields that descriptors of this form share.
+        call: the function, of the grid, a stream, ``known``, and all arguments of the kernel.
+        known: what it takes behind the stream.
+        metadata: what ``expand`` needs of each descriptor.
+        expand: makes the arguments of a descriptor.
     """
 
-    kind: type
-    common: dict[str, Any]
-
-    def fields(self, shape: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of a descriptor, without its base."""
-        return self.common | {"shape": list(shape), "strides": list(strides)}
-
-    def describe(self, x: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        """Return a descriptor of x that Triton has checked."""
-        return self.kind(**self.fields(shape, strides), base=x)
+    call: Callable[..., None]
+    known: tuple[object, ...]
+    metadata: Sequence[Any]
+    expand: Callable[..., list[Any]]
 
 
-@cache
-def form_of(kind: type, dtype: torch.dtype, block: tuple[int, ...], **others: Any) -> Form:
-    """Return the form with these values; equal values have one form.
+def launcher_of(compiled: Any) -> Launcher | None:
+    """Return what Triton 3.6 calls in the end, or None where that is not known.
 
-    Args:
-        kind: Triton's class of descriptors.
-        dtype: of the tensors.
-        block: sizes of a tile.
-        others: fields of this class.
+    What it does in Python before takes the host 10 to 18 us with four descriptors, this 5.
     """
-    del dtype  # is part of the cache key alone
-    defaults = {x.name: x.default for x in fields(kind) if x.default is not MISSING}
-    return Form(kind, defaults | {"block_shape": list(block)} | others)
-
-
-Tiled = tuple[Form, Sequence[int], Sequence[int]]  # and the shape and the strides
-
-
-class Described(Protocol):
-    """What a kernel reaches in tiles by a descriptor."""
-
-    def tiles(self, x: torch.Tensor) -> Tiled:
-        """Return the form, shape and strides of a descriptor of x."""
-
-
-class TileLoads(NamedTuple):
-    """What a portable kernel loads in tiles, from where a tensor lies.
-
-    Args:
-        shape: of what is loaded.
-        strides: likewise.
-        block: sizes of a tile.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block: tuple[int, ...]
-
-    def tiles(self, x: torch.Tensor) -> Tiled:
-        """Return the form, shape and strides of a descriptor of x."""
-        strides = described_strides(self.shape, self.strides)
-        return form_of(TensorDescriptor, x.dtype, self.block), self.shape, strides
-
-
-@lru_cache  # tensors of one call often lie alike
-def described_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides for a descriptor.
-
-    A dimension of size 1 may have any stride, but TMA wants one that is aligned.
-    """
-    dense = -(-shape[-1] * shape[-2] // 16) * 16
-    return *[s if n > 1 else dense for n, s in zip(shape[:-1], strides, strict=False)], 1
+    if TRITON != (3, 6):
+        return None
+    run, metadata = compiled.run, ()
+    call = getattr(run, "launch", None)
+    if call is None or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if hasattr(call, "__code__"):  # a function in Python, which expands descriptors
+        if call.__code__.co_freevars != ("launcher", "tensordesc_indices", "tensordesc_meta"):
+            return None
+        call, _, metadata = (cell.cell_contents for cell in call.__closure__)
+    known = (
+        *(compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None),
+        *(compiled.packed_metadata, None, None, None),
+    )
+    return Launcher(call, known, metadata, nvidia.make_tensordesc_arg)
 
 
 Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
@@ -131,8 +94,10 @@ class Launch:
         """Hold on to it; nothing is compiled yet."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._operands, self._numbers, self._options = operands, numbers, options
-        self._described: list[tuple[int, type, dict[str, Any]]] = []
+        self._descriptors: list[tuple[int, type, dict[str, Any]]] = []
         self._compiled: Any = None
+        self._launcher: Any = None
+        self._expanded: list[Expanded | None] = []
         self._known: tuple[object, ...] = ()
         self._rest: tuple[object, ...] = ()
 
@@ -140,17 +105,27 @@ class Launch:
         """Launch it on the current device's stream."""
         if self._compiled is None and self._first(tensors):
             return
-        operands: Sequence[Any] = tensors
-        if self._described:
-            operands = list(tensors)
-            for i, kind, common in self._described:
-                descriptor: Any = object.__new__(kind)  # plans promise what Triton checks
-                descriptor.__dict__.update(common, base=tensors[i])
-                operands[i] = descriptor
         if _listened_to():
-            self._compiled[self._grid](*operands, *self._rest)
-        else:  # as that does, without making what it would tell, which takes as long as the launch
+            self._compiled[self._grid](*self._described(tensors), *self._rest)
+        elif self._launcher is None:  # as that does, without what it would tell, which takes long
+            operands = self._described(tensors)
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
+        else:
+            operands = []
+            for x, expanded in zip(tensors, self._expanded, strict=True):
+                if expanded is None:
+                    operands.append(x)
+                else:
+                    operands += expanded[x.data_ptr()]  # type: ignore[union-attr] # a tensor
+            stream = self._stream(self._device)
+            self._launcher(*self._grid, stream, *self._known, *operands, *self._rest)
+
+    def _described(self, tensors: Sequence[Operand]) -> list[Any]:
+        """Return tensors, some by descriptors."""
+        operands: list[Any] = list(tensors)
+        for i, kind, common in self._descriptors:
+            operands[i] = descriptor_of(kind, common, tensors[i])
+        return operands
 
     def _first(self, tensors: Sequence[Any]) -> bool:
         """Keep what Triton compiled, for this launch or an earlier one of its key.
@@ -158,35 +133,47 @@ class Launch:
         Returns:
             whether Triton has launched it, too.
         """
-        operands, tiled = list(tensors), []
-        for i, operand in enumerate(self._operands):
-            if operand is not None and tensors[i] is not None:
-                tiled.append((i, *operand.tiles(tensors[i])))
-                operands[i] = None
+        tiled = [
+            (i, *x.tiles(tensors[i]))
+            for i, x in enumerate(self._operands)
+            if x is not None and tensors[i] is not None
+        ]
+        operands = list(tensors)
+        for i, *_ in tiled:
+            operands[i] = None
         forms = tuple([(i, form) for i, form, _, _ in tiled])
         key = _key(self._kernel, (*operands, *self._numbers), self._options, forms)
-        compiled = earlier = _COMPILED.get(key)
-        if compiled is None:
+        found = earlier = _COMPILED.get(key)
+        if found is None:
             for i, form, *lies in tiled:
                 operands[i] = form.describe(tensors[i], *lies)
             compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
             if INTERPRETED.value:
                 return True
+            found = compiled, launcher_of(compiled)
             if key is not None:
-                _COMPILED[key] = compiled
+                _COMPILED[key] = found
+        compiled, launcher = found
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
         self._rest = (*self._numbers, *map(self._options.__getitem__, names))
-        self._described = [
+        self._descriptors = [
             (i, form.kind, form.fields(shape, strides)) for i, form, shape, strides in tiled
         ]
         self._run, self._stream = compiled.run, driver.active.get_current_stream
         self._device = driver.active.get_current_device()
-        self._known = compiled.function, compiled.packed_metadata, None, None, None
+        if launcher is None:
+            self._known = compiled.function, compiled.packed_metadata, None, None, None
+        else:
+            expanded: list[Expanded | None] = [None] * len(tensors)
+            for (i, kind, common), x in zip(self._descriptors, launcher.metadata, strict=True):
+                expanded[i] = Expanded(launcher.expand, x, kind, common)
+            self._launcher, self._known, self._expanded = launcher.call, launcher.known, expanded
         self._compiled = compiled
         return earlier is None
 
 
-_COMPILED: dict[Hashable, Any] = {}  # Triton keeps the same, as long as its kernels live
+# Triton keeps the same, as long as its kernels live.
+_COMPILED: dict[Hashable, tuple[Any, Launcher | None]] = {}
 # What Triton makes part of its own key at each launch; not every version has all of these.
 _SETTINGS = (
     (knobs.runtime, "debug"),

@@ -891,6 +891,38 @@ MUTANTS = [
         "a second GPU is told to run what is loaded on the first",
         "tests/test_launch.py::test_a_kernel_is_of_a_device_and_of_settings",
     ),
+    Mutant(
+        "tensor_map_of_another_address",
+        "kernels/descriptor.py",
+        "found = self[address] = self._expand(",
+        "found = self[min(self, default=address)] = self._expand(",
+        "where addresses alternate, a kernel reads what lay at the first",
+        "tests/test_launch.py::test_triton_3_6_is_started_below_its_python",
+    ),
+    Mutant(
+        "launcher_forgets_the_grid_is_cooperative",
+        "kernels/launch.py",
+        "*(compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)",
+        "*(compiled.function, False, run.launch_pdl, None, None)",
+        "programs that wait for each other may not run at once",
+        "tests/test_launch.py::test_triton_3_6_is_started_below_its_python",
+    ),
+    Mutant(
+        "launcher_hears_no_hook",
+        "kernels/launch.py",
+        "        if _listened_to():\n",
+        "        if _listened_to() and self._launcher is None:\n",
+        "a profiler is not told of launches",
+        "tests/test_launch.py::test_triton_3_6_is_started_below_its_python",
+    ),
+    Mutant(
+        "launcher_forgets_scratch_memory",
+        "kernels/launch.py",
+        "if call is None or run.global_scratch_size or run.profile_scratch_size:",
+        "if call is None or run.global_scratch_size:",
+        "a kernel that is profiled writes to address 0",
+        "tests/test_launch.py::test_what_is_not_known_is_triton_s_business",
+    ),
     # Values of fewer columns than keys
     Mutant(
         "values_padded_in_front",

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from flashattn.kernels.descriptor import Tiled
 from flashattn.kernels.hopper.backward_tile import first_key_tile, visited_tiles
 from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.mask import keys_of_tl
@@ -37,7 +38,6 @@ from flashattn.kernels.hopper.named import WARPGROUP_AND_WARP, barrier_arrive, b
 from flashattn.kernels.hopper.scheduler import shift_schedule
 from flashattn.kernels.hopper.semaphore import arrive_inc, fence_acquire, wait_eq
 from flashattn.kernels.hopper.tma import swizzled
-from flashattn.kernels.launch import Tiled
 
 QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator

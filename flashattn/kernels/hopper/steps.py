@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
+from flashattn.kernels.descriptor import Described
 from flashattn.kernels.hopper import backward_fp32 as fp32
 from flashattn.kernels.hopper.backward import flashattn_hopper_bwd
 from flashattn.kernels.hopper.backward_d256 import flashattn_hopper_bwd_d256_dkdv
@@ -14,7 +15,7 @@ from flashattn.kernels.hopper.backward_dq import Lines, flashattn_hopper_bwd_pos
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
 from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
-from flashattn.kernels.launch import Described, Launch, Step
+from flashattn.kernels.launch import Launch, Step
 from flashattn.kernels.portable import steps as portable
 from flashattn.kernels.portable.score import Scale, ScoreLayout
 from flashattn.plan.hopper import row_names

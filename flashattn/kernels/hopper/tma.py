@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.kernels import launch
+from flashattn.kernels.descriptor import Form, Tiled, described_strides, form_of
 from flashattn.plan.tile import block_d
 
 WARPS = 4  # of a warpgroup
@@ -18,10 +18,10 @@ SWIZZLE = 128  # bytes, of tiles in shared memory
 
 
 @cache
-def swizzled(dtype: torch.dtype, block: tuple[int, ...], bytes_: int) -> launch.Form:
+def swizzled(dtype: torch.dtype, block: tuple[int, ...], bytes_: int) -> Form:
     """Return the form of descriptors of tiles that lie in shared memory with a swizzle, or 0."""
     layout = gl.NVMMASharedLayout(bytes_, 8 * dtype.itemsize, len(block))
-    return launch.form_of(TensorDescriptor, dtype, block, layout=layout)
+    return form_of(TensorDescriptor, dtype, block, layout=layout)
 
 
 class Tiles(NamedTuple):
@@ -35,11 +35,11 @@ class Tiles(NamedTuple):
     rows: int
     columns: int = 0
 
-    def tiles(self, x: torch.Tensor) -> launch.Tiled:
+    def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x [B, H, N, D]."""
         columns = self.columns or block_d(x.shape[-1])
         form = swizzled(x.dtype, (1, 1, self.rows, columns), min(SWIZZLE, columns * x.itemsize))
-        return form, x.shape, launch.described_strides(x.shape, x.stride())
+        return form, x.shape, described_strides(x.shape, x.stride())
 
 
 class Numbers(NamedTuple):
@@ -47,7 +47,7 @@ class Numbers(NamedTuple):
 
     rows: int
 
-    def tiles(self, x: torch.Tensor) -> launch.Tiled:
+    def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x."""
         return swizzled(x.dtype, (1, self.rows), 0), x.shape, x.stride()
 
@@ -60,7 +60,7 @@ class RowTerms(NamedTuple):
 
     rows: int
 
-    def tiles(self, x: torch.Tensor) -> launch.Tiled:
+    def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x."""
         form = swizzled(x.dtype, (1, self.rows, PRODUCT), x.itemsize * PRODUCT)
         return form, x.shape, x.stride()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from flashattn.kernels.constants import LOG2E
-from flashattn.kernels.launch import Launch, Name, Step, TileLoads
+from flashattn.kernels.descriptor import TileLoads
+from flashattn.kernels.launch import Launch, Name, Step
 from flashattn.kernels.portable import bf16x3 as decompose
 from flashattn.kernels.portable import combine, preprocess, relative, score_gradients
 from flashattn.kernels.portable.backward import (

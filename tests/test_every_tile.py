@@ -196,7 +196,8 @@ def test_every_tile_for_tf32(device, shape, head_dim, causal):
     case = Sample(problem=problem, device=device).draw()
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
     for name, error in relative_errors(attend, case).items():
-        assert 2**-20 < error < 4 * 2 * 2**-10, name
+        assert error < 4 * 2 * 2**-10, name
+        assert name == "lse" or error > 2**-20, name  # in lse those of two terms average
 
 
 def test_every_case_is_more_than_the_ordinary_ones():

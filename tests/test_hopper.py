@@ -362,7 +362,8 @@ def test_cut_in_two(device, head_dim, shape, causal):
     # With few scores the forward is one product of TF32, and the gradients follow from its o.
     kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > Limits().decompose_forward else 10
     for name, error in relative_errors(partial(get("hopper"), **how), case).items():
-        assert 2**-20 < error < 4 * 2 * 2**-kept, name
+        assert error < 4 * 2 * 2**-kept, name
+        assert name == "lse" or error > 2**-20, name  # in lse those of two terms average
 
 
 def specs(problem):

@@ -499,6 +499,7 @@ def test_started_below_python_or_not_bits_are_the_same(family, device, monkeypat
     results = []
     for launcher_of in (lambda x: found.append(known(x)) or found[-1], lambda _: None):
         monkeypatch.setattr(launch, "launcher_of", launcher_of)
+        monkeypatch.setattr(launch, "_COMPILED", {})
         for bind in (execute.bind_forward, execute.bind_backward):
             bind.cache_clear()
         how = {"right": 0, "scale": 0.125, "family": family}

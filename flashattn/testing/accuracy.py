@@ -16,9 +16,9 @@ there, and on a CPU to whoever does not claim ``denormals``: fp32 that is cut in
 which are 2^-133 apart at the least, is off by half of that below 2^-110.
 
 In fp32 the order counts in which a score is summed: where its terms have one sign, one by one is
-up to four times as wrong as in the eight or sixteen lanes of a CPU's library. Any order is naive's,
-so on a CPU the scores are summed one by one as well, and o and lse may be as wrong as the worse of
-the two.
+up to four times as wrong as in the lanes of a library, which on a GPU has other kernels for other
+sizes. Any order is naive's, so the scores are summed one by one as well, and o and lse may be as
+wrong as the worse of the two.
 
 A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
 run on further draws of a small problem, until there are ``sample.POOL`` elements; where all scores
@@ -143,7 +143,7 @@ def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
     if any((x & exact[name].isfinite()).any() for name, x in odd.items()):
         return _errors_of_fp32(case, exact)
     errors = {name: Error.of(x, exact[name]) for name, x in outputs.items()}
-    if dtype == torch.float32 and not case.inputs[0].is_cuda:
+    if dtype == torch.float32:
         others = {name: x for name, x in one_by_one(case).items() if name in errors}
         errors |= {n: errors[n].joined(Error.of(x, exact[n])) for n, x in others.items()}
     return errors

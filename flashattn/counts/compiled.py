@@ -91,7 +91,7 @@ def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
 
 def unsteady(variant: Variant | HopperVariant, minor: str = MINOR) -> bool:
     """Return whether a version's assembler does not make the same of a variant each time."""
-    if not (isinstance(variant, Variant) and variant.describable and variant.arch == "sm_90"):
+    if not (isinstance(variant, Variant) and variant.tma_compatible and variant.arch == "sm_90"):
         return False
     return (variant.kernel, variant.size, variant.head_dim) in UNSTEADY.get(minor, ())
 

@@ -59,7 +59,7 @@ class Variant:
         head_dim: D.
         tile: of the launch; None for kernels that have one for all, and no mask.
         causal: whether scores are masked.
-        describable: whether it serves inputs that can have descriptors; the tile may do without.
+        tma_compatible: whether it serves inputs that can have descriptors; the tile may do without.
         split: whether a program has only a split of the rows that it would walk over.
         precision: as ``precision.input_precision`` takes it.
         window: whether the mask has a left bound, too.
@@ -75,7 +75,7 @@ class Variant:
     head_dim: int
     tile: Tile | None
     causal: bool
-    describable: bool = False
+    tma_compatible: bool = False
     split: bool = False
     precision: str = "auto"
     window: bool = False
@@ -89,7 +89,9 @@ class Variant:
         asked = f" {self.precision}" if self.precision != "auto" else ""
         if self.tile is None:
             return name + asked
-        loading = "decomposed" if self.terms else "descriptors" if self.describable else "pointers"
+        loading = (
+            "decomposed" if self.terms else "descriptors" if self.tma_compatible else "pointers"
+        )
         bounds = ("full", "causal"), ("left", "window")
         mask = "rows" if self.rows else bounds[self.window][self.causal]
         score = f"{' softcap' * self.softcap}{self.scored and f' {self.scored}'}"
@@ -107,7 +109,7 @@ class Variant:
         """The tile in short: block_q x block_kv, warps, stages."""
         if self.tile is None:
             return "{} w{}".format(*self._fixed)
-        without = self.describable and not self.tile.descriptors
+        without = self.tma_compatible and not self.tile.descriptors
         return f"{self.tile} by pointers" if without else str(self.tile)
 
     @property

@@ -29,11 +29,11 @@ def _tiled(arch: str, table: Rows) -> list[Variant]:
     Full attention is compiled where it has a tile of its own, and among all ways.
     """
     whole = [
-        Variant(arch, kernel, size, head_dim, tile, causal, describable, kernel in ALWAYS_SPLIT)
-        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
+        Variant(arch, kernel, size, head_dim, tile, causal, tma_compatible, kernel in ALWAYS_SPLIT)
+        for (kernel, size, head_dim, causal, tma_compatible), tile in table.tiles.items()
         if causal
         or (arch, head_dim) == (ALL_WAYS, ANY_D)
-        or tile != table.tiles[kernel, size, head_dim, True, describable]
+        or tile != table.tiles[kernel, size, head_dim, True, tma_compatible]
     ]
     tf32 = [
         Variant(arch, kernel, 4, head_dim, tile, True, tile.descriptors, precision="tf32")  # noqa: FBT003
@@ -63,7 +63,7 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
     scored = [  # likewise; a few
         replace(variant, softcap=False, scored=scored, tile=beside(variant, scored))
         for variant, scored in product(capped, ("alibi", "bias", "relative", "sink"))
-        if variant.describable and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
+        if variant.tma_compatible and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
     ]
     scored += [
         Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
@@ -87,9 +87,10 @@ def beside(variant: Variant, scored: str) -> Tile | None:
 def _columns(arch: str, table: Rows) -> list[Variant]:
     """Return those of a single column, which takes the tiles of the least width."""
     return [
-        Variant(arch, kernel, size, 1, tile, causal, describable, kernel in ALWAYS_SPLIT)
-        for (kernel, size, head_dim, causal, describable), tile in table.tiles.items()
-        if (head_dim, causal, describable) == (HEAD_DIMS[0], True, False) and kernel not in OPTIONAL
+        Variant(arch, kernel, size, 1, tile, causal, tma_compatible, kernel in ALWAYS_SPLIT)
+        for (kernel, size, head_dim, causal, tma_compatible), tile in table.tiles.items()
+        if (head_dim, causal, tma_compatible) == (HEAD_DIMS[0], True, False)
+        and kernel not in OPTIONAL
     ]
 
 

@@ -335,7 +335,7 @@ def flashattn_hopper_bwd(
     )
     ones = new_ones()
     sdQ = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
-    turns = new_scalar_pipeline(1)
+    arrivals = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -345,9 +345,9 @@ def flashattn_hopper_bwd(
                         shape, scale, score, t)),
             (producer, (q, k, v, grad_o, lse, minus_delta, keys, values, queries, grads, scheduler,
                         splits, wave_size, stagger, shape, t)),
-            (dq_store, (0, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
-            (dq_store, (1, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t)),
-            (dq_semaphore_wait, (semaphore, turns, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (0, dq, sdQ, semaphore, arrivals, scheduler, wave_size, stagger, shape, t)),
+            (dq_store, (1, dq, sdQ, semaphore, arrivals, scheduler, wave_size, stagger, shape, t)),
+            (dq_semaphore_wait, (semaphore, arrivals, scheduler, wave_size, stagger, shape, t)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

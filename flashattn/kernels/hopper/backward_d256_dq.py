@@ -112,7 +112,7 @@ def dq_step(
 @gluon.jit
 def consumer_dq(
     WARPGROUP: gl.constexpr, descriptors, lse_log2, delta, queries, grads, keys, values, scheduler,
-    shape, pitch, scale, score, t,
+    shape, lse_rows, scale, score, t,
 ):  # fmt: skip
     """Compute dq of 64 queries of the tile."""
     dq, dq_high = descriptors
@@ -124,7 +124,7 @@ def consumer_dq(
     start_q = block * PAIR + WARPGROUP * BLOCK
     RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
     first, full_begin, full_end, end = visited_key_tiles(block, shape)
-    at = (batch * scheduler.heads + head).to(gl.int64) * pitch + start_q
+    at = (batch * scheduler.heads + head).to(gl.int64) * lse_rows + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
     stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
     queries.consumer_wait(WARPGROUP)
@@ -175,15 +175,15 @@ def consumer_dq(
         "group",
         "seq_q",
         "seq_kv",
-        "pitch",
+        "lse_rows",
         "left",
         "right",
     ]
 )
 def flashattn_hopper_bwd_d256_dq(
     q, k, v, grad_o, lse_log2, delta, dq, q_high, k_high, v_high, grad_o_high, dq_high, tiles,
-    blocks, heads, section_heads, group, seq_q, seq_kv, pitch, left, right, scale, scale_log2, cap,
-    D_LO: gl.constexpr, D_HI: gl.constexpr, V_LO: gl.constexpr, V_HI: gl.constexpr,
+    blocks, heads, section_heads, group, seq_q, seq_kv, lse_rows, left, right, scale, scale_log2,
+    cap, D_LO: gl.constexpr, D_HI: gl.constexpr, V_LO: gl.constexpr, V_HI: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dq; all tensors but lse_log2 and delta are descriptors.
@@ -204,9 +204,9 @@ def flashattn_hopper_bwd_d256_dq(
     gl.warp_specialize(
         [
             (consumer_dq, (0, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
-                           scheduler, shape, pitch, scale, score, t)),
+                           scheduler, shape, lse_rows, scale, score, t)),
             (consumer_dq, (1, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
-                           scheduler, shape, pitch, scale, score, t)),
+                           scheduler, shape, lse_rows, scale, score, t)),
             (producer_dq, (q, k, v, grad_o, high, queries, grads, keys, values, scheduler, shape)),
         ],
         [4, 1],

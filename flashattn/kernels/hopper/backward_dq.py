@@ -46,7 +46,7 @@ DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
 @gluon.jit
-def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t):
+def dq_semaphore_wait(semaphore, arrivals, scheduler, wave_size, stagger, shape, t):
     """Wait for the dq semaphores, and send their values to the warps that store dq."""
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
@@ -63,7 +63,7 @@ def dq_semaphore_wait(semaphore, turns, scheduler, wave_size, stagger, shape, t)
                 counter = semaphore.counter(accum_batch * heads + head, tiles, i)
                 for w in gl.static_range(2):
                     wait_eq(counter + w, value)
-                    turns.write(n + w, value)
+                    arrivals.write(n + w, value)
                 n += 2
 
 
@@ -81,7 +81,16 @@ def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
 
 @gluon.jit
 def dq_store(
-    WARPGROUP: gl.constexpr, dq, sdQ, semaphore, turns, scheduler, wave_size, stagger, shape, t
+    WARPGROUP: gl.constexpr,
+    dq,
+    sdQ,
+    semaphore,
+    arrivals,
+    scheduler,
+    wave_size,
+    stagger,
+    shape,
+    t,
 ):
     """Add a warpgroup's half of each dq tile to the accumulator.
 
@@ -101,7 +110,7 @@ def dq_store(
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 row = i * t.lines + WARPGROUP * LINE
-                value = turns.read(2 * n + WARPGROUP)
+                value = arrivals.read(2 * n + WARPGROUP)
                 if mask.masked and not mask.rows:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 fence_acquire()

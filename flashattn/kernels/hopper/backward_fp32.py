@@ -86,7 +86,7 @@ def producer_dkdv(x, own, pipeline, own_pipeline, kv_heads, splits, shape, TERMS
 
 @gluon.jit
 def consumer_dv(
-    dv, lse_log2, keys, queries, grads, sP, strides, kv_heads, splits, shape, pitch, scale_log2,
+    dv, lse_log2, keys, queries, grads, sP, strides, kv_heads, splits, shape, lse_rows, scale_log2,
     head_dim, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute P, and dv."""
@@ -100,7 +100,7 @@ def consumer_dv(
     k = keys.consumer_wait(0)
     n = 0
     for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
-        at = lse_log2 + (batch * kv_heads * shape.group + head).to(gl.int64) * pitch
+        at = lse_log2 + (batch * kv_heads * shape.group + head).to(gl.int64) * lse_rows
         for i in range(first, end):
             lse_log2_rows = gl.load(at + i * WALKED + rows)
             q = queries.consumer_wait(n)
@@ -120,8 +120,8 @@ def consumer_dv(
 
 @gluon.jit
 def consumer_dk(
-    dk, delta, values, queries, grads, sP, strides, kv_heads, splits, shape, pitch, scale, head_dim,
-    TERMS: gl.constexpr,
+    dk, delta, values, queries, grads, sP, strides, kv_heads, splits, shape, lse_rows, scale,
+    head_dim, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute dS, and dk."""
     WALKED: gl.constexpr = walked(TERMS)
@@ -134,7 +134,7 @@ def consumer_dk(
     v = values.consumer_wait(0)
     n = 0
     for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
-        at = delta + (batch * kv_heads * shape.group + head).to(gl.int64) * pitch
+        at = delta + (batch * kv_heads * shape.group + head).to(gl.int64) * lse_rows
         for i in range(first, end):
             delta_rows = gl.load(at + i * WALKED + rows)
             do = grads.consumer_wait(n)
@@ -165,7 +165,7 @@ def consumer_dk(
 )
 def flashattn_hopper_bwd_fp32_dkdv(
     q, k, v, grad_o, lse_log2, delta, dk, dv, dk_strides, dv_strides, heads, group, seq_q, seq_kv,
-    pitch, left, right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
+    lse_rows, left, right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
     TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v, grad_o are descriptors of terms."""
@@ -181,9 +181,9 @@ def flashattn_hopper_bwd_fp32_dkdv(
     gl.warp_specialize(
         [
             (consumer_dv, (dv, lse_log2, keys, queries, grads, sP, dv_strides, kv_heads, splits,
-                           shape, pitch, scale_log2, head_dim, TERMS)),
+                           shape, lse_rows, scale_log2, head_dim, TERMS)),
             (consumer_dk, (dk, delta, values, queries, grads, sP, dk_strides, kv_heads, splits,
-                           shape, pitch, scale, head_dim, TERMS)),
+                           shape, lse_rows, scale, head_dim, TERMS)),
             (producer_dkdv, (q, k, queries, keys, kv_heads, splits, shape, TERMS)),
             (producer_dkdv, (grad_o, v, grads, values, kv_heads, splits, shape, TERMS)),
         ],
@@ -219,14 +219,14 @@ def producer_dq(x, own, pipeline, own_pipeline, heads, splits, shape, TERMS: gl.
 
 @gluon.jit
 def consumer_p(
-    lse_log2, queries, keys, sP, heads, splits, shape, pitch, scale_log2, TERMS: gl.constexpr,
+    lse_log2, queries, keys, sP, heads, splits, shape, lse_rows, scale_log2, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute P."""
     WALKED: gl.constexpr = walked(TERMS)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
     start_q, batch, _, head, first, end = own_queries(heads, splits, shape, TERMS)
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
-    lse_log2_rows = gl.load(lse_log2 + (batch * heads + head).to(gl.int64) * pitch + rows)
+    lse_log2_rows = gl.load(lse_log2 + (batch * heads + head).to(gl.int64) * lse_rows + rows)
     q = queries.consumer_wait(0)
     n = 0
     for i in range(first, end):
@@ -241,8 +241,8 @@ def consumer_p(
 
 @gluon.jit
 def consumer_dq(
-    dq, delta, grads, keys, values, sP, strides, heads, splits, shape, pitch, scale, head_dim,
-    TERMS: gl.constexpr,
+    dq, delta, grads, keys, values, sP, strides, heads, splits, shape, lse_rows, scale,
+    head_dim, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Compute dS, and dq."""
     WALKED: gl.constexpr = walked(TERMS)
@@ -251,7 +251,7 @@ def consumer_dq(
     P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     start_q, batch, split_batch, head, first, end = own_queries(heads, splits, shape, TERMS)
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
-    delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * pitch + rows)
+    delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * lse_rows + rows)
     acc = gl.zeros([OWNED, COLUMNS], gl.float32, DQ)
     do = grads.consumer_wait(0)
     for n in range(end - first):
@@ -279,7 +279,7 @@ def consumer_dq(
     ]
 )
 def flashattn_hopper_bwd_fp32_dq(
-    q, k, v, grad_o, lse_log2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, pitch, left,
+    q, k, v, grad_o, lse_log2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, lse_rows, left,
     right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
     TERMS: gl.constexpr,
 ):  # fmt: skip
@@ -294,10 +294,10 @@ def flashattn_hopper_bwd_fp32_dq(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_p, (lse_log2, queries, keys, sP, heads, splits, shape, pitch, scale_log2,
+            (consumer_p, (lse_log2, queries, keys, sP, heads, splits, shape, lse_rows, scale_log2,
                           TERMS)),
             (consumer_dq, (dq, delta, grads, keys, values, sP, dq_strides, heads, splits, shape,
-                           pitch, scale, head_dim, TERMS)),
+                           lse_rows, scale, head_dim, TERMS)),
             (producer_dq, (k, q, keys, queries, heads, splits, shape, TERMS)),
             (producer_dq, (v, grad_o, values, grads, heads, splits, shape, TERMS)),
         ],

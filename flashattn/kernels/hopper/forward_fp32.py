@@ -94,11 +94,11 @@ def consumer(
     if sink is not None:
         m, l, weight = with_sink(m, l, sink)
         acc = scale_rows(acc, weight)
-    dead = l == 0.0
-    value = gl.where(dead, float("-inf"), (m + gl.log2(l)) * LN2)
+    fully_masked = l == 0.0
+    value = gl.where(fully_masked, float("-inf"), (m + gl.log2(l)) * LN2)
     at = lse + (batch * heads + head).to(gl.int64) * shape.mask.seq_q
     gl.store(at + rows, value, mask=rows < shape.mask.seq_q)
-    total = gl.where(dead, 1.0, l)
+    total = gl.where(fully_masked, 1.0, l)
     inverse = 1.0 / total
     inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 in its last place
     acc = scale_rows(acc, inverse)

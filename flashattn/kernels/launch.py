@@ -105,20 +105,26 @@ class Launch:
         """Launch it on the current device's stream."""
         if self._compiled is None and self._first(tensors):
             return
+        operands: Sequence[Any]
         if _listened_to():
             self._compiled[self._grid](*self._described(tensors), *self._rest)
         elif self._launcher is None:  # as that does, without what it would tell, which takes long
             operands = self._described(tensors)
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
         else:
-            operands = []
-            for x, expanded in zip(tensors, self._expanded, strict=True):
-                if expanded is None:
-                    operands.append(x)
-                else:
-                    operands += expanded[x.data_ptr()]  # type: ignore[union-attr] # a tensor
+            operands = self._expand(tensors) if self._descriptors else tensors
             stream = self._stream(self._device)
             self._launcher(*self._grid, stream, *self._known, *operands, *self._rest)
+
+    def _expand(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return tensors, and in place of descriptors their arguments."""
+        operands = []
+        for x, expanded in zip(tensors, self._expanded, strict=True):
+            if expanded is None:
+                operands.append(x)
+            else:
+                operands += expanded[x.data_ptr()]
+        return operands
 
     def _described(self, tensors: Sequence[Operand]) -> list[Any]:
         """Return tensors, some by descriptors."""

@@ -86,7 +86,7 @@ SHIFTED = (
     "    # A comment.\n    all_rows = batches * heads * size\n    rows = all_rows\n",
 )
 OTHER_CONSTANT = ("kernels/portable/preprocess.py", '"inf"), 0.0, delta_', '"inf"), 1.0, delta_')
-TWO = "^sm_80 (combine|bwd_preprocess) bf16 d64$"
+TWO = "^sm_80 (bwd_reduce|bwd_preprocess) bf16 d64$"
 
 
 def change(output, case, name):
@@ -169,7 +169,7 @@ def test_what_changes_a_kernel_changes_its_source(tmp_path):
     assert same == before
     for case in before:
         same_source = before[case].pop(SOURCE) == after[case].pop(SOURCE)
-        assert same_source == (" combine " in case)
+        assert same_source == (" bwd_reduce " in case)
     assert after == before
 
 

@@ -333,17 +333,13 @@ def test_autocast(device, active):
     assert len(active) == 2
 
 
-def test_torch_decides_on_tf32(device, active):
+def test_torch_decides_on_tf32(device, active, matmul):
     """A new setting of torch for fp32 products is seen at once, as attention() sees it."""
     q, k, v = make_inputs(UNGROUPED, device=device)
     results = []
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    try:
-        for matmul.fp32_precision in ("ieee", "tf32"):
-            results.append(sdpa_of_torch(q, k, v))
-            assert_same(results[-1:], ours(q, k, v)[:1])
-    finally:
-        matmul.fp32_precision = before
+    for matmul.fp32_precision in ("ieee", "tf32"):
+        results.append(sdpa_of_torch(q, k, v))
+        assert_same(results[-1:], ours(q, k, v)[:1])
     assert not torch.equal(*results)
     assert len(active) == 2
 

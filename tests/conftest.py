@@ -91,6 +91,15 @@ def pytester(pytester, monkeypatch):
 
 
 @pytest.fixture
+def matmul():
+    """Return what has PyTorch's setting for fp32 products, which is put back after the test."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.fixture
 def laid_out(pytester, monkeypatch):
     """Return what copies benchmarks to a folder of their own, in which they hardly take time."""
     roofs = {"float32": 1e12, "bfloat16": 1e13, "copy": 1e11}

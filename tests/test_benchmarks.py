@@ -311,6 +311,7 @@ from flashattn.measure import roofline, timing
 
 roofline.SIZES["cpu"] = roofline.Sizes(side=64, copied=2**20, kinds=("float32",))
 timing.MOST_ROUNDS = timing.FEWEST_ROUNDS
+timing.WARM_UP = 0.0
 """
 
 

@@ -86,7 +86,7 @@ SHIFTED = (
     "    # A comment.\n    all_rows = batches * heads * size\n    rows = all_rows\n",
 )
 OTHER_CONSTANT = ("kernels/portable/preprocess.py", '"inf"), 0.0, delta_', '"inf"), 1.0, delta_')
-TWO = "^sm_80 (combine|bwd_preprocess) bf16 d64$"
+TWO = "^sm_80 (bwd_reduce|bwd_preprocess) bf16 d64$"
 
 
 def change(output, case, name):
@@ -154,16 +154,23 @@ def test_what_changes_a_kernel_changes_its_source(tmp_path):
 
     That the source of the same counts is another is said, and is no failure.
     """
-    arguments = ("compiled", "--folder", tmp_path / "expected", "--only", TWO)
+    arguments = ("compiled", "--folder", tmp_path, "--only", TWO)
+    found, changed = [], (SHIFTED, OTHER_CONSTANT)
     for edits, more, said in (
         ((), ("--rewrite",), "2 counted, 0 unchanged\n"),
-        ((SHIFTED,), (), "0 counted, 2 unchanged\n"),
-        ((OTHER_CONSTANT,), (), "1 counted, 1 unchanged; --rewrite would spare the next check 1\n"),
-        ((), ("--all",), "2 counted, 0 unchanged\n"),
+        (changed, (), "1 counted, 1 unchanged; --rewrite would spare the next check 1\n"),
+        (changed, ("--all", "--rewrite"), "2 counted, 0 unchanged\n"),
     ):
         done = count(tmp_path, edits, *arguments, *more)
         assert done.stdout.endswith(f": {said}"), done.stdout
         assert done.returncode == 0
+        found.append(read(tmp_path / compiled.FILE))
+    before, same, after = found
+    assert same == before
+    for case in before:
+        same_source = before[case].pop(SOURCE) == after[case].pop(SOURCE)
+        assert same_source == (" bwd_reduce " in case)
+    assert after == before
 
 
 def test_plain_counts_are_right(rows):

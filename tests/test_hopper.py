@@ -124,6 +124,20 @@ class Attend(torch.autograd.Function):
         return *execute.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
 
 
+def verify(attend, sample):
+    """Hold results to their budgets, and those of the same numbers elsewhere to their bits."""
+    assert_accurate(attend, sample)
+    one, other = run(attend, sample.draw()), run(attend, sample.draw())
+    assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+def masked(mask, dtype, **facts):
+    """Return a problem of two batches with a mask; but for bf16 two heads share their keys."""
+    asked, shared = Mask.parse(mask), 1 if dtype == "bfloat16" else 2
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 4 // shared, "seq_q": 700, "seq_kv": 900}
+    return Problem(**(sizes | facts), causal=asked.causal, window=asked.window, dtype=dtype)
+
+
 def dtypes_and_widths(head_dim, *positions):
     """Return each dtype with one width, whole or padded, which alternate over the positions."""
     widths = head_dim, head_dim - 24
@@ -179,13 +193,8 @@ def test_windows(device, head_dim, shape, window, corner):
             **SHAPES[shape], head_dim=head_dim, window=window, causal=corner, dtype=dtype
         )
         sample = Sample(problem=problem, device=device)
-        case = sample.draw()
-        for deterministic in (True, False):
-            attend = windowed(problem, deterministic=deterministic)
-            assert_accurate(attend, sample)
-            if deterministic:
-                one, other = run(attend, case), run(attend, case)
-                assert all(torch.equal(other[name], x) for name, x in one.items())
+        verify(windowed(problem, deterministic=True), sample)
+        assert_accurate(windowed(problem, deterministic=False), sample)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window70+30", "full"])
@@ -194,18 +203,11 @@ def test_windows(device, head_dim, shape, window, corner):
 @on_hopper
 def test_narrow_values(device, head_dim, value_dim, mask):
     """So are values of fewer columns than keys, with sinks, capped or not, and the same again."""
-    asked = Mask.parse(mask)
-    for dtype, group, cap in (("bfloat16", 1, None), ("float16", 2, 5.0)):
-        problem = Problem(
-            batch=2, heads=4, kv_heads=4 // group, seq_q=700, seq_kv=900, head_dim=head_dim,
-            value_dim=value_dim, causal=asked.causal, window=asked.window, softcap=cap, sink=True,
-            dtype=dtype,
-        )  # fmt: skip
-        sample = Sample(problem=problem, device=device)
+    widths = {"head_dim": head_dim, "value_dim": value_dim}
+    for dtype, cap in (("bfloat16", None), ("float16", 5.0)):
+        problem = masked(mask, dtype, **widths, softcap=cap, sink=True)
         attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-        assert_accurate(attend, sample)
-        one, other = run(attend, sample.draw()), run(attend, sample.draw())
-        assert all(torch.equal(other[name], x) for name, x in one.items())
+        verify(attend, Sample(problem=problem, device=device))
 
 
 DOCUMENTS = {
@@ -222,22 +224,13 @@ DOCUMENTS = {
 @on_hopper
 def test_documents(device, head_dim, packed, mask):
     """So are packed documents, with rows behind the last."""
-    asked = Mask.parse(mask)
-    for dtype, group in (("bfloat16", 1), ("float16", 2)):
-        problem = Problem(
-            batch=2, heads=4, kv_heads=4 // group, seq_q=900, seq_kv=1000, head_dim=head_dim,
-            causal=asked.causal, window=asked.window, documents=DOCUMENTS[packed], dtype=dtype,
-        )  # fmt: skip
+    sizes = {"seq_q": 900, "seq_kv": 1000, "head_dim": head_dim}
+    for dtype in HALF:
+        problem = masked(mask, dtype, **sizes, documents=DOCUMENTS[packed])
         sample = Sample(problem=problem, device=device)
-        case = sample.draw()
-        for deterministic in (True, False):
-            attend = partial(
-                get("hopper"), **problem.keywords, scale=head_dim**-0.5, deterministic=deterministic
-            )
-            assert_accurate(attend, sample)
-            if deterministic:
-                one, other = run(attend, case), run(attend, case)
-                assert all(torch.equal(other[name], x) for name, x in one.items())
+        attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+        verify(partial(attend, deterministic=True), sample)
+        assert_accurate(partial(attend, deterministic=False), sample)
 
 
 @pytest.mark.parametrize("values", ["normal", "extreme", "negative"])
@@ -247,17 +240,10 @@ def test_documents(device, head_dim, packed, mask):
 @on_hopper
 def test_softcap(device, head_dim, cap, mask, values):
     """So are capped scores and their gradients, which have the same bits again."""
-    asked, at = Mask.parse(mask), (WIDTHS.index(head_dim), KINDS.index(mask))
-    dtype, group = alternately((("bfloat16", 1), ("float16", 2)), *at)
-    problem = Problem(
-        batch=2, heads=4, kv_heads=4 // group, seq_q=700, seq_kv=900, head_dim=head_dim,
-        causal=asked.causal, window=asked.window, softcap=cap, dtype=dtype,
-    )  # fmt: skip
-    sample = Sample(problem=problem, device=device, values=values)
+    dtype = alternately(HALF, WIDTHS.index(head_dim), KINDS.index(mask))
+    problem = masked(mask, dtype, head_dim=head_dim, softcap=cap)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-    assert_accurate(attend, sample)
-    one, other = run(attend, sample.draw()), run(attend, sample.draw())
-    assert all(torch.equal(other[name], x) for name, x in one.items())
+    verify(attend, Sample(problem=problem, device=device, values=values))
 
 
 @pytest.mark.parametrize("packed", [None, "uneven"])
@@ -266,21 +252,14 @@ def test_softcap(device, head_dim, cap, mask, values):
 @on_hopper
 def test_sinks(device, head_dim, mask, packed):
     """So are rows that share their softmax with a sink, its gradient, and the same bits again."""
-    asked, documents = Mask.parse(mask), packed and DOCUMENTS[packed]
     at = WIDTHS.index(head_dim), KINDS.index(mask.removesuffix("_br")), packed is None
-    half = alternately((("bfloat16", 1), ("float16", 2)), *at)
-    for dtype, group in (half, ("float32", 2)):
-        problem = Problem(
-            batch=2, heads=4, kv_heads=4 // group, seq_q=1000, seq_kv=900, head_dim=head_dim,
-            causal=asked.causal, window=asked.window, documents=documents, sink=True, dtype=dtype,
-        )  # fmt: skip
+    facts = {"documents": packed and DOCUMENTS[packed], "sink": True}
+    for dtype in (alternately(HALF, *at), "float32"):
+        problem = masked(mask, dtype, seq_q=1000, head_dim=head_dim, **facts)
         if why_not_hopper(problem.torch_dtype, head_dim, H200):
             continue
-        sample = Sample(problem=problem, device=device)
         attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-        assert_accurate(attend, sample)
-        one, other = run(attend, sample.draw()), run(attend, sample.draw())
-        assert all(torch.equal(other[name], x) for name, x in one.items())
+        verify(attend, Sample(problem=problem, device=device))
 
 
 @gluon.jit
@@ -750,32 +729,25 @@ def test_what_the_tables_hold_was_searched():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("tile", "change", "words"),
     [
-        ({"block_kv": 96}, "block_kv: wanted a power of two from 64 on, got 96"),
-        ({"stages": 1}, "stages: wanted 2 at least, got 1"),
-        ({"consumers": 4}, "consumers: wanted 2 or 3, got 4"),
-        ({"registers": 250}, "registers: wanted a multiple of 8 from 24 to 240, got 250"),
+        (HopperTile, {"block_kv": 96}, "block_kv: wanted a power of two from 64 on, got 96"),
+        (HopperTile, {"stages": 1}, "stages: wanted 2 at least, got 1"),
+        (HopperTile, {"consumers": 4}, "consumers: wanted 2 or 3, got 4"),
+        (
+            HopperTile,
+            {"registers": 250},
+            "registers: wanted a multiple of 8 from 24 to 240, got 250",
+        ),
+        (HopperBackwardTile, {"stages": 1}, "stages: wanted 2 at least, got 1"),
+        (HopperBackwardTile, {"section": 0}, "section: wanted 1 at least, got 0"),
+        (HopperBackwardTile, {"stagger": 0}, "stagger: wanted 1 at least, got 0"),
     ],
 )
-def test_bad_configs(change, words):
+def test_bad_configs(tile, change, words):
     """A config that no kernel can have is an error that names what was wanted."""
     with pytest.raises(ValueError, match=words):
-        HopperTile(**change)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"stages": 1}, "stages: wanted 2 at least, got 1"),
-        ({"section": 0}, "section: wanted 1 at least, got 0"),
-        ({"stagger": 0}, "stagger: wanted 1 at least, got 0"),
-    ],
-)
-def test_bad_backward_configs(change, words):
-    """So for the backward."""
-    with pytest.raises(ValueError, match=words):
-        HopperBackwardTile(**change)
+        tile(**change)
 
 
 def test_bad_wide_config():

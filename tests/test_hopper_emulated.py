@@ -343,25 +343,27 @@ def test_shares(problem, count, how, divide):
     assert all(map(torch.equal, *grads))
 
 
+# As other scores are asked: problem, config, that of the backward, how many programs at once.
+OF_FORWARDS = [(problem, config, None, at_once) for problem, config, at_once in FORWARDS]
+OF_WINDOWS = [
+    (bf16(head_dim=head_dim, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2)
+    for shape, head_dim in zip(WINDOWS, cycle((64, 128)))
+]
+OF_BACKWARDS = [
+    (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once)
+    for problem, config, deterministic, at_once in BACKWARDS
+]
+OF_WIDE_BACKWARDS = [
+    (problem, WIDE, {"tile": HopperD256Tile(section=2)}, at_once)
+    for problem, at_once in WIDE_BACKWARDS
+]
 CAPS = 0.7, 50.0  # most scores are capped; hardly one is
 CAPPED = [
-    *(
-        (problem, config, None, at_once, cap)
-        for (problem, config, at_once), cap in zip(FORWARDS, cycle(CAPS))
-    ),
-    *(
-        (bf16(head_dim=head_dim, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2, cap)
-        for (shape, head_dim), cap in product(zip(WINDOWS, cycle((64, 128))), CAPS)
-    ),
-    *(
-        (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once, cap)
-        for (problem, config, deterministic, at_once), cap in zip(BACKWARDS[:4], cycle(CAPS))
-    ),
-    *(
-        (problem, WIDE, {"tile": HopperD256Tile(section=2)}, at_once, cap)
-        for (problem, at_once), cap in zip(WIDE_BACKWARDS, cycle(CAPS))
-    ),
+    (*asked, cap)
+    for rows_asked in (OF_FORWARDS, OF_BACKWARDS[:4], OF_WIDE_BACKWARDS)
+    for asked, cap in zip(rows_asked, cycle(CAPS))
 ]
+CAPPED += [(*asked, cap) for asked, cap in product(OF_WINDOWS, CAPS)]
 
 
 @pytest.mark.parametrize(("problem", "config", "how", "at_once", "cap"), CAPPED, ids=str)
@@ -394,21 +396,15 @@ def test_shares_of_capped(shape, cap, divide):
         assert_accurate(attend(problem, config, dict(how)), Sample(problem=problem))
 
 
-SUNK = [
-    *((problem, config, None, at_once) for problem, config, at_once in FORWARDS),
-    *(
-        (bf16(head_dim=d, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2)
-        for shape, d in zip(WINDOWS, cycle((64, 128)))
-    ),
-    *(
-        (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once)
-        for problem, config, deterministic, at_once in BACKWARDS[:4]
-    ),
-    *(
-        (problem, WIDE, {"tile": HopperD256Tile(section=2)}, at_once)
-        for problem, at_once in WIDE_BACKWARDS
-    ),
-    (fp16(batch=2, heads=2, seq_q=200, seq_kv=140, softcap=5.0), SMALL, {"tile": TURNED}, 2),
+CAPPED_BESIDES = (
+    fp16(batch=2, heads=2, seq_q=200, seq_kv=140, softcap=5.0),
+    SMALL,
+    {"tile": TURNED},
+    2,
+)
+SUNK = [*OF_FORWARDS, *OF_WINDOWS, *OF_BACKWARDS[:4], *OF_WIDE_BACKWARDS]
+SUNK += [
+    CAPPED_BESIDES,
     (Problem(heads=4, kv_heads=2, seq_q=100, seq_kv=130, head_dim=128), None, {}, 2),
     (Problem(heads=2, seq_q=200, seq_kv=70, head_dim=72, causal="bottom_right"), None, {}, 2),
 ]
@@ -427,18 +423,7 @@ def test_sinks(problem, config, how, at_once):
     assert (how is None) == (len(launched) == 1)
 
 
-SLOPED = [
-    *((problem, config, None, at_once) for problem, config, at_once in FORWARDS),
-    *(
-        (bf16(head_dim=d, **shape), WIDE, {"tile": TURNED, "deterministic": True}, 2)
-        for shape, d in zip(WINDOWS, cycle((64, 128)))
-    ),
-    *(
-        (problem, SMALL, {"tile": config, "deterministic": deterministic}, at_once)
-        for problem, config, deterministic, at_once in BACKWARDS
-    ),
-    (fp16(batch=2, heads=2, seq_q=200, seq_kv=140, softcap=5.0), SMALL, {"tile": TURNED}, 2),
-]
+SLOPED = [*OF_FORWARDS, *OF_WINDOWS, *OF_BACKWARDS, CAPPED_BESIDES]
 
 
 @pytest.mark.parametrize(("problem", "config", "how", "at_once"), SLOPED, ids=str)
@@ -767,9 +752,8 @@ ASKED = {
     ),
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
-PLANTED = [
-    (
-        "sloped",
+PLANTED = {
+    ("sloped", WRONG): [
         Mutant(
             "slopes_one_sided",
             SCORE,
@@ -777,10 +761,6 @@ PLANTED = [
             "self.slope * apart",
             "keys behind a query's place are the nearer the farther they are",
         ),
-        WRONG,
-    ),
-    (
-        "sloped",
         Mutant(
             "slope_of_the_first_head",
             SCORE,
@@ -788,10 +768,8 @@ PLANTED = [
             "gl.load(slope + batch * self.slopes_stride)",
             "all heads have the first one's slope",
         ),
-        WRONG,
-    ),
-    (
-        "sloped back",
+    ],
+    ("sloped back", WRONG): [
         Mutant(
             "slopes_off_the_diagonal",
             SCORE,
@@ -799,10 +777,6 @@ PLANTED = [
             "far = self.slope * (rows + (start_q - start_kv))",
             "the logsumexp lacks what the offset of queries adds",
         ),
-        WRONG,
-    ),
-    (
-        "sloped back",
         Mutant(
             "tiles_not_apart",
             SCORE,
@@ -810,10 +784,8 @@ PLANTED = [
             "            m = m + 0 * far\n",
             "P is taken for that of a row at its first key",
         ),
-        WRONG,
-    ),
-    (
-        "sunk",
+    ],
+    ("sunk", WRONG): [
         Mutant(
             "sink_in_natural_units",
             SCORE,
@@ -821,10 +793,6 @@ PLANTED = [
             "self.sink_stride + head))",
             "a sink is taken for one in base 2",
         ),
-        WRONG,
-    ),
-    (
-        "sunk",
         Mutant(
             "sink_of_the_first_head",
             SCORE,
@@ -832,10 +800,6 @@ PLANTED = [
             "gl.load(sink + batch * self.sink_stride)",
             "all heads have the first one's sink",
         ),
-        WRONG,
-    ),
-    (
-        "sunk",
         Mutant(
             "sink_takes_nothing_from_o",
             FORWARD,
@@ -843,10 +807,6 @@ PLANTED = [
             "gl.where(total == 0.0, 0.0, weight / (gl.sum(l, 1) * weight))",
             "the sink is in lse, and o is as without it",
         ),
-        WRONG,
-    ),
-    (
-        "sunk",
         Mutant(
             "sink_not_in_lse",
             FORWARD,
@@ -854,10 +814,8 @@ PLANTED = [
             "        _, _, weight = with_sink(m, total, sink)\n",
             "the backward has the P of rows without a sink",
         ),
-        WRONG,
-    ),
-    (
-        "cut sunk",
+    ],
+    ("cut sunk", WRONG): [
         Mutant(
             "sums_before_a_larger_sink",
             CUT_FORWARD,
@@ -865,10 +823,8 @@ PLANTED = [
             "",
             "o weighs too much where the sink is above all scores",
         ),
-        WRONG,
-    ),
-    (
-        "cut causal",
+    ],
+    ("cut causal", WRONG): [
         Mutant(
             "first_queries_not_visited",
             MASK,
@@ -876,10 +832,6 @@ PLANTED = [
             "return lo // BLOCK_Q + 1, gl.cdiv(full_lo, BLOCK_Q), full_end, end",
             "keys lack what the first queries give that see them",
         ),
-        WRONG,
-    ),
-    (
-        "cut causal",
         Mutant(
             "last_keys_not_visited",
             MASK,
@@ -887,10 +839,8 @@ PLANTED = [
             "full_end, end = full_hi // BLOCK_KV, hi // BLOCK_KV",
             "keys of a last tile that is not whole count for nothing",
         ),
-        WRONG,
-    ),
-    (
-        "cut",
+    ],
+    ("cut", WRONG): [
         Mutant(
             "parts_freed_too_early",
             CUT_FORWARD,
@@ -900,10 +850,6 @@ PLANTED = [
             "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n",
             "the next keys come while these are multiplied",
         ),
-        WRONG,
-    ),
-    (
-        "cut",
         Mutant(
             "sums_not_weighed",
             CUT_FORWARD,
@@ -911,10 +857,6 @@ PLANTED = [
             "acc + mma_terms(",
             "what was summed before a greater score came weighs too much",
         ),
-        WRONG,
-    ),
-    (
-        "cut",
         Mutant(
             "a_product_less",
             "kernels/hopper/bf16x3.py",
@@ -922,10 +864,8 @@ PLANTED = [
             "",
             "fp32 is multiplied with 8 bits of one of the factors",
         ),
-        WRONG,
-    ),
-    (
-        "wide",
+    ],
+    ("wide", WRONG): [
         Mutant(
             "diagonal_not_hidden",
             MASK,
@@ -933,10 +873,6 @@ PLANTED = [
             "return lo // BLOCK_Q, full_lo // BLOCK_Q, full_end, end",
             "keys take what queries before them give",
         ),
-        WRONG,
-    ),
-    (
-        "wide",
         Mutant(
             "delta_not_lowered",
             WIDE_BACKWARD,
@@ -944,131 +880,6 @@ PLANTED = [
             "rows = delta.load(gl.SliceLayout(0, layout))",
             "delta counts 2^14 times",
         ),
-        WRONG,
-    ),
-    (
-        "full",
-        Mutant(
-            "values_freed_too_early",
-            FORWARD,
-            "    acc = acc_wait(acc, 0, t.v_hi)\n    keys.consumer_release(n + 1)\n",
-            "    keys.consumer_release(n + 1)\n    acc = acc_wait(acc, 0, t.v_hi)\n",
-            "values are overwritten while they are multiplied",
-        ),
-        WRONG,
-    ),
-    (
-        "full",
-        Mutant(
-            "last_values_not_loaded",
-            FORWARD,
-            "values.producer_commit(n, v, batch, kv_head, first * t.block_kv, high=v_high)",
-            "pass",
-            "warpgroups wait for ever",
-        ),
-        STUCK,
-    ),
-    (
-        "full",
-        Mutant(
-            "keys_not_hidden",
-            MASK,
-            "hi = self.seq_kv - start_kv",
-            "hi = x.shape[1]",
-            "keys that only pad a tile are in the sum",
-        ),
-        WRONG,
-    ),
-    (
-        "full",
-        Mutant(
-            "o_overwritten",
-            FORWARD,
-            "            tma.store_wait(0)\n            queries.consumer_release(q_n)",
-            "            queries.consumer_release(q_n)",
-            "the next queries come while o leaves from their place",
-        ),
-        WRONG,
-    ),
-    (
-        "drawn",
-        Mutant(
-            "o_left_behind",
-            FORWARD,
-            "        q_n += t.groups\n    tma.store_wait(0)\n",
-            "        q_n += t.groups\n",
-            "the program ends while o is read from its memory",
-        ),
-        WRONG,
-    ),
-    (
-        "full",
-        Mutant(
-            "o_not_fenced",
-            FORWARD,
-            "t.v_lo, t.v_hi)\n    fence_async_shared()\n    o, o_high",
-            "t.v_lo, t.v_hi)\n    o, o_high",
-            "the copy of o may read what was there before",
-        ),
-        WRONG,
-    ),
-    (
-        "full",
-        Mutant(
-            "scores_not_awaited",
-            FORWARD,
-            "    s = score.capped(mma_wait(s, products(t.v_hi)))\n",
-            "    s = score.capped(mma_wait(s, 2 * products(t.v_hi)))\n",
-            "scores are used before they are there",
-        ),
-        UNFINISHED,
-    ),
-    (
-        "drawn",
-        Mutant(
-            "tile_skipped",
-            FORWARD,
-            "gl.num_programs(0) + gl.atomic_add(tile_counter, 1)",
-            "gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1)",
-            "nobody takes the first tile that is drawn",
-        ),
-        WRONG,
-    ),
-    (
-        "full",
-        Mutant(
-            "phase_flipped",
-            PIPELINE,
-            "(n // self.stages) & 1)\n        return self.tile(n)",
-            "((n // self.stages) & 1) ^ 1)\n        return self.tile(n)",
-            "tiles are read before they have come",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "gradients",
-        Mutant(
-            "bytes_not_expected",
-            PIPELINE,
-            "mbarrier.expect(full, size + stats_size + high_size)",
-            "mbarrier.expect(full, size + high_size)",
-            "a barrier waits for fewer bytes than come",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "wide",
-        Mutant(
-            "high_bytes_not_expected",
-            PIPELINE,
-            "mbarrier.expect(full, size + stats_size + high_size)",
-            "mbarrier.expect(full, size + stats_size)",
-            "a barrier waits for the first columns only",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "wide",
         Mutant(
             "high_columns_from_the_first",
             PIPELINE,
@@ -1076,10 +887,6 @@ PLANTED = [
             "load_tile(high, [batch, head, row, 0], full",
             "columns past the first power of two are the first ones",
         ),
-        WRONG,
-    ),
-    (
-        "wide",
         Mutant(
             "high_columns_of_o_lost",
             FORWARD,
@@ -1087,10 +894,6 @@ PLANTED = [
             "store_tile(o_high, [batch, head, start_q, 2 * t.v_lo]",
             "o has other columns past the first power of two",
         ),
-        WRONG,
-    ),
-    (
-        "wide",
         Mutant(
             "high_columns_of_dk_first",
             "kernels/hopper/backward_d256.py",
@@ -1098,10 +901,6 @@ PLANTED = [
             "store_tile(x_high, [batch, split_head, start_kv, 0]",
             "dk and dv have the last columns at the first ones' place",
         ),
-        WRONG,
-    ),
-    (
-        "wide",
         Mutant(
             "high_columns_of_dq_lost",
             "kernels/hopper/backward_d256_dq.py",
@@ -1109,186 +908,88 @@ PLANTED = [
             "store_tile(dq_high, [batch, head, start_q, 2 * t.d_lo]",
             "dq has other columns past the first power of two",
         ),
-        WRONG,
-    ),
-    (
-        "narrow",
+    ],
+    ("full", WRONG): [
         Mutant(
-            "scores_of_narrow_values_not_awaited",
+            "values_freed_too_early",
+            FORWARD,
+            "    acc = acc_wait(acc, 0, t.v_hi)\n    keys.consumer_release(n + 1)\n",
+            "    keys.consumer_release(n + 1)\n    acc = acc_wait(acc, 0, t.v_hi)\n",
+            "values are overwritten while they are multiplied",
+        ),
+        Mutant(
+            "keys_not_hidden",
+            MASK,
+            "hi = self.seq_kv - start_kv",
+            "hi = x.shape[1]",
+            "keys that only pad a tile are in the sum",
+        ),
+        Mutant(
+            "o_overwritten",
+            FORWARD,
+            "            tma.store_wait(0)\n            queries.consumer_release(q_n)",
+            "            queries.consumer_release(q_n)",
+            "the next queries come while o leaves from their place",
+        ),
+        Mutant(
+            "o_not_fenced",
+            FORWARD,
+            "t.v_lo, t.v_hi)\n    fence_async_shared()\n    o, o_high",
+            "t.v_lo, t.v_hi)\n    o, o_high",
+            "the copy of o may read what was there before",
+        ),
+    ],
+    ("full", STUCK): [
+        Mutant(
+            "last_values_not_loaded",
+            FORWARD,
+            "values.producer_commit(n, v, batch, kv_head, first * t.block_kv, high=v_high)",
+            "pass",
+            "warpgroups wait for ever",
+        ),
+    ],
+    ("drawn", WRONG): [
+        Mutant(
+            "o_left_behind",
+            FORWARD,
+            "        q_n += t.groups\n    tma.store_wait(0)\n",
+            "        q_n += t.groups\n",
+            "the program ends while o is read from its memory",
+        ),
+        Mutant(
+            "tile_skipped",
+            FORWARD,
+            "gl.num_programs(0) + gl.atomic_add(tile_counter, 1)",
+            "gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1)",
+            "nobody takes the first tile that is drawn",
+        ),
+    ],
+    ("full", UNFINISHED): [
+        Mutant(
+            "scores_not_awaited",
             FORWARD,
             "    s = score.capped(mma_wait(s, products(t.v_hi)))\n",
-            "    s = score.capped(mma_wait(s, products(t.d_hi)))\n",
-            "a product with narrow values counts as two, so scores are used too early",
+            "    s = score.capped(mma_wait(s, 2 * products(t.v_hi)))\n",
+            "scores are used before they are there",
         ),
-        UNFINISHED,
-    ),
-    (
-        "narrow",
+    ],
+    ("full", (WRONG, STUCK)): [
         Mutant(
-            "dk_beside_narrow_values_not_awaited",
-            WIDE_BACKWARD,
-            "dk = acc_wait(dk, products(t.v_hi), t.d_hi)",
-            "dk = acc_wait(dk, products(t.d_hi), t.d_hi)",
-            "so are queries released while they are multiplied",
+            "phase_flipped",
+            PIPELINE,
+            "(n // self.stages) & 1)\n        return self.tile(n)",
+            "((n // self.stages) & 1) ^ 1)\n        return self.tile(n)",
+            "tiles are read before they have come",
         ),
-        WRONG,
-    ),
-    (
-        "narrow",
+    ],
+    ("gradients", (WRONG, STUCK)): [
         Mutant(
-            "dq_beside_narrow_values_not_awaited",
-            WIDE_DQ,
-            "dq = acc_wait(dq, products(t.d_hi) + products(t.v_hi), t.d_hi)",
-            "dq = acc_wait(dq, 2 * products(t.d_hi), t.d_hi)",
-            "so are keys",
+            "bytes_not_expected",
+            PIPELINE,
+            "mbarrier.expect(full, size + stats_size + high_size)",
+            "mbarrier.expect(full, size + high_size)",
+            "a barrier waits for fewer bytes than come",
         ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "second_not_awaited",
-            BACKWARD,
-            "    do, minus_delta = grads.consumer_wait(n), grads.stats(n)\n",
-            "    do, minus_delta = grads.tile(n), grads.stats(n)\n",
-            "dO is read before it has come",
-        ),
-        (WRONG, RuntimeError),
-    ),
-    (
-        "fp16",
-        Mutant(
-            "a_term_alone",
-            BACKWARD,
-            "x = gl.where(columns[None, :] < 3, x, 0.0)",
-            "x = gl.where(columns[None, :] < 1, x, 0.0)",
-            "lse and delta have 8 bits",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "scores_awaited_too_early",
-            BACKWARD,
-            "warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])",
-            "warpgroup_mma_wait(3 if t.d_hi == 0 else 4, deps=[s])",
-            "scores lack lse",
-        ),
-        UNFINISHED,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "wrong_half_of_dq",
-            BACKWARD_DQ,
-            "k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)",
-            "k = k.slice((1 - WARPGROUP) * LINE, COLUMNS, dim=1)",
-            "halves of dq are exchanged",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "exchange_not_met",
-            BACKWARD,
-            "    consumer_barrier()\n    dq = mma_dq(",
-            "    dq = mma_dq(",
-            "a warpgroup reads the other's dS before it is there",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "exchange_not_fenced",
-            BACKWARD,
-            "    fence_async_shared()\n    consumer_barrier()\n    dq = mma_dq(",
-            "    consumer_barrier()\n    dq = mma_dq(",
-            "the product for dq may read what was there before",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "keys_not_met",
-            BACKWARD,
-            "            consumer_barrier()  # both have read all keys",
-            "            pass  #",
-            "dk takes the place of keys that the other warpgroup reads",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "gradients_not_met",
-            BACKWARD,
-            "            consumer_barrier()  # both have stored",
-            "            pass  #",
-            "dk leaves before the other warpgroup has stored its half",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
-        Mutant(
-            "staging_overwritten",
-            BACKWARD_DQ,
-            "    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)\n    part",
-            "    part",
-            "a part of dq is written over the one that leaves",
-        ),
-        (WRONG, RuntimeError),
-    ),
-    (
-        "gradients",
-        Mutant(
-            "keys_kept",
-            BACKWARD,
-            "        keys.consumer_release(kv_n)\n",
-            "",
-            "a program hangs at its second tile",
-        ),
-        STUCK,
-    ),
-    (
-        "in turns",
-        Mutant(
-            "turns_reversed",
-            BACKWARD_DQ,
-            f"{TURN}{WAITED}",
-            f"value = gl.minimum(scheduler.blocks - 1 - block, semaphore.ordered)\n{WAITED}",
-            "programs wait for those that have not begun",
-        ),
-        STUCK,
-    ),
-    (
-        "in turns",
-        Mutant(
-            "passed_on_too_early",
-            BACKWARD_DQ,
-            STORED,
-            PASSED + STORED.removesuffix(PASSED),
-            "a program adds before the first has stored",
-        ),
-        WRONG,
-    ),
-    (
-        "in turns",
-        Mutant(
-            "first_not_stored",
-            BACKWARD_DQ,
-            "        if first:\n            store_tile(",
-            "        if not first:\n            store_tile(",
-            "the accumulator is added to before it is set",
-        ),
-        WRONG,
-    ),
-    (
-        "gradients",
         Mutant(
             "first_not_awaited",
             BACKWARD_DQ,
@@ -1296,54 +997,6 @@ PLANTED = [
             f"value = 0\n{WAITED}",
             "programs do not wait for the first, or for what was before it",
         ),
-        (WRONG, STUCK),
-    ),
-    (
-        "round",
-        Mutant(
-            "rounds_forgotten",
-            SCHEDULER,
-            "before = self.begin + self.rank - first",
-            "before = self.rank - first",
-            "programs of a later round take the turns of an earlier one",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "round",
-        Mutant(
-            "rounds_overlap",
-            SCHEDULER,
-            "end = gl.minimum(gl.cdiv(begin + wave_size, heads), scheduler.blocks)",
-            "end = gl.minimum(gl.cdiv(begin + wave_size, heads) + 1, scheduler.blocks)",
-            "one is waited for that does not run",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "round",
-        Mutant(
-            "not_gone_round",
-            SCHEDULER,
-            "i = gl.where(i < 0, i + end, i)",
-            "i = gl.maximum(i, 0)",
-            "who begins amid the queries visits the first ones over and over",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "round",
-        Mutant(
-            "ranks_not_round",
-            SCHEDULER,
-            "return gl.where(self.rank < first, before + self.count, before)",
-            "return before",
-            "who comes after the last of a round waits for a turn before the first",
-        ),
-        (WRONG, STUCK),
-    ),
-    (
-        "gradients",
         Mutant(
             "second_half_skipped",
             BACKWARD,
@@ -1351,10 +1004,177 @@ PLANTED = [
             "stop = gl.where(second, full_begin, full_end)",
             "queries that not all keys see are not visited",
         ),
-        (WRONG, STUCK),
-    ),
-    (
-        "columns",
+    ],
+    ("wide", (WRONG, STUCK)): [
+        Mutant(
+            "high_bytes_not_expected",
+            PIPELINE,
+            "mbarrier.expect(full, size + stats_size + high_size)",
+            "mbarrier.expect(full, size + stats_size)",
+            "a barrier waits for the first columns only",
+        ),
+    ],
+    ("narrow", UNFINISHED): [
+        Mutant(
+            "scores_of_narrow_values_not_awaited",
+            FORWARD,
+            "    s = score.capped(mma_wait(s, products(t.v_hi)))\n",
+            "    s = score.capped(mma_wait(s, products(t.d_hi)))\n",
+            "a product with narrow values counts as two, so scores are used too early",
+        ),
+    ],
+    ("narrow", WRONG): [
+        Mutant(
+            "dk_beside_narrow_values_not_awaited",
+            WIDE_BACKWARD,
+            "dk = acc_wait(dk, products(t.v_hi), t.d_hi)",
+            "dk = acc_wait(dk, products(t.d_hi), t.d_hi)",
+            "so are queries released while they are multiplied",
+        ),
+        Mutant(
+            "dq_beside_narrow_values_not_awaited",
+            WIDE_DQ,
+            "dq = acc_wait(dq, products(t.d_hi) + products(t.v_hi), t.d_hi)",
+            "dq = acc_wait(dq, 2 * products(t.d_hi), t.d_hi)",
+            "so are keys",
+        ),
+    ],
+    ("gradients", (WRONG, RuntimeError)): [
+        Mutant(
+            "second_not_awaited",
+            BACKWARD,
+            "    do, minus_delta = grads.consumer_wait(n), grads.stats(n)\n",
+            "    do, minus_delta = grads.tile(n), grads.stats(n)\n",
+            "dO is read before it has come",
+        ),
+        Mutant(
+            "staging_overwritten",
+            BACKWARD_DQ,
+            "    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)\n    part",
+            "    part",
+            "a part of dq is written over the one that leaves",
+        ),
+    ],
+    ("fp16", WRONG): [
+        Mutant(
+            "a_term_alone",
+            BACKWARD,
+            "x = gl.where(columns[None, :] < 3, x, 0.0)",
+            "x = gl.where(columns[None, :] < 1, x, 0.0)",
+            "lse and delta have 8 bits",
+        ),
+    ],
+    ("gradients", UNFINISHED): [
+        Mutant(
+            "scores_awaited_too_early",
+            BACKWARD,
+            "warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])",
+            "warpgroup_mma_wait(3 if t.d_hi == 0 else 4, deps=[s])",
+            "scores lack lse",
+        ),
+    ],
+    ("gradients", WRONG): [
+        Mutant(
+            "wrong_half_of_dq",
+            BACKWARD_DQ,
+            "k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)",
+            "k = k.slice((1 - WARPGROUP) * LINE, COLUMNS, dim=1)",
+            "halves of dq are exchanged",
+        ),
+        Mutant(
+            "exchange_not_met",
+            BACKWARD,
+            "    consumer_barrier()\n    dq = mma_dq(",
+            "    dq = mma_dq(",
+            "a warpgroup reads the other's dS before it is there",
+        ),
+        Mutant(
+            "exchange_not_fenced",
+            BACKWARD,
+            "    fence_async_shared()\n    consumer_barrier()\n    dq = mma_dq(",
+            "    consumer_barrier()\n    dq = mma_dq(",
+            "the product for dq may read what was there before",
+        ),
+        Mutant(
+            "keys_not_met",
+            BACKWARD,
+            "            consumer_barrier()  # both have read all keys",
+            "            pass  #",
+            "dk takes the place of keys that the other warpgroup reads",
+        ),
+        Mutant(
+            "gradients_not_met",
+            BACKWARD,
+            "            consumer_barrier()  # both have stored",
+            "            pass  #",
+            "dk leaves before the other warpgroup has stored its half",
+        ),
+    ],
+    ("gradients", STUCK): [
+        Mutant(
+            "keys_kept",
+            BACKWARD,
+            "        keys.consumer_release(kv_n)\n",
+            "",
+            "a program hangs at its second tile",
+        ),
+    ],
+    ("in turns", STUCK): [
+        Mutant(
+            "turns_reversed",
+            BACKWARD_DQ,
+            f"{TURN}{WAITED}",
+            f"value = gl.minimum(scheduler.blocks - 1 - block, semaphore.ordered)\n{WAITED}",
+            "programs wait for those that have not begun",
+        ),
+    ],
+    ("in turns", WRONG): [
+        Mutant(
+            "passed_on_too_early",
+            BACKWARD_DQ,
+            STORED,
+            PASSED + STORED.removesuffix(PASSED),
+            "a program adds before the first has stored",
+        ),
+        Mutant(
+            "first_not_stored",
+            BACKWARD_DQ,
+            "        if first:\n            store_tile(",
+            "        if not first:\n            store_tile(",
+            "the accumulator is added to before it is set",
+        ),
+    ],
+    ("round", (WRONG, STUCK)): [
+        Mutant(
+            "rounds_forgotten",
+            SCHEDULER,
+            "before = self.begin + self.rank - first",
+            "before = self.rank - first",
+            "programs of a later round take the turns of an earlier one",
+        ),
+        Mutant(
+            "rounds_overlap",
+            SCHEDULER,
+            "end = gl.minimum(gl.cdiv(begin + wave_size, heads), scheduler.blocks)",
+            "end = gl.minimum(gl.cdiv(begin + wave_size, heads) + 1, scheduler.blocks)",
+            "one is waited for that does not run",
+        ),
+        Mutant(
+            "not_gone_round",
+            SCHEDULER,
+            "i = gl.where(i < 0, i + end, i)",
+            "i = gl.maximum(i, 0)",
+            "who begins amid the queries visits the first ones over and over",
+        ),
+        Mutant(
+            "ranks_not_round",
+            SCHEDULER,
+            "return gl.where(self.rank < first, before + self.count, before)",
+            "return before",
+            "who comes after the last of a round waits for a turn before the first",
+        ),
+    ],
+    ("columns", WRONG): [
         Mutant(
             "wrong_columns_multiplied",
             MMA,
@@ -1362,10 +1182,6 @@ PLANTED = [
             "x, y = a.slice(0, D_HI, dim=1), b",
             "columns past the first power of two are multiplied with others",
         ),
-        WRONG,
-    ),
-    (
-        "columns",
         Mutant(
             "rest_not_stored",
             MMA,
@@ -1373,10 +1189,8 @@ PLANTED = [
             "",
             "so does what is stored",
         ),
-        WRONG,
-    ),
-    (
-        "columns",
+    ],
+    ("columns", UNFINISHED): [
         Mutant(
             "one_part_awaited",
             BACKWARD,
@@ -1384,10 +1198,8 @@ PLANTED = [
             "mma_wait(dq, 1 + products(t.d_hi))",
             "one product of two is not awaited",
         ),
-        UNFINISHED,
-    ),
-    (
-        "shares",
+    ],
+    ("shares", WRONG): [
         Mutant(
             "shares_for_heads",
             GQA,
@@ -1395,10 +1207,6 @@ PLANTED = [
             "            split_head = split_head % self.count\n",
             "a share's keys are of another head, or of none",
         ),
-        WRONG,
-    ),
-    (
-        "shares",
         Mutant(
             "shares_of_one_batch",
             GQA,
@@ -1406,10 +1214,6 @@ PLANTED = [
             "split_head % self.count * batches,",
             "what batches sum is stored in one place",
         ),
-        WRONG,
-    ),
-    (
-        "shares",
         Mutant(
             "shares_in_one_place",
             GQA,
@@ -1417,10 +1221,6 @@ PLANTED = [
             "batch,",
             "gqa_splits are stored over one another, and others not at all",
         ),
-        WRONG,
-    ),
-    (
-        "shares",
         Mutant(
             "rest_of_shares_misplaced",
             GQA,
@@ -1428,10 +1228,8 @@ PLANTED = [
             "store_global(x, acc[1]",
             "columns past the first power of two are stored over these",
         ),
-        WRONG,
-    ),
-    (
-        "window",
+    ],
+    ("window", WRONG): [
         Mutant(
             "left_edge_of_keys_moved",
             MASK,
@@ -1439,10 +1237,6 @@ PLANTED = [
             "lo = rows - (self.left + 1 + start_kv - start_q)",
             "queries see one key more",
         ),
-        WRONG,
-    ),
-    (
-        "window",
         Mutant(
             "left_edge_of_queries_moved",
             MASK,
@@ -1450,10 +1244,6 @@ PLANTED = [
             "hi = keys - start_q + (self.left + 2)",
             "keys take what the query behind the last one gives",
         ),
-        WRONG,
-    ),
-    (
-        "window",
         Mutant(
             "left_tile_of_keys_not_masked",
             MASK,
@@ -1461,10 +1251,6 @@ PLANTED = [
             "return lo // BLOCK_KV, full_lo // BLOCK_KV, full_end, end",
             "queries see keys before their window",
         ),
-        WRONG,
-    ),
-    (
-        "window",
         Mutant(
             "left_tile_of_queries_not_masked",
             MASK,
@@ -1472,10 +1258,8 @@ PLANTED = [
             "full_end, end = gl.cdiv(full_hi, BLOCK_Q), gl.cdiv(hi, BLOCK_Q)",
             "keys take what queries behind their window give",
         ),
-        WRONG,
-    ),
-    (
-        "wide window",
+    ],
+    ("wide window", (WRONG, STUCK)): [
         Mutant(
             "left_run_skipped",
             WIDE_BACKWARD,
@@ -1483,10 +1267,8 @@ PLANTED = [
             "begin = gl.where(run % 2 > 0, end, begin)",
             "keys lack what the last queries of their window give",
         ),
-        (WRONG, STUCK),
-    ),
-    (
-        "window",
+    ],
+    ("window", STUCK): [
         Mutant(
             "turns_from_key_0",
             "kernels/hopper/semaphore.py",
@@ -1494,32 +1276,6 @@ PLANTED = [
             "value = block // self.accums",
             "programs wait for those that do not visit",
         ),
-        STUCK,
-    ),
-    (
-        "unseen keys",
-        Mutant(
-            "visit_when_nobody_sees",
-            BACKWARD_TILE,
-            "        full_end = gl.minimum(full_end, end - 1)\n        first,",
-            "        end = gl.maximum(end, first + 1)\n        first,",
-            "a program waits for a turn that nobody passes on",
-        ),
-        STUCK,
-    ),
-    (
-        "unseen keys",
-        Mutant(
-            "unseen_keys_not_loaded",
-            BACKWARD,
-            "if mask.two_sided and first == end:",
-            "if False:",
-            "a program waits for keys of which it needs none",
-        ),
-        STUCK,
-    ),
-    (
-        "window",
         Mutant(
             "counters_by_visits",
             BACKWARD_DQ,
@@ -1527,10 +1283,24 @@ PLANTED = [
             "heads + head, end, i)\n                for w",
             "a program waits at another tile's counter",
         ),
-        STUCK,
-    ),
-    (
-        "far below zero",
+    ],
+    ("unseen keys", STUCK): [
+        Mutant(
+            "visit_when_nobody_sees",
+            BACKWARD_TILE,
+            "        full_end = gl.minimum(full_end, end - 1)\n        first,",
+            "        end = gl.maximum(end, first + 1)\n        first,",
+            "a program waits for a turn that nobody passes on",
+        ),
+        Mutant(
+            "unseen_keys_not_loaded",
+            BACKWARD,
+            "if mask.two_sided and first == end:",
+            "if False:",
+            "a program waits for keys of which it needs none",
+        ),
+    ],
+    ("far below zero", WRONG): [
         Mutant(
             "padding_not_hidden",
             MASK,
@@ -1538,10 +1308,8 @@ PLANTED = [
             "            pass\n",
             "inf * 0 in dq where lse is far below zero",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
+    ],
+    ("capped", WRONG): [
         Mutant(
             "first_tile_not_capped",
             FORWARD,
@@ -1549,10 +1317,6 @@ PLANTED = [
             "own.in_base_2(s, start_q",
             "a tile of keys has products for scores",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
         Mutant(
             "masked_tile_not_capped",
             FORWARD,
@@ -1560,10 +1324,6 @@ PLANTED = [
             "    s = mma_wait(s, products(t.v_hi))\n    s = s if MASKED else score.capped(s)\n",
             "likewise tiles on the mask's edge",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
         Mutant(
             "masked_gradient_not_capped",
             BACKWARD,
@@ -1571,10 +1331,6 @@ PLANTED = [
             "    if not MASKED:\n        s = score.capped(s)\n",
             "P of such a tile is not what the forward had",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
         Mutant(
             "capped_without_lse",
             BACKWARD,
@@ -1582,10 +1338,6 @@ PLANTED = [
             "        x -= 0.0\n",
             "P is not normalized where scores are capped",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
         Mutant(
             "slope_forgotten",
             BACKWARD,
@@ -1593,10 +1345,6 @@ PLANTED = [
             "",
             "dq and dk are too large where scores are capped",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
         Mutant(
             "slope_in_dv",
             BACKWARD,
@@ -1606,10 +1354,6 @@ PLANTED = [
             "    p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)\n",
             "dv is too small there",
         ),
-        WRONG,
-    ),
-    (
-        "capped",
         Mutant(
             "slope_of_the_root",
             SCORE,
@@ -1617,10 +1361,8 @@ PLANTED = [
             "p * (1 - s)",
             "dq and dk have the wrong sizes",
         ),
-        WRONG,
-    ),
-    (
-        "wide capped",
+    ],
+    ("wide capped", WRONG): [
         Mutant(
             "slope_not_shared",
             WIDE_BACKWARD,
@@ -1628,10 +1370,6 @@ PLANTED = [
             "sP.store(n, p)",
             "dk is too large where scores are capped",
         ),
-        WRONG,
-    ),
-    (
-        "wide capped",
         Mutant(
             "slope_of_hidden_scores",
             WIDE_DQ,
@@ -1639,10 +1377,6 @@ PLANTED = [
             "lse_log2[:, None]), seen)",
             "dq is 0 * inf where keys are hidden",
         ),
-        WRONG,
-    ),
-    (
-        "wide capped",
         Mutant(
             "slope_forgotten_in_dq",
             WIDE_DQ,
@@ -1650,9 +1384,8 @@ PLANTED = [
             "gl.exp2(seen * score.log2 - lse_log2[:, None])",
             "dq is too large where scores are capped",
         ),
-        WRONG,
-    ),
-]
+    ],
+}
 
 
 def every_second(x):
@@ -1683,9 +1416,10 @@ def test_what_is_not_dense_is_copied(move, which):
 
 @pytest.mark.mutants
 @pytest.mark.parametrize(
-    ("asked", "bug", "shows"), PLANTED, ids=[bug.name for _, bug, _ in PLANTED]
+    ("asked", "shows", "bug"),
+    [pytest.param(*asked, bug, id=bug.name) for asked, bugs in PLANTED.items() for bug in bugs],
 )
-def test_planted(asked, bug, shows):
+def test_planted(asked, shows, bug):
     """A bug in a kernel is caught: by a wrong answer, or at once where it hangs."""
 
     def edit(path, text):

@@ -435,19 +435,15 @@ def test_gradients_may_lie_anyhow(device):
         assert all(map(torch.equal, gradients(*given), gradients(*copies)))
 
 
-def test_gradients_are_of_the_precision_that_torch_allows_then(device):
+def test_gradients_are_of_the_precision_that_torch_allows_then(device, matmul):
     """Products of fp32 are made as the setting says when gradients are, whatever it said before."""
     inputs = arguments(device)
-    prepared, matmul = prepare(*inputs), torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    try:
-        for plans, precision in ((1, "ieee"), (2, "tf32"), (2, "ieee")):
-            o, _ = prepared(*inputs)
-            matmul.fp32_precision = precision
-            torch.autograd.grad(o.sum(), inputs)
-            assert len(prepared._backwards) == plans
-    finally:
-        matmul.fp32_precision = before
+    prepared = prepare(*inputs)
+    for plans, precision in ((1, "ieee"), (2, "tf32"), (2, "ieee")):
+        o, _ = prepared(*inputs)
+        matmul.fp32_precision = precision
+        torch.autograd.grad(o.sum(), inputs)
+        assert len(prepared._backwards) == plans
 
 
 def test_gradients_plans_are_few(device, monkeypatch):

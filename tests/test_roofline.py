@@ -27,21 +27,12 @@ class TwoSeconds:
         return [2.0] * calls, call()
 
 
-@pytest.fixture
-def settings():
-    """PyTorch's own setting for fp32 products, put back after the test."""
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    yield settings
-    settings.fp32_precision = before
-
-
-def test_roofs_are_work_over_time(settings, monkeypatch):
+def test_roofs_are_work_over_time(matmul, monkeypatch):
     """A product of n x n counts 2 n^3 flops, and a copy its bytes twice; only tf32 is in TF32.
 
     No operand of a product is constant: zeros need less power and run faster.
     """
-    settings.fp32_precision, clock, spreads = "tf32", TwoSeconds(), []
+    matmul.fp32_precision, clock, spreads = "tf32", TwoSeconds(), []
     monkeypatch.setattr(roofline.torch, "mm", lambda a, b: spreads.extend([a.std(), b.std()]))
     monkeypatch.setitem(roofline.SIZES, "cpu", SMALL)
     monkeypatch.setattr(roofline, "clock_of", lambda _: clock)
@@ -50,7 +41,7 @@ def test_roofs_are_work_over_time(settings, monkeypatch):
     warm_and_timed = 2
     modes = ["ieee", "tf32", "ieee", "tf32"]  # of the copy the one that was set before
     assert clock.modes == [mode for mode in modes for _ in range(warm_and_timed)]
-    assert settings.fp32_precision == "tf32"
+    assert matmul.fp32_precision == "tf32"
     assert [x.float() for x in spreads] == pytest.approx([1.0] * len(spreads), rel=0.1)
     assert len(spreads) >= 2 * len(SMALL.kinds)
 

@@ -156,14 +156,18 @@ def test_schemas():
 
 
 LAYOUTS = ("contiguous", "sequence_first", "packed", "strided", "columns")
+# PyTorch's fake kernels know of values that have fewer columns than keys, but for FlashAttention's.
+WIDTHS = [*((name, None) for name in DENSE), ("cudnn", 8), ("efficient", 8)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_operators(device, active, name, layout):
-    """Results have our bits, and lie as compiled code asserts."""
+@pytest.mark.parametrize(("name", "value_dim"), WIDTHS)
+def test_dense_operators(device, active, name, value_dim, layout):
+    """Results have our bits, and lie as compiled code asserts, of narrow values too."""
     operator, forward, backward = DENSE[name]
     problem = UNGROUPED if name == "efficient" else PROBLEM
+    if value_dim is not None:
+        problem = halved(replace(problem, value_dim=value_dim), device)
     columns = layout == "columns"  # each of which is dense, so that results have dense columns, too
     q, k, v = make_inputs(problem, device=device, layout="contiguous" if columns else layout)
     q, k, v = (x.mT.contiguous().mT if columns else x for x in (q, k, v))
@@ -176,27 +180,6 @@ def test_dense_operators(device, active, name, layout):
     given = grad, q, k, v
     given += (None,) * (name == "efficient")  # its bias
     given += (*got[:2], *backward(True, problem.seq_q))
-    got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
-    assert_same(got[:3], gradients)
-    assert active == [operator, f"{operator}_backward"]
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "packed", "strided"])
-@pytest.mark.parametrize("name", ["cudnn", "efficient"])
-def test_narrow_values(device, active, name, layout):
-    """Values may have fewer columns than keys where PyTorch's fake kernels know of them."""
-    operator, forward, backward = DENSE[name]
-    problem = replace(UNGROUPED if name == "efficient" else PROBLEM, value_dim=8)
-    problem = halved(problem, device)
-    q, k, v = make_inputs(problem, device=device, layout=layout)
-    grad, _ = make_grads(problem, device=device)
-    o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
-    scale = {"scale": 0.3}
-    got = assert_laid_as_promised(getattr(aten, operator), (q, k, v, *forward(True)), scale)
-    assert got[0].shape == (*q.shape[:3], 8)
-    assert_same([got[0], got[1].reshape(*lse.shape[:2], -1)[..., : lse.shape[2]]], [o, lse])
-    given = grad, q, k, v, *(None,) * (name == "efficient"), *got[:2]
-    given += backward(True, problem.seq_q)
     got = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given, scale)
     assert_same(got[:3], gradients)
     assert active == [operator, f"{operator}_backward"]
@@ -278,25 +261,31 @@ def test_a_bias_of_the_operator(device, active, shape):
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_tensors_of_sdpa(device, active, kind, shape):
     """PyTorch's ``attn_mask`` runs ours, and gives what it gave without them."""
-    inputs = leaves(*make_inputs(UNGROUPED, device=device))
-    grad, _ = make_grads(UNGROUPED, device=device)
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)
     mask = mask > -1 if kind == "bool" else mask
 
     def attend(q, k, v):
         return sdpa_of_torch(q, k, v, attn_mask=mask)
 
-    got = run(attend, *inputs, grad)
-    assert len(active) == 2
-    sdpa.deactivate()
-    torch.testing.assert_close(got, run(attend, *inputs, grad))
-    sdpa.activate(device.type)
+    assert_like_pytorch(device, active, attend)
 
 
 def run(attend, q, k, v, grad):
     """Return o and the gradients of q, k and v."""
     o = attend(q, k, v)
     return o, *torch.autograd.grad(o, (q, k, v), grad)
+
+
+def assert_like_pytorch(device, active, attend):
+    """Hold both passes of ours to what PyTorch's own kernels give."""
+    inputs = leaves(*make_inputs(UNGROUPED, device=device))
+    grad, _ = make_grads(UNGROUPED, device=device)
+    got = run(attend, *inputs, grad)
+    assert len(active) == 2
+    sdpa.deactivate()
+    torch.testing.assert_close(got, run(attend, *inputs, grad))
+    assert len(active) == 2
+    sdpa.activate(device.type)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
@@ -327,18 +316,7 @@ def test_compiled(device, active, name, backend):
 
 def test_agrees_with_torch(device, active):
     """Ours give what PyTorch's own kernels give, to the accuracy of the dtype."""
-    inputs = leaves(*make_inputs(UNGROUPED, device=device))
-    grad, _ = make_grads(UNGROUPED, device=device)
-
-    def attend(q, k, v):
-        return sdpa_of_torch(q, k, v, is_causal=True)
-
-    got = run(attend, *inputs, grad)
-    assert len(active) == 2
-    sdpa.deactivate()
-    torch.testing.assert_close(got, run(attend, *inputs, grad))
-    assert len(active) == 2
-    sdpa.activate(device.type)
+    assert_like_pytorch(device, active, lambda q, k, v: sdpa_of_torch(q, k, v, is_causal=True))
 
 
 def test_autocast(device, active):
@@ -355,17 +333,13 @@ def test_autocast(device, active):
     assert len(active) == 2
 
 
-def test_torch_decides_on_tf32(device, active):
+def test_torch_decides_on_tf32(device, active, matmul):
     """A new setting of torch for fp32 products is seen at once, as attention() sees it."""
     q, k, v = make_inputs(UNGROUPED, device=device)
     results = []
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    try:
-        for matmul.fp32_precision in ("ieee", "tf32"):
-            results.append(sdpa_of_torch(q, k, v))
-            assert_same(results[-1:], ours(q, k, v)[:1])
-    finally:
-        matmul.fp32_precision = before
+    for matmul.fp32_precision in ("ieee", "tf32"):
+        results.append(sdpa_of_torch(q, k, v))
+        assert_same(results[-1:], ours(q, k, v)[:1])
     assert not torch.equal(*results)
     assert len(active) == 2
 

@@ -120,24 +120,15 @@ def test_precisions(precision, logits):
         assert x.dtype == x.grad.dtype == torch.float32
 
 
-@pytest.fixture
-def setting():
-    """PyTorch's own setting for fp32 products, put back after the test."""
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    yield settings
-    settings.fp32_precision = before
-
-
 @pytest.mark.parametrize(("precision", "mode"), [("tf32", "tf32"), ("fp32", "ieee")])
 @pytest.mark.parametrize("before", ["ieee", "tf32", "none"])
-def test_products_mode(setting, precision, mode, before):
+def test_products_mode(matmul, precision, mode, before):
     """Every part runs in the precision's mode, which is then put back, also after a failure."""
-    setting.fp32_precision, seen = before, []
+    matmul.fp32_precision, seen = before, []
 
     @contextmanager
     def phase(name):
-        seen.append(setting.fp32_precision)
+        seen.append(matmul.fp32_precision)
         yield
         if len(seen) > 4:
             raise ArithmeticError(name)
@@ -148,7 +139,7 @@ def test_products_mode(setting, precision, mode, before):
     assert seen == [mode] * 4
     with pytest.raises(ArithmeticError):
         trainer.forward()
-    assert setting.fp32_precision == before
+    assert matmul.fp32_precision == before
 
 
 def test_compiled(monkeypatch):

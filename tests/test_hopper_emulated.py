@@ -202,7 +202,7 @@ def test_windows(shape, deterministic, head_dim):
     for seed in range(2):
         tile = HopperBackwardTile(persistent=seed > 0)
         how = {"tile": tile, "deterministic": deterministic}
-        with emulated(seed=seed, multiprocessors=2 + seed) as launched:
+        with emulated(seed=seed, num_sms=2 + seed) as launched:
             assert_accurate(attend(problem, WIDE, how), Sample(problem=problem))
     assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
 
@@ -219,7 +219,7 @@ def test_what_is_in_no_document(head_dim):
         q[:, :, 100:], k[:, :, 150:], v[:, :, 150:] = value, value, value
         inputs, grad_o = [x.requires_grad_() for x in (q, k, v)], case.grad_o.clone()
         grad_o[:, :, 100:] = value
-        with emulated(multiprocessors=2):
+        with emulated(num_sms=2):
             o, _ = attend(problem, WIDE, {"tile": TURNED, "deterministic": True})(*inputs)
             results.append([o, *torch.autograd.grad(o, inputs, grad_o)])
     for name, one, other, end in zip("oqkv", *results, (100, 100, 150, 150), strict=True):
@@ -256,7 +256,7 @@ def test_a_window_of_all_masks_nothing(window, dtype, head_dim, tile):
             case = Sample(problem=replace(problem, window=(None, None))).draw()
             q, k, v = (x.detach().requires_grad_() for x in case.inputs)
             how = {"deterministic": True} | ({} if tile is None else {"tile": tile})
-            with emulated(multiprocessors=3):
+            with emulated(num_sms=3):
                 o, lse = attend(problem, WIDE if tile else None, how)(q, k, v)
                 found.append((causal, o, lse, *torch.autograd.grad(o, (q, k, v), case.grad_o)))
     half = len(found) // 2
@@ -283,7 +283,7 @@ WIDE_BACKWARDS = [
 @pytest.mark.parametrize(("problem", "config", "at_once"), FORWARDS, ids=str)
 def test_forward(problem, config, at_once):
     """The forward is within the budgets, whatever comes late."""
-    with emulated(multiprocessors=at_once) as launched:
+    with emulated(num_sms=at_once) as launched:
         assert_accurate(attend(problem, config), Sample(problem=problem, grad=False))
     assert launched == ["flashattn_hopper_fwd"]
 
@@ -292,7 +292,7 @@ def test_forward(problem, config, at_once):
 def test_backward(problem, config, deterministic, at_once):
     """So are the gradients."""
     how = {"tile": config, "deterministic": deterministic}
-    with emulated(multiprocessors=at_once) as launched:
+    with emulated(num_sms=at_once) as launched:
         assert_accurate(attend(problem, SMALL, how), Sample(problem=problem))
     assert launched == ["flashattn_hopper_fwd", "flashattn_hopper_bwd"]
 
@@ -301,7 +301,7 @@ def test_backward(problem, config, deterministic, at_once):
 def test_wide_backward(problem, at_once):
     """And those of wide heads."""
     config = HopperTile(block_kv=64, own_o=False)
-    with emulated(multiprocessors=at_once) as launched:
+    with emulated(num_sms=at_once) as launched:
         stages = 3 if problem.head_dim <= 192 else 2
         attends = attend(problem, config, {"tile": HopperD256Tile(stages=stages, section=2)})
         assert_accurate(attends, Sample(problem=problem))
@@ -337,7 +337,7 @@ def test_shares(problem, count, how, divide):
     attends = attend(problem, config, how)
     for seed in range(2):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
-        with emulated(seed=seed, multiprocessors=3):
+        with emulated(seed=seed, num_sms=3):
             assert_accurate(attends, Sample(problem=problem))
             grads.append(torch.autograd.grad(attends(q, k, v)[0], (k, v), case.grad_o))
     assert all(map(torch.equal, *grads))
@@ -370,7 +370,7 @@ CAPPED += [(*asked, cap) for asked, cap in product(OF_WINDOWS, CAPS)]
 def test_softcap(problem, config, how, at_once, cap):
     """Capped scores are within the budgets as well, and their gradients."""
     problem = replace(problem, softcap=cap)
-    with emulated(multiprocessors=at_once):
+    with emulated(num_sms=at_once):
         assert_accurate(attend(problem, config, how), Sample(problem=problem, grad=how is not None))
 
 
@@ -392,7 +392,7 @@ def test_shares_of_capped(shape, cap, divide):
     divide(count)
     problem = replace(problem, softcap=cap)
     config = SMALL if problem.head_dim <= 128 else WIDE
-    with emulated(multiprocessors=3):
+    with emulated(num_sms=3):
         assert_accurate(attend(problem, config, dict(how)), Sample(problem=problem))
 
 
@@ -417,7 +417,7 @@ def test_sinks(problem, config, how, at_once):
     Rows that see no key have its logit as lse.
     """
     problem = replace(problem, sink=True)
-    with emulated(multiprocessors=at_once) as launched:
+    with emulated(num_sms=at_once) as launched:
         assert_accurate(attend(problem, config, how), Sample(problem=problem, grad=how is not None))
     assert launched[0].startswith("flashattn_hopper_fwd")
     assert (how is None) == (len(launched) == 1)
@@ -432,7 +432,7 @@ def test_alibi(problem, config, how, at_once):
     for seed in range(2):
         asked = replace(problem, alibi=True, sink=seed > 0)
         sample = Sample(problem=asked, seed=seed, grad=how is not None)
-        with emulated(seed=seed, multiprocessors=at_once) as launched:
+        with emulated(seed=seed, num_sms=at_once) as launched:
             assert_accurate(attend(asked, config, how), sample)
         assert launched[0] == "flashattn_hopper_fwd"
 
@@ -442,7 +442,7 @@ def test_alibi_of_shares(problem, count, divide):
     """A program that has several query heads takes the slope of each."""
     divide(count)
     problem = replace(problem, alibi=True)
-    with emulated(multiprocessors=3):
+    with emulated(num_sms=3):
         assert_accurate(attend(problem, SMALL, {"tile": TURNED}), Sample(problem=problem))
 
 
@@ -516,7 +516,7 @@ def test_the_same_bits(deterministic, causal, left):
     answers = []
     for seed in range(8 if deterministic else 3):  # what is the same is asked of the others
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
-        with emulated(seed=seed, multiprocessors=5):
+        with emulated(seed=seed, num_sms=5):
             o, lse = attend(problem, SMALL, how)(q, k, v)
             answers.append((o, lse, *torch.autograd.grad(o, (k, v, q), case.grad_o)))
     same = [all(map(partial(torch.equal, x[0]), x)) for x in zip(*answers, strict=True)]
@@ -561,7 +561,7 @@ def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", used)
     problem = bf16(batch=2, heads=3, seq_q=330, seq_kv=400, causal=True, head_dim=head_dim)
-    with emulated(multiprocessors=3):
+    with emulated(num_sms=3):
         assert_accurate(attend(problem, WIDE, TURNS), Sample(problem=problem))
 
 
@@ -579,7 +579,7 @@ def test_slabs(causal, monkeypatch):
     case, answers = Sample(problem=problem).draw(), []
     for seed in range(2):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
-        with emulated(seed=seed, multiprocessors=3):
+        with emulated(seed=seed, num_sms=3):
             assert_accurate(attend(problem, SMALL, TURNS), Sample(problem=problem))
             o, _ = attend(problem, SMALL, TURNS)(q, k, v)
             answers.append(torch.autograd.grad(o, q, case.grad_o)[0])
@@ -615,7 +615,7 @@ def test_cut(shape, values, layout):
     """In fp32 what comes cut in three is within the budgets of fp32, wherever o shall lie."""
     problem = Problem(**{"head_dim": 128} | shape)
     sample = Sample(problem=problem, values=values, layout=layout)
-    with emulated(multiprocessors=2) as launched:
+    with emulated(num_sms=2) as launched:
         assert_accurate(attend(problem, None, {}), sample)
     assert set(launched) == cut_kernels(problem)
 
@@ -626,7 +626,7 @@ def test_one_key_where_p_is_below_one(monkeypatch):
     monkeypatch.setattr(language, "exp2", lambda x: torch.exp2(x) * below)
     problem = Problem(heads=2, seq_q=100, head_dim=64, window=(0, 0))
     q, k, v = Sample(problem=problem).draw().inputs
-    with emulated(multiprocessors=2):
+    with emulated(num_sms=2):
         o, _ = attend(problem, None, {})(q, k, v)
     assert ((o - v).abs() <= torch.finfo(torch.float32).eps * v.abs()).all()
 
@@ -634,7 +634,7 @@ def test_one_key_where_p_is_below_one(monkeypatch):
 def test_heads_beyond_a_band():
     """Where the longest rows of 32 heads come first, those of one more come, too."""
     problem = Problem(heads=33, kv_heads=33, seq_q=129, seq_kv=65, head_dim=40, causal=True)
-    with emulated(multiprocessors=2):
+    with emulated(num_sms=2):
         assert_accurate(attend(problem, None), Sample(problem=problem, grad=False))
 
 
@@ -643,11 +643,12 @@ def test_cut_in_two(shape):
     """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
     problem = Problem(**{"head_dim": 128} | shape)
     case = Sample(problem=problem).draw()
-    with emulated(multiprocessors=2) as launched:
+    with emulated(num_sms=2) as launched:
         errors = relative_errors(attend(problem, None, {}, "tf32"), case)
     assert set(launched) == cut_kernels(problem)
     for name, error in errors.items():
-        assert 2**-20 < error < 4 * 2 * 2**-16, name
+        assert error < 4 * 2 * 2**-16, name
+        assert name == "lse" or error > 2**-20, name  # in lse those of two terms average
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"
@@ -1429,7 +1430,7 @@ def test_planted(asked, shows, bug):
     sample = Sample(problem=problem, values=values, grad=how is not None)
     with pytest.raises(shows):  # noqa: PT012 - in one of these orders of events
         for seed in range(8):
-            with emulated(seed=seed, multiprocessors=1 + seed % 3, edit=edit):
+            with emulated(seed=seed, num_sms=1 + seed % 3, edit=edit):
                 assert_accurate(attend(problem, config, how), sample)
 
 
@@ -1440,7 +1441,7 @@ def test_nothing_planted(asked):
     problem, values, config, how = ASKED[asked]
     sample = Sample(problem=problem, values=values, grad=how is not None)
     for seed in range(4):
-        with emulated(seed=seed, multiprocessors=1 + seed % 3):
+        with emulated(seed=seed, num_sms=1 + seed % 3):
             assert_accurate(attend(problem, config, how), sample)
 
 

@@ -73,14 +73,12 @@ def _operand(x: Any) -> Any:
 
 
 @contextmanager
-def emulated(
-    *, seed: int = 0, multiprocessors: int = 1, edit: Edit | None = None
-) -> Iterator[list[str]]:
+def emulated(*, seed: int = 0, num_sms: int = 1, edit: Edit | None = None) -> Iterator[list[str]]:
     """Run Gluon's kernels on CPU tensors, wherever they are launched, in Triton's interpreter.
 
     Args:
         seed: of who goes on when, and of what is late.
-        multiprocessors: how many there seem to be; each runs a program at a time.
+        num_sms: how many there seem to be; each runs a program at a time.
         edit: what becomes of (path of a module, its text) before its kernels are run.
 
     Yields:
@@ -95,13 +93,13 @@ def emulated(
             launched.append(kernel.fn.__name__)
             rest = [options[name] for name in kernel.arg_names[len(operands) :]]
             given = [*map(_operand, operands), *rest]
-            run(source.plain(kernel), grid[0], given, Schedule(next(seeds)), multiprocessors)
+            run(source.plain(kernel), grid[0], given, Schedule(next(seeds)), num_sms)
 
         return call
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(GluonJITFunction, "__getitem__", chosen))
-        gpu = replace(Gpu.INTERPRETER, num_sms=multiprocessors)
+        gpu = replace(Gpu.INTERPRETER, num_sms=num_sms)
         stack.enter_context(patch.object(execute, "gpu_of", lambda _: gpu))
         for bind in ("bind_forward", "bind_backward"):  # plans depend on the number of SMs
             unkept = getattr(execute, bind).__wrapped__

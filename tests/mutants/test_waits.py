@@ -77,7 +77,7 @@ def right(asked, seed, edit):
     if problem.documents is not None:
         call = with_nan_behind(call, problem)
     try:
-        with emulated(seed=seed, multiprocessors=1 + seed % 3, edit=edit):
+        with emulated(seed=seed, num_sms=1 + seed % 3, edit=edit):
             assert_accurate(call, Sample(problem=problem, values=values, grad=how is not None))
     except (AssertionError, RuntimeError):
         return False

@@ -36,29 +36,18 @@ ENTRIES |= {name: name for name in ("roofs", "clocks", "command", "sources")}
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The measurements of one session, or of several on one accelerator.
+    """The measurements of one session, or of several on one accelerator."""
 
-    Args:
-        machine: see ``flashattn.measure.device.machine_info``.
-        commit: ``id`` and ``dirty`` of the measured code.
-        roofs: FLOP/s by kind of product, and bytes per second under "copy".
-        clocks: SM clock in hertz ``before`` and ``after``.
-        command: command line of the session.
-        sources: digest of the measured code.
-        made: date in ISO format, UTC.
-        name: folder and name of the file.
-        rows: one row per case, measured or not.
-    """
-
-    machine: dict[str, Any]
-    commit: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any]  # see ``flashattn.measure.device.machine_info``
+    commit: dict[str, Any] = field(default_factory=dict)  # ``id`` and ``dirty`` of the code
+    # FLOP/s by kind of product, and bytes per second under "copy".
     roofs: dict[str, float] = field(default_factory=dict)
-    clocks: dict[str, float | None] = field(default_factory=dict)
-    command: str | None = None
-    sources: str | None = None
-    made: str | None = None
-    name: str | None = None
-    rows: list[Row] = field(default_factory=list)
+    clocks: dict[str, float | None] = field(default_factory=dict)  # hertz ``before`` and ``after``
+    command: str | None = None  # command line of the session
+    sources: str | None = None  # digest of the measured code
+    made: str | None = None  # date in ISO format, UTC
+    name: str | None = None  # folder and name of the file
+    rows: list[Row] = field(default_factory=list)  # one per case, measured or not
 
     @classmethod
     def of(cls, saved: dict[str, Any], rows: list[Row]) -> Run:
@@ -93,14 +82,10 @@ class Run:
 
 
 class Journal:
-    """The rows of an unfinished run; each is on disk before the next case starts.
-
-    Args:
-        path: path of the file; the first row replaces an older file.
-    """
+    """The rows of an unfinished run; each is on disk before the next case starts."""
 
     def __init__(self, path: Path) -> None:
-        """Start without rows; write nothing yet."""
+        """Start without rows; the first one replaces an older file."""
         self.path = path
         self.header: dict[str, Any] | None = None
         self.rows: list[Row] = []
@@ -128,13 +113,7 @@ class Journal:
         return journal
 
     def add(self, row: Row, samples: list[float], *, header: dict[str, Any]) -> None:
-        """Append a row and its raw samples.
-
-        Args:
-            row: the facts; an existing ``samples`` among them is kept.
-            samples: seconds of each call; empty if nothing was measured.
-            header: description of the run, written before the first row.
-        """
+        """Append a row and its samples, unless the row has some; before the first, the header."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [{"samples": samples} | row]
         if self.header is None:
@@ -196,11 +175,7 @@ def _whole(path: Path, text: str) -> list[Any]:
 
 
 def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
-    """Return the saved runs of one accelerator, oldest first.
-
-    Args:
-        folder: folder of the runs, with a subfolder for each accelerator.
-        accelerator: name of the accelerator (default: that of the newest run).
+    """Return the saved runs of one accelerator, by default of the newest run's, oldest first.
 
     Raises:
         ValueError: there are none.

@@ -131,10 +131,7 @@ def law(
 def clause(needs: str = "") -> Callable[[Check], Callable[[Impl, torch.device], None]]:
     """Make a test of ``check(impl, device)``, which is asked once and may draw by ``chance``.
 
-    One that does not claim the contract is excused as in a law.
-
-    Args:
-        needs: as for ``law``.
+    Needs are as for ``law``; one that does not claim the contract is excused as in a law.
     """
 
     def decorate(check: Check) -> Callable[[Impl, torch.device], None]:
@@ -172,10 +169,7 @@ def excusing(impl: Impl) -> Iterator[None]:
 def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
     """Return why an implementation is not asked on a device, or None.
 
-    Args:
-        impl: who.
-        device: where.
-        needs: as for ``law``; "eager": it does not compile every new shape.
+    Needs are as for ``law``, and "eager": it does not compile every new shape.
     """
     missing = {
         "eager": f"{impl.name} compiles for seconds at every new shape",

@@ -11,13 +11,9 @@ UNEQUAL = (64, 500, 3000, 1200, 2500, 900, 1800, 300, 2600, 1120, 2400)  # docum
 
 @dataclass(frozen=True)
 class Point:
-    """One point: its coordinates are its attributes, its name is read as a test's id.
+    """One point: its coordinates are its attributes, its name is read as a test's id."""
 
-    Args:
-        facts: coordinate by axis, in the order of the axes.
-    """
-
-    facts: tuple[tuple[str, Any], ...]
+    facts: tuple[tuple[str, Any], ...]  # coordinate by axis, in the order of the axes
 
     def __getattr__(self, axis: str) -> Any:
         """Return the coordinate on ``axis``."""

@@ -55,6 +55,13 @@ class Run:
         found = {fact: saved[name] for fact, name in ENTRIES.items() if name in saved}
         return cls(**found, rows=rows)
 
+    @classmethod
+    def saved(cls, saved: dict[str, Any]) -> Run:
+        """Make a run from pytest-benchmark's JSON."""
+        measured = [case for case in saved["benchmarks"] if case["extra_info"]]
+        rows = [with_stats(case["extra_info"], case.get("stats") or {}) for case in measured]
+        return cls.of(saved, rows + saved.get("unmeasured", []))
+
     @property
     def accelerator(self) -> str:
         """The name of the accelerator, such as nvidia-h200."""
@@ -133,25 +140,23 @@ def load(path: Path) -> Run:
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".jsonl":
-            saved, *rows = _whole(path, text)
+            header, *rows = _whole(path, text)
             rows = [_quartiles(row.get("samples") or []) | row for row in rows]
+            run = Run.of(header, rows)
         else:
-            saved = json.loads(text)
-            rows = [_row(case) for case in saved["benchmarks"] if case["extra_info"]]
-            rows += saved.get("unmeasured", [])
-        run = Run.of(saved, rows)
+            run = Run.saved(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: wanted a saved run, got {error!r}") from error
-    missing = sorted({fact for row in rows for fact in CASE if fact not in row})
+    missing = sorted({fact for row in run.rows for fact in CASE if fact not in row})
     if missing:
         raise ValueError(f"{path}: wanted rows with {', '.join(missing)}, got an older version's")
     return replace(run, name=f"{path.parent.name}/{path.name}")
 
 
-def _row(case: dict[str, Any]) -> Row:
-    """Return the row of a benchmark in pytest-benchmark's JSON."""
-    stats = case.get("stats") or {}
-    return {fact: stats[name] for fact, name in STATS.items() if name in stats} | case["extra_info"]
+def with_stats(row: Row, stats: dict[str, Any]) -> Row:
+    """Return a row with the statistics of pytest-benchmark, all of them under ``stats``."""
+    known = {fact: stats[name] for fact, name in STATS.items() if name in stats}
+    return known | ({"stats": stats} if stats else {}) | row
 
 
 def _quartiles(samples: list[float]) -> dict[str, float]:

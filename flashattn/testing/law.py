@@ -192,8 +192,9 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
 @cache
 def interpreted(impl: Impl, device: torch.device) -> bool:
     """Return whether an implementation runs in Triton's interpreter, which takes its time."""
-    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+    problem = next((p for p in ORDINARY if impl.why_not(p, device) is None), None)
+    never = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1" or impl.compiles
+    if never or problem is None:
         return False
-    problem = next(p for p in ORDINARY if impl.why_not(p, device) is None)
     inputs = make_inputs(problem, device=device)
     return interprets(partial(impl, *inputs, **problem.keywords, scale=0.125))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 
 from flashattn.measure.memory import above, allocated_bytes, held_bytes, peak_bytes
@@ -50,21 +49,10 @@ def must_hold(impl, problem):
     return rows * (wide * problem.head_dim + 4)  # o and the logsumexp
 
 
-@pytest.fixture
-def problem(case):
-    """Return the problem of the case."""
-    return Problem(
-        batch=case.batch,
-        seq_q=case.seq,
-        head_dim=case.head_dim,
-        causal=case.causal,
-        dtype=case.dtype,
-    )
-
-
-def bench_pass(device_benchmark, case, problem, facts, device, left_out, interpreted):
+def bench_pass(device_benchmark, case, facts, device, left_out, interpreted):
     """Record the bytes saved for backward and the peak; time one pass."""
-    impl = get(case.impl)
+    impl, shape = get(case.impl), {"batch": case.batch, "seq_q": case.seq}
+    problem = Problem(**shape, head_dim=case.head_dim, causal=case.causal, dtype=case.dtype)
     facts |= {
         "flops": problem.flops(facts["pass"]),
         "predicted_bytes": must_hold(impl, problem),
@@ -77,8 +65,7 @@ def bench_pass(device_benchmark, case, problem, facts, device, left_out, interpr
     grad_o, _ = make_grads(problem, device=device)
     forward = partial(impl, *inputs, **problem.keywords, scale=problem.head_dim**-0.5)
     facts["held_bytes"], (o, _) = held_bytes(forward, without=inputs)
-    if interpreted(impl):
-        left_out(f"{impl.name} is interpreted: its bytes are real, its time is no speed")
+    left_out(interpreted(impl))  # its bytes are real, its time is no speed
 
     def backward():
         return torch.autograd.grad(o, inputs, grad_o, retain_graph=True)

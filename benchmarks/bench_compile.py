@@ -5,6 +5,7 @@ Eager and compiled run in one case, one after the other, so that the machine is 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 
@@ -95,10 +96,5 @@ def _eager(device_benchmark, call, setup):
 def _compiled(device_benchmark, call, setup):
     """Record the compilation of the first call, then time later calls."""
     found, _ = compilation(lambda: call(*setup()))
-    device_benchmark.extra_info |= {
-        "compile_seconds": found.seconds,
-        "graphs": found.graphs,
-        "graph_breaks": found.graph_breaks,
-        "recompiles": found.recompiles,
-    }
+    device_benchmark.extra_info |= asdict(found)
     device_benchmark.time(call, setup=setup, rounds=ROUNDS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-import pytest
 import torch
 import triton
 
@@ -45,9 +44,8 @@ SWEEPS = {
 }
 
 
-@pytest.fixture
-def call(case, facts, device, left_out, interpreted):
-    """Return the call to time."""
+def bench_call(device_benchmark, case, facts, device, left_out, interpreted):
+    """Time the call on the host."""
     problem = Problem(batch=1, heads=2, seq_q=64, head_dim=64, causal=True, dtype=case.dtype)
     facts["problem"] = str(problem)
     if case.impl == LAUNCHING and device.type != "cuda":
@@ -55,8 +53,7 @@ def call(case, facts, device, left_out, interpreted):
     if case.impl not in FLOORS:
         impl = get(case.impl)
         left_out(impl.why_not(problem, device, grad=True))
-        if interpreted(impl):
-            left_out(f"{impl.name} is interpreted: not a speed")
+        left_out(interpreted(impl))
     if case.mode == "graph" and device.type != "cuda":
         left_out("a CUDA graph needs CUDA")
     inputs = make_inputs(problem, device=device)
@@ -69,7 +66,10 @@ def call(case, facts, device, left_out, interpreted):
         run = partial(run, *inputs)
     else:
         run = partial(_both, run, [x.requires_grad_() for x in inputs], grad_o)
-    return _as_graph(run) if case.mode == "graph" else run
+    call = _as_graph(run) if case.mode == "graph" else run
+    device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
+    warm_up(call, clock=device_benchmark.clock)
+    device_benchmark.time(call, rounds=ROUNDS)
 
 
 def _entry(name):
@@ -148,10 +148,3 @@ def _as_graph(run):
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def bench_call(device_benchmark, call):
-    """Time the call on the host."""
-    device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
-    warm_up(call, clock=device_benchmark.clock)
-    device_benchmark.time(call, rounds=ROUNDS)

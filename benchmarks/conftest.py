@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +15,18 @@ from flashattn.gate.plugin import Gate
 from flashattn.measure.device import out_of_memory, sm_clock
 from flashattn.measure.monitor import Monitor
 from flashattn.measure.roofline import measure_roofs
-from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of, interprets
+from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.report.gate import ROUNDS
 from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import Run
 from flashattn.report.table import tables
-from flashattn.testing import comparison, kept, swept
+from flashattn.testing import comparison, kept, law, sweep
 from flashattn.testing.graph import Graph
 from flashattn.testing.inputs import make_inputs, make_scored
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE, rounded
-from flashattn.testing.swept import DEVICE, study_and_name, sweep_name
+from flashattn.testing.sweep import DEVICE, study_and_name, sweep_name
 from flashattn.testing.train_case import Trained, costs, problem_of
 from flashattn.testing.verifier import Verifier
 
@@ -49,7 +48,7 @@ MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Register our plugins; declare the gate."""
-    for plugin in (swept, kept, comparison):
+    for plugin in (sweep, kept, comparison):
         pluginmanager.register(plugin)
     parser.addoption(
         "--gate-against",
@@ -178,28 +177,17 @@ def left_out(facts: dict[str, Any]) -> Callable[[str | None], None]:
 
 
 @pytest.fixture(scope="session")
-def interpreted(device: torch.device) -> Callable[[Impl], bool]:
-    """Return what tells whether Triton's interpreter would imitate an implementation's kernels."""
-
-    @cache
-    def tell(impl: Impl) -> bool:
-        problem = Problem(seq_q=16, head_dim=16)
-        if os.environ.get("TRITON_INTERPRET") != "1" or impl.compiles:
-            return False
-        if impl.why_not(problem, device) is not None:
-            return False
-        return interprets(
-            partial(impl, *make_inputs(problem, device=device), causal=False, scale=1.0)
-        )
-
-    return tell
+def interpreted(device: torch.device) -> Callable[[Impl], str | None]:
+    """Return what says that Triton's interpreter imitates an implementation's kernels, if so."""
+    said = "{} is interpreted: not a speed"
+    return lambda impl: said.format(impl.name) if law.interpreted(impl, device) else None
 
 
 @pytest.fixture
 def trained(
     facts: dict[str, Any],
     left_out: Callable[[str | None], None],
-    interpreted: Callable[[Impl], bool],
+    interpreted: Callable[[Impl], str | None],
     device: torch.device,
 ) -> Callable[..., Trained]:
     """Return what makes a case's model, or keeps the last case's, and notes its costs."""
@@ -217,8 +205,7 @@ def trained(
             predicted_bytes=None if compiled else of_case.bytes(case.step),
         )
         left_out(impl.why_not(problem_of(of_case), device, grad=True))
-        if interpreted(impl):
-            left_out(f"{impl.name} is interpreted: not a speed")
+        left_out(interpreted(impl))
         key = (*named.values(), case.impl, compiled, *how)
         if key not in MODELS:
             forget_models()
@@ -247,47 +234,37 @@ def snapshots(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture
-def verifier(
-    device_benchmark: DeviceBenchmark, impl: Impl, problem: Problem, device: torch.device
-) -> Iterator[Verifier]:
-    """Say what is right."""
-    yield Verifier(impl, problem, device, device_benchmark.extra_info)
-    if impl.compiles:
-        torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
-
-
-@pytest.fixture
 def time_pass(
     device_benchmark: DeviceBenchmark,
     impl: Impl,
     problem: Problem,
     device: torch.device,
-    verifier: Verifier,
     left_out: Callable[[str | None], None],
-    interpreted: Callable[[Impl], bool],
-) -> Callable[..., None]:
+    interpreted: Callable[[Impl], str | None],
+) -> Iterator[Callable[..., None]]:
     """Return what checks a pass of an implementation and times it, or leaves it out with a reason.
 
     The backward pass is timed alone, not as a difference of two times; both passes together get a
     new graph for each call. Errors of peers are expected failures.
     """
+    facts = device_benchmark.extra_info
+    verifier = Verifier(impl, problem, device, facts)
 
     def check(**outputs: torch.Tensor | None) -> None:
         try:
             verifier.check(**outputs)
         except AssertionError as error:
-            if verifier.impl.strict:
+            if impl.strict:
                 raise
             pytest.xfail(str(error))
 
     def time(
         passes: str, reason: str | None, *, learned: bool = False, any_order: bool = False
     ) -> None:
-        facts, options = device_benchmark.extra_info, {"deterministic": False} if any_order else {}
         facts["learned"] = learned
         left_out(verifier.admit(passes))
         left_out(reason)
-        left_out(f"{impl.name} is interpreted: not a speed" if interpreted(impl) else None)
+        left_out(interpreted(impl))
         facts["impl"] = ANY_ORDER if any_order else impl.name
         if passes == "forward":
             inputs = make_inputs(problem, device=device)
@@ -296,6 +273,7 @@ def time_pass(
             check(**dict(zip(("o", "lse"), call(), strict=True)))
             device_benchmark.time(call)
             return
+        options = {"deterministic": False} if any_order else {}
         graph = Graph(impl, problem, device, learned=learned, **options)
         o = graph.forward() if passes == "backward" else ()
         call = graph.backward if passes == "backward" else graph.both
@@ -305,7 +283,9 @@ def time_pass(
         else:
             device_benchmark.time(partial(call, *o))
 
-    return time
+    yield time
+    if impl.compiles:
+        torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
 
 
 @pytest.fixture
@@ -322,7 +302,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
         return (yield)
     before = pyfuncitem.config.stash[MADE_BEFORE].get(pyfuncitem.nodeid)
     if before is not None:
-        pyfuncitem.obj = partial(_again, pyfuncitem.funcargs["device_benchmark"], before)
+        pyfuncitem.obj = partial(_again, benchmark, before)
     pyfuncitem.stash[STARTED] = time.perf_counter()
     try:
         return (yield)
@@ -331,15 +311,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
             raise
     # Past the except clause the traceback is gone, and with it the tensors it held.
     forget_models()
-    facts = pyfuncitem.funcargs["device_benchmark"].extra_info
-    facts |= {"status": "oom", "reason": _ran_out(facts)}
-    pytest.skip(facts["reason"])
-
-
-def _ran_out(facts: dict[str, Any]) -> str:
-    who = facts.get("impl", facts["name"])
-    predicted = facts.get("predicted_bytes")
-    return f"{who} ran out of memory" + (f" (predicted: {predicted} bytes)" if predicted else "")
+    facts = benchmark.extra_info
+    said, predicted = facts.get("impl", facts["name"]), facts.get("predicted_bytes")
+    said += " ran out of memory" + (f" (predicted: {predicted} bytes)" if predicted else "")
+    facts |= {"status": "oom", "reason": said}
+    pytest.skip(said)
 
 
 def _again(benchmark: DeviceBenchmark, row: dict[str, Any], **_: object) -> None:
@@ -359,9 +335,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     benchmark = getattr(item, "funcargs", {}).get("device_benchmark")
     if call.when != "call" or benchmark is None or item.nodeid in item.config.stash[MADE_BEFORE]:
         return report
-    facts, samples = benchmark.extra_info, []
-    if benchmark.stats:
-        samples = rounded(benchmark.stats.stats.data)
+    facts = benchmark.extra_info
+    samples = rounded(benchmark.stats.stats.data) if benchmark.stats else []
     if report.failed or (call.excinfo and call.excinfo.errisinstance(pytest.xfail.Exception)):
         said = call.excinfo.exconly().splitlines()[0]
         facts |= {"status": "failed", "reason": f"{item.name}: {said}"}

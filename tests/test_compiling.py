@@ -32,7 +32,7 @@ def test_graphs_breaks_and_recompiles_are_counted(function, breaks):
         assert done.graph_breaks == breaks * len(sizes)
         assert done.graphs == (breaks + 1) * len(sizes)
         assert done.recompiles == done.graphs - (breaks + 1)
-        assert done.seconds > 0
+        assert done.compile_seconds > 0
         assert results == [pytest.approx(function(torch.ones(n)).item()) for n in sizes]
 
 
@@ -55,7 +55,7 @@ def test_the_backward_is_compiled_in_its_seconds():
         return forward
 
     done, forward = compilation(step)
-    assert done.seconds > forward > 0
+    assert done.compile_seconds > forward > 0
     assert (done.graphs, done.recompiles) == (1, 0)
 
 

@@ -413,7 +413,7 @@ def test_short_calls_are_timed_many_at_once(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     timed = worker.Worker(CPU, timing)
     monkeypatch.setitem(worker.MAKERS, "Attend", lambda *_: lambda: sum(range(1000)))
-    timed.prepare(cases.message(QUICK))
+    timed.prepare(QUICK.message())
     assert timed.pace()["seconds"] > worker.SHORTEST / 4
     assert max(timed.sample(5, None)["seconds"]) < worker.SHORTEST / 4
 
@@ -450,10 +450,9 @@ def test_arms_take_turns_by_lot():
     assert len({tuple(arm for arm, _ in turn) for turn in rounds}) == 6
 
 
-def test_cases_have_reasons_and_names():
-    """Every device has 8 to 16 cases, each with a name of its own and a reason."""
+def test_cases_have_names():
+    """Every device has 8 to 16 cases, each with a name of its own."""
     for device, chosen in cases.CASES.items():
         assert 8 <= len(chosen) <= 16
         assert len({str(case) for case in chosen}) == len(chosen)
-        assert all(case.why for case in chosen)
         assert cases.SELFTEST[device].keys() <= {str(case) for case in chosen}

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from flashattn.gate.cases import Case, message
+from flashattn.gate.cases import Case
 from flashattn.report.gate import ARMS, ROUNDS, Collection, Outcome, settle
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -241,7 +241,7 @@ class Pair:
         if not self._workers:
             self._start()
         for worker in self._workers.values():
-            worker.tell("prepare", case=message(case))
+            worker.tell("prepare", case=case.message())
         cannot = {arm: w.answer("prepare").get("cannot") for arm, w in self._workers.items()}
         if cannot["new"]:
             raise WorkerError("new", f"cannot run {case}: {cannot['new']}")

@@ -16,19 +16,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Compilation:
-    """What torch.compile did during a call.
+    """What torch.compile did during a call."""
 
-    Args:
-        seconds: wall time in all compilers, forward and backward.
-        graphs: graphs captured.
-        graph_breaks: points where capture stopped and restarted.
-        recompiles: functions compiled again because no compiled version fit.
-    """
-
-    seconds: float
-    graphs: int
-    graph_breaks: int
-    recompiles: int
+    compile_seconds: float  # wall time in all compilers, forward and backward
+    graphs: int  # captured
+    graph_breaks: int  # points where capture stopped and restarted
+    recompiles: int  # functions compiled again because no compiled version fit
 
 
 def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
@@ -55,7 +48,7 @@ def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
     finally:
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
     done = Compilation(
-        seconds=utils.calculate_time_spent()["total_wall_time"],
+        compile_seconds=utils.calculate_time_spent()["total_wall_time"],
         graphs=utils.counters["stats"]["unique_graphs"],
         graph_breaks=sum(utils.counters["graph_break"].values()),
         recompiles=sum(_is_repeated(name) for name in set(compiled)),

@@ -72,17 +72,10 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of tensors on a device before, during and after a call; None if not counted.
-
-    Args:
-        before: allocated before the call.
-        peak: maximum during the call.
-        after: allocated after the call, with its result still alive.
-    """
+    """Bytes allocated on a device before a call, and at most during it; None if not counted."""
 
     before: int | None = None
     peak: int | None = None
-    after: int | None = None
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
@@ -94,8 +87,7 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
     torch.cuda.reset_peak_memory_stats(device)
     result = call()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    return Peak(before, peak, torch.cuda.memory_allocated(device)), result
+    return Peak(before, torch.cuda.max_memory_allocated(device)), result
 
 
 def allocated_bytes(device: torch.device) -> int | None:

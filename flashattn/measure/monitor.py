@@ -1,4 +1,4 @@
-"""Clock, power and throttling of a GPU over time, sampled by a thread.
+"""Clock and throttling of a GPU over time, sampled by a thread.
 
 A time measured while the GPU throttles is not reproducible, so its row says so.
 """
@@ -6,7 +6,6 @@ A time measured while the GPU throttles is not reproducible, so its row says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Event, Thread
@@ -31,17 +30,10 @@ THROTTLES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """The state of the GPU over an interval.
+    """The state of the GPU over an interval."""
 
-    Args:
-        sm_hertz: median SM clock; None if not sampled.
-        watts: median power; None if not sampled.
-        throttled: reasons for throttling at any moment of the interval.
-    """
-
-    sm_hertz: float | None = None
-    watts: float | None = None
-    throttled: list[str] = field(default_factory=list)
+    sm_hertz: float | None = None  # median SM clock; None if not sampled
+    throttled: list[str] = field(default_factory=list)  # reasons, at any moment of the interval
 
 
 class Sample(NamedTuple):
@@ -49,7 +41,6 @@ class Sample(NamedTuple):
 
     time: float
     hertz: float | None
-    watts: float | None
     reasons: int | None
 
     @classmethod
@@ -57,8 +48,7 @@ class Sample(NamedTuple):
         """Take one."""
         # The name before driver 535; later drivers accept it too.
         reasons = nvml(device, lambda ask, gpu: ask.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-        watts = nvml(device, lambda ask, gpu: ask.nvmlDeviceGetPowerUsage(gpu) / 1e3)
-        return cls(time.perf_counter(), sm_clock(device), watts, reasons)
+        return cls(time.perf_counter(), sm_clock(device), reasons)
 
 
 class Monitor:
@@ -88,17 +78,12 @@ class Monitor:
     def between(self, start: float, end: float) -> Reading:
         """Summarize the samples from ``start`` to ``end``, two times of ``time.perf_counter``."""
         samples = [sample for sample in tuple(self._samples) if start <= sample.time <= end]
+        clocks = [sample.hertz for sample in samples if sample.hertz is not None]
         return Reading(
-            sm_hertz=_median(sample.hertz for sample in samples),
-            watts=_median(sample.watts for sample in samples),
+            sm_hertz=median(clocks) if clocks else None,
             throttled=[
                 words
                 for bit, words in THROTTLES.items()
                 if any((sample.reasons or 0) & bit for sample in samples)
             ],
         )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

@@ -17,18 +17,11 @@ def partial_sums(
     accumulator: torch.dtype,
     addend: torch.dtype,
     cast: str = "none",
-    device: torch.device | str = "cpu",
 ) -> list[tuple[int, float]]:
-    """Add ``value`` to an accumulator ``count`` times and return the partial sums.
+    """Add ``value``, rounded once to the dtype ``addend``, to an accumulator ``count`` times.
 
-    Args:
-        value: the addend, rounded once to the dtype ``addend``.
-        count: number of additions.
-        accumulator: dtype of the sum.
-        addend: dtype of the addend.
-        cast: "explicit" casts the addend to the accumulator's dtype beforehand, "implicit" leaves
-            the cast to the addition; "none" if the dtypes are equal.
-        device: where to add.
+    A ``cast`` "explicit" casts the addend to the accumulator's dtype beforehand, "implicit" leaves
+    the cast to the addition; it is "none" if the dtypes are equal.
 
     Returns:
         About ``POINTS`` pairs (number of additions, sum); the last is the result.
@@ -38,8 +31,7 @@ def partial_sums(
     """
     if cast not in CASTS or (cast == "none" and accumulator != addend):
         raise ValueError(f"cast: wanted implicit or explicit for two dtypes, got {cast!r}")
-    total = torch.tensor(0.0, dtype=accumulator, device=device)
-    x = torch.tensor(value, dtype=addend, device=device)
+    total, x = torch.tensor(0.0, dtype=accumulator), torch.tensor(value, dtype=addend)
     if cast == "explicit":
         x = x.to(accumulator)
     every, curve = max(1, count // POINTS), []
@@ -70,9 +62,7 @@ class Toy(nn.Module):
 def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str, str]:
     """Return the dtype of each tensor in a training step of a toy model under autocast.
 
-    Args:
-        dtype: dtype of autocast.
-        device: where to run; autocast casts different operators on CPU and CUDA.
+    Autocast casts different operators on CPU and CUDA.
     """
     device = torch.device(device)
     model = Toy().to(device)
@@ -102,22 +92,16 @@ QUANTITIES = (
 
 
 def layernorm(
-    dtype: torch.dtype, scale: float, *, width: int = 1024, device: torch.device | str = "cpu"
+    dtype: torch.dtype, scale: float, *, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Normalize one row in fp64, and with every operation rounded to ``dtype``.
+    """Normalize a row with mean and deviation ``scale`` in fp64, and each operation in ``dtype``.
 
     The errors show why fused kernels keep the statistics in fp32.
-
-    Args:
-        dtype: a 16-bit dtype.
-        scale: standard deviation and mean of the row.
-        width: length of the row.
-        device: where to compute.
 
     Returns:
         The ``QUANTITIES`` in fp64, and in ``dtype``; the latter may be infinite or NaN.
     """
-    normal = torch.randn(width, generator=torch.Generator().manual_seed(0))
+    normal = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     row = ((normal + 1) * scale).to(device=device, dtype=dtype)
     return _quantities(row.double()), _quantities(row)
 

@@ -59,36 +59,22 @@ _GRAPH = re.compile(r"^## Call (\w+) .*")
 
 @dataclass(frozen=True)
 class Kernel:
-    """All launches of one kernel in one call.
+    """All launches of one kernel in one call."""
 
-    Args:
-        name: the name returned by ``short``.
-        category: the category returned by ``category``.
-        calls: number of launches.
-        seconds: total time of the launches.
-    """
-
-    name: str
-    category: str
-    calls: float
-    seconds: float
+    name: str  # by ``short``
+    category: str  # by ``category``
+    calls: float  # launches
+    seconds: float  # of all launches
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The time of one call, broken down.
+    """The time of one call, broken down."""
 
-    Args:
-        kernels: kernels, longest first.
-        categories: seconds by category, longest first.
-        phases: seconds of the kernels in each ``phase``, nested phases included.
-        device_seconds: total time of all kernels.
-    """
-
-    kernels: list[Kernel]
-    categories: dict[str, float]
-    phases: dict[str, float]
-    device_seconds: float
+    kernels: list[Kernel]  # longest first
+    categories: dict[str, float]  # seconds by category, longest first
+    phases: dict[str, float]  # seconds of the kernels in each ``phase``, nested phases included
+    device_seconds: float  # of all kernels
 
 
 @contextmanager
@@ -147,13 +133,10 @@ def short(kernel: str) -> str:
 
 
 def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Profile:
-    """Profile ``call``, which must be warm.
+    """Profile ``call``, which must be warm; average over ``calls`` calls.
 
-    Args:
-        call: the code to profile. The device is synchronized at both ends of each ``phase``, so
-            each kernel runs in the phase that launched it.
-        device: where it runs.
-        calls: number of calls to average over.
+    The device is synchronized at both ends of each ``phase``, so each kernel runs in the phase that
+    launched it.
 
     Raises:
         ValueError: ``calls`` is not positive.
@@ -186,13 +169,13 @@ def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1)
 def summary(
     events: Iterable[Any], *, where: DeviceType, phases: Sequence[str] = (), calls: int = 1
 ) -> Profile:
-    """Summarize the events of the PyTorch profiler.
+    """Summarize the ``FunctionEvent``s of the PyTorch profiler, whose times are in microseconds.
 
     Args:
-        events: ``FunctionEvent``s; times in microseconds.
+        events: of all ``calls``; sums are divided by their number.
         where: the device whose events are kernels.
         phases: names of the annotations that are phases.
-        calls: number of calls recorded; the sums are divided by it.
+        calls: number of calls recorded.
     """
     events = list(events)
     # Annotations appear on the device's timeline too, and are no kernels.

@@ -18,17 +18,11 @@ WARM_CALLS, CALLS = 3, 10
 
 
 class Sizes(NamedTuple):
-    """Problem sizes large enough to reach the roofs.
+    """Problem sizes large enough to reach the roofs."""
 
-    Args:
-        side: side of the square matrices.
-        copied: bytes to copy; as many are read as written.
-        kinds: precisions of the products: dtypes, and "tf32" for fp32 on tensor cores.
-    """
-
-    side: int
-    copied: int
-    kinds: tuple[str, ...]
+    side: int  # of the square matrices
+    copied: int  # bytes to copy; as many are read as written
+    kinds: tuple[str, ...]  # precisions of the products: dtypes; "tf32": fp32 on tensor cores
 
 
 SIZES = {

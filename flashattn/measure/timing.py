@@ -80,18 +80,14 @@ class ProcessorClock(HostClock):
 
 
 class HostTime(HostClock):
-    """Times how long the host is busy with a call, whatever the device does.
-
-    Args:
-        synchronize: waits until the device is idle.
-    """
+    """Times how long the host is busy with a call, whatever the device does."""
 
     tells: ClassVar[str] = "host time of a call on an idle device"
     # With 20 rounds a third of a second for a call of 150 us: averages over load from others.
     BATCH: ClassVar[int] = 100
 
     def __init__(self, synchronize: Callable[[], Any]) -> None:
-        """Store the function."""
+        """Store what waits until the device is idle."""
         self._synchronize = synchronize
 
     def synchronize(self) -> None:
@@ -171,14 +167,10 @@ class DeviceClock(Clock):
 
 
 class Replayed(Clock):
-    """A clock that returns known times.
-
-    Args:
-        seconds: times of the coming calls.
-    """
+    """A clock that returns known times."""
 
     def __init__(self, seconds: list[float]) -> None:
-        """Start with the first time."""
+        """Return these for the coming calls."""
         self._seconds = iter(seconds)
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
@@ -202,15 +194,9 @@ class Pace(NamedTuple):
 def warm_up(
     call: Callable[..., Any], *, clock: Clock, setup: Callable[[], tuple[Any, ...]] = tuple
 ) -> Pace:
-    """Call until compiled and warm.
+    """Call until compiled and warm; return the shortest wall and launch times.
 
-    Args:
-        call: the call to be timed.
-        clock: clock of its device.
-        setup: makes the arguments of each call.
-
-    Returns:
-        The shortest wall and launch times.
+    ``setup`` makes the arguments of each call.
     """
     call(*setup())
     walls: list[float] = []
@@ -250,11 +236,10 @@ class DeviceBenchmark(BenchmarkFixture):
         call: Callable[..., Any],
         *,
         setup: Callable[[], tuple[Any, ...]] = tuple,
-        budget: float = BUDGET,
         rounds: int | None = None,
         warm: bool = False,
     ) -> Any:
-        """Warm up, then time as many calls as fit in the budget.
+        """Warm up, then time as many calls as fit in ``BUDGET``, at least ``FEWEST_ROUNDS``.
 
         A late sample is repeated up to ``RETAKES`` times. ``extra_info`` counts the repeats as
         "retaken", and the samples that stayed late as "late".
@@ -262,8 +247,7 @@ class DeviceBenchmark(BenchmarkFixture):
         Args:
             call: the call to time; the caller has checked its result.
             setup: makes the arguments of each call, untimed.
-            budget: seconds for all rounds; at least ``FEWEST_ROUNDS`` are timed.
-            rounds: number of calls to time, regardless of the budget.
+            rounds: number of calls to time, regardless of ``BUDGET``.
             warm: the caller has warmed up; for calls of seconds, with ``rounds``. Late samples are
                 kept.
 
@@ -276,7 +260,7 @@ class DeviceBenchmark(BenchmarkFixture):
             pace = warm_up(call, clock=self.clock, setup=setup)
             lead = self.clock.cover(pace.launch)
             cost = pace.wall + lead
-            rounds = rounds or min(max(int(budget / cost), FEWEST_ROUNDS), MOST_ROUNDS)
+            rounds = rounds or min(max(int(BUDGET / cost), FEWEST_ROUNDS), MOST_ROUNDS)
             # If the launch outlasts every lead, each sample would be late again.
             self._retake_setup = setup if pace.launch < lead else None
         result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds or 1)
@@ -286,11 +270,9 @@ class DeviceBenchmark(BenchmarkFixture):
         return result
 
     def replay(self, samples: list[float], *, tells: str | None = None) -> None:
-        """Record times measured earlier as the rounds of this case.
+        """Record seconds measured earlier as the rounds of this case.
 
-        Args:
-            samples: seconds of each call.
-            tells: the kind of time; None keeps the kind in ``extra_info``.
+        ``tells`` is the kind of time; None keeps the kind in ``extra_info``.
         """
         clock, self.clock = self.clock, Replayed(samples)
         try:

@@ -20,11 +20,7 @@ NAMED = {study.NAME: study for study in STUDIES}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command named by the first argument; the default is ``write``.
-
-    Args:
-        arguments: command line (default: ``sys.argv``).
-    """
+    """Run the command named by the first argument; the default is ``write``."""
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m flashattn.report", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -38,21 +38,13 @@ NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One number about our kernels.
+    """One number about our kernels."""
 
-    Args:
-        study: the study that tells more.
-        title: what was measured.
-        value: the number with its unit.
-        text: what it was compared with.
-        origin: machine, run and date.
-    """
-
-    study: str
-    title: str
-    value: str
-    text: str
-    origin: str
+    study: str  # that tells more
+    title: str  # what was measured
+    value: str  # with its unit
+    text: str  # what it was compared with
+    origin: str  # machine, run and date
 
 
 def cards(run: Run) -> list[Card]:

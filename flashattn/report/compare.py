@@ -125,11 +125,7 @@ class Change:
 
 
 class _Controls:
-    """The shift and the noise of the machine, estimated from controls.
-
-    Args:
-        changes: all changes, controls among them.
-    """
+    """The shift and the noise of the machine, estimated from the controls among all changes."""
 
     def __init__(self, changes: Iterable[Change]) -> None:
         """Collect the changes of the controls, and the distance of each from the others' median."""
@@ -180,10 +176,6 @@ class _Controls:
 
 def compare(a: Run, b: Run) -> list[Change]:
     """Compare every case of two runs; the result has the order of ``b``, then cases only in ``a``.
-
-    Args:
-        a: the run before; may be merged.
-        b: the run after.
 
     Raises:
         ValueError: they are of different accelerators.
@@ -277,13 +269,7 @@ def _together(changes: Iterable[Change]) -> list[str]:
 
 
 def report(a: Run, b: Run, *, every: bool = False) -> str:
-    """Return the comparison as Markdown: a summary and a table.
-
-    Args:
-        a: the run before.
-        b: the run after.
-        every: whether to list every timed case, not only changed ones.
-    """
+    """Return the comparison as Markdown: a summary, and a table of changed or all timed cases."""
     changes = compare(a, b)
     quiet = () if every else (SAME, CONTROL, ONCE)
     told = [c for c in changes if "still" not in c.verdict and c.verdict not in quiet]
@@ -312,12 +298,9 @@ def _line(change: Change) -> list[str]:
 
 
 def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str], str], list[str]]:
-    """Check our cases in ``b`` against limits on the slowdown relative to ``a``.
+    """Check our cases in ``b`` against the limits of --benchmark-compare-fail relative to ``a``.
 
-    Args:
-        a: the run before; its rows have ``stats``, the statistics of pytest-benchmark.
-        b: the run after, likewise.
-        limits: limits of --benchmark-compare-fail.
+    Rows have ``stats``, the statistics of pytest-benchmark.
 
     Returns:
         For each case that exceeds a limit beyond the noise, a sentence; and a sentence for each

@@ -61,16 +61,7 @@ def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:
 
 
 def update(root: Path, run: Run, *, check: bool) -> list[Path]:
-    """Fill the tables of a checkout's pages.
-
-    Args:
-        root: folder of the checkout.
-        run: the kept runs, merged.
-        check: change nothing.
-
-    Returns:
-        The pages that were, or with ``check`` would be, changed.
-    """
+    """Fill the tables of a checkout's pages; return what changed, or with ``check`` would."""
     changed = []
     for path in pages(root):
         text = path.read_text(encoding="utf-8")

@@ -20,21 +20,13 @@ PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Excerpt:
-    """A table of some rows of a study.
-
-    Args:
-        study: the study's name.
-        where: the values that facts of its rows have; several in a tuple, or a predicate.
-        lines: the facts that name a line, by column.
-        cells: the other columns.
-        note: what the numbers are, and in which unit.
-    """
+    """A table of some rows of a study."""
 
     study: str
-    where: Mapping[str, Any]
-    lines: Mapping[str, str]
-    cells: Mapping[str, Cell]
-    note: str
+    where: Mapping[str, Any]  # values of facts of its rows; several in a tuple, or a predicate
+    lines: Mapping[str, str]  # the facts that name a line, by column
+    cells: Mapping[str, Cell]  # the other columns
+    note: str  # what the numbers are, and in which unit
 
     def table(self, run: Run) -> Table:
         """Return the table, without lines and columns that nothing was measured for."""

@@ -66,18 +66,11 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The result of one collection.
+    """The result of one collection."""
 
-    Args:
-        change: time of the new revision over that of the old.
-        null: time of the old revision over its own in another process.
-        seconds: median time of one call of the old revision.
-        rounds: number of rounds.
-    """
-
-    change: Interval
-    null: Interval
-    seconds: float
+    change: Interval  # time of the new revision over that of the old
+    null: Interval  # time of the old revision over its own in another process
+    seconds: float  # median time of one call of the old revision
     rounds: int
 
     @property
@@ -88,23 +81,14 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of all collections of a case.
-
-    Args:
-        case: name of the case.
-        readings: one per collection, in order; empty if the old revision cannot run the case.
-        reason: why the old revision cannot run it.
-        dead: whether the process of the old revision died or stopped answering.
-        injected: injected slowdown of the new revision, as a share of its time.
-        attempts: number of attempts of the self-test; the readings are those of the last.
-    """
+    """The result of all collections of a case."""
 
     case: str
-    readings: Sequence[Reading] = ()
-    reason: str | None = None
-    dead: bool = False
-    injected: float = 0.0
-    attempts: int = 1
+    readings: Sequence[Reading] = ()  # one per collection; empty if the old revision cannot run it
+    reason: str | None = None  # why it cannot
+    dead: bool = False  # whether the process of the old revision died or stopped answering
+    injected: float = 0.0  # slowdown of the new revision, as a share of its time
+    attempts: int = 1  # of the self-test; the readings are those of the last
 
     @property
     def difference(self) -> str:
@@ -158,11 +142,7 @@ EXPLAINED = {
 
 
 def interval(logs: Sequence[float]) -> Interval:
-    """Return the median ratio and its bootstrap interval, with a fixed seed.
-
-    Args:
-        logs: logarithm of the ratio in each round.
-    """
+    """Return the median ratio and its bootstrap interval, of the logs of ratios."""
     values, draw = np.asarray(logs), np.random.default_rng(len(logs))
     drawn = values[draw.integers(0, len(values), (RESAMPLES, len(values)))]
     tail = (1 - CONFIDENCE) / 2
@@ -190,10 +170,6 @@ def settle(collect: Callable[[int], Collection], rounds: int = ROUNDS) -> list[R
 
     SAME and FASTER are final. Every other verdict is collected again, twice as long. SLOWER is
     final only the second time, so a first SLOWER there needs a third collection.
-
-    Args:
-        collect: times a number of rounds.
-        rounds: rounds of the first collection.
     """
     readings = [read(collect(rounds))]
     while not _settled(readings):
@@ -209,12 +185,7 @@ def _settled(readings: Sequence[Reading]) -> bool:
 
 
 def exit_status(status: int, outcomes: Sequence[Outcome]) -> int:
-    """Return the exit status of the session.
-
-    Args:
-        status: status of pytest; anything but 0 and 1 is returned unchanged.
-        outcomes: outcomes of all cases.
-    """
+    """Return the exit status of the session; pytest's own is returned unless it is 0 or 1."""
     found = {outcome.verdict for outcome in outcomes}
     if status not in (0, 1):
         return status
@@ -226,16 +197,9 @@ def exit_status(status: int, outcomes: Sequence[Outcome]) -> int:
 
 
 def table(outcomes: Sequence[Outcome], against: str) -> str:
-    """Return a Markdown table with one line per case.
-
-    Args:
-        outcomes: outcomes of the cases.
-        against: name of the old revision.
-    """
+    """Return a Markdown table with one line per case; ``against`` names the old revision."""
     header = ["case", f"{against}, ms", "change (99%)", "null arm (99%)", "rounds", "verdict"]
-    return markdown(
-        Table(caption="", header=header, lines=[_line(outcome) for outcome in outcomes], rows=[])
-    )
+    return markdown(Table(caption="", header=header, lines=list(map(_line, outcomes))))
 
 
 def _line(outcome: Outcome) -> list[str]:

@@ -21,14 +21,7 @@ FIRST = 4  # findings of a study that are not folded
 
 
 def write(run: Run, folder: Path) -> Path:
-    """Write ``index.html``, ``report.md`` and every picture as SVG.
-
-    Args:
-        run: a run, or several merged.
-        folder: where to write; created if missing.
-
-    Returns:
-        The path of ``index.html``.
+    """Write ``report.md``, every picture as SVG and ``index.html``; return the path of the last.
 
     Raises:
         ValueError: the run has no row of any study.

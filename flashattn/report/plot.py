@@ -52,13 +52,7 @@ DASHED: Picture = {"type": "line", "strokeDash": [5, 4], "strokeWidth": 1.3}
 
 
 def theme(ink: str, faint: str, line: str) -> Picture:
-    """Return the Vega configuration for these colours.
-
-    Args:
-        ink: colour of text.
-        faint: colour of axis labels and of reference lines.
-        line: colour of grids.
-    """
+    """Return the Vega configuration for the colours of text, of labels of axes, and of grids."""
     axis = {"gridColor": line, "domainColor": faint, "tickColor": faint, "labelColor": faint}
     return {
         "background": None,
@@ -108,14 +102,8 @@ def picture(
 ) -> Picture:
     """Return a grid of panels, one for each ``panel`` among the records.
 
-    Args:
-        title: what it shows; also the alternative text.
-        records: the data of all layers.
-        layers: marks with their encodings.
-        columns: most panels side by side.
-        height: height of a panel in pixels.
-        least: width in pixels below which panels go below one another.
-        note: subtitle.
+    There are at most ``columns`` side by side. Panels whose width would be below ``least`` pixels
+    go below one another. The title is also the alternative text; ``note`` is a subtitle.
     """
     panels = list(dict.fromkeys(str(record["panel"]) for record in records))
     header: Picture = {} if any(panels) else {"labels": False, "labelPadding": 0}
@@ -139,12 +127,7 @@ def picture(
 
 
 def fitted(made: Picture, width: int) -> Picture:
-    """Return a picture as wide as told, in light colours.
-
-    Args:
-        made: the picture.
-        width: pixels.
-    """
+    """Return a picture that is ``width`` pixels wide, in light colours."""
     facts = made["usermeta"]
     left = min(facts["left"], int(WIDEST * width))
 
@@ -163,12 +146,9 @@ def fitted(made: Picture, width: int) -> Picture:
 
 
 def named(made: Picture, names: Sequence[str], colours: Sequence[str] = ()) -> Picture:
-    """Return a picture with a legend of names, of which a click singles out one.
+    """Return a picture, whose records have a ``name``, with a legend; a click singles out one name.
 
-    Args:
-        made: the picture; its records have a ``name``.
-        names: the names in the order of the legend.
-        colours: their colours (default: those of implementations).
+    The default colours are those of implementations.
     """
     if not COLOURS.keys() & set(names):
         colours = colours or [CYCLE[i % len(CYCLE)] for i in range(len(names))]
@@ -186,12 +166,9 @@ def named(made: Picture, names: Sequence[str], colours: Sequence[str] = ()) -> P
 
 
 def layer(mark: Any, test: str = "", **encoding: Any) -> Picture:
-    """Return a mark with its channels, for the records that pass a test.
+    """Return a mark, or its properties, with its channels.
 
-    Args:
-        mark: type of the mark, or its properties.
-        test: Vega expression of ``datum`` (default: all records).
-        **encoding: channels.
+    It shows the records that pass ``test``, a Vega expression of ``datum``; "" is all.
     """
     kept = {"transform": [{"filter": test}]} if test else {}
     return kept | {"mark": mark, "encoding": encoding}
@@ -204,14 +181,7 @@ def tips(*fields: str, **titles: str) -> list[Channel]:
 
 
 def quantity(field: str, title: str, *, log: bool = False, zero: bool = False) -> Channel:
-    """Return an axis of numbers, written out.
-
-    Args:
-        field: the field of the records.
-        title: quantity or unit.
-        log: whether the axis is logarithmic.
-        zero: whether a linear axis begins at 0.
-    """
+    """Return an axis of numbers, written out: logarithmic, or linear, perhaps from zero on."""
     scale: Channel = {"type": "log"} if log else {"zero": zero}
     axis: Channel = {"format": ",~r", "tickCount": 5, "gridOpacity": MAJOR}
     common = {"field": field, "type": "quantitative", "title": title}
@@ -219,13 +189,7 @@ def quantity(field: str, title: str, *, log: bool = False, zero: bool = False) -
 
 
 def lengths(counts: Iterable[int], title: str = "N", *, most: int = FEW) -> Channel:
-    """Return a base-2 logarithmic x axis labelled with plain numbers: 512, 1k, 64k.
-
-    Args:
-        counts: the numbers on it.
-        title: their name.
-        most: labels on it.
-    """
+    """Return a base-2 logarithmic x axis with at most ``most`` labels: 512, 1k, 64k."""
     few = sorted(set(counts))
     few = few[:: len(few) // most + 1]
     name = "datum.value % 1024 ? format(datum.value, 'd') : format(datum.value / 1024, 'd') + 'k'"
@@ -248,17 +212,9 @@ def lines(
     """Return a picture with a line for each name, ours thicker and on top.
 
     A record has ``panel``, ``name``, ``x`` and ``y``. ``hollow`` marks an unreliable point. A
-    ``kind`` is "reference" for a dashed line with a
-    ``label`` at one point, or "missing" for a cross with a ``label``.
-
-    Args:
-        title: what it shows.
-        records: the data.
-        x: the x axis.
-        y: the y axis.
-        dots: whether points are marked.
-        tell: further facts to show under the pointer.
-        **look: options of ``picture``.
+    ``kind`` is "reference" for a dashed line with a ``label`` at one point, or "missing" for a
+    cross with a ``label``. The pointer tells the facts in ``tell``, too. ``look`` has options of
+    ``picture``.
     """
     panels = [*dict.fromkeys(record["panel"] for record in records)]
     ranked = sorted(  # ours are drawn last
@@ -293,12 +249,7 @@ def bars(title: str, records: Sequence[Record], **look: Any) -> Picture:
     """Return a picture with a bar for each place and its value at the end, ours in colour.
 
     A record has ``panel``, ``place``, ``value``, ``said`` (the value with its unit) and ``ours``.
-    The longest bar of each panel has the same length.
-
-    Args:
-        title: what it shows.
-        records: the data.
-        **look: options of ``picture``.
+    The longest bar of each panel has the same length. ``look`` has options of ``picture``.
     """
     most: dict[str, float] = {}
     for record in records:
@@ -344,15 +295,7 @@ def library() -> str:
 
 
 def save(made: Picture, path: Path) -> None:
-    """Draw a picture, reproducibly.
-
-    Args:
-        made: the picture.
-        path: a file that ends in ``.svg`` or ``.png``.
-
-    Raises:
-        ImportError: the library that draws is not installed.
-    """
+    """Draw a picture, reproducibly, to a path that ends in ``.svg`` or ``.png``; see ``drawer``."""
     svg = drawer().vegalite_to_svg(fitted(made, WIDTH))
     data = svg.encode() if path.suffix == ".svg" else drawer().svg_to_png(svg, scale=2)
     path.write_bytes(data)

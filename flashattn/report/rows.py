@@ -1,13 +1,15 @@
-"""Select, group, order and compare rows."""
+"""Select, group, order, compare and summarize rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import groupby
+from statistics import geometric_mean, linear_regression
 from typing import Any
 
 from flashattn.report.runs import Row, Run
-from flashattn.report.units import NOT_BOUND, TOO_LOW, UNSTEADY, percent, word
+from flashattn.report.units import NOT_BOUND, TOO_LOW, UNSTEADY, percent, times, word
 
 OURS, NAIVE = "triton", "naive"
 ANY_ORDER = "hopper, any order"  # of the additions to dq
@@ -144,14 +146,9 @@ def by(rows: Iterable[Row], fact: str) -> dict[Any, Row]:
 def pairs(
     rows: Iterable[Row], axis: str, slow: Any, fast: Any, *same: str
 ) -> list[tuple[Row, Row]]:
-    """Return pairs of rows that differ in one fact.
+    """Return pairs of rows that differ in ``axis``, which is ``slow`` in the first of a pair.
 
-    Args:
-        rows: the rows to pair.
-        axis: the fact in which they differ.
-        slow: its value in the first row of a pair.
-        fast: its value in the second.
-        same: facts that are equal in both.
+    The facts in ``same`` are equal in both.
     """
     sides = [by(group, axis) for group in groups(rows, *same).values()]
     return [(side[slow], side[fast]) for side in sides if slow in side and fast in side]
@@ -168,14 +165,29 @@ def label(row: Row, *facts: str) -> str:
 
 
 def worst(what: str, ratios: Mapping[str, float]) -> list[str]:
-    """Return a sentence about the ratio farthest from one, if there is any.
-
-    Args:
-        what: start of the sentence, such as "Peak memory differs from its prediction".
-        ratios: ratios by case.
-    """
+    """Return a sentence that begins with ``what`` about the ratio farthest from one, if any."""
     if not ratios:
         return []
     off = {case: abs(ratio - 1) for case, ratio in ratios.items()}
     case = max(off, key=off.__getitem__)
     return [f"{what} by at most {percent(off[case])} in {len(off)} cases (worst: {case})."]
+
+
+def in_words(ratios: Mapping[str, float]) -> str:
+    """Return the geometric mean of ratios, of which there is at least one, and their range."""
+    low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    if len(ratios) == 1:
+        return f"{times(ratios[low])} ({low})"
+    mean = f"{times(geometric_mean(ratios.values()))} in the geometric mean of {len(ratios)} cases"
+    return f"{mean}, from {times(ratios[low])} ({low}) to {times(ratios[high])} ({high})"
+
+
+def exponent(points: Iterable[tuple[float, float]]) -> float | None:
+    """Fit e in y ~ x^e by least squares on logarithms of the pairs (x, y) that are positive.
+
+    None stands for fewer than two different x.
+    """
+    logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
+    if len({x for x, _ in logs}) < 2:  # noqa: PLR2004 - a line has two points
+        return None
+    return linear_regression(*zip(*logs, strict=True)).slope

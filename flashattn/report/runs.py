@@ -36,35 +36,31 @@ ENTRIES |= {name: name for name in ("roofs", "clocks", "command", "sources")}
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The measurements of one session, or of several on one accelerator.
+    """The measurements of one session, or of several on one accelerator."""
 
-    Args:
-        machine: see ``flashattn.measure.device.machine_info``.
-        commit: ``id`` and ``dirty`` of the measured code.
-        roofs: FLOP/s by kind of product, and bytes per second under "copy".
-        clocks: SM clock in hertz ``before`` and ``after``.
-        command: command line of the session.
-        sources: digest of the measured code.
-        made: date in ISO format, UTC.
-        name: folder and name of the file.
-        rows: one row per case, measured or not.
-    """
-
-    machine: dict[str, Any]
-    commit: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any]  # see ``flashattn.measure.device.machine_info``
+    commit: dict[str, Any] = field(default_factory=dict)  # ``id`` and ``dirty`` of the code
+    # FLOP/s by kind of product, and bytes per second under "copy".
     roofs: dict[str, float] = field(default_factory=dict)
-    clocks: dict[str, float | None] = field(default_factory=dict)
-    command: str | None = None
-    sources: str | None = None
-    made: str | None = None
-    name: str | None = None
-    rows: list[Row] = field(default_factory=list)
+    clocks: dict[str, float | None] = field(default_factory=dict)  # hertz ``before`` and ``after``
+    command: str | None = None  # command line of the session
+    sources: str | None = None  # digest of the measured code
+    made: str | None = None  # date in ISO format, UTC
+    name: str | None = None  # folder and name of the file
+    rows: list[Row] = field(default_factory=list)  # one per case, measured or not
 
     @classmethod
     def of(cls, saved: dict[str, Any], rows: list[Row]) -> Run:
         """Make a run from the entries of a file or header."""
         found = {fact: saved[name] for fact, name in ENTRIES.items() if name in saved}
         return cls(**found, rows=rows)
+
+    @classmethod
+    def saved(cls, saved: dict[str, Any]) -> Run:
+        """Make a run from pytest-benchmark's JSON."""
+        measured = [case for case in saved["benchmarks"] if case["extra_info"]]
+        rows = [with_stats(case["extra_info"], case.get("stats") or {}) for case in measured]
+        return cls.of(saved, rows + saved.get("unmeasured", []))
 
     @property
     def accelerator(self) -> str:
@@ -93,14 +89,10 @@ class Run:
 
 
 class Journal:
-    """The rows of an unfinished run; each is on disk before the next case starts.
-
-    Args:
-        path: path of the file; the first row replaces an older file.
-    """
+    """The rows of an unfinished run; each is on disk before the next case starts."""
 
     def __init__(self, path: Path) -> None:
-        """Start without rows; write nothing yet."""
+        """Start without rows; the first one replaces an older file."""
         self.path = path
         self.header: dict[str, Any] | None = None
         self.rows: list[Row] = []
@@ -128,13 +120,7 @@ class Journal:
         return journal
 
     def add(self, row: Row, samples: list[float], *, header: dict[str, Any]) -> None:
-        """Append a row and its raw samples.
-
-        Args:
-            row: the facts; an existing ``samples`` among them is kept.
-            samples: seconds of each call; empty if nothing was measured.
-            header: description of the run, written before the first row.
-        """
+        """Append a row and its samples, unless the row has some; before the first, the header."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [{"samples": samples} | row]
         if self.header is None:
@@ -154,25 +140,23 @@ def load(path: Path) -> Run:
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".jsonl":
-            saved, *rows = _whole(path, text)
+            header, *rows = _whole(path, text)
             rows = [_quartiles(row.get("samples") or []) | row for row in rows]
+            run = Run.of(header, rows)
         else:
-            saved = json.loads(text)
-            rows = [_row(case) for case in saved["benchmarks"] if case["extra_info"]]
-            rows += saved.get("unmeasured", [])
-        run = Run.of(saved, rows)
+            run = Run.saved(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: wanted a saved run, got {error!r}") from error
-    missing = sorted({fact for row in rows for fact in CASE if fact not in row})
+    missing = sorted({fact for row in run.rows for fact in CASE if fact not in row})
     if missing:
         raise ValueError(f"{path}: wanted rows with {', '.join(missing)}, got an older version's")
     return replace(run, name=f"{path.parent.name}/{path.name}")
 
 
-def _row(case: dict[str, Any]) -> Row:
-    """Return the row of a benchmark in pytest-benchmark's JSON."""
-    stats = case.get("stats") or {}
-    return {fact: stats[name] for fact, name in STATS.items() if name in stats} | case["extra_info"]
+def with_stats(row: Row, stats: dict[str, Any]) -> Row:
+    """Return a row with the statistics of pytest-benchmark, all of them under ``stats``."""
+    known = {fact: stats[name] for fact, name in STATS.items() if name in stats}
+    return known | ({"stats": stats} if stats else {}) | row
 
 
 def _quartiles(samples: list[float]) -> dict[str, float]:
@@ -196,11 +180,7 @@ def _whole(path: Path, text: str) -> list[Any]:
 
 
 def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
-    """Return the saved runs of one accelerator, oldest first.
-
-    Args:
-        folder: folder of the runs, with a subfolder for each accelerator.
-        accelerator: name of the accelerator (default: that of the newest run).
+    """Return the saved runs of one accelerator, by default of the newest run's, oldest first.
 
     Raises:
         ValueError: there are none.

@@ -16,19 +16,12 @@ Cell = Callable[[Row], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of text, the first column aligned left and the others right.
+    """A table of text, the first column aligned left and the others right."""
 
-    Args:
-        caption: contents and units.
-        header: column names.
-        lines: lines of cells, one cell per column.
-        rows: the rows shown, for their origin.
-    """
-
-    caption: str
-    header: list[str]
-    lines: list[list[str]]
-    rows: list[Row] = field(default_factory=list)
+    caption: str  # contents and units
+    header: list[str]  # a name for each column
+    lines: list[list[str]]  # a cell for each column
+    rows: list[Row] = field(default_factory=list)  # the rows shown, for their origin
 
     @property
     def notes(self) -> list[str]:
@@ -43,14 +36,7 @@ class Table:
         columns: Mapping[str, Cell],
         parts: Callable[[Row], list[Row]] = lambda row: [row],
     ) -> Table:
-        """Return a table with one line per row.
-
-        Args:
-            caption: contents and units.
-            rows: the rows to show.
-            columns: functions from a row to a cell, by column name.
-            parts: splits a row into several lines.
-        """
+        """Return a table with a line for each row, or for each of its ``parts``."""
         lines = [[cell(part) for cell in columns.values()] for row in rows for part in parts(row)]
         return cls(caption=caption, header=[*columns], lines=lines, rows=rows)
 

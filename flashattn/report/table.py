@@ -20,12 +20,7 @@ UNBROKEN = 10_000  # width in columns if the output is no terminal
 
 
 def tables(run: Run, studies: Sequence[Study] = STUDIES) -> str:
-    """Return the run as text, as wide as the terminal.
-
-    Args:
-        run: the run.
-        studies: studies to include.
-    """
+    """Return the run as text, as wide as the terminal."""
     parts = [f"{circumstances(run)}. {roofs(run)}"]
     for study in studies:
         for table in study.tables(run):
@@ -50,9 +45,7 @@ def _grid(table: Table) -> str:
 def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
     """Return the run as a Markdown page, with the origin of each table.
 
-    Args:
-        run: the run.
-        pictures: file names of plots, by study, and under ``ANSWER`` for the top.
+    The pictures are names of files by study, and under ``ANSWER`` those for the top.
     """
     parts = [f"# {run.machine.get('gpu') or run.accelerator}"]
     parts.append(_bullets([f"{c.title}: {c.value}. {c.text} ({c.origin})" for c in cards(run)]))

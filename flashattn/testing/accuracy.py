@@ -267,26 +267,18 @@ _large = lru_cache(maxsize=2)(_expected)
 
 
 class InaccurateError(AssertionError):
-    """Some outputs are off their budgets.
-
-    Args:
-        sample: what was asked.
-        failures: which outputs, by how much, and what was allowed.
-    """
+    """Some outputs are off their budgets."""
 
     def __init__(self, sample: Sample, failures: list[str]) -> None:
-        """Say it; the sample stays at hand, to be run again."""
+        """Say which, by how much, and what was allowed; the sample can be run again."""
         super().__init__(f"{sample.problem}: " + "; ".join(failures))
         self.sample = sample
 
 
 def assert_accurate(call: Call, sample: Sample, *, guarded: bool = True) -> None:
-    """Run ``call`` on the sample and hold every output to its budgets.
+    """Run ``call``, see ``run``, on the sample and hold every output to its budgets.
 
-    Args:
-        call: see ``run``.
-        sample: what is drawn.
-        guarded: surround inputs and outputs with poison; a compiler cannot trace through that.
+    If ``guarded``, inputs and outputs lie among poison; a compiler cannot trace through that.
 
     Raises:
         InaccurateError: which outputs are off, by how much, and what was allowed; or what was

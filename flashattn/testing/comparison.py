@@ -11,9 +11,9 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from flashattn.report.compare import EXIT_INSIDE_NOISE, Limit, hold, report
-from flashattn.report.runs import Run, merge
+from flashattn.report.runs import Run, merge, with_stats
 from flashattn.testing.kept import HEADER, JOURNAL, TOLD
-from flashattn.testing.swept import COLLECTED, study_and_name, sweep_name
+from flashattn.testing.sweep import COLLECTED, study_and_name, sweep_name
 
 COMPARE = pytest.StashKey[Any]()  # name of a run, True for all, or False
 LIMITS = pytest.StashKey[list[Limit]]()
@@ -63,19 +63,7 @@ def _baseline(config: pytest.Config) -> Run | None:
     if compare and not clean:
         why = "every kept run has uncommitted changes" if found else "no run was kept before"
         config.stash[TOLD].append(f"Compared with nothing: {why} on {ours}")
-    runs = []
-    for saved in clean:
-        rows = [
-            _with_stats(case["extra_info"], case["stats"])
-            for case in saved["benchmarks"]
-            if "study" in case["extra_info"]
-        ]
-        runs.append(Run.of(saved, rows + saved.get("unmeasured", [])))
-    return merge(runs) if runs else None
-
-
-def _with_stats(row: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
-    return {"q1": stats["q1"], "q3": stats["q3"], "stats": stats} | row
+    return merge(map(Run.saved, clean)) if clean else None
 
 
 def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
@@ -86,7 +74,7 @@ def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
         if case
     }
     rows = [
-        _with_stats(row, stats[row["fullname"]])
+        with_stats(row, stats[row["fullname"]])
         if row["status"] == "ok" and row["fullname"] in stats
         else row
         for row in config.stash[JOURNAL].rows

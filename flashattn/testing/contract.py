@@ -56,12 +56,7 @@ def usual(impl: Impl, device: torch.device) -> Problem:
 
 
 def _asked(*each: Mapping[str, Any], **facts: Any) -> Trial:
-    """Return the trial of the usual problem with other facts, or with some after others.
-
-    Args:
-        each: facts of ``Sample``, or else of its problem.
-        facts: those of a single trial.
-    """
+    """Return the trial of the usual problem with other facts of it or of its ``Sample``."""
     return partial(_within, each=each or (facts,))
 
 
@@ -253,12 +248,7 @@ CLAUSES: dict[str, Trial] = {
 
 
 def try_clause(impl: Impl, device: torch.device, clause: str) -> Outcome:
-    """Try one clause.
-
-    Args:
-        impl: who is asked.
-        device: where.
-        clause: a key of ``CLAUSES``.
+    """Try one of ``CLAUSES``.
 
     Returns:
         ``verdict``, one of the four words above, and ``said``: why it is not "keeps", or None.
@@ -285,9 +275,7 @@ def _line(error: Exception) -> str:
 def try_contract(impl: Impl, device: torch.device) -> dict[str, Outcome]:
     """Try every clause: on a CPU here, on a GPU in a process of its own, again after a crash.
 
-    Args:
-        impl: who is asked; on a GPU one that a new process knows by its name.
-        device: where.
+    On a GPU a new process must know the implementation by its name.
 
     Raises:
         RuntimeError: the process ended before it tried anything; the message has the end of what
@@ -319,12 +307,8 @@ def _told(text: str) -> Iterator[tuple[str, Outcome]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the verdicts; return 0, 1 after a crash, 2 for a name that is not known.
-
-    Args:
-        arguments: a device, an implementation's name, and clauses; none means all.
-    """
-    device, name, *clauses = arguments
+    """Print the verdicts; return 0, 1 after a crash, 2 for a name that is not known."""
+    device, name, *clauses = arguments  # no clauses are all
     try:
         impl = get(name)
     except ValueError as error:

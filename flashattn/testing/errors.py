@@ -52,12 +52,7 @@ def results(impl: Impl, problem: Problem, device: torch.device) -> Results:
 
 
 def errors(given: Results, problem: Problem, device: torch.device) -> Errors:
-    """Return the errors of results and their budgets, in units of the last place.
-
-    Args:
-        given: of ``results``.
-        problem: that was answered.
-        device: where.
+    """Return the errors of ``results`` and their budgets, in units of the last place.
 
     Returns:
         By values and by output ``max``, ``mean`` and ``bias``, and ``max_budget`` and

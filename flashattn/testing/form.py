@@ -26,13 +26,8 @@ def check_form(
     o has as many columns as v.
 
     Their memory is their own: no two elements of one share a place, and none lies in an input, so
-    that who writes to a result changes nothing else.
-
-    Args:
-        inputs: q, k, v.
-        outputs: some of o, lse, dq, dk and dv, and gradients of what scores are made with.
-        grad: whether each must have a gradient.
-        scored: what scores are made with, by name.
+    that who writes to a result changes nothing else. With ``grad`` each must have a gradient.
+    ``scored`` is what scores are made with, by name; its gradients are like it.
 
     Raises:
         FormError: which result, what it is, and what was wanted.

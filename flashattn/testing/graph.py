@@ -16,12 +16,7 @@ from flashattn.testing.sample import LEARNED
 class Graph:
     """The autograd graph of an implementation, built untimed.
 
-    Args:
-        impl: the implementation.
-        problem: the problem.
-        device: where to run.
-        learned: whether a bias and sinks have gradients, too.
-        options: those of the implementation.
+    If ``learned``, a bias and sinks have gradients, too. ``options`` are the implementation's.
 
     Attributes:
         grads: names of the gradients, in their order.

@@ -1,4 +1,7 @@
-"""Inputs for a Problem: values and memory layouts by name, the same from the same seed."""
+"""Inputs for a Problem: values and memory layouts by name, the same from the same seed.
+
+The generator of the random numbers lives on the device.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,7 @@ def make_inputs(
 ) -> Tensors:
     """Make q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv] in the problem's dtype.
 
-    Args:
-        problem: shapes and dtype.
-        seed: of the generator, which lives on ``device``.
-        device: where.
-        values: a key of ``values.VALUES``.
-        layout: a key of ``layouts.LAYOUTS``.
+    ``values`` is a key of ``values.VALUES``, ``layout`` one of ``layouts.LAYOUTS``.
     """
     generator = torch.Generator(device).manual_seed(seed)
     queries = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
@@ -48,11 +46,7 @@ def make_grads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make gradients of o [B, H, T, Dv] (in the problem's dtype) and lse [B, H, T] (fp32).
 
-    Args:
-        problem: shapes and dtype.
-        seed: of the generator, which lives on ``device``.
-        device: where.
-        layout: a key of ``layouts.GRAD_LAYOUTS``.
+    ``layout`` is a key of ``layouts.GRAD_LAYOUTS``.
     """
     generator = torch.Generator(device).manual_seed(seed + 1_000_003)
     shape = (problem.batch, problem.heads, problem.seq_q, problem.dv)
@@ -70,11 +64,6 @@ def make_scored(
     has its own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed;
     where seed // 2 + B is odd it is fp32 whatever q is. Sinks are from far below the scores to
     above them.
-
-    Args:
-        problem: shapes, and what is asked.
-        seed: of the generator, which lives on ``device``.
-        device: where.
     """
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device).manual_seed(seed + 2_000_003)

@@ -17,7 +17,7 @@ from pytest_benchmark.utils import get_commit_info
 
 from flashattn.measure.device import accelerator, machine_info
 from flashattn.report.runs import Journal
-from flashattn.testing.swept import DEVICE, part_suffix
+from flashattn.testing.sweep import DEVICE, part_suffix
 
 JOURNAL = pytest.StashKey[Journal]()
 HEADER = pytest.StashKey[dict[str, Any]]()

@@ -131,10 +131,7 @@ def law(
 def clause(needs: str = "") -> Callable[[Check], Callable[[Impl, torch.device], None]]:
     """Make a test of ``check(impl, device)``, which is asked once and may draw by ``chance``.
 
-    One that does not claim the contract is excused as in a law.
-
-    Args:
-        needs: as for ``law``.
+    Needs are as for ``law``; one that does not claim the contract is excused as in a law.
     """
 
     def decorate(check: Check) -> Callable[[Impl, torch.device], None]:
@@ -172,10 +169,7 @@ def excusing(impl: Impl) -> Iterator[None]:
 def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
     """Return why an implementation is not asked on a device, or None.
 
-    Args:
-        impl: who.
-        device: where.
-        needs: as for ``law``; "eager": it does not compile every new shape.
+    Needs are as for ``law``, and "eager": it does not compile every new shape.
     """
     missing = {
         "eager": f"{impl.name} compiles for seconds at every new shape",
@@ -198,8 +192,9 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
 @cache
 def interpreted(impl: Impl, device: torch.device) -> bool:
     """Return whether an implementation runs in Triton's interpreter, which takes its time."""
-    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+    problem = next((p for p in ORDINARY if impl.why_not(p, device) is None), None)
+    never = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1" or impl.compiles
+    if never or problem is None:
         return False
-    problem = next(p for p in ORDINARY if impl.why_not(p, device) is None)
     inputs = make_inputs(problem, device=device)
     return interprets(partial(impl, *inputs, **problem.keywords, scale=0.125))

@@ -17,10 +17,7 @@ class Live(TorchDispatchMode):
 
     What an operator allocates inside itself, as one of a library of its own does, is not seen: call
     what is below it. Nor is what only a kernel reads, which on a GPU no operator takes: it is given
-    where only what was made is to count, on any device.
-
-    Args:
-        given: tensors whose storages do not count.
+    where only what was made is to count, on any device. Storages of given tensors do not count.
 
     Attributes:
         now: bytes of the storages that are alive.

@@ -2,7 +2,8 @@
 
     python -m flashattn.testing.parallel_case RANK WORLD DEVICE STORE
 
-reads a job from each line of its input; the first rank prints the answers (see ``ranks``).
+reads a job from each line of its input; the first rank prints the answers (see ``ranks``). Meshes
+have one dimension; rounds are numbers of samples.
 """
 
 from __future__ import annotations
@@ -52,14 +53,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, rounds: int) -> Any:
-    """Verify and time attention.
+    """Verify and time attention by one of ``METHODS``, forward or forward+backward.
 
-    Args:
-        mesh: of one dimension.
-        problem: the name of the whole problem, whose lengths the ranks divide.
-        method: one of ``METHODS``.
-        passes: forward or forward+backward.
-        rounds: samples.
+    The problem is the name of the whole one, whose lengths the ranks divide.
 
     Returns:
         ``samples``, seconds of the slowest rank; ``wrong``, a sentence for each broken budget;
@@ -140,12 +136,8 @@ def _wrong(
 ) -> list[str]:
     """Return what is off its budget (see ``accuracy``) in the last of this rank's rows.
 
-    Args:
-        mesh: of one dimension.
-        problem: the whole.
-        method: one of ``METHODS``.
-        given: this rank's rows of q, whole k and v, this rank's rows of the gradient of o.
-        got: this rank's o and, if they were asked for, dq, dk and dv.
+    Given are this rank's rows of q and of the gradient of o, and whole k and v; got are this rank's
+    o and, if they were asked for, dq, dk and dv.
     """
     kind = METHODS[method].get("placement", "zigzag")
     chunks = Placement(kind, mesh.size()).chunks(problem.seq_q)
@@ -205,15 +197,7 @@ def _last_rows(problem: Problem, rows: slice) -> tuple[slice, Problem]:
 def train(
     mesh: DeviceMesh, *, size: str, context: int, precision: str, checkpoint: bool, rounds: int
 ) -> dict[str, Any]:
-    """Time a training step of the transformer on one sequence.
-
-    Args:
-        mesh: of one dimension, which shares tokens and parameters.
-        size: one of ``lm.SIZES``.
-        context: T.
-        precision: see ``Trainer``.
-        checkpoint: see ``Trainer``.
-        rounds: samples.
+    """Time a training step of the transformer on one sequence; the mesh shares its parameters, too.
 
     Returns:
         ``samples`` and ``peak_bytes`` as ``attention`` does, and the ``losses`` of all steps.
@@ -233,12 +217,7 @@ def train(
 
 
 def link(mesh: DeviceMesh, *, rounds: int) -> dict[str, float]:
-    """Measure what ``scaling.Machine`` wants to know of links and memory.
-
-    Args:
-        mesh: of one dimension.
-        rounds: samples of each.
-    """
+    """Measure what ``scaling.Machine`` wants to know of links and memory."""
     device, world = mesh.device_type, mesh.size()
     group = mesh.get_group().group_name
     collectives = torch.ops._c10d_functional  # noqa: SLF001 - as the product calls them

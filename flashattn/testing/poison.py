@@ -1,8 +1,7 @@
 """Poison: NaN in memory that must not be read, and in outputs before they are written.
 
-It is also a canary: its bytes, all ones, are a NaN that no
-arithmetic on numbers makes, so a write that goes
-astray is seen, too.
+It is also a canary: its bytes, all ones, are a NaN that no arithmetic on numbers makes, so a write
+that goes astray is seen, too.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def surrounded(x: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
     """Return a tensor that lies like x in a memory of its own, with ``MARGIN`` poison around it.
 
-    Args:
-        x: of a floating dtype.
-        copy: take over x's values, and those in its gaps; or leave poison there.
+    It has x's values, and those in its gaps; without ``copy`` there is poison, too.
     """
     memory = x.untyped_storage().nbytes()
     margin = MARGIN * x.element_size()

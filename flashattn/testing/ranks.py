@@ -26,12 +26,7 @@ ANSWER = "ANSWER "  # begins the line of a result; libraries print, too
 
 
 class Ranks:
-    """The processes of one process group.
-
-    Args:
-        world: how many, one for each GPU.
-        device: "cuda" or "cpu".
-    """
+    """The processes of one process group, ``world`` in all, on "cuda" one for each GPU."""
 
     def __init__(self, world: int, device: str) -> None:
         """Start them; they meet while the first job waits."""
@@ -68,11 +63,9 @@ class Ranks:
         return all(process.poll() is None for process in self._processes)
 
     def ask(self, seconds: float, **job: Any) -> dict[str, Any]:
-        """Let all of them do a job, and return what the first one answers.
+        """Let all of them do a job of ``parallel_case``, and return what the first one answers.
 
-        Args:
-            seconds: how long it may take, from their start on.
-            job: see ``parallel_case``.
+        It may take so many seconds, those of their start included.
 
         Raises:
             RuntimeError: a process died, or time is up; the message has the end of what it said.
@@ -108,10 +101,7 @@ class Ranks:
 def fork(world: int, work: Callable[[int], None], seconds: int) -> list[int]:
     """Call ``work(rank)`` in processes that share what was imported; return their exit statuses.
 
-    Args:
-        world: how many.
-        work: what each does.
-        seconds: after which a process is ended by a signal.
+    After so many seconds a process is ended by a signal.
     """
     children = []
     for rank in range(world):

@@ -25,19 +25,12 @@ Budget = dict[str, float]
 
 @dataclass(frozen=True)
 class Result:
-    """What was asked, what came, and how wrong it may be.
+    """What was asked, what came, and how wrong it may be."""
 
-    Args:
-        sample: what was asked ...
-        change: ... before it was changed.
-        case: what was asked, drawn and changed.
-        got: what came, of o, lse, dq, dk and dv.
-    """
-
-    sample: Sample
-    change: Change
-    case: Case
-    got: Outputs
+    sample: Sample  # what was asked ...
+    change: Change  # ... before it was changed
+    case: Case  # what was asked, drawn and changed
+    got: Outputs  # what came, of o, lse, dq, dk and dv
 
     @cached_property
     def expected(self) -> Expected:
@@ -101,13 +94,10 @@ def unlike(name: str, one: torch.Tensor, other: torch.Tensor) -> str | None:
 
 
 def assert_agree(one: Result, other: Result, *, times: float = 1.0, **back: Back) -> None:
-    """Hold the second result to the first, within the budgets of both.
+    """Hold the result for a changed sample to that for the plain one, within the budgets of both.
 
-    Args:
-        one: for the plain sample.
-        other: for the changed one.
-        times: how many elements of ``other``'s ``back`` adds up, or what it multiplies by.
-        back: by name of an output, what takes the second result's back to the first.
+    ``back`` takes outputs of the other result back to the first by their names; it adds up as many
+    elements, or multiplies by as much, as ``times`` says.
 
     Raises:
         AssertionError: which output differs, and by how much.

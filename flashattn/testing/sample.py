@@ -25,31 +25,18 @@ POOL_SCORES = 1 << 22  # that further draws may have, at the most
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What is drawn: a problem, and how its inputs are made.
+    """What is drawn: a problem, and how its inputs are made."""
 
-    Args:
-        problem: shapes, mask and dtype.
-        seed: of the draw.
-        device: where.
-        values: a key of ``values.VALUES``.
-        layout: a key of ``layouts.LAYOUTS``.
-        grad_layout: a key of ``layouts.GRAD_LAYOUTS``: how the gradients of o and lse lie.
-        scale: factor on the scores; None is D ** -0.5.
-        grad: whether the gradients are asked for, too.
-        lse: whether the logsumexp (and, with ``grad``, its gradient) is.
-        denormals: whether they must not be flushed; a GPU may.
-    """
-
-    problem: Problem
+    problem: Problem  # shapes, mask and dtype
     seed: int = 0
     device: torch.device | str = "cpu"
-    values: str = "normal"
-    layout: str = "contiguous"
-    grad_layout: str = "contiguous"
-    scale: float | None = None
-    grad: bool = True
-    lse: bool = True
-    denormals: bool = True
+    values: str = "normal"  # a key of ``values.VALUES``
+    layout: str = "contiguous"  # a key of ``layouts.LAYOUTS``
+    grad_layout: str = "contiguous"  # of the gradients of o and lse, a key of ``GRAD_LAYOUTS``
+    scale: float | None = None  # factor on the scores; None is D ** -0.5
+    grad: bool = True  # whether the gradients are asked for, too
+    lse: bool = True  # whether the logsumexp (and, with ``grad``, its gradient) is
+    denormals: bool = True  # whether they must not be flushed; a GPU may
 
     def draw(self) -> Case:
         """Make the inputs and gradients."""
@@ -132,10 +119,7 @@ class Case:
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
     """Return what ``call(q, k, v, **scored)`` gives: o, lse and gradients as the case asks.
 
-    Args:
-        call: the implementation, with its mask and scale bound.
-        case: inputs and gradients.
-        dtype: cast them first; None leaves them as they are.
+    The call has its mask and scale bound. A ``dtype`` is what the inputs are cast to first.
     """
     q, k, v = (x.detach() if dtype is None else x.detach().to(dtype) for x in case.inputs)
     scored = {name: x.detach() for name, x in case.scored.items()}

@@ -16,21 +16,13 @@ from flashattn.problem import DTYPES, Problem
 
 
 class Machine(NamedTuple):
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        forward: FLOP/s of the forward on one GPU.
-        backward: FLOP/s of the backward on one GPU.
-        link: bytes per second that arrive at a rank from all others.
-        copy: bytes per second that a GPU reads and writes.
-        latency: seconds that a collective takes without data.
-    """
-
-    forward: float
-    backward: float
-    link: float
-    copy: float
-    latency: float
+    forward: float  # FLOP/s of the forward on one GPU
+    backward: float  # FLOP/s of the backward on one GPU
+    link: float  # bytes per second that arrive at a rank from all others
+    copy: float  # bytes per second that a GPU reads and writes
+    latency: float  # seconds that a collective takes without data
 
 
 def predict(
@@ -41,14 +33,9 @@ def predict(
     passes: str = "forward+backward",
     keep: bool = False,
 ) -> float:
-    """Return the seconds that ``flashattn.parallel.attention`` takes.
+    """Return the seconds that ``flashattn.parallel.attention`` takes for a whole sequence.
 
-    Args:
-        problem: of the whole sequence.
-        placement: of its rows.
-        machine: see there.
-        passes: forward, backward or forward+backward.
-        keep: whether fetched keys are kept for the backward.
+    With ``keep`` fetched keys are kept for the backward.
     """
     task, wide = Task(problem.mask, problem.seq_q, problem.seq_kv, placement), problem.head_dim
 

@@ -22,19 +22,12 @@ KINDS = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Switch:
-    """One part of the state of a process.
+    """One part of the state of a process."""
 
-    Args:
-        name: what a failure calls it.
-        get: returns it.
-        put: sets it; None where it cannot be set.
-        values: that are tried; nothing that is promised may depend on them.
-    """
-
-    name: str
+    name: str  # what a failure calls it
     get: Callable[[], Any]
-    put: Callable[[Any], object] | None = None
-    values: tuple[Any, ...] = ()
+    put: Callable[[Any], object] | None = None  # None where it cannot be set
+    values: tuple[Any, ...] = ()  # that are tried; nothing that is promised may depend on them
 
 
 def _attribute(holder: Any, name: str, values: tuple[object, ...] = ()) -> Switch:
@@ -156,12 +149,7 @@ class TraceError(AssertionError):
 
 @contextmanager
 def unchanged(device: torch.device, inputs: Sequence[torch.Tensor], turn: int) -> Iterator[None]:
-    """Watch a call with every switch at the value of a turn, and put all back.
-
-    Args:
-        device: where.
-        inputs: leaf tensors.
-        turn: which of its values each switch has.
+    """Watch a call on leaf tensors with every switch at the value of a turn, and put all back.
 
     Raises:
         TraceError: what is another afterwards.

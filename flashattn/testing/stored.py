@@ -160,13 +160,7 @@ def _of_bias(
 ) -> torch.Tensor:
     """Return what rounding stored numbers does to dbias.
 
-    Args:
-        case: what is asked.
-        p: P [B, H, T, S].
-        dp: dP - delta, likewise.
-        a: see the module, [B, H, T, 1].
-        b: likewise.
-        off: c, [B, H, T, S].
+    P, ``dp`` (dP - delta) and ``off`` (c) are [B, H, T, S], a and b are [B, H, T, 1].
     """
     q, k, _ = case.inputs
     bias = case.scored["bias"]

@@ -49,10 +49,7 @@ def lengths(shortest: int, longest: int) -> st.SearchStrategy[int]:
 def lengths_of(unit: int, shortest: int, longest: int) -> st.SearchStrategy[int]:
     """Draw a length of a unit, for which Triton compiles one kernel, as ``lengths`` does.
 
-    Args:
-        unit: the largest divisor of 16 that divides it.
-        shortest: the fewest, but 1 has kernels of its own.
-        longest: the most.
+    A unit is the largest divisor of 16 that divides a length; 1 has kernels of its own.
     """
     own = [n for n in range(max(shortest, 2), longest + 1) if math.gcd(n, 16) == unit]
     edges = [n for n in (*EDGES, longest) if n in own]
@@ -117,44 +114,26 @@ def problems(
     shortest: int = 0,
     longest: int = 100,
     batches: tuple[int, ...] = (1, 2, 0),
-    groups: tuple[int, ...] = (1, 2, 3),
+    groups: tuple[int, ...] = (1, 2, 3),  # query heads that share a key head
     masks: tuple[Causal, ...] = MASKS,
     windowed: tuple[bool, ...] = (False, False, True),
-    packed: tuple[bool, ...] = (False,),
-    prefixed: tuple[bool, ...] = (False,),
+    packed: tuple[bool, ...] = (False,),  # whether there are documents
+    prefixed: tuple[bool, ...] = (False,),  # a prefix is in place of all else but a left bound
     softcaps: tuple[float | None, ...] = SOFTCAPS,
-    sloped: tuple[bool, ...] = (False,),
-    biases: tuple[str, ...] = ("",),
-    sunk: tuple[bool, ...] = (False,),
-    square: bool = False,
-    aligned: bool = False,
-    head_dims: tuple[int, ...] = (),
-    narrowed: tuple[bool, ...] = (False,),
+    sloped: tuple[bool, ...] = (False,),  # whether there is ALiBi, which documents exclude
+    biases: tuple[str, ...] = ("",),  # dimensions of a bias
+    sunk: tuple[bool, ...] = (False,),  # whether there are sinks
+    square: bool = False,  # as many keys as queries
+    aligned: bool = False,  # sizes are multiples of 16: no matrix begins off a cache line
+    head_dims: tuple[int, ...] = (),  # none means any, up to 128
+    narrowed: tuple[bool, ...] = (False,),  # whether values have fewer columns than keys
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
     kind: int | None = None,
 ) -> Problem:
     """Draw problems with empty, single, ragged and whole tiles, grouped heads and every mask.
 
-    Args:
-        draw: Hypothesis passes it.
-        shortest: the fewest queries and keys.
-        longest: the most queries and keys.
-        batches: to choose from.
-        groups: to choose from: query heads that share a key head.
-        masks: to choose from.
-        windowed: to choose from: whether there is a window.
-        packed: to choose from: whether there are documents.
-        prefixed: to choose from: whether there is a prefix, in place of all else but a left bound.
-        softcaps: to choose from.
-        sloped: to choose from: whether there is ALiBi, which documents exclude.
-        biases: to choose from: dimensions of a bias.
-        sunk: to choose from: whether there are sinks.
-        square: as many keys as queries.
-        aligned: sizes are multiples of 16, so that no matrix begins off a cache line.
-        head_dims: to choose from; none means any, up to 128.
-        narrowed: to choose from: whether values have fewer columns than keys.
-        dtypes: to choose from.
-        kind: below ``KINDS``: what decides over masks, scores and dtypes; None draws each.
+    A tuple is what is chosen from. A kind below ``KINDS`` decides over masks, scores and dtypes;
+    without one each is drawn.
     """
     choose = chooser(draw, kind)
     kv_heads = choose("kv_heads", (1, 2))
@@ -209,16 +188,11 @@ def samples(
     kinds: Sequence[int] = (),
     **fixed: Any,
 ) -> Sample:
-    """Draw samples: a problem, and how its inputs are made.
+    """Draw samples: a problem that can be solved, and how its inputs are made.
 
-    Args:
-        draw: Hypothesis passes it.
-        device: where.
-        solves: whether a problem can be asked at all.
-        asked: arguments of ``problems``.
-        strict: any values, layout and scale, or only the ordinary.
-        kinds: to choose from, each below ``KINDS``; none means that each sample draws its own.
-        fixed: attributes of ``Sample`` that are not drawn.
+    ``asked`` are arguments of ``problems``, ``fixed`` attributes of ``Sample`` that are not drawn.
+    Unless ``strict``, values, layouts and scale are the ordinary ones. A kind is chosen from
+    ``kinds``; without any each sample draws its own.
     """
     kind = draw(one_of(*kinds), label="kind") if kinds else None
     choose = chooser(draw, kind)

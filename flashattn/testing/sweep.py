@@ -1,23 +1,26 @@
-"""What is swept: the points of a grid of axes, each with a name."""
+"""What ``pytest benchmarks`` sweeps: points of grids; as a plugin: which, in which order."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SWEEPS = ("smoke", "default", "full")
 UNEQUAL = (64, 500, 3000, 1200, 2500, 900, 1800, 300, 2600, 1120, 2400)  # documents, 16384 tokens
+COLLECTED = pytest.StashKey[set[str]]()  # names of all cases of this session
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point: its coordinates are its attributes, its name is read as a test's id.
+    """One point: its coordinates are its attributes, its name is read as a test's id."""
 
-    Args:
-        facts: coordinate by axis, in the order of the axes.
-    """
-
-    facts: tuple[tuple[str, Any], ...]
+    facts: tuple[tuple[str, Any], ...]  # coordinate by axis, in the order of the axes
 
     def __getattr__(self, axis: str) -> Any:
         """Return the coordinate on ``axis``."""
@@ -45,3 +48,102 @@ def grid(**axes: list[Any]) -> list[Point]:
     """Return every combination of the axes' values; the last axis changes fastest."""
     names = tuple(axes)
     return [Point(tuple(zip(names, values, strict=True))) for values in product(*axes.values())]
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return I and N of ``"I/N"``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that, or I is not one of 1 ... N.
+    """
+    index, slash, parts = text.partition("/")
+    if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
+        msg = f"wanted I/N with I from 1 to N, as in 1/8, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return int(index), int(parts)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare what is swept."""
+    parser.addoption(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="the I-th of N parts of the sweep, as for an array of jobs",
+    )
+    parser.addoption(
+        "--sweep",
+        choices=SWEEPS,
+        help="how much to measure (default: smoke on a CPU, else default)",
+    )
+
+
+def sweep_name(config: pytest.Config) -> str:
+    """Return the sweep that was asked for, or the one that suits the machine."""
+    return config.getoption("--sweep") or ("smoke" if DEVICE.type == "cpu" else "default")
+
+
+def part_suffix(config: pytest.Config) -> str:
+    """Return what tells the files of a part from those of others."""
+    part = config.getoption("--part")
+    return "-part{}of{}".format(*part) if part else ""
+
+
+def study_and_name(item: pytest.Item) -> tuple[str, str]:
+    """Return the study of a case and its name in it."""
+    return item.path.stem.removeprefix("bench_"), item.name.removeprefix("bench_")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each benchmark on every case of its module's sweep."""
+    name = next((name for name in ("case", "problem") if name in metafunc.fixturenames), None)
+    if name is None:
+        return
+    swept = metafunc.module.SWEEPS[sweep_name(metafunc.config)]
+    if isinstance(swept, dict):  # by benchmark
+        swept = swept[metafunc.function.__name__]
+    metafunc.parametrize(name, _for_impls(swept, metafunc.config), ids=str)
+
+
+def _for_impls(swept: list[Any], config: pytest.Config) -> list[Any]:
+    """With --impl, put those asked for in the place of a sweep's own implementations.
+
+    Somebody's own stands beside them, as everywhere that benchmarks compare.
+    """
+    chosen = config.getoption("--impl")
+    if not chosen or not all(hasattr(case, "impl") for case in swept):
+        return swept
+    asked = [case.replace(impl=name) for case in swept for name in chosen]
+    return list(dict.fromkeys([*asked, *(swept if config.option.impl_peers else ())]))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put implementations of one case side by side: a clock that drifts hits them alike."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
+    ours = [item for item in items if _is_bench(item) and hasattr(item, "callspec")]
+    place: dict[tuple[str, ...], int] = {}
+    for item in ours:
+        place.setdefault(_group(item), len(place))
+    ours.sort(key=lambda item: place[_group(item)])
+    part = config.getoption("--part")
+    if part:
+        kept, parts = part
+        others = {item for item in ours if place[_group(item)] % parts != kept - 1}
+        config.hook.pytest_deselected(items=list(others))
+        ours = [item for item in ours if item not in others]
+    items[:] = [item for item in items if not _is_bench(item)] + ours
+
+
+def _is_bench(item: pytest.Item) -> bool:
+    return item.path.name.startswith("bench_")
+
+
+def _group(item: pytest.Item) -> tuple[str, ...]:
+    """Return what the items have in common that are measured side by side."""
+    params = item.callspec.params  # type: ignore[attr-defined]
+    case = params.get("case", params.get("problem", ""))
+    facts = getattr(case, "facts", ())
+    beside = ("impl", "attention", "step", "compiled")
+    shared = [f"{name}={value}" for name, value in facts if name not in beside]
+    name = item.originalname  # type: ignore[attr-defined]
+    return (str(item.path), name, *(shared or [str(case)]))

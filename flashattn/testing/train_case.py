@@ -42,10 +42,8 @@ PASSED_ON = ("context", "batch", "precision", "checkpoint")  # of costs, to Trai
 def attend(name: str, bounds: Bounds | None = None) -> Attention:
     """Return the causal attention of a registered implementation, as a model takes it.
 
-    Args:
-        name: of the implementation.
-        bounds: the mask, if it is another. Made once: under autocast, a call with ``documents``
-            makes it anew.
+    Bounds are the mask, if it is another. They are made once: under autocast, a call with
+    ``documents`` makes them anew.
     """
     impl = registry.get(name)
     mask: dict[str, Any] = {"causal": "top_left"}
@@ -59,13 +57,7 @@ def attend(name: str, bounds: Bounds | None = None) -> Attention:
 
 
 class Trained:
-    """A model in training.
-
-    Args:
-        asked: see ``costs``.
-        compiled: through torch.compile.
-        phase: see Trainer.
-    """
+    """A model in training; ``asked`` are arguments of ``costs``, the others of ``Trainer``."""
 
     def __init__(
         self,
@@ -134,15 +126,8 @@ def costs(
 ) -> Costs:
     """Return what a step costs, before anything is made.
 
-    Args:
-        size: a key of ``lm.SIZES``.
-        context: T.
-        batch: B.
-        precision: one of Trainer's.
-        impl: the name of the attention.
-        device: where.
-        packed: whether the sequence is ``documents_of`` the context.
-        checkpoint: whether to recompute each block in backward.
+    If ``packed``, the sequence is ``documents_of`` the context; with ``checkpoint`` each block is
+    recomputed in the backward.
     """
     config = SIZES[size]
     return Costs(

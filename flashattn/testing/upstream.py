@@ -18,9 +18,6 @@ def products_mix_rows(
     is no multiple of 32, or on others no multiple of 4, and multiplies what it finds by zero (its
     issue 5717). So o has a row of NaN more than it should have, if P has one.
     ``torch.backends.mkldnn.enabled = False`` helps.
-
-    Args:
-        product: of two tensors.
     """
 
     def mixes(inner: int) -> bool:

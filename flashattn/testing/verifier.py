@@ -29,27 +29,16 @@ Part = tuple[int, slice, slice, slice]  # a batch, its query heads, its key head
 
 
 class Verifier:
-    """Verifies one implementation on one problem.
-
-    Args:
-        impl: who is timed.
-        problem: on what.
-        device: where.
-        facts: of the case; filled in by ``admit``.
-    """
+    """Verifies one implementation on one problem."""
 
     def __init__(
         self, impl: Impl, problem: Problem, device: torch.device, facts: dict[str, Any]
     ) -> None:
-        """Hold on to the case; ``admit`` comes next."""
+        """Hold on to the case; ``admit``, which comes next, fills in the facts."""
         self.impl, self.problem, self.device, self.facts = impl, problem, device, facts
 
     def admit(self, passes: str) -> str | None:
-        """Note the facts; return the sentence that says why the case cannot be solved, or None.
-
-        Args:
-            passes: forward, backward or forward+backward.
-        """
+        """Note the facts; return the sentence that says why the case cannot be solved, or None."""
         self.facts |= {
             "impl": self.impl.name,
             "problem": str(self.problem),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashattn.report import rows, units
-from flashattn.report.fit import exponent
+from flashattn.report.rows import exponent
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flashattn.report import plot
-from flashattn.report.fit import exponent
-from flashattn.report.rows import NAIVE, OURS, by, groups, known, label, timed, values
+from flashattn.report.rows import NAIVE, OURS, by, exponent, groups, known, label, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled
 from flashattn.report.units import MEBI, binary, digits, mib, ms, or_mark, percent, times, word

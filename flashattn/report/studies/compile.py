@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from flashattn.report import plot
-from flashattn.report.fit import in_words
-from flashattn.report.rows import KERNELS, attempted, groups, known, label, ordered, timed
+from flashattn.report.rows import KERNELS, attempted, groups, in_words, known, label, ordered, timed
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import digits, ms, or_mark, times

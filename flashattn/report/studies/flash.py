@@ -5,14 +5,15 @@ from __future__ import annotations
 from itertools import product
 
 from flashattn.report import plot
-from flashattn.report.fit import exponent, in_words
 from flashattn.report.rows import (
     KERNELS,
     NAIVE,
     OURS,
     best,
     by,
+    exponent,
     groups,
+    in_words,
     known,
     ordered,
     reached,

@@ -15,11 +15,10 @@ QUESTION = "How fast are the shapes of language models?"
 
 def _rows(run: Run) -> list[Row]:
     found = attempted(known(run.study(NAME), "impl", "problem", "pass", "seq_q", "bytes"))
-    return [{**row, "what": _what(row)} for row in found]
-
-
-def _what(row: Row) -> str:
-    return "decoding" if row["seq_q"] == 1 else f"grouped heads, {row['pass']}"
+    return [
+        {**row, "what": "decoding" if row["seq_q"] == 1 else f"grouped heads, {row['pass']}"}
+        for row in found
+    ]
 
 
 def of_copy(run: Run, rows: list[Row]) -> str:

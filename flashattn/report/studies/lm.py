@@ -7,13 +7,13 @@ from statistics import geometric_mean
 from typing import Any
 
 from flashattn.report import plot, units
-from flashattn.report.fit import in_words
 from flashattn.report.rows import (
     NAIVE,
     OURS,
     attempted,
     by,
     groups,
+    in_words,
     known,
     label,
     ordered,

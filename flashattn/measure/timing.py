@@ -170,7 +170,7 @@ class Replayed(Clock):
     """A clock that returns known times."""
 
     def __init__(self, seconds: list[float]) -> None:
-        """Return these for the coming calls."""
+        """Take the times of the coming calls."""
         self._seconds = iter(seconds)
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:

@@ -166,7 +166,7 @@ def named(made: Picture, names: Sequence[str], colours: Sequence[str] = ()) -> P
 
 
 def layer(mark: Any, test: str = "", **encoding: Any) -> Picture:
-    """Return a mark, or its properties, with its channels.
+    """Return a mark, given by its type or its properties, with its channels.
 
     It shows the records that pass ``test``, a Vega expression of ``datum``; "" is all.
     """

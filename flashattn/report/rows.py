@@ -165,7 +165,7 @@ def label(row: Row, *facts: str) -> str:
 
 
 def worst(what: str, ratios: Mapping[str, float]) -> list[str]:
-    """Return a sentence that begins with ``what`` about the ratio farthest from one, if any."""
+    """Return a sentence about the ratio farthest from one, if any; ``what`` begins it."""
     if not ratios:
         return []
     off = {case: abs(ratio - 1) for case, ratio in ratios.items()}

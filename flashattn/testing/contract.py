@@ -308,7 +308,7 @@ def _told(text: str) -> Iterator[tuple[str, Outcome]]:
 
 def main(arguments: list[str]) -> int:
     """Print the verdicts; return 0, 1 after a crash, 2 for a name that is not known."""
-    device, name, *clauses = arguments  # no clauses are all
+    device, name, *clauses = arguments  # without clauses, all are tried
     try:
         impl = get(name)
     except ValueError as error:

@@ -136,8 +136,8 @@ def _wrong(
 ) -> list[str]:
     """Return what is off its budget (see ``accuracy``) in the last of this rank's rows.
 
-    Given are this rank's rows of q and of the gradient of o, and whole k and v; got are this rank's
-    o and, if they were asked for, dq, dk and dv.
+    ``given`` has this rank's rows of q, whole k and v, and this rank's rows of the gradient of o;
+    ``got`` has its o and, if they were asked for, dq, dk and dv.
     """
     kind = METHODS[method].get("placement", "zigzag")
     chunks = Placement(kind, mesh.size()).chunks(problem.seq_q)

@@ -30,7 +30,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def surrounded(x: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
     """Return a tensor that lies like x in a memory of its own, with ``MARGIN`` poison around it.
 
-    It has x's values, and those in its gaps; without ``copy`` there is poison, too.
+    With ``copy`` it has x's values, and those in its gaps; without it is all poison.
     """
     memory = x.untyped_storage().nbytes()
     margin = MARGIN * x.element_size()

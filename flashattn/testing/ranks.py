@@ -65,7 +65,7 @@ class Ranks:
     def ask(self, seconds: float, **job: Any) -> dict[str, Any]:
         """Let all of them do a job of ``parallel_case``, and return what the first one answers.
 
-        It may take so many seconds, those of their start included.
+        ``seconds`` limit its time, that of their start included.
 
         Raises:
             RuntimeError: a process died, or time is up; the message has the end of what it said.
@@ -101,7 +101,7 @@ class Ranks:
 def fork(world: int, work: Callable[[int], None], seconds: int) -> list[int]:
     """Call ``work(rank)`` in processes that share what was imported; return their exit statuses.
 
-    After so many seconds a process is ended by a signal.
+    A process is ended by a signal after ``seconds``.
     """
     children = []
     for rank in range(world):

@@ -96,8 +96,8 @@ def unlike(name: str, one: torch.Tensor, other: torch.Tensor) -> str | None:
 def assert_agree(one: Result, other: Result, *, times: float = 1.0, **back: Back) -> None:
     """Hold the result for a changed sample to that for the plain one, within the budgets of both.
 
-    ``back`` takes outputs of the other result back to the first by their names; it adds up as many
-    elements, or multiplies by as much, as ``times`` says.
+    ``back`` has, by the name of an output, what takes the other result back to the first.
+    ``times`` is how many elements it adds up, or what it multiplies by.
 
     Raises:
         AssertionError: which output differs, and by how much.

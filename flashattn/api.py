@@ -182,18 +182,18 @@ def attention(
             with torch.autocast(q.device.type, enabled=False):
                 return attention(*cast(dtype, q, k, v), **options)
         kind = _kind(key) if key is not None and not tensors else None
-        prepare = _CHOICES.get(kind) if kind is not None else None
+        prepare = _PREPARERS.get(kind) if kind is not None else None
         if prepare is None:
             check_among("precision", precision, PRECISIONS)
             check_among("deterministic", deterministic, (False, True))
             # An implementation's own defaults are these, too.
             options |= {} if precision == "auto" else {"precision": precision}
             options |= {} if deterministic else {"deterministic": False}
-            prepare, any_length = _choice(
+            prepare, any_length = _preparer(
                 q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
             )
             if kind is not None and any_length:
-                _keep(_CHOICES, kind, prepare)
+                _keep(_PREPARERS, kind, prepare)
         attend = prepare(q, k, v)
         if key is not None:
             _keep(_PLANS, key, attend)
@@ -205,8 +205,8 @@ def attention(
 # again: what has passed the checks once is known by all that was looked at.
 _PLANS: dict[tuple[object, ...], registry.Attend] = {}
 # Who answers, and with which options, is known for other lengths, too.
-Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.Attend]
-_CHOICES: dict[tuple[object, ...], Prepare] = {}
+Preparer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.Attend]
+_PREPARERS: dict[tuple[object, ...], Preparer] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
 # Options of these kinds are told apart by kind and value, and hold on to nothing.
 _NAMEABLE = frozenset({str, bool, int, float, type(None)})
@@ -259,7 +259,7 @@ def _key(
 
 
 def _keep(known: dict[tuple[object, ...], Any], key: tuple[object, ...], x: object) -> None:
-    """Keep what was found for a key."""
+    """Keep what was found for a key, and drop all others where there are too many."""
     if len(known) >= _MOST_PLANS:
         known.clear()
     known[key] = x
@@ -273,7 +273,7 @@ def _kind(key: tuple[Any, ...]) -> tuple[object, ...] | None:
     return *[(x[:-2], x[-1:], dtype, device) for x, _, dtype, device, _ in key[0]], key[1:]
 
 
-def _choice(
+def _preparer(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -285,7 +285,7 @@ def _choice(
     return_lse: bool,  # noqa: FBT001
     impl: str,
     options: dict[str, Any],
-) -> tuple[Prepare, bool]:
+) -> tuple[Preparer, bool]:
     """Check the arguments and choose.
 
     Returns:

@@ -73,8 +73,8 @@ class Impl(Claims):
             needs gradients, under the same settings of torch for deterministic algorithms and fp32
             products. Where the compiler, a mode, or a function transform looks on, it is asked
             anew.
-        any_length: whether ``limits`` and ``fastest`` look at no length, so that they need not be
-            asked again for others; empty problems are.
+        any_length: whether ``limits`` and ``fastest`` answer alike for all lengths but 0, so that
+            ``attention`` asks them once.
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
         options: names of what ``call`` takes besides, or None where it takes anything.

@@ -593,7 +593,7 @@ def prepared(request, monkeypatch):
 def known(monkeypatch, impl):
     """Register an implementation, and forget what was asked before."""
     monkeypatch.setattr(api, "_PLANS", {})
-    monkeypatch.setattr(api, "_CHOICES", {})
+    monkeypatch.setattr(api, "_PREPARERS", {})
     monkeypatch.setattr(registry, "_impls", registry._impls | {impl.name: impl})
 
 
@@ -785,4 +785,4 @@ def test_plans_are_few(device, monkeypatch):
         q = torch.randn(1, 1, n, 8 + n, device=device)
         attention(q, q, q, impl="able")
         assert 0 < len(api._PLANS) <= 3
-        assert 0 < len(api._CHOICES) <= 3
+        assert 0 < len(api._PREPARERS) <= 3

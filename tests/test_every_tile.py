@@ -197,7 +197,7 @@ def test_every_tile_for_tf32(device, shape, head_dim, causal):
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
     for name, error in relative_errors(attend, case).items():
         assert error < 4 * 2 * 2**-10, name
-        assert name == "lse" or error > 2**-20, name  # in lse those of two terms average
+        assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
 
 
 def test_every_case_is_more_than_the_ordinary_ones():

@@ -342,7 +342,7 @@ def test_cut_in_two(device, head_dim, shape, causal):
     kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > Limits().decompose_forward else 10
     for name, error in relative_errors(partial(get("hopper"), **how), case).items():
         assert error < 4 * 2 * 2**-kept, name
-        assert name == "lse" or error > 2**-20, name  # in lse those of two terms average
+        assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
 
 
 def specs(problem):

@@ -648,7 +648,7 @@ def test_cut_in_two(shape):
     assert set(launched) == cut_kernels(problem)
     for name, error in errors.items():
         assert error < 4 * 2 * 2**-16, name
-        assert name == "lse" or error > 2**-20, name  # in lse those of two terms average
+        assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
 
 
 FORWARD, BACKWARD = "kernels/hopper/forward.py", "kernels/hopper/backward.py"

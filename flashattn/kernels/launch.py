@@ -50,7 +50,7 @@ class Launcher(NamedTuple):
 def launcher_of(compiled: Any) -> Launcher | None:
     """Return what Triton 3.6 calls in the end, or None where that is not known.
 
-    What it does in Python before takes the host 10 to 18 us with four descriptors, this 5.
+    What it does in Python before takes the host longer, see docs/tuning-log.md.
     """
     if TRITON != (3, 6):
         return None

@@ -1,4 +1,4 @@
-"""What ``pytest benchmarks`` sweeps: points of grids; as a plugin: which, in which order."""
+"""Sweeps of ``pytest benchmarks``: grids of points, and a plugin that selects and orders them."""
 
 from __future__ import annotations
 

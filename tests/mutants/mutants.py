@@ -821,7 +821,7 @@ MUTANTS = [
     Mutant(
         "inputs_are_truncated",
         "kernels/portable/bf16x3.py",
-        "values = decompose(tile, TERMS, rounded)",
+        "values = decompose(tile, TERMS, add)",
         "values = decompose(tile, TERMS)",
         "what is left out of a key's scores has one sign, and dv adds it up",
         "tests/test_kernels.py::test_what_scores_of_a_key_leave_out",
@@ -829,13 +829,13 @@ MUTANTS = [
     Mutant(
         "largest_numbers_round_to_infinity",
         "kernels/portable/bf16x3.py",
-        "rounded = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)",
-        "rounded = HALF_BIT",
+        "add = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)",
+        "add = HALF_BIT",
         "the largest numbers of fp32 that is decomposed are infinite",
         "tests/test_kernels.py::test_the_largest_numbers_have_finite_terms",
     ),
     Mutant(
-        "known_choice_checks_no_lengths",
+        "known_kind_checks_no_lengths",
         "api.py",
         "if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:",
         "if 0 in q or 0 in k:",
@@ -843,7 +843,7 @@ MUTANTS = [
         "tests/test_attention.py::test_limits_that_look_at_no_length",
     ),
     Mutant(
-        "known_choice_takes_empty_problems",
+        "known_kind_takes_empty_problems",
         "api.py",
         "if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:",
         "if k[-2:-1] != v[-2:-1]:",

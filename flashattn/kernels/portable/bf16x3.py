@@ -40,8 +40,8 @@ def decompose_rows(
         x, strides, (batch, head, start), rows, head_dim, PADDED, BLOCK, BLOCK_D, False
     )
     size = tl.cast(rows, tl.int64) * BLOCK_D
-    rounded = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)
-    values = decompose(tile, TERMS, rounded)
+    add = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)
+    values = decompose(tile, TERMS, add)
     for i in tl.static_range(TERMS):
         store_tile(
             terms,

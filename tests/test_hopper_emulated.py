@@ -514,7 +514,7 @@ def test_the_same_bits(deterministic, causal, left):
     case = Sample(problem=problem).draw()
     how = {"tile": HopperBackwardTile(persistent=not causal), "deterministic": deterministic}
     answers = []
-    for seed in range(8 if deterministic else 3):  # what is the same is asked of the others
+    for seed in range(8):
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
         with emulated(seed=seed, num_sms=5):
             o, lse = attend(problem, SMALL, how)(q, k, v)
@@ -663,20 +663,18 @@ PIPELINE = "kernels/hopper/pipeline.py"
 # What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
     "                if value < semaphore.ordered:\n"
-    "                    counter = semaphore.counter(accum_batch * heads + head, tiles, i)\n"
-    "                    arrive_inc(counter + WARPGROUP)\n"
+    "                    arrive_inc(semaphore.counter(accum_batch * heads + head, tiles, i))\n"
 )
 STORED = (
-    "                barrier_wait(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)\n"
-    "                part = sdQ.index(WARPGROUP)\n"
-    "                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)\n"
+    "                barrier_wait(DQ_FULL + WARP, WARPGROUPS_AND_WARP)\n"
+    "                reduce_add_dq(dq, sdQ, accum_batch, head, i * t.lines, value == 0, t.lines)\n"
     "                tma.store_wait(0)\n"
-    "                barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)\n"
+    "                release_sdq()\n"
     f"{PASSED}"
 )
 # As the warp that waits for the semaphore asks for it.
 TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))\n"
-WAITED = "                counter = semaphore.counter("
+WAITED = "                wait_eq(semaphore.counter("
 # What a kernel with a bug in it is asked: problem, values, the two configs.
 UNTURNED = {"tile": HopperBackwardTile(persistent=True), "deterministic": False}
 TURNS = {"tile": HopperBackwardTile(), "deterministic": True}
@@ -1147,6 +1145,20 @@ PLANTED = {
     ],
     ("round", (WRONG, STUCK)): [
         Mutant(
+            "warps_exchanged",
+            BACKWARD_DQ,
+            "range((n + WARP) % 2, visits, 2)",
+            "range((n + 1 - WARP) % 2, visits, 2)",
+            "a warp waits for the other one's tiles",
+        ),
+        Mutant(
+            "parity_of_a_head",
+            BACKWARD_DQ,
+            "            n += visits\n",
+            "            n += visits // 2 * 2\n",
+            "after an odd number of tiles both warps take the same",
+        ),
+        Mutant(
             "rounds_forgotten",
             SCHEDULER,
             "before = self.begin + self.rank - first",
@@ -1280,8 +1292,8 @@ PLANTED = {
         Mutant(
             "counters_by_visits",
             BACKWARD_DQ,
-            "heads + head, tiles, i)\n                for w",
-            "heads + head, end, i)\n                for w",
+            "heads + head, tiles, i), value)",
+            "heads + head, end, i), value)",
             "a program waits at another tile's counter",
         ),
     ],

@@ -282,7 +282,7 @@ def _backward_half(
         accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
     query_tiles = cdiv(seq_q, block_q)
     lines = query_tiles * (block_q // WARPGROUP_Q) * columns(head_dim)
-    semaphores = 2 * accumulators * batch * heads * query_tiles  # one for each half of dq
+    semaphores = accumulators * batch * heads * query_tiles
     programs = min(gpu.num_sms, tiles) if tile.persistent else tiles
     why = ["one pass: programs own keys, and add to dq"]
     if splits > 1:

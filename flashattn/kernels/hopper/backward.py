@@ -177,7 +177,7 @@ def mainloop_step(
     dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
     thread_barrier()  # the compiler wants one before the next dS: here the warps have just met
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
-    store_sdq(WARPGROUP, mma_wait(dq, products(t.d_hi)), sdQ, COLUMNS)
+    store_sdq(WARPGROUP, mma_wait(dq, products(t.d_hi)), sdQ, n, COLUMNS)
     dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
     barrier_arrive(EMPTY + n % queries.stages, WARPGROUPS_AND_WARP)
     return dk, dv
@@ -279,7 +279,7 @@ def consumer(
         keys.consumer_release(kv_n)
         values.consumer_release(kv_n)
         kv_n += 1
-    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the other arrives
+    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the others arrive
 
 
 @gluon.jit(

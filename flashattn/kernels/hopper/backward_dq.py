@@ -1,10 +1,10 @@
 """dq of flashattn_hopper_bwd: its product, the accumulator, and the order of the additions.
 
-Each consumer warpgroup computes half of a tile of dq from all 128 keys of the CTA. Two warps, one
-for each half, add it to an fp32 accumulator; flashattn_hopper_bwd_postprocess converts that.
+Each consumer warpgroup computes half of a tile of dq from all 128 keys of the CTA. Two warps in
+turns add a tile to an fp32 accumulator; flashattn_hopper_bwd_postprocess converts that.
 
 The first CTA that adds to a tile of dq stores instead, so nobody clears the accumulator.
-Deterministic: a semaphore for each half orders the additions, and a warp of its own waits for them.
+Deterministic: a semaphore for each tile orders the additions, and a warp of its own waits for it.
 A CTA waits only for CTAs that have started, so there is no deadlock:
 
 * Under a causal mask the order is that of the keys, and a lower id starts earlier. One long head
@@ -34,14 +34,19 @@ from flashattn.kernels.descriptor import Tiled
 from flashattn.kernels.hopper.backward_tile import first_key_tile, visited_tiles
 from flashattn.kernels.hopper.compat import add_tile, store_tile
 from flashattn.kernels.hopper.mask import keys_of_tl
-from flashattn.kernels.hopper.named import WARPGROUP_AND_WARP, barrier_arrive, barrier_wait
+from flashattn.kernels.hopper.named import (
+    WARPGROUP_AND_WARP,
+    WARPGROUPS_AND_WARP,
+    barrier_arrive,
+    barrier_wait,
+)
 from flashattn.kernels.hopper.scheduler import shift_schedule
 from flashattn.kernels.hopper.semaphore import arrive_inc, fence_acquire, wait_eq
 from flashattn.kernels.hopper.tma import swizzled
 
 QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
-# Named barriers: one for each warpgroup.
+# Named barriers: DQ_FULL is one for each warp that stores, DQ_EMPTY one for each warpgroup.
 DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
@@ -60,19 +65,17 @@ def dq_semaphore_wait(semaphore, arrivals, scheduler, wave_size, stagger, shape,
             for visit in range(end - first):
                 i = schedule.query_tile(visit, end)
                 value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
-                counter = semaphore.counter(accum_batch * heads + head, tiles, i)
-                for w in gl.static_range(2):
-                    wait_eq(counter + w, value)
-                    arrivals.write(n + w, value)
-                n += 2
+                wait_eq(semaphore.counter(accum_batch * heads + head, tiles, i), value)
+                arrivals.write(n, value)
+                n += 1
 
 
 @gluon.jit
-def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
-    """Add a part of dq, LINES of the accumulator, to it; or store it, if it is the first."""
+def reduce_add_dq(dq, sdQ, accum_batch, head, row, first, LINES: gl.constexpr):
+    """Add a tile of dq, LINES of the accumulator, to it; or store it, if it is the first."""
     BOX: gl.constexpr = dq.block_shape[2]
     for i in gl.static_range(0, LINES, BOX):
-        box = part.slice(i, BOX, dim=2)
+        box = sdQ.index(i // LINE).slice(i % LINE, BOX, dim=2)
         if first:
             store_tile(dq, [accum_batch, head, row + i, 0], box)
         else:
@@ -80,8 +83,15 @@ def reduce_add_dq(dq, part, accum_batch, head, row, first, LINES: gl.constexpr):
 
 
 @gluon.jit
+def release_sdq():
+    """Tell both warpgroups that they may write the next tile of dq."""
+    for w in gl.static_range(2):  # each on its own: neither waits for the other
+        barrier_arrive(DQ_EMPTY + w, WARPGROUP_AND_WARP)
+
+
+@gluon.jit
 def dq_store(
-    WARPGROUP: gl.constexpr,
+    WARP: gl.constexpr,
     dq,
     sdQ,
     semaphore,
@@ -92,12 +102,12 @@ def dq_store(
     shape,
     t,
 ):
-    """Add a warpgroup's half of each dq tile to the accumulator.
+    """Add every other dq tile to the accumulator: a CTA's even ones, or the odd ones.
 
-    With one warp for both halves, waiting for its writes would limit the deterministic order.
+    The other warp stores the next tile while this one waits until its writes are in memory.
     """
-    LINES: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
-    barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
+    if WARP == 0:
+        release_sdq()
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -106,23 +116,21 @@ def dq_store(
         first, _, _, end = visited_tiles(block, mask, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
         heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
+        visits = gl.maximum(end - first, 0)
         for head in range(split_head * shape.group, split_head * shape.group + shape.group):
-            for visit in range(end - first):
+            for visit in range((n + WARP) % 2, visits, 2):
                 i = schedule.query_tile(visit, end)
-                row = i * t.lines + WARPGROUP * LINE
-                value = arrivals.read(2 * n + WARPGROUP)
+                value = arrivals.read(n + visit)
                 if mask.masked and not mask.rows:  # cheaper to compute again than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 fence_acquire()
-                barrier_wait(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
-                part = sdQ.index(WARPGROUP)
-                reduce_add_dq(dq, part, accum_batch, head, row, value == 0, LINES)
+                barrier_wait(DQ_FULL + WARP, WARPGROUPS_AND_WARP)
+                reduce_add_dq(dq, sdQ, accum_batch, head, i * t.lines, value == 0, t.lines)
                 tma.store_wait(0)
-                barrier_arrive(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
+                release_sdq()
                 if value < semaphore.ordered:
-                    counter = semaphore.counter(accum_batch * heads + head, tiles, i)
-                    arrive_inc(counter + WARPGROUP)
-                n += 1
+                    arrive_inc(semaphore.counter(accum_batch * heads + head, tiles, i))
+            n += visits
 
 
 @gluon.jit
@@ -148,13 +156,13 @@ def to_accum_layout(dq, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, COLUMNS: gl.constexpr):
-    """Write this warpgroup's part of a tile of dq to shared memory."""
+def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
+    """Write this warpgroup's part of the n-th tile of dq to shared memory."""
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
     part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0)
     part.store(to_accum_layout(dq, COLUMNS))
     fence_async_shared()
-    barrier_arrive(DQ_FULL + WARPGROUP, WARPGROUP_AND_WARP)
+    barrier_arrive(DQ_FULL + n % 2, WARPGROUPS_AND_WARP)
 
 
 @triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "left", "right"])

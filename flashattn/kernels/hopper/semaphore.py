@@ -82,5 +82,5 @@ class DqSemaphore:
 
     @gluon.jit
     def counter(self, head, end, i):
-        """Return the counters, one a warpgroup, of query tile i, of ``end``, of a head."""
-        return self.counters + (head * end + i) * 2
+        """Return the counter of query tile i, of ``end``, of a head."""
+        return self.counters + head * end + i

@@ -43,12 +43,11 @@ ROTATING = {
     (96, False): {0: HopperBackwardTile(persistent=True)},
     (128, False): {0: HopperBackwardTile(persistent=True)},
 }
-# Under a mask 32 heads begin with their longest tiles, and SMs take the next one when
-# they are free. Where there are as many heads as SMs, in any order, short ones are
-# faster if each of these has its own tiles, a few heads after the other. Measured: likewise, 8 to
-# 512 heads of 512 to 32 768, 2026-11-23 (docs/tuning-log.md): 0.5% longer than the best of ten in
-# the mean, 0.6% semaphore-ordered.
-_LONGEST = {0: HopperBackwardTile(section=32)}
+# Under a mask the heads of a section begin with their longest tiles, and SMs take the next one when
+# they are free. More heads at once wait less for dq's semaphores, and miss the L2 cache more often.
+# Where there are as many heads as SMs, in any order, short ones are faster if each of these has its
+# own tiles. Measured: 16 384 tokens, one H100, 2026-11-26 (docs/tuning-log.md).
+_LONGEST = {0: HopperBackwardTile(section=8)}
 BACKWARD = ROTATING | {(64, True): _LONGEST, (96, True): _LONGEST, (128, True): _LONGEST}
 MANY_HEADS = 0.95  # heads for each SM
 SHORT_HEADS = {64: 2048, 96: 1024, 128: 1024}  # queries of a head, at most, by columns
@@ -60,9 +59,14 @@ _SEMAPHORE = {
     16384: HopperBackwardTile(section=8),
 }
 DETERMINISTIC = ROTATING | {
+    (64, False): {
+        0: HopperBackwardTile(persistent=True),
+        4096: HopperBackwardTile(section=4, persistent=True),
+    },
     (64, True): {
         0: HopperBackwardTile(section=64, persistent=True),
-        8192: HopperBackwardTile(section=32),
+        2048: HopperBackwardTile(section=32),
+        8192: HopperBackwardTile(section=16),
     },
     (96, True): _SEMAPHORE,
     (128, True): _SEMAPHORE,

@@ -59,10 +59,7 @@ _SEMAPHORE = {
     16384: HopperBackwardTile(section=8),
 }
 DETERMINISTIC = ROTATING | {
-    (64, False): {
-        0: HopperBackwardTile(persistent=True),
-        4096: HopperBackwardTile(section=4, persistent=True),
-    },
+    (64, False): {0: HopperBackwardTile(section=4, persistent=True)},
     (64, True): {
         0: HopperBackwardTile(section=64, persistent=True),
         2048: HopperBackwardTile(section=32),

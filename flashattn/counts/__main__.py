@@ -6,8 +6,9 @@
     python -m flashattn.counts --all        # every kernel and tile, some minutes on two cores
     python -m flashattn.counts --rewrite    # expect what is counted now
 
-A row of a compiled kernel has a hash of its source: what Triton's front end makes of it, options,
-versions, and how it is counted. While that is the same, the row stands and nothing is compiled.
+A row of a compiled kernel has a hash of its source: what Triton's front end makes of it, inlined,
+options, versions, and how it is counted. While that is the same, the row stands and nothing is
+compiled, so a refactoring that leaves all rows unchanged has changed no machine code.
 
 Exit status: 0 as expected; 1 something differs, spills, does not compile or, on Hopper, may
 multiply what stale addresses name (``counts.stale``); 2 a wrong argument; 11 UNPROVEN, nothing

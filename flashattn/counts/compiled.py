@@ -160,7 +160,8 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
 def source_hash(variant: Variant | HopperVariant) -> str:
     """Return a hash of all that a row is made of: what is compiled, how, and how it is counted.
 
-    It is the same on every machine, and whatever values and lines of source are called.
+    It is the same on every machine, whatever values and lines of source are called, and however
+    functions divide the work and pass arguments to one another.
     """
     front = front_end(variant)
     options = vars(front.options) | {"extern_libs": None}  # paths; these come with Triton

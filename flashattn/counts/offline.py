@@ -288,7 +288,7 @@ class FrontEnd(NamedTuple):
     Args:
         options: of the compiler, all of them.
         context: in which the module lives.
-        module: after the compiler's first stage, so that all that is called is inlined.
+        module: after the compiler's first passes, so that all that is called is inlined.
     """
 
     options: Any
@@ -312,8 +312,12 @@ def front_end(variant: Variant | HopperVariant) -> FrontEnd:
     module = source.make_ir(target, options, functions, modules, context)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
-    lower = next(iter(stages.values()))
-    return FrontEnd(options, context, lower(module, {}))
+    metadata: dict[str, Any] = {}
+    for stage, lower in stages.items():  # Gluon's kernels have a stage that does nothing before
+        module = lower(module, metadata)
+        if stage in ("ttir", "ttgir"):
+            break
+    return FrontEnd(options, context, module)
 
 
 def digest(text: str) -> str:

@@ -15,7 +15,7 @@ Sources: Shah et al., 2024, "FlashAttention-3", for the roles; FlashAttention-4'
 order of products; Triton's Gluon.
 """
 
-from __future__ import annotations
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,7 +35,7 @@ from flashattn.kernels.hopper.backward_dq import (
     store_sdq,
 )
 from flashattn.kernels.hopper.backward_tile import BLOCK_KV, Tile, visited_tiles
-from flashattn.kernels.hopper.compat import store_tile, thread_barrier
+from flashattn.kernels.hopper.compat import aggregate, store_tile, thread_barrier
 from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import Mask, keep_rows
 from flashattn.kernels.hopper.mma import (
@@ -54,8 +54,8 @@ from flashattn.kernels.hopper.named import (
     barrier_arrive,
     barrier_wait,
 )
-from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline
-from flashattn.kernels.hopper.registers import opaque
+from flashattn.kernels.hopper.pipeline import Pipeline, new_pipeline, new_scalar_pipeline
+from flashattn.kernels.hopper.registers import acc_layout, opaque, operand_layout
 from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, shift_schedule
 from flashattn.kernels.hopper.score import Score
 from flashattn.kernels.hopper.semaphore import DqSemaphore
@@ -72,6 +72,40 @@ def consumer_barrier():
     barrier_wait(CONSUMERS, WARPGROUPS)
 
 
+@aggregate
+class SharedStorage:
+    """The shared memory of a CTA.
+
+    Args:
+        keys: of the CTA, as long as it owns them.
+        values: likewise.
+        ones: see ``new_ones``.
+        queries: with -lse / scale in terms, or lse_log2 where scores are capped.
+        grads: dO, with -delta in terms.
+        sdS: dS [queries, keys] of the tile that both warpgroups work on, and of the next.
+        sdQ: the tile of dq that is stored.
+    """
+
+    keys: Pipeline
+    values: Pipeline
+    ones: gl.shared_memory_descriptor
+    queries: Pipeline
+    grads: Pipeline
+    sdS: gl.shared_memory_descriptor  # noqa: N815
+    sdQ: gl.shared_memory_descriptor  # noqa: N815
+
+    @gluon.constexpr_function
+    def __init__(self, keys, values, ones, queries, grads, sdS, sdQ):
+        """Store the fields."""
+        self.keys = keys
+        self.values = values
+        self.ones = ones
+        self.queries = queries
+        self.grads = grads
+        self.sdS = sdS
+        self.sdQ = sdQ
+
+
 @gluon.jit
 def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
     """Load the keys and values of a tile."""
@@ -80,17 +114,16 @@ def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
 
 
 @gluon.jit
-def producer(
-    q, k, v, grad_o, lse, minus_delta, keys, values, queries, grads, scheduler, splits, wave_size,
-    stagger, shape, t,
-):  # fmt: skip
+def producer(inputs, smem, scheduler, splits, wave, shape, t):
     """Load keys and values, and before these the first queries with dO."""
+    q, k, v, grad_o, lse, minus_delta = inputs
+    keys, values, queries, grads = smem.keys, smem.values, smem.queries, smem.grads
     n = 0
     kv_n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
         mask = shape.mask_of(batch)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
+        schedule = shift_schedule(scheduler, tile, wave, mask.masked)
         start_kv, kv_head = block * BLOCK_KV, splits.kv_head(split_head)
         first, _, _, end = visited_tiles(block, mask, t)
         begin = split_head * shape.group
@@ -127,35 +160,61 @@ def new_ones():
 
 
 @gluon.jit
-def mma_minus(a, b, ones, terms, t, LAYOUT: gl.constexpr):
+def new_shared_storage(inputs, dq, STAGES: gl.constexpr):
+    """Allocate the shared memory; inputs and dq are descriptors."""
+    q, k, v, grad_o, lse, minus_delta = inputs
+    keys = new_pipeline(k, 1, 2)
+    values = new_pipeline(v, 1, 2)
+    queries = new_pipeline(q, STAGES, 0, row_stats=lse)
+    grads = new_pipeline(grad_o, STAGES, 0, row_stats=minus_delta)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    sdS = gl.allocate_shared_memory(q.dtype, [2, q.block_shape[2], BLOCK_KV], layout)
+    ones = new_ones()
+    sdQ = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
+    return SharedStorage(keys, values, ones, queries, grads, sdS, sdQ)
+
+
+@gluon.jit
+def mma_minus(a, b, ones, terms, t):
     """Begin a product as ``mma_qk`` does, and add to it the terms [rows, TERMS] of b's rows."""
-    acc = mma_qk(a, b, t.d_lo, t.d_hi, LAYOUT)
+    acc = mma_qk(a, b, t.d_lo, t.d_hi)
     return warpgroup_mma(ones, terms.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
 def mainloop_step(
-    WARPGROUP: gl.constexpr, state, keys, values, ones, queries, grads, sdS, sdQ, n, start_q,
-    start_kv, mask, bounds, score, t, COLUMNS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
-    P: gl.constexpr, DQ: gl.constexpr,
-):  # fmt: skip
+    WARPGROUP: gl.constexpr,
+    n,
+    state,
+    smem,
+    start_q,
+    start_kv,
+    mask,
+    bounds,
+    score,
+    t,
+    MASKED: gl.constexpr,
+):
     """Compute the n-th tile of queries.
 
     dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
     at half the rate of the others.
     """
+    S: gl.constexpr = acc_layout(t.block_q)
+    P: gl.constexpr = operand_layout(t.d_lo)
+    queries, grads = smem.queries, smem.grads
     dk, dv = state
     at = opaque(0)  # addresses that are the same in each step would fill registers
-    k, v = keys.term(at), values.term(at)
+    k, v = smem.keys.term(at), smem.values.term(at)
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
     own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
     q, lse = queries.consumer_wait(n), queries.stats(n)
     if score.cap is None:
-        s = mma_minus(own_k, q, ones, lse, t, S)
+        s = mma_minus(own_k, q, smem.ones, lse, t)
     else:
-        s = mma_qk(own_k, q, t.d_lo, t.d_hi, S)
+        s = mma_qk(own_k, q, t.d_lo, t.d_hi)
     do, minus_delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_minus(own_v, do, ones, minus_delta, t, S)
+    dp = mma_minus(own_v, do, smem.ones, minus_delta, t)
     s = warpgroup_mma_wait(2 if t.d_hi == 0 else 3, deps=[s])
     s = score.capped(s)
     x = s * score.log2
@@ -169,15 +228,15 @@ def mainloop_step(
     ds = (p * warpgroup_mma_wait(0, deps=[dp])).to(q.dtype)
     n = opaque(n)  # stages are computed again, for the same reason
     # The other warpgroup has read what was there: it came to the last barrier after it did so.
-    exchanged = sdS.index(n & 1)
+    exchanged = smem.sdS.index(n & 1)
     exchanged.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
     dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
     consumer_barrier()
-    dq = mma_dq(WARPGROUP, exchanged, k, t, COLUMNS, DQ)
+    dq = mma_dq(WARPGROUP, exchanged, k, t)
     thread_barrier()  # the compiler wants one before the next dS: here the warps have just met
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
-    store_sdq(WARPGROUP, mma_wait(dq, products(t.d_hi)), sdQ, n, COLUMNS)
+    store_sdq(WARPGROUP, mma_wait(dq, products(t.d_hi)), smem.sdQ, n)
     dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
     barrier_arrive(EMPTY + n % queries.stages, WARPGROUPS_AND_WARP)
     return dk, dv
@@ -215,16 +274,9 @@ def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask,
 
 
 @gluon.jit
-def consumer(
-    WARPGROUP: gl.constexpr, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler,
-    splits, shape, scale, score, t,
-):  # fmt: skip
+def consumer(WARPGROUP: gl.constexpr, dk, dv, smem, scheduler, splits, shape, scale, score, t):
     """Compute dk and dv of this warpgroup's keys, and its parts of dq."""
-    COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE  # of a part of dq
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_q, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    keys, values, queries, grads = smem.keys, smem.values, smem.queries, smem.grads
     for stage in gl.static_range(queries.stages):
         barrier_arrive(EMPTY + stage, WARPGROUPS_AND_WARP)
     n = 0
@@ -234,8 +286,8 @@ def consumer(
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
-        bounds = mask.query_bounds(start_kv, KEYS, S)
-        dk_acc, dv_acc = zero_acc(t.d_lo, t.d_hi), zero_acc(t.d_lo, t.d_hi)
+        bounds = mask.query_bounds(start_kv, KEYS, acc_layout(t.block_q))
+        state = zero_acc(t.d_lo, t.d_hi), zero_acc(t.d_lo, t.d_hi)
         keys.consumer_wait(kv_n)
         values.consumer_wait(kv_n)
         clean_keys(WARPGROUP, keys.tile(kv_n), values.tile(kv_n), block * BLOCK_KV, mask)
@@ -249,17 +301,18 @@ def consumer(
             stop = gl.where(second, first, full_end)
             clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
-                dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, bounds, own, t, COLUMNS, True, S, P, DQ,
-                )  # fmt: skip
+                start_q = i * t.block_q
+                state = mainloop_step(
+                    WARPGROUP, n, state, smem, start_q, start_kv, mask, bounds, own, t, True
+                )
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
-                dk_acc, dv_acc = mainloop_step(
-                    WARPGROUP, (dk_acc, dv_acc), keys, values, ones, queries, grads, sdS, sdQ, n,
-                    i * t.block_q, start_kv, mask, bounds, own, t, COLUMNS, False, S, P, DQ,
-                )  # fmt: skip
+                start_q = i * t.block_q
+                state = mainloop_step(
+                    WARPGROUP, n, state, smem, start_q, start_kv, mask, bounds, own, t, False
+                )
                 n += 1
+        dk_acc, dv_acc = state
         if splits.count is None:
             consumer_barrier()  # both have read all keys, so gradients may take their place
             k, v = keys.tile(kv_n), values.tile(kv_n)
@@ -326,29 +379,20 @@ def flashattn_hopper_bwd(
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
-    keys = new_pipeline(k, 1, 2)
-    values = new_pipeline(v, 1, 2)
-    queries = new_pipeline(q, STAGES, 0, row_stats=lse)
-    grads = new_pipeline(grad_o, STAGES, 0, row_stats=minus_delta)
-    sdS = gl.allocate_shared_memory(
-        q.dtype, [2, BLOCK_Q, BLOCK_KV], gl.NVMMASharedLayout(128, 16, 2)
-    )
-    ones = new_ones()
-    sdQ = gl.allocate_shared_memory(dq.dtype, [2, 1, 1, LINE, LINE], dq.layout)
+    inputs = q, k, v, grad_o, lse, minus_delta
+    smem = new_shared_storage(inputs, dq, STAGES)
+    wave = wave_size, stagger
     arrivals = new_scalar_pipeline(1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (0, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler, splits,
-                        shape, scale, score, t)),
-            (consumer, (1, dk, dv, keys, values, ones, queries, grads, sdS, sdQ, scheduler, splits,
-                        shape, scale, score, t)),
-            (producer, (q, k, v, grad_o, lse, minus_delta, keys, values, queries, grads, scheduler,
-                        splits, wave_size, stagger, shape, t)),
-            (dq_store, (0, dq, sdQ, semaphore, arrivals, scheduler, wave_size, stagger, shape, t)),
-            (dq_store, (1, dq, sdQ, semaphore, arrivals, scheduler, wave_size, stagger, shape, t)),
-            (dq_semaphore_wait, (semaphore, arrivals, scheduler, wave_size, stagger, shape, t)),
+            (consumer, (0, dk, dv, smem, scheduler, splits, shape, scale, score, t)),
+            (consumer, (1, dk, dv, smem, scheduler, splits, shape, scale, score, t)),
+            (producer, (inputs, smem, scheduler, splits, wave, shape, t)),
+            (dq_store, (0, dq, smem.sdQ, semaphore, arrivals, scheduler, wave, shape, t)),
+            (dq_store, (1, dq, smem.sdQ, semaphore, arrivals, scheduler, wave, shape, t)),
+            (dq_semaphore_wait, (semaphore, arrivals, scheduler, wave, shape, t)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
-    )  # fmt: skip
+    )

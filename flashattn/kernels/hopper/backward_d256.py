@@ -37,7 +37,7 @@ from flashattn.kernels.hopper.mask import Mask, ordered_runs
 from flashattn.kernels.hopper.mma import (
     Columns,
     acc_wait,
-    mma_pv,
+    mma_packed,
     mma_qk,
     mma_wait,
     products,
@@ -45,7 +45,7 @@ from flashattn.kernels.hopper.mma import (
     zero_acc,
 )
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
-from flashattn.kernels.hopper.registers import pack, unpack
+from flashattn.kernels.hopper.registers import pack
 from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score
 
@@ -69,13 +69,13 @@ def visited_query_tiles(block, shape):
 
 
 @gluon.jit
-def producer_dkdv(x, row_stats, own, high, pipeline, own_pipeline, scheduler, splits, shape):
+def producer_dkdv(inputs, pipeline, own_pipeline, scheduler, splits, shape):
     """Load k and the queries, or v and dO, the first tile of these first.
 
     Each pair has a warp of its own: a tile of queries is in use for longer than one of dO, and a
     warp that waited for a stage of the one would leave a stage of the other empty.
     """
-    x_high, own_high = high
+    x, row_stats, own, x_high, own_high = inputs
     n = 0
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     first, _, _, end = visited_query_tiles(block, shape)
@@ -91,44 +91,47 @@ def producer_dkdv(x, row_stats, own, high, pipeline, own_pipeline, scheduler, sp
 
 
 @gluon.jit
-def compute_p(
-    s, lse_log2, sP, n, start_q, start_kv, shape, score, MASKED: gl.constexpr,
-    DTYPE: gl.constexpr,
-):  # fmt: skip
-    """Return 2^14 P of the n-th tile of queries, packed, and share it."""
+def compute_p(n, s, lse_log2, sP, start_q, start_kv, mask, score, DTYPE: gl.constexpr):
+    """Return 2^14 P of the n-th tile of queries, packed, and share it; mask may be None."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     s = score.capped(s)
     p = gl.exp2(s * score.log2 - rows[None, :])
-    if MASKED:
-        p = shape.mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
+    if mask is not None:
+        p = mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
     # The n-th queries lie where the STAGES before them did, which dk released after it read P.
     sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
 
 @gluon.jit
-def dv_step(
-    state, k, queries, grads, sP, n, start_q, start_kv, shape, score, t, MASKED: gl.constexpr,
-    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, mask, score, t):
     """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
-    dv, p = state
+    p, dv = state
     do = grads.consumer_wait(n - 1)
-    dv = mma_pv(unpack(p, do.dtype, OPERAND), do, dv, t.v_lo, t.v_hi)
+    dv = mma_packed(p, do, dv, t.v_lo, t.v_hi)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_qk(k, q, t.d_lo, t.d_hi, LAYOUT)
+    s = mma_qk(k, q, t.d_lo, t.d_hi)
     dv = acc_wait(dv, products(t.d_hi), t.v_hi)
     grads.consumer_release(n - 1)
     s = mma_wait(s, 0)
-    p = compute_p(s, lse_log2, sP, n, start_q, start_kv, shape, score, MASKED, do.dtype)
-    return dv, p
+    p = compute_p(n, s, lse_log2, sP, start_q, start_kv, mask, score, do.dtype)
+    return p, dv
 
 
 @gluon.jit
 def store_grad(
-    descriptors, acc, factor, pipeline, at, coord, scheduler, splits, shape, LO: gl.constexpr,
+    descriptors,
+    acc,
+    factor,
+    pipeline,
+    at,
+    coord,
+    scheduler,
+    splits,
+    seq_kv,
+    LO: gl.constexpr,
     HI: gl.constexpr,
-):  # fmt: skip
+):
     """Store dk or dv of this CTA's keys, through a tile of shared memory that nobody reads again.
 
     It is the one at a place of a pipeline, of LO + HI columns or more.
@@ -145,17 +148,13 @@ def store_grad(
         tma.store_wait(0)
     else:
         partial = splits.partial(batch, split_head, scheduler)
-        splits.store(x, acc, factor, partial, start_kv, shape.mask.seq_kv, LO, HI)
+        splits.store(x, acc, factor, partial, start_kv, seq_kv, LO, HI)
 
 
 @gluon.jit
-def consumer_dv(
-    dv, keys, queries, grads, sP, scheduler, splits, shape, score, t,
-):  # fmt: skip
+def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t):
     """Compute P, and dv; the keys are this warpgroup's own."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.v_lo, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    mask = shape.mask
     RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
     n = 0
     coord = scheduler.tile_coord(gl.program_id(0))
@@ -164,12 +163,11 @@ def consumer_dv(
     first, full_begin, full_end, end = visited_query_tiles(block, shape)
     k = keys.consumer_wait(0)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
-    s = mma_wait(mma_qk(k, q, t.d_lo, t.d_hi, S), 0)
-    p = compute_p(
-        s, lse_log2, sP, n, first * BLOCK, start_kv, shape, score, shape.mask.masked, k.dtype
-    )
+    s = mma_wait(mma_qk(k, q, t.d_lo, t.d_hi), 0)
+    masked = mask if mask.masked else None
+    p = compute_p(n, s, lse_log2, sP, first * BLOCK, start_kv, masked, score, k.dtype)
     n += 1
-    acc = zero_acc(t.v_lo, t.v_hi)
+    state = p, zero_acc(t.v_lo, t.v_hi)
     for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
         begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
         if shape.mask.two_sided:  # ... and then the others, which left masks
@@ -177,20 +175,17 @@ def consumer_dv(
             masked_end = gl.where(run % 2 > 0, end, full_begin)
         if shape.mask.masked:
             for i in range(begin, masked_end):
-                acc, p = dv_step(
-                    (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score, t,
-                    True, S, P,
-                )  # fmt: skip
+                start_q = i * BLOCK
+                state = dv_step(n, state, k, queries, grads, sP, start_q, start_kv, mask, score, t)
                 n += 1
         for i in range(gl.maximum(begin, masked_end), full_end):
-            acc, p = dv_step(
-                (acc, p), k, queries, grads, sP, n, i * BLOCK, start_kv, shape, score, t, False,
-                S, P,
-            )  # fmt: skip
+            start_q = i * BLOCK
+            state = dv_step(n, state, k, queries, grads, sP, start_q, start_kv, None, score, t)
             n += 1
-    do = grads.consumer_wait(n - 1)
-    acc = acc_wait(mma_pv(unpack(p, do.dtype, P), do, acc, t.v_lo, t.v_hi), 0, t.v_hi)
-    store_grad(dv, acc, LOWER, keys, 0, coord, scheduler, splits, shape, t.v_lo, t.v_hi)
+    p, acc = state
+    acc = mma_packed(p, grads.consumer_wait(n - 1), acc, t.v_lo, t.v_hi)
+    acc = acc_wait(acc, 0, t.v_hi)
+    store_grad(dv, acc, LOWER, keys, 0, coord, scheduler, splits, mask.seq_kv, t.v_lo, t.v_hi)
 
 
 @gluon.jit
@@ -205,47 +200,42 @@ def compute_ds(dp, delta, grads, sP, n, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def dk_step(
-    state, v, queries, grads, sP, n, t, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+def dk_step(n, state, v, queries, grads, sP, t):
     """Add the tile of queries before the n-th to dk, and compute dS of the n-th."""
-    dk, ds = state
+    ds, dk = state
     q = queries.consumer_wait(n - 1)
-    dk = mma_pv(unpack(ds, q.dtype, OPERAND), q, dk, t.d_lo, t.d_hi)
+    dk = mma_packed(ds, q, dk, t.d_lo, t.d_hi)
     do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_qk(v, do, t.v_lo, t.v_hi, LAYOUT)
+    dp = mma_qk(v, do, t.v_lo, t.v_hi)
     dk = acc_wait(dk, products(t.v_hi), t.d_hi)
     queries.consumer_release(n - 1)
     dp = mma_wait(dp, 0)
-    return dk, compute_ds(dp, delta, grads, sP, n, q.dtype)
+    return compute_ds(dp, delta, grads, sP, n, q.dtype), dk
 
 
 @gluon.jit
-def consumer_dk(
-    dk, values, queries, grads, sP, scheduler, splits, shape, scale, t,
-):  # fmt: skip
+def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale, t):
     """Compute dS, and dk; the values are this warpgroup's own."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     n = 0
     coord = scheduler.tile_coord(gl.program_id(0))
     block = coord[0]
     first, _, _, end = visited_query_tiles(block, shape)
     v = values.consumer_wait(0)
     do, delta = grads.consumer_wait(n), grads.stats(n)
-    dp = mma_wait(mma_qk(v, do, t.v_lo, t.v_hi, S), 0)
+    dp = mma_wait(mma_qk(v, do, t.v_lo, t.v_hi), 0)
     ds = compute_ds(dp, delta, grads, sP, n, v.dtype)
     n += 1
-    acc = zero_acc(t.d_lo, t.d_hi)
+    state = ds, zero_acc(t.d_lo, t.d_hi)
     for _ in range(1, shape.group * (end - first)):
-        acc, ds = dk_step((acc, ds), v, queries, grads, sP, n, t, S, P)
+        state = dk_step(n, state, v, queries, grads, sP, t)
         n += 1
-    q = queries.consumer_wait(n - 1)
-    acc = acc_wait(mma_pv(unpack(ds, q.dtype, P), q, acc, t.d_lo, t.d_hi), 0, t.d_hi)
+    ds, acc = state
+    acc = mma_packed(ds, queries.consumer_wait(n - 1), acc, t.d_lo, t.d_hi)
+    acc = acc_wait(acc, 0, t.d_hi)
     # dv has read the last queries: their P came from it. The tile of values may be too narrow.
     at = (n - 1) % queries.stages
-    store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, shape, t.d_lo, t.d_hi)
+    seq_kv = shape.mask.seq_kv
+    store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, seq_kv, t.d_lo, t.d_hi)
 
 
 @gluon.jit(
@@ -284,18 +274,16 @@ def flashattn_hopper_bwd_d256_dkdv(
     queries = new_pipeline(q, STAGES, 1, row_stats=lse_log2, high=q_high)
     grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, high=grad_o_high)
     sP = new_shared_p(gl.float16, STAGES, BLOCK, BLOCK)
+    of_v, of_k = (dv, dv_high), (dk, dk_high)
+    of_q, of_grad = (q, lse_log2, k, q_high, k_high), (grad_o, delta, v, grad_o_high, v_high)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dv, ((dv, dv_high), keys, queries, grads, sP, scheduler, splits, shape, score,
-                           t)),
-            (consumer_dk, ((dk, dk_high), values, queries, grads, sP, scheduler, splits, shape,
-                           scale, t)),
-            (producer_dkdv, (q, lse_log2, k, (q_high, k_high), queries, keys, scheduler, splits,
-                             shape)),
-            (producer_dkdv, (grad_o, delta, v, (grad_o_high, v_high), grads, values, scheduler,
-                             splits, shape)),
+            (consumer_dv, (of_v, keys, queries, grads, sP, scheduler, splits, shape, score, t)),
+            (consumer_dk, (of_k, values, queries, grads, sP, scheduler, splits, shape, scale, t)),
+            (producer_dkdv, (of_q, queries, keys, scheduler, splits, shape)),
+            (producer_dkdv, (of_grad, grads, values, scheduler, splits, shape)),
         ],
         [4, 1, 1],
         [240, 24, 24],
-    )  # fmt: skip
+    )

@@ -18,7 +18,7 @@ from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
 from flashattn.kernels.hopper.mma import (
     Columns,
     acc_wait,
-    mma_pv,
+    mma_packed,
     mma_qk,
     mma_wait,
     products,
@@ -26,7 +26,7 @@ from flashattn.kernels.hopper.mma import (
     zero_acc,
 )
 from flashattn.kernels.hopper.pipeline import new_pipeline
-from flashattn.kernels.hopper.registers import opaque, pack, unpack
+from flashattn.kernels.hopper.registers import acc_layout, opaque, pack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score
 
@@ -44,8 +44,10 @@ def visited_key_tiles(block, shape):
 
 
 @gluon.jit
-def producer_dq(q, k, v, grad_o, high, queries, grads, keys, values, scheduler, shape):
+def producer_dq(inputs, high, pipelines, scheduler, shape):
     """Load queries and dO, and then keys and values from the last to the first."""
+    q, k, v, grad_o = inputs
+    queries, grads, keys, values = pipelines
     q_high, k_high, v_high, grad_o_high = high
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
@@ -74,90 +76,92 @@ def opaque_tile(pipeline, n):
 
 
 @gluon.jit
-def compute_p_ds(
-    s, dp, values, n, stats, start_q, start_kv, shape, score, t, MASKED: gl.constexpr,
-    DTYPE: gl.constexpr,
-):  # fmt: skip
-    """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun."""
+def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, mask, score, t):
+    """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun.
+
+    The mask may be None.
+    """
     lse_log2, delta = stats
     s = score.capped(mma_wait(s, products(t.v_hi)))
     seen = s
-    if MASKED:
-        seen = shape.mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
+    if mask is not None:
+        seen = mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
     p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
     dp = mma_wait(dp, 0)
     values.consumer_release(n)
-    return pack(p * (dp - delta[:, None]), DTYPE)
+    return pack(p * (dp - delta[:, None]), values.tiles.dtype)
 
 
 @gluon.jit
-def dq_step(
-    WARPGROUP: gl.constexpr, state, queries, grads, stats, keys, values, n, start_q, start_kv,
-    shape, score, t, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+def dq_step(WARPGROUP: gl.constexpr, n, state, pipelines, stats, start_q, start_kv, mask, score, t):
     """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
-    dq, ds = state
+    queries, grads, keys, values = pipelines
+    ds, dq = state
     k = keys.tile(n - 1)
-    dq = mma_pv(unpack(ds, k.dtype, OPERAND), k, dq, t.d_lo, t.d_hi)
+    dq = mma_packed(ds, k, dq, t.d_lo, t.d_hi)
     q = opaque_tile(queries, WARPGROUP)
-    s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, LAYOUT)
+    s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi)
     do = opaque_tile(grads, WARPGROUP)
-    dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi, LAYOUT)
+    dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)
     dq = acc_wait(dq, products(t.d_hi) + products(t.v_hi), t.d_hi)
     keys.consumer_release(n - 1)
-    ds = compute_p_ds(s, dp, values, n, stats, start_q, start_kv, shape, score, t, MASKED, k.dtype)
-    return dq, ds
+    return compute_p_ds(n, s, dp, values, stats, start_q, start_kv, mask, score, t), dq
 
 
 @gluon.jit
 def consumer_dq(
-    WARPGROUP: gl.constexpr, descriptors, lse_log2, delta, queries, grads, keys, values, scheduler,
-    shape, lse_rows, scale, score, t,
-):  # fmt: skip
+    WARPGROUP: gl.constexpr,
+    descriptors,
+    stats,
+    pipelines,
+    scheduler,
+    shape,
+    lse_rows,
+    scale,
+    score,
+    t,
+):
     """Compute dq of 64 queries of the tile."""
     dq, dq_high = descriptors
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.d_lo, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    lse_log2, delta = stats
+    queries, grads, keys, values = pipelines
+    mask = shape.mask
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     start_q = block * PAIR + WARPGROUP * BLOCK
-    RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
+    RUNS: gl.constexpr = 2 if mask.two_sided else 1
     first, full_begin, full_end, end = visited_key_tiles(block, shape)
     at = (batch * scheduler.heads + head).to(gl.int64) * lse_rows + start_q
-    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, S))
-    stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
+    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
+    rows_stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
     queries.consumer_wait(WARPGROUP)
     q = opaque_tile(queries, WARPGROUP)
-    s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S)
+    s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi)
     grads.consumer_wait(WARPGROUP)
     do = opaque_tile(grads, WARPGROUP)
-    dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi, S)
-    ds = compute_p_ds(
-        s, dp, values, n, stats, start_q, (end - 1) * BLOCK, shape, score, t, True, q.dtype
-    )
+    dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)
+    start_kv = (end - 1) * BLOCK
+    ds = compute_p_ds(n, s, dp, values, rows_stats, start_q, start_kv, mask, score, t)
     n += 1
-    acc = zero_acc(t.d_lo, t.d_hi)
+    state = ds, zero_acc(t.d_lo, t.d_hi)
     full_end = gl.minimum(full_end, end - 1)
     for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
-        start, stop, low = descending_run(
-            run, first, full_begin, full_end, end - 1, shape.mask.two_sided
-        )
-        if shape.mask.masked:  # else only the last tile of keys may need a mask
+        start, stop, low = descending_run(run, first, full_begin, full_end, end - 1, mask.two_sided)
+        if mask.masked:  # else only the last tile of keys may need a mask
             for i in range(start - 1, stop - 1, -1):
-                acc, ds = dq_step(
-                    WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q,
-                    i * BLOCK, shape, score, t, True, S, P,
-                )  # fmt: skip
+                start_kv = i * BLOCK
+                state = dq_step(
+                    WARPGROUP, n, state, pipelines, rows_stats, start_q, start_kv, mask, score, t
+                )
                 n += 1
         for i in range(stop - 1, low - 1, -1):
-            acc, ds = dq_step(
-                WARPGROUP, (acc, ds), queries, grads, stats, keys, values, n, start_q, i * BLOCK,
-                shape, score, t, False, S, P,
-            )  # fmt: skip
+            start_kv = i * BLOCK
+            state = dq_step(
+                WARPGROUP, n, state, pipelines, rows_stats, start_q, start_kv, None, score, t
+            )
             n += 1
-    k = keys.tile(n - 1)
-    acc = acc_wait(mma_pv(unpack(ds, k.dtype, P), k, acc, t.d_lo, t.d_hi), 0, t.d_hi)
+    ds, acc = state
+    acc = acc_wait(mma_packed(ds, keys.tile(n - 1), acc, t.d_lo, t.d_hi), 0, t.d_hi)
     store_acc(acc, scale, q, t.d_lo, t.d_hi)
     fence_async_shared()
     store_tile(dq, [batch, head, start_q, 0], queries.tiles.index(WARPGROUP))
@@ -199,16 +203,15 @@ def flashattn_hopper_bwd_d256_dq(
     grads = new_pipeline(grad_o, 2, 1, high=grad_o_high)
     keys = new_pipeline(k, STAGES, 2, high=k_high)
     values = new_pipeline(v, STAGES - 1, 2, high=v_high)
-    high = q_high, k_high, v_high, grad_o_high
+    inputs, high = (q, k, v, grad_o), (q_high, k_high, v_high, grad_o_high)
+    of_q, stats, pipelines = (dq, dq_high), (lse_log2, delta), (queries, grads, keys, values)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dq, (0, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
-                           scheduler, shape, lse_rows, scale, score, t)),
-            (consumer_dq, (1, (dq, dq_high), lse_log2, delta, queries, grads, keys, values,
-                           scheduler, shape, lse_rows, scale, score, t)),
-            (producer_dq, (q, k, v, grad_o, high, queries, grads, keys, values, scheduler, shape)),
+            (consumer_dq, (0, of_q, stats, pipelines, scheduler, shape, lse_rows, scale, score, t)),
+            (consumer_dq, (1, of_q, stats, pipelines, scheduler, shape, lse_rows, scale, score, t)),
+            (producer_dq, (inputs, high, pipelines, scheduler, shape)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -40,6 +40,7 @@ from flashattn.kernels.hopper.named import (
     barrier_arrive,
     barrier_wait,
 )
+from flashattn.kernels.hopper.registers import acc_layout
 from flashattn.kernels.hopper.scheduler import shift_schedule
 from flashattn.kernels.hopper.semaphore import arrive_inc, fence_acquire, wait_eq
 from flashattn.kernels.hopper.tma import swizzled
@@ -51,13 +52,13 @@ DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
 @gluon.jit
-def dq_semaphore_wait(semaphore, arrivals, scheduler, wave_size, stagger, shape, t):
+def dq_semaphore_wait(semaphore, arrivals, scheduler, wave, shape, t):
     """Wait for the dq semaphores, and send their values to the warps that store dq."""
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
         mask = shape.mask_of(batch)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
+        schedule = shift_schedule(scheduler, tile, wave, mask.masked)
         first, _, _, end = visited_tiles(block, mask, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
         heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
@@ -90,18 +91,7 @@ def release_sdq():
 
 
 @gluon.jit
-def dq_store(
-    WARP: gl.constexpr,
-    dq,
-    sdQ,
-    semaphore,
-    arrivals,
-    scheduler,
-    wave_size,
-    stagger,
-    shape,
-    t,
-):
+def dq_store(WARP: gl.constexpr, dq, sdQ, semaphore, arrivals, scheduler, wave, shape, t):
     """Add every other dq tile to the accumulator: a CTA's even ones, or the odd ones.
 
     The other warp stores the next tile while this one waits until its writes are in memory.
@@ -112,7 +102,7 @@ def dq_store(
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
         mask = shape.mask_of(batch)
-        schedule = shift_schedule(scheduler, tile, wave_size, stagger, mask.masked)
+        schedule = shift_schedule(scheduler, tile, wave, mask.masked)
         first, _, _, end = visited_tiles(block, mask, t)
         accum_batch = semaphore.accum_batch(block, batch, scheduler)
         heads, tiles = scheduler.heads * shape.group, gl.cdiv(mask.seq_q, t.block_q)
@@ -134,33 +124,35 @@ def dq_store(
 
 
 @gluon.jit
-def mma_dq(WARPGROUP: gl.constexpr, ds, k, t, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def mma_dq(WARPGROUP: gl.constexpr, ds, k, t):
     """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
+    COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
     if t.block_q == QUERIES:
         k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
     else:
         ds = ds.slice(WARPGROUP * QUERIES, QUERIES, dim=0)
-    dq = gl.zeros([QUERIES, COLUMNS], gl.float32, LAYOUT)
+    dq = gl.zeros([QUERIES, COLUMNS], gl.float32, acc_layout(COLUMNS))
     return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def to_accum_layout(dq, COLUMNS: gl.constexpr):
+def to_accum_layout(dq):
     """Return a part of dq in the accumulator's order, as rows of 64 numbers.
 
     Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers of
     a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
     """
+    COLUMNS: gl.constexpr = dq.shape[1]
     dq = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     return gl.reshape(dq, [COLUMNS, LINE])
 
 
 @gluon.jit
-def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n, COLUMNS: gl.constexpr):
+def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n):
     """Write this warpgroup's part of the n-th tile of dq to shared memory."""
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
-    part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, COLUMNS, dim=0)
-    part.store(to_accum_layout(dq, COLUMNS))
+    part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, dq.shape[1], dim=0)
+    part.store(to_accum_layout(dq))
     fence_async_shared()
     barrier_arrive(DQ_FULL + n % 2, WARPGROUPS_AND_WARP)
 

@@ -18,6 +18,7 @@ from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
+from flashattn.kernels.hopper.registers import acc_layout
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
 
 COLUMNS = gl.constexpr(128)
@@ -85,18 +86,15 @@ def producer_dkdv(x, own, pipeline, own_pipeline, kv_heads, splits, shape, TERMS
 
 
 @gluon.jit
-def consumer_dv(
-    dv, lse_log2, keys, queries, grads, sP, strides, kv_heads, splits, shape, lse_rows, scale_log2,
-    head_dim, TERMS: gl.constexpr,
-):  # fmt: skip
+def consumer_dv(out, inputs, kv_heads, splits, shape, scale_log2, TERMS: gl.constexpr):
     """Compute P, and dv."""
     WALKED: gl.constexpr = walked(TERMS)
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    S: gl.constexpr = acc_layout(WALKED)
+    dv, strides, head_dim = out
+    lse_log2, lse_rows, keys, queries, grads, sP = inputs
     start_kv, batch, split_batch, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
     rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
-    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DV)
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     k = keys.consumer_wait(0)
     n = 0
     for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
@@ -104,7 +102,7 @@ def consumer_dv(
         for i in range(first, end):
             lse_log2_rows = gl.load(at + i * WALKED + rows)
             q = queries.consumer_wait(n)
-            s = mma_terms(k, transpose_terms(q, TERMS), S, TERMS)
+            s = mma_terms(k, transpose_terms(q, TERMS), TERMS)
             p = gl.exp2(s * scale_log2 - lse_log2_rows[None, :])
             if shape.mask.masked:
                 p = shape.mask.apply_transposed(p, i * WALKED, start_kv, (0, 0), True)
@@ -112,25 +110,22 @@ def consumer_dv(
             # read P.
             sP.store(n, p)
             do = grads.consumer_wait(n)
-            acc += mma_terms(bf16_terms(p, P, TERMS), do, DV, TERMS)
+            acc += mma_terms(bf16_terms(p, COLUMNS, TERMS), do, TERMS)
             grads.consumer_release(n)
             n += 1
     store_global(dv, acc, strides, split_batch, kv_head, start_kv, shape.mask.seq_kv, head_dim)
 
 
 @gluon.jit
-def consumer_dk(
-    dk, delta, values, queries, grads, sP, strides, kv_heads, splits, shape, lse_rows, scale,
-    head_dim, TERMS: gl.constexpr,
-):  # fmt: skip
+def consumer_dk(out, inputs, kv_heads, splits, shape, scale, TERMS: gl.constexpr):
     """Compute dS, and dk."""
     WALKED: gl.constexpr = walked(TERMS)
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    S: gl.constexpr = acc_layout(WALKED)
+    dk, strides, head_dim = out
+    delta, lse_rows, values, queries, grads, sP = inputs
     start_kv, batch, split_batch, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
     rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
-    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DK)
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     v = values.consumer_wait(0)
     n = 0
     for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
@@ -138,12 +133,12 @@ def consumer_dk(
         for i in range(first, end):
             delta_rows = gl.load(at + i * WALKED + rows)
             do = grads.consumer_wait(n)
-            dp = mma_terms(v, transpose_terms(do, TERMS), S, TERMS)
+            dp = mma_terms(v, transpose_terms(do, TERMS), TERMS)
             grads.consumer_release(n)
             p = sP.load(n, S)
-            ds = bf16_terms(p * (dp - delta_rows[None, :]), P, TERMS)
+            ds = bf16_terms(p * (dp - delta_rows[None, :]), COLUMNS, TERMS)
             q = queries.consumer_wait(n)
-            acc += mma_terms(ds, q, DK, TERMS)
+            acc += mma_terms(ds, q, TERMS)
             queries.consumer_release(n)
             n += 1
     store_global(
@@ -177,19 +172,20 @@ def flashattn_hopper_bwd_fp32_dkdv(
     queries = new_pipeline(q, STAGES, 1, TERMS)  # dk releases q after P was computed from it
     grads = new_pipeline(grad_o, STAGES, 2, TERMS)
     sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
+    of_v, of_k = (dv, dv_strides, head_dim), (dk, dk_strides, head_dim)
+    of_p = lse_log2, lse_rows, keys, queries, grads, sP
+    of_ds = delta, lse_rows, values, queries, grads, sP
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dv, (dv, lse_log2, keys, queries, grads, sP, dv_strides, kv_heads, splits,
-                           shape, lse_rows, scale_log2, head_dim, TERMS)),
-            (consumer_dk, (dk, delta, values, queries, grads, sP, dk_strides, kv_heads, splits,
-                           shape, lse_rows, scale, head_dim, TERMS)),
+            (consumer_dv, (of_v, of_p, kv_heads, splits, shape, scale_log2, TERMS)),
+            (consumer_dk, (of_k, of_ds, kv_heads, splits, shape, scale, TERMS)),
             (producer_dkdv, (q, k, queries, keys, kv_heads, splits, shape, TERMS)),
             (producer_dkdv, (grad_o, v, grads, values, kv_heads, splits, shape, TERMS)),
         ],
         [4, 1, 1],
         [240, 24, 24],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -218,12 +214,11 @@ def producer_dq(x, own, pipeline, own_pipeline, heads, splits, shape, TERMS: gl.
 
 
 @gluon.jit
-def consumer_p(
-    lse_log2, queries, keys, sP, heads, splits, shape, lse_rows, scale_log2, TERMS: gl.constexpr,
-):  # fmt: skip
+def consumer_p(inputs, heads, splits, shape, scale_log2, TERMS: gl.constexpr):
     """Compute P."""
     WALKED: gl.constexpr = walked(TERMS)
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
+    S: gl.constexpr = acc_layout(WALKED)
+    lse_log2, lse_rows, queries, keys, sP = inputs
     start_q, batch, _, head, first, end = own_queries(heads, splits, shape, TERMS)
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
     lse_log2_rows = gl.load(lse_log2 + (batch * heads + head).to(gl.int64) * lse_rows + rows)
@@ -231,7 +226,7 @@ def consumer_p(
     n = 0
     for i in range(first, end):
         k = keys.consumer_wait(n)
-        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
+        s = mma_terms(q, transpose_terms(k, TERMS), TERMS)
         p = gl.exp2(s * scale_log2 - lse_log2_rows[:, None])
         # P of a key that pads a tile could be inf, and inf * 0 is NaN.
         p = shape.mask.apply(p, start_q, i * WALKED, (0, 0), 0.0)
@@ -240,28 +235,25 @@ def consumer_p(
 
 
 @gluon.jit
-def consumer_dq(
-    dq, delta, grads, keys, values, sP, strides, heads, splits, shape, lse_rows, scale,
-    head_dim, TERMS: gl.constexpr,
-):  # fmt: skip
+def consumer_dq(out, inputs, heads, splits, shape, scale, TERMS: gl.constexpr):
     """Compute dS, and dq."""
     WALKED: gl.constexpr = walked(TERMS)
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    S: gl.constexpr = acc_layout(WALKED)
+    dq, strides, head_dim = out
+    delta, lse_rows, grads, keys, values, sP = inputs
     start_q, batch, split_batch, head, first, end = own_queries(heads, splits, shape, TERMS)
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
     delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * lse_rows + rows)
-    acc = gl.zeros([OWNED, COLUMNS], gl.float32, DQ)
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     do = grads.consumer_wait(0)
     for n in range(end - first):
         v = values.consumer_wait(n)
-        dp = mma_terms(do, transpose_terms(v, TERMS), S, TERMS)
+        dp = mma_terms(do, transpose_terms(v, TERMS), TERMS)
         values.consumer_release(n)
         p = sP.load(n, S)
-        ds = bf16_terms(p * (dp - delta_rows[:, None]), P, TERMS)
+        ds = bf16_terms(p * (dp - delta_rows[:, None]), COLUMNS, TERMS)
         k = keys.consumer_wait(n)
-        acc += mma_terms(ds, k, DQ, TERMS)
+        acc += mma_terms(ds, k, TERMS)
         keys.consumer_release(n)
     store_global(dq, acc * scale, strides, split_batch, head, start_q, shape.mask.seq_q, head_dim)
 
@@ -291,16 +283,16 @@ def flashattn_hopper_bwd_fp32_dq(
     keys = new_pipeline(k, STAGES, 1, TERMS)  # dq releases k after P was computed from it
     values = new_pipeline(v, STAGES, 1, TERMS)
     sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
+    of_q, of_p = (dq, dq_strides, head_dim), (lse_log2, lse_rows, queries, keys, sP)
+    of_ds = delta, lse_rows, grads, keys, values, sP
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_p, (lse_log2, queries, keys, sP, heads, splits, shape, lse_rows, scale_log2,
-                          TERMS)),
-            (consumer_dq, (dq, delta, grads, keys, values, sP, dq_strides, heads, splits, shape,
-                           lse_rows, scale, head_dim, TERMS)),
+            (consumer_p, (of_p, heads, splits, shape, scale_log2, TERMS)),
+            (consumer_dq, (of_q, of_ds, heads, splits, shape, scale, TERMS)),
             (producer_dq, (k, q, keys, queries, heads, splits, shape, TERMS)),
             (producer_dq, (v, grad_o, values, grads, heads, splits, shape, TERMS)),
         ],
         [4, 1, 1],
         [240, 24, 24],
-    )  # fmt: skip
+    )

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flashattn.kernels.constants import HIGH_BITS
 from flashattn.kernels.hopper.mma import ROWS
+from flashattn.kernels.hopper.registers import acc_layout, operand_layout
 
 
 @gluon.jit
@@ -19,30 +20,34 @@ def leading_bits(x, ADD: gl.constexpr):
 
 
 @gluon.jit
-def bf16_operand(x, LAYOUT: gl.constexpr):
-    """Return a part as an operand of a product."""
-    return gl.convert_layout(x.to(gl.bfloat16), LAYOUT, assert_trivial=True)
+def bf16_operand(x, COLUMNS: gl.constexpr):
+    """Return a term as the left of a product of COLUMNS."""
+    return gl.convert_layout(x.to(gl.bfloat16), operand_layout(COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
-def bf16_terms(x, LAYOUT: gl.constexpr, TERMS: gl.constexpr, ADD: gl.constexpr = 0):
-    """Return operands of a product whose sum is x, in fp32: see ``portable.mma.decompose``."""
+def bf16_terms(x, COLUMNS: gl.constexpr, TERMS: gl.constexpr, ADD: gl.constexpr = 0):
+    """Return the terms of x, in fp32, as the left of a product: see ``portable.mma.decompose``."""
     a = leading_bits(x, ADD)
     rest = x - a
     rest = gl.where(rest == rest, rest, 0.0)  # inf - inf
     if TERMS == 2:
-        terms = bf16_operand(a, LAYOUT), bf16_operand(rest, LAYOUT)
+        terms = bf16_operand(a, COLUMNS), bf16_operand(rest, COLUMNS)
     else:
         b = leading_bits(rest, 0)
-        terms = bf16_operand(a, LAYOUT), bf16_operand(b, LAYOUT), bf16_operand(rest - b, LAYOUT)  # type: ignore[assignment]
+        terms = (  # type: ignore[assignment]
+            bf16_operand(a, COLUMNS),
+            bf16_operand(b, COLUMNS),
+            bf16_operand(rest - b, COLUMNS),
+        )
     return terms
 
 
 @gluon.jit
-def mma_terms(a, b, LAYOUT: gl.constexpr, TERMS: gl.constexpr):
+def mma_terms(a, b, TERMS: gl.constexpr):
     """Return the product of a [64, k] and b [k, columns], both as bf16 terms."""
     WIDTH: gl.constexpr = b[0].shape[1]
-    acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout(WIDTH))
     if TERMS == 2:
         acc = warpgroup_mma(a[0], b[1], acc, use_acc=False, is_async=True)
     else:

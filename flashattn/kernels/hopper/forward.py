@@ -23,6 +23,7 @@ from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
 from flashattn.kernels.hopper.mma import (
     ROWS,
     acc_wait,
+    mma_packed,
     mma_pv,
     mma_qk,
     mma_wait,
@@ -32,7 +33,7 @@ from flashattn.kernels.hopper.mma import (
     zero_acc,
 )
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline, new_shared_tiles
-from flashattn.kernels.hopper.registers import compiler_barrier, pack, unpack
+from flashattn.kernels.hopper.registers import acc_layout, compiler_barrier, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score, with_sink
 
@@ -95,13 +96,15 @@ def visited_tiles(block, mask, t):
 
 
 @gluon.jit
-def producer(q, k, v, high, queries, keys, values, next_tile, tile_counter, scheduler, shape, t):
+def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape, t):
     """Load the queries of each tile, then its keys and values from the last to the first.
 
     The consumers release a stage of keys and the values of the step before together, through
     ``keys``: a release makes the threads of a warpgroup wait for each other.
     """
+    q, k, v = inputs
     q_high, k_high, v_high = high
+    queries, keys, values = pipelines
     n = 0
     tile_n = 0
     tile = gl.program_id(0)
@@ -147,13 +150,13 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, q, keys, values, n, start_q, start_kv, mask, bounds, score, t,
-    MASKED: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+    n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, MASKED: gl.constexpr
+):
     """Add the n-th P V, and under that product compute P of the next tile of keys."""
     acc, p, m, l = state
-    s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi, LAYOUT)
-    acc = mma_pv(unpack(p, DTYPE, OPERAND), values.consumer_wait(n), acc, t.v_lo, t.v_hi)
+    s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi)
+    p = unpack(p, q.dtype, t.v_lo)
+    acc = mma_pv(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
     s = score.capped(mma_wait(s, products(t.v_hi)))
     s, log2, far = score.in_base_2(s, start_q, start_kv)
     if MASKED:
@@ -167,7 +170,7 @@ def mainloop_step(
     sums = thread_row_sums(p_fp32)
     rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
-    p = pack(p_fp32, DTYPE)
+    p = pack(p_fp32, q.dtype)
     if t.barrier:
         compiler_barrier(p)
     acc = acc_wait(acc, 0, t.v_hi)
@@ -186,12 +189,8 @@ def clean_values(mask, v, start_kv, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def mainloop(
-    state, q, keys, values, n, start_q, tiles, mask, bounds, score, t, DTYPE: gl.constexpr,
-    LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+def mainloop(n, state, q, keys, values, start_q, tiles, mask, bounds, score, t):
     """Visit all key tiles but the last, of which P is known; return the state and n."""
-    acc, p, m, l = state
     first, full_begin, full_end, end = tiles
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     if mask.rows:
@@ -200,29 +199,25 @@ def mainloop(
         start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
         if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
             for i in range(start - 1, stop - 1, -1):
-                acc, p, m, l = mainloop_step(
-                    (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
-                    score, t, True, DTYPE, LAYOUT, OPERAND,
-                )  # fmt: skip
+                start_kv = i * t.block_kv
+                state = mainloop_step(
+                    n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, True
+                )
                 n += 1
         for i in range(stop - 1, low - 1, -1):
-            acc, p, m, l = mainloop_step(
-                (acc, p, m, l), q, keys, values, n, start_q, i * t.block_kv, mask, bounds,
-                score, t, False, DTYPE, LAYOUT, OPERAND,
-            )  # fmt: skip
+            start_kv = i * t.block_kv
+            state = mainloop_step(
+                n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, False
+            )
             n += 1
-    return acc, p, m, l, n
+    return state, n
 
 
 @gluon.jit
-def consumer(
-    WARPGROUP: gl.constexpr, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
-    shape, score, t,
-):  # fmt: skip
+def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, scheduler, shape, score, t):
     """Attend to ROWS queries of every tile."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.block_kv, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.v_lo, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    queries, keys, values = pipelines
+    S: gl.constexpr = acc_layout(t.block_kv)
     n = 0
     q_n = WARPGROUP
     tile_n = 0
@@ -235,18 +230,17 @@ def consumer(
         bounds = mask.key_bounds(start_q, ROWS, S)
         own = score.of_head(batch, head)
         q = queries.consumer_wait(q_n)
-        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, S), 0)
+        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi), 0)
         keys.consumer_release(n)
         s, log2, far = own.in_base_2(own.capped(s), start_q, (end - 1) * t.block_kv)
         if mask.masked or full_end < end:
             s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
-        p, m, l = softmax_first(s, log2, far, own, o.dtype)
+        p, m, l = softmax_first(s, log2, far, own, q.dtype)
         acc = zero_acc(t.v_lo, t.v_hi)
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
-        acc, p, m, l, n = mainloop(
-            (acc, p, m, l), q, keys, values, n, start_q, tiles, mask, bounds, own, t,
-            o.dtype, S, P,
-        )  # fmt: skip
+        state = acc, p, m, l
+        state, n = mainloop(n, state, q, keys, values, start_q, tiles, mask, bounds, own, t)
+        acc, p, m, l = state
         if t.dynamic:
             tile = next_tile.read(tile_n)
             tile_n += 1
@@ -255,7 +249,7 @@ def consumer(
         v = values.consumer_wait(n)
         if mask.rows:
             clean_values(mask, v, first * t.block_kv, values.high is None)
-        acc = mma_pv(unpack(p, o.dtype, P), v, acc, t.v_lo, t.v_hi)
+        acc = mma_packed(p, v, acc, t.v_lo, t.v_hi)
         n += 1
         if t.own_so:
             queries.consumer_release(q_n)
@@ -267,7 +261,7 @@ def consumer(
             m, l, own.sink, lse, batch, head, scheduler.heads, start_q, mask.seq_q, S
         )
         acc = scale_acc(acc, inverse, t.v_hi)
-        store_o(acc, (o, o_high), sO, at, batch, head, start_q, t)
+        store_o(acc, o, sO, at, batch, head, start_q, t)
         if not t.own_so:
             tma.store_wait(0)
             queries.consumer_release(q_n)
@@ -345,7 +339,8 @@ def flashattn_hopper_fwd(
     queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1, high=q_high)
     keys = new_pipeline(k, STAGES, GROUPS, high=k_high)
     values = new_pipeline(v, STAGES, 0, high=v_high)
-    high = q_high, k_high, v_high
+    inputs, high, pipelines = (q, k, v), (q_high, k_high, v_high), (queries, keys, values)
+    out = o, o_high
     if DYNAMIC:
         next_tile = new_scalar_pipeline(GROUPS)
     else:  # roles take None as a constexpr only
@@ -357,28 +352,21 @@ def flashattn_hopper_fwd(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
-                            shape, score, t)),
-                (consumer, (1, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
-                            shape, score, t)),
-                (producer, (q, k, v, high, queries, keys, values, next_tile, tile_counter,
-                            scheduler, shape, t)),
+                (consumer, (0, out, lse, pipelines, sO, next_tile, scheduler, shape, score, t)),
+                (consumer, (1, out, lse, pipelines, sO, next_tile, scheduler, shape, score, t)),
+                (producer, (inputs, high, pipelines, next_tile, tile_counter, scheduler, shape, t)),
             ],
             [4, 1],
             [REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
-                            shape, score, t)),
-                (consumer, (1, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
-                            shape, score, t)),
-                (consumer, (2, o, o_high, lse, queries, keys, values, sO, next_tile, scheduler,
-                            shape, score, t)),
-                (producer, (q, k, v, high, queries, keys, values, next_tile, tile_counter,
-                            scheduler, shape, t)),
+                (consumer, (0, out, lse, pipelines, sO, next_tile, scheduler, shape, score, t)),
+                (consumer, (1, out, lse, pipelines, sO, next_tile, scheduler, shape, score, t)),
+                (consumer, (2, out, lse, pipelines, sO, next_tile, scheduler, shape, score, t)),
+                (producer, (inputs, high, pipelines, next_tile, tile_counter, scheduler, shape, t)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )

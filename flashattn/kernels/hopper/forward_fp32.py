@@ -15,6 +15,7 @@ from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_ter
 from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline
+from flashattn.kernels.hopper.registers import acc_layout
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_tile_each
 from flashattn.kernels.hopper.score import Score, with_sink
 
@@ -42,8 +43,10 @@ def own_tile(heads, shape):
 
 
 @gluon.jit
-def producer(q, k, v, queries, keys, values, heads, shape):
+def producer(inputs, pipelines, heads, shape):
     """Load the queries, and then keys and values."""
+    q, k, v = inputs
+    queries, keys, values = pipelines
     start_q, batch, head, first, end = own_tile(heads, shape)
     kv_head = head // shape.group
     for w in gl.static_range(GROUPS):
@@ -55,18 +58,23 @@ def producer(q, k, v, queries, keys, values, heads, shape):
 
 @gluon.jit
 def consumer(
-    WARPGROUP: gl.constexpr, o, lse, queries, keys, values, o_strides, heads, shape, score,
-    head_dim, BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
-):  # fmt: skip
+    WARPGROUP: gl.constexpr,
+    out,
+    pipelines,
+    heads,
+    shape,
+    score,
+    BLOCK_D: gl.constexpr,
+    TERMS: gl.constexpr,
+):
     """Fold the keys into the online softmax of 64 queries, and write o and lse."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WALKED, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    R: gl.constexpr = gl.SliceLayout(1, S)
+    o, lse, o_strides, head_dim = out
+    queries, keys, values = pipelines
+    R: gl.constexpr = gl.SliceLayout(1, acc_layout(WALKED))
     start_q, batch, head, first, end = own_tile(heads, shape)
     start_q += WARPGROUP * ROWS
     sink = score.of_head(batch, head).sink
-    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
+    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout(BLOCK_D))
     m = gl.full([ROWS], float("-inf"), gl.float32, R)
     l = gl.zeros([ROWS], gl.float32, R)
     lost = gl.zeros([ROWS], gl.float32, R)
@@ -74,7 +82,7 @@ def consumer(
     for i in range(first, end):
         n = i - first
         q, k = queries.tile(WARPGROUP), keys.consumer_wait(n)
-        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)
+        s = mma_terms(q, transpose_terms(k, TERMS), TERMS)
         keys.consumer_release(n)
         s = shape.mask.apply(s, start_q, i * WALKED, (0, 0), float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * score.log2)
@@ -86,9 +94,9 @@ def consumer(
         lost = (longer - l * alpha) - term
         l = longer
         m = m_new
-        operands = bf16_terms(p, P, TERMS, HALF_BIT)
+        operands = bf16_terms(p, BLOCK_D, TERMS, HALF_BIT)
         v = values.consumer_wait(n)
-        acc = scale_rows(acc, alpha) + mma_terms(operands, v, O, TERMS)
+        acc = scale_rows(acc, alpha) + mma_terms(operands, v, TERMS)
         values.consumer_release(n)
     rows = start_q + gl.arange(0, ROWS, layout=R)
     if sink is not None:
@@ -117,15 +125,14 @@ def flashattn_hopper_fwd_fp32(
     queries = new_pipeline(q, GROUPS, 1, TERMS)
     keys = new_pipeline(k, STAGES, GROUPS, TERMS)
     values = new_pipeline(v, STAGES, GROUPS, TERMS)
+    out, pipelines = (o, lse, o_strides, head_dim), (queries, keys, values)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (0, o, lse, queries, keys, values, o_strides, heads, shape, score,
-                        head_dim, BLOCK_D, TERMS)),
-            (consumer, (1, o, lse, queries, keys, values, o_strides, heads, shape, score,
-                        head_dim, BLOCK_D, TERMS)),
-            (producer, (q, k, v, queries, keys, values, heads, shape)),
+            (consumer, (0, out, pipelines, heads, shape, score, BLOCK_D, TERMS)),
+            (consumer, (1, out, pipelines, heads, shape, score, BLOCK_D, TERMS)),
+            (producer, ((q, k, v), pipelines, heads, shape)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

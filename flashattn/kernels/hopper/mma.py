@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.registers import acc_layout, operand_layout, unpack
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 
@@ -41,22 +42,21 @@ def products(d_hi):
 @gluon.jit
 def zero_acc(D_LO: gl.constexpr, D_HI: gl.constexpr):
     """Return an accumulator of a warpgroup's rows."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_LO, 16])
-    first = gl.zeros([ROWS, D_LO], gl.float32, L)
+    first = gl.zeros([ROWS, D_LO], gl.float32, acc_layout(D_LO))
     if D_HI == 0:
         accs = (first,)
     else:
-        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HI, 16])
-        accs = (first, gl.zeros([ROWS, D_HI], gl.float32, R))  # type: ignore[assignment]
+        rest = gl.zeros([ROWS, D_HI], gl.float32, acc_layout(D_HI))
+        accs = (first, rest)  # type: ignore[assignment]
     return accs
 
 
 @gluon.jit
-def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr, LAYOUT: gl.constexpr):
+def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr):
     """Begin the product of a [64, D] and b [rows, D] over their columns, [64, rows]."""
     first = b if D_HI == 0 else b.slice(0, D_LO, dim=1)
     COLUMNS: gl.constexpr = first.shape[0]
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout(COLUMNS))
     if D_HI == 0:
         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
     else:
@@ -74,11 +74,16 @@ def mma_pv(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
         accs = (warpgroup_mma(p, x, accs[0], is_async=True),)
     else:
         first = warpgroup_mma(p, x.slice(0, D_LO, dim=1), accs[0], is_async=True)
-        R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HI, 16])
-        p = gl.convert_layout(p, gl.DotOperandLayout(0, R, 2), assert_trivial=True)
+        p = gl.convert_layout(p, operand_layout(D_HI), assert_trivial=True)
         rest = warpgroup_mma(p, x.slice(D_LO, D_HI, dim=1), accs[1], is_async=True)
         accs = (first, rest)
     return accs
+
+
+@gluon.jit
+def mma_packed(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
+    """Begin to add the product of packed p and x likewise."""
+    return mma_pv(unpack(p, x.dtype, D_LO), x, accs, D_LO, D_HI)
 
 
 @gluon.jit

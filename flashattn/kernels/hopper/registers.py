@@ -32,6 +32,18 @@ TO_16 = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 TO_32 = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 32))
 
 
+@gluon.constexpr_function
+def acc_layout(columns):
+    """Return the layout of a warpgroup's accumulator of so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """Return the layout of the registers that are the left of a product of so many columns."""
+    return gl.DotOperandLayout(0, acc_layout(columns), 2)
+
+
 @gluon.jit
 def pack(x, dtype: gl.constexpr):
     """Round x [rows, columns], in fp32, to a dtype, and return packed [rows, columns / 2]."""
@@ -41,13 +53,12 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the numbers in packed as a product takes them, [rows, columns]."""
-    even, odd = gl.inline_asm_elementwise(
-        APART, "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1
-    )  # fmt: skip
+def unpack(packed, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return the numbers in packed, [rows, columns], as the left of a product of COLUMNS."""
+    even, odd = gl.inline_asm_elementwise(APART, "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1)
+    L: gl.constexpr = operand_layout(COLUMNS)
     numbers = gl.reshape(gl.join(even, odd), [packed.shape[0], 2 * packed.shape[1]])
-    return gl.convert_layout(numbers.to(DTYPE, bitcast=True), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(numbers.to(DTYPE, bitcast=True), L, assert_trivial=True)
 
 
 @gluon.jit

@@ -142,8 +142,9 @@ class ShiftSchedule:
 
 
 @gluon.jit
-def shift_schedule(scheduler, tile, wave_size, stagger, MASKED: gl.constexpr):
-    """Return the order of visits of a tile: the tiles of a wave are of the same ``wave_size``."""
+def shift_schedule(scheduler, tile, wave, MASKED: gl.constexpr):
+    """Return the order of visits of a tile; ``wave`` is the tiles that run at once, and stagger."""
+    wave_size, stagger = wave
     start, heads, within = scheduler.section(tile)
     begin = tile // wave_size * wave_size - start * scheduler.blocks - within % heads
     first = gl.maximum(gl.cdiv(begin, heads), 0)

@@ -843,10 +843,10 @@ PLANTED = {
         Mutant(
             "parts_freed_too_early",
             CUT_FORWARD,
-            "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n"
+            "        s = mma_terms(q, transpose_terms(k, TERMS), TERMS)\n"
             "        keys.consumer_release(n)\n",
             "        keys.consumer_release(n)\n"
-            "        s = mma_terms(q, transpose_terms(k, TERMS), S, TERMS)\n",
+            "        s = mma_terms(q, transpose_terms(k, TERMS), TERMS)\n",
             "the next keys come while these are multiplied",
         ),
         Mutant(

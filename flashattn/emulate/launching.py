@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -72,6 +73,13 @@ def _operand(x: Any) -> Any:
     return Number(x) if type(x) is int else x
 
 
+def _constant(x: Any) -> Any:
+    """Return what a kernel gets for a constexpr argument; a config has constexpr fields."""
+    if not is_dataclass(x):
+        return x
+    return SimpleNamespace(**{name: value.value for name, value in vars(x).items()})
+
+
 @contextmanager
 def emulated(*, seed: int = 0, num_sms: int = 1, edit: Edit | None = None) -> Iterator[list[str]]:
     """Run Gluon's kernels on CPU tensors, wherever they are launched, in Triton's interpreter.
@@ -91,7 +99,7 @@ def emulated(*, seed: int = 0, num_sms: int = 1, edit: Edit | None = None) -> It
     def chosen(kernel: GluonJITFunction[Any], grid: tuple[int, ...]) -> Callable[..., None]:
         def call(*operands: Any, **options: Any) -> None:
             launched.append(kernel.fn.__name__)
-            rest = [options[name] for name in kernel.arg_names[len(operands) :]]
+            rest = [_constant(options[name]) for name in kernel.arg_names[len(operands) :]]
             given = [*map(_operand, operands), *rest]
             run(source.plain(kernel), grid[0], given, Schedule(next(seeds)), num_sms)
 

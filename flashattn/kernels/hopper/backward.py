@@ -34,8 +34,9 @@ from flashattn.kernels.hopper.backward_dq import (
     mma_dq,
     store_sdq,
 )
-from flashattn.kernels.hopper.backward_tile import BLOCK_KV, Tile, visited_tiles
+from flashattn.kernels.hopper.backward_tile import BLOCK_KV, visited_tiles
 from flashattn.kernels.hopper.compat import aggregate, store_tile, thread_barrier
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import Mask, keep_rows
 from flashattn.kernels.hopper.mma import (
@@ -335,33 +336,46 @@ def consumer(WARPGROUP: gl.constexpr, dk, dv, smem, scheduler, splits, shape, sc
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the others arrive
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles",
-        "blocks",
-        "split_heads",
-        "gqa_splits",
-        "section_heads",
-        "wave_size",
-        "stagger",
-        "ordered",
-        "num_accums",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "left",
-        "right",
-        "slopes_stride",
-        "diagonal",
-    ]
-)
+@gluon.jit(do_not_specialize=SIZES)
 def flashattn_hopper_bwd(
-    q, k, v, grad_o, lse, minus_delta, dq, dk, dv, dq_semaphore, key_bounds, query_bounds, slopes,
-    tiles, blocks, split_heads, gqa_splits, head_dim, strides, section_heads, wave_size, stagger,
-    ordered, num_accums, group, seq_q, seq_kv, left, right, keys_stride, queries_stride,
-    slopes_stride, diagonal, scale, scale_log2, cap, BLOCK_Q: gl.constexpr, D_LO: gl.constexpr,
-    D_HI: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse,
+    minus_delta,
+    dq,
+    dk,
+    dv,
+    dq_semaphore,
+    key_bounds,
+    query_bounds,
+    slopes,
+    tiles,
+    blocks,
+    split_heads,
+    gqa_splits,
+    head_dim,
+    strides,
+    section_heads,
+    wave_size,
+    stagger,
+    ordered,
+    num_accums,
+    group,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    keys_stride,
+    queries_stride,
+    slopes_stride,
+    diagonal,
+    scale,
+    scale_log2,
+    cap,
+    t: gl.constexpr,
+):
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
     The key tiles of a head take the accumulators in rotation. The first ``ordered`` of an
@@ -370,7 +384,6 @@ def flashattn_hopper_bwd(
     descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...]. Bounds
     that are not None are all of the mask; their strides are from batch to batch, as that of slopes.
     """
-    t = Tile(BLOCK_Q, D_LO, D_HI, BLOCK_Q * (D_LO + D_HI) // LINE)
     gl.static_assert(t.lines > LINE)
     gl.static_assert(t.lines <= 2 * LINE)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
@@ -380,7 +393,7 @@ def flashattn_hopper_bwd(
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
     inputs = q, k, v, grad_o, lse, minus_delta
-    smem = new_shared_storage(inputs, dq, STAGES)
+    smem = new_shared_storage(inputs, dq, t.stages)
     wave = wave_size, stagger
     arrivals = new_scalar_pipeline(1)
     fence_async_shared()

@@ -32,10 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.gqa import new_gqa_splits
 from flashattn.kernels.hopper.mask import Mask, ordered_runs
 from flashattn.kernels.hopper.mma import (
-    Columns,
     acc_wait,
     mma_packed,
     mma_qk,
@@ -98,7 +98,7 @@ def compute_p(n, s, lse_log2, sP, start_q, start_kv, mask, score, DTYPE: gl.cons
     p = gl.exp2(s * score.log2 - rows[None, :])
     if mask is not None:
         p = mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
-    # The n-th queries lie where the STAGES before them did, which dk released after it read P.
+    # The n-th queries lie where the stages before them did, which dk released after it read P.
     sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
@@ -238,31 +238,43 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, seq_kv, t.d_lo, t.d_hi)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles",
-        "blocks",
-        "split_heads",
-        "gqa_splits",
-        "section_heads",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "left",
-        "right",
-    ]
-)
+@gluon.jit(do_not_specialize=SIZES)
 def flashattn_hopper_bwd_d256_dkdv(
-    q, k, v, grad_o, lse_log2, delta, dk, dv, q_high, k_high, v_high, grad_o_high, dk_high, dv_high,
-    tiles, blocks, split_heads, gqa_splits, head_dim, strides, section_heads, group, seq_q, seq_kv,
-    left, right, scale, scale_log2, cap, D_LO: gl.constexpr, D_HI: gl.constexpr,
-    V_LO: gl.constexpr, V_HI: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse_log2,
+    delta,
+    dk,
+    dv,
+    q_high,
+    k_high,
+    v_high,
+    grad_o_high,
+    dk_high,
+    dv_high,
+    tiles,
+    blocks,
+    split_heads,
+    gqa_splits,
+    head_dim,
+    strides,
+    section_heads,
+    group,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    scale,
+    scale_log2,
+    cap,
+    t: gl.constexpr,
+):
     """Compute dk and dv; all tensors are descriptors, but for these where heads are split.
 
     Tiles are as in ``flashattn_hopper_fwd``.
     """
-    t = Columns(D_LO, D_HI, V_LO, V_HI)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
@@ -271,9 +283,9 @@ def flashattn_hopper_bwd_d256_dkdv(
     keys = new_pipeline(k, 1, 1, high=k_high)
     values = new_pipeline(v, 1, 1, high=v_high)
     # dk releases q after P was computed.
-    queries = new_pipeline(q, STAGES, 1, row_stats=lse_log2, high=q_high)
-    grads = new_pipeline(grad_o, STAGES, 2, row_stats=delta, high=grad_o_high)
-    sP = new_shared_p(gl.float16, STAGES, BLOCK, BLOCK)
+    queries = new_pipeline(q, t.stages, 1, row_stats=lse_log2, high=q_high)
+    grads = new_pipeline(grad_o, t.stages, 2, row_stats=delta, high=grad_o_high)
+    sP = new_shared_p(gl.float16, t.stages, BLOCK, BLOCK)
     of_v, of_k = (dv, dv_high), (dk, dk_high)
     of_q, of_grad = (q, lse_log2, k, q_high, k_high), (grad_o, delta, v, grad_o_high, v_high)
     fence_async_shared()

@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn.kernels.hopper.backward_d256 import BLOCK
 from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
 from flashattn.kernels.hopper.mma import (
-    Columns,
     acc_wait,
     mma_packed,
     mma_qk,
@@ -170,39 +170,47 @@ def consumer_dq(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles",
-        "blocks",
-        "heads",
-        "section_heads",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "lse_rows",
-        "left",
-        "right",
-    ]
-)
+@gluon.jit(do_not_specialize=[*SIZES, "lse_rows"])
 def flashattn_hopper_bwd_d256_dq(
-    q, k, v, grad_o, lse_log2, delta, dq, q_high, k_high, v_high, grad_o_high, dq_high, tiles,
-    blocks, heads, section_heads, group, seq_q, seq_kv, lse_rows, left, right, scale, scale_log2,
-    cap, D_LO: gl.constexpr, D_HI: gl.constexpr, V_LO: gl.constexpr, V_HI: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse_log2,
+    delta,
+    dq,
+    q_high,
+    k_high,
+    v_high,
+    grad_o_high,
+    dq_high,
+    tiles,
+    blocks,
+    heads,
+    section_heads,
+    group,
+    seq_q,
+    seq_kv,
+    lse_rows,
+    left,
+    right,
+    scale,
+    scale_log2,
+    cap,
+    t: gl.constexpr,
+):
     """Compute dq; all tensors but lse_log2 and delta are descriptors.
 
     Tiles are as in ``flashattn_hopper_fwd``.
     """
-    t = Columns(D_LO, D_HI, V_LO, V_HI)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     score = Score(scale_log2, cap, q.dtype == gl.float16)
     ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2, 1, high=q_high)
     grads = new_pipeline(grad_o, 2, 1, high=grad_o_high)
-    keys = new_pipeline(k, STAGES, 2, high=k_high)
-    values = new_pipeline(v, STAGES - 1, 2, high=v_high)
+    keys = new_pipeline(k, t.stages, 2, high=k_high)
+    values = new_pipeline(v, t.stages - 1, 2, high=v_high)
     inputs, high = (q, k, v, grad_o), (q_high, k_high, v_high, grad_o_high)
     of_q, stats, pipelines = (dq, dq_high), (lse_log2, delta), (queries, grads, keys, values)
     fence_async_shared()

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn.kernels.descriptor import Tiled
 from flashattn.kernels.hopper.backward_tile import first_key_tile, visited_tiles
 from flashattn.kernels.hopper.compat import add_tile, store_tile
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import keys_of_tl
 from flashattn.kernels.hopper.named import (
     WARPGROUP_AND_WARP,
@@ -157,11 +158,25 @@ def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n):
     barrier_arrive(DQ_FULL + n % 2, WARPGROUPS_AND_WARP)
 
 
-@triton.jit(do_not_specialize=["blocks", "heads", "num_accums", "seq_q", "seq_kv", "left", "right"])
+@triton.jit(do_not_specialize=SIZES)
 def flashattn_hopper_bwd_postprocess(
-    dq_accum, dq, key_bounds, dq_strides, blocks, heads, num_accums, seq_q, seq_kv, left, right,
-    keys_stride, scale, head_dim: tl.constexpr, BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dq_accum,
+    dq,
+    key_bounds,
+    dq_strides,
+    blocks,
+    heads,
+    num_accums,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    keys_stride,
+    scale,
+    head_dim: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Write dq = scale * the sum of the accumulators in their order, and 0 to fully masked rows.
 
     A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers. An accumulator

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
 from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
@@ -146,23 +147,33 @@ def consumer_dk(out, inputs, kv_heads, splits, shape, scale, TERMS: gl.constexpr
     )
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "left",
-        "right",
-        "batches",
-        "split_len",
-    ]
-)
+@gluon.jit(do_not_specialize=SIZES)
 def flashattn_hopper_bwd_fp32_dkdv(
-    q, k, v, grad_o, lse_log2, delta, dk, dv, dk_strides, dv_strides, heads, group, seq_q, seq_kv,
-    lse_rows, left, right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
+    q,
+    k,
+    v,
+    grad_o,
+    lse_log2,
+    delta,
+    dk,
+    dv,
+    dk_strides,
+    dv_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    lse_rows,
+    left,
+    right,
+    batches,
+    split_len,
+    scale,
+    scale_log2,
+    head_dim,
+    SPLIT: gl.constexpr,
     TERMS: gl.constexpr,
-):  # fmt: skip
+):
     """Compute dk and dv, as ``flashattn_bwd_dkdv``; q, k, v, grad_o are descriptors of terms."""
     kv_heads = heads // group
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
@@ -258,23 +269,31 @@ def consumer_dq(out, inputs, heads, splits, shape, scale, TERMS: gl.constexpr):
     store_global(dq, acc * scale, strides, split_batch, head, start_q, shape.mask.seq_q, head_dim)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "left",
-        "right",
-        "batches",
-        "split_len",
-    ]
-)
+@gluon.jit(do_not_specialize=SIZES)
 def flashattn_hopper_bwd_fp32_dq(
-    q, k, v, grad_o, lse_log2, delta, dq, dq_strides, heads, group, seq_q, seq_kv, lse_rows, left,
-    right, batches, split_len, scale, scale_log2, head_dim, SPLIT: gl.constexpr,
+    q,
+    k,
+    v,
+    grad_o,
+    lse_log2,
+    delta,
+    dq,
+    dq_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    lse_rows,
+    left,
+    right,
+    batches,
+    split_len,
+    scale,
+    scale_log2,
+    head_dim,
+    SPLIT: gl.constexpr,
     TERMS: gl.constexpr,
-):  # fmt: skip
+):
     """Compute dq, as ``flashattn_bwd_dq``; q, k, v and grad_o are descriptors of terms."""
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))
     splits = Splits(batches, split_len, SPLIT)

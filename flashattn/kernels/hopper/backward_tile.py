@@ -1,38 +1,13 @@
-"""The tile of flashattn_hopper_bwd: 128 keys, and the tiles of queries that they visit."""
+"""The tiles of flashattn_hopper_bwd: 128 keys, and the tiles of queries that they visit."""
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+from __future__ import annotations
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mask import ordered_runs
 
 BLOCK_KV = gl.constexpr(128)
-
-
-@aggregate
-class Tile:
-    """What is known when the kernel is compiled.
-
-    Args:
-        block_q: queries.
-        d_lo: columns that are multiplied first, see ``mma``.
-        d_hi: columns that are multiplied next.
-        lines: of a tile of dq in the accumulator.
-    """
-
-    block_q: gl.constexpr
-    d_lo: gl.constexpr
-    d_hi: gl.constexpr
-    lines: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, block_q, d_lo, d_hi, lines):
-        """Store the fields."""
-        self.block_q = gl.constexpr(block_q)
-        self.d_lo = gl.constexpr(d_lo)
-        self.d_hi = gl.constexpr(d_hi)
-        self.lines = gl.constexpr(lines)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ the left bound masks. The producer loads the next queries meanwhile.
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels.constants import LN2
-from flashattn.kernels.hopper.compat import aggregate, store_tile
+from flashattn.kernels.hopper.compat import store_tile
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
 from flashattn.kernels.hopper.mma import (
     ROWS,
@@ -40,49 +41,6 @@ from flashattn.kernels.hopper.score import Score, with_sink
 # Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
 # may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).
 MASKED_LOOP_ABOVE_D = gl.constexpr(128)
-
-
-@aggregate
-class Tile:
-    """What is known when the kernel is compiled.
-
-    Args:
-        block_q: queries of a CTA, ROWS of them for each of its consumer warpgroups.
-        block_kv: keys.
-        d_lo: columns of queries and keys that are multiplied first, see ``mma``.
-        d_hi: columns that are multiplied next.
-        v_lo: those of values, as the next.
-        v_hi: likewise.
-        groups: consumer warpgroups.
-        dynamic: whether CTAs draw their tiles from a counter.
-        own_so: whether o leaves through shared memory of its own; else through that of q.
-        barrier: whether P of a step must be computed before the wait for the product with V.
-    """
-
-    block_q: gl.constexpr
-    block_kv: gl.constexpr
-    d_lo: gl.constexpr
-    d_hi: gl.constexpr
-    v_lo: gl.constexpr
-    v_hi: gl.constexpr
-    groups: gl.constexpr
-    dynamic: gl.constexpr
-    own_so: gl.constexpr
-    barrier: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, block_kv, d_lo, d_hi, v_lo, v_hi, groups, dynamic, own_so, barrier):
-        """Store the fields."""
-        self.block_q = gl.constexpr(groups * 64)
-        self.block_kv = gl.constexpr(block_kv)
-        self.d_lo = gl.constexpr(d_lo)
-        self.d_hi = gl.constexpr(d_hi)
-        self.v_lo = gl.constexpr(v_lo)
-        self.v_hi = gl.constexpr(v_hi)
-        self.groups = gl.constexpr(groups)
-        self.dynamic = gl.constexpr(dynamic)
-        self.own_so = gl.constexpr(own_so)
-        self.barrier = gl.constexpr(barrier)
 
 
 @gluon.jit
@@ -116,7 +74,7 @@ def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape,
             start_q = block * t.block_q + w * ROWS
             queries.load(tile_n * t.groups + w, q, batch, head, start_q, high=q_high)
         keys.producer_commit(n, k, batch, kv_head, (end - 1) * t.block_kv, high=k_high)
-        if t.dynamic:
+        if next_tile is not None:
             tile = gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
             next_tile.write(tile_n, tile)
         else:
@@ -241,7 +199,7 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         state = acc, p, m, l
         state, n = mainloop(n, state, q, keys, values, start_q, tiles, mask, bounds, own, t)
         acc, p, m, l = state
-        if t.dynamic:
+        if next_tile is not None:
             tile = next_tile.read(tile_n)
             tile_n += 1
         else:
@@ -298,58 +256,65 @@ def store_lse(m, l, sink, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.co
     return gl.where(total == 0.0, 0.0, weight / total)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles",
-        "blocks",
-        "heads",
-        "section_heads",
-        "group",
-        "seq_q",
-        "seq_kv",
-        "left",
-        "right",
-        "slopes_stride",
-        "diagonal",
-        "sink_stride",
-    ]
-)
+@gluon.jit(do_not_specialize=SIZES)
 def flashattn_hopper_fwd(
-    q, k, v, o, q_high, k_high, v_high, o_high, lse, tile_counter, key_bounds, slopes, sink, tiles,
-    blocks, heads, section_heads, group, seq_q, seq_kv, left, right, keys_stride, slopes_stride,
-    diagonal, sink_stride, scale_log2, cap, BLOCK_KV: gl.constexpr, D_LO: gl.constexpr,
-    D_HI: gl.constexpr, V_LO: gl.constexpr, V_HI: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, DYNAMIC: gl.constexpr, OWN_SO: gl.constexpr, REGISTERS: gl.constexpr,
-    BARRIER: gl.constexpr, BEFORE: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    o,
+    q_high,
+    k_high,
+    v_high,
+    o_high,
+    lse,
+    tile_counter,
+    key_bounds,
+    slopes,
+    sink,
+    tiles,
+    blocks,
+    heads,
+    section_heads,
+    group,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    keys_stride,
+    slopes_stride,
+    diagonal,
+    sink_stride,
+    scale_log2,
+    cap,
+    t: gl.constexpr,
+):
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D] or [B, H, T, Dv].
 
     Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on, or V_LO. If
     key_bounds is not None, it is all of the mask. Strides are from batch to batch.
     """
-    t = Tile(BLOCK_KV, D_LO, D_HI, V_LO, V_HI, GROUPS, DYNAMIC, OWN_SO, BARRIER)
+    EXACT: gl.constexpr = q.dtype == gl.float16
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
     score = Score(
-        scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, diagonal, BEFORE, sink,
-        sink_stride,
-    )  # fmt: skip
+        scale_log2, cap, EXACT, slopes, slopes_stride, diagonal, t.before, sink, sink_stride
+    )
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
-    queries = new_pipeline(q, 2 * GROUPS if OWN_SO else GROUPS, 1, high=q_high)
-    keys = new_pipeline(k, STAGES, GROUPS, high=k_high)
-    values = new_pipeline(v, STAGES, 0, high=v_high)
+    queries = new_pipeline(q, 2 * t.groups if t.own_so else t.groups, 1, high=q_high)
+    keys = new_pipeline(k, t.stages, t.groups, high=k_high)
+    values = new_pipeline(v, t.stages, 0, high=v_high)
     inputs, high, pipelines = (q, k, v), (q_high, k_high, v_high), (queries, keys, values)
     out = o, o_high
-    if DYNAMIC:
-        next_tile = new_scalar_pipeline(GROUPS)
+    if tile_counter is not None:
+        next_tile = new_scalar_pipeline(t.groups)
     else:  # roles take None as a constexpr only
         next_tile: gl.constexpr = None  # type: ignore[no-redef]
     sO = queries
-    if OWN_SO:
-        sO = new_shared_tiles(o, GROUPS, o_high)
+    if t.own_so:
+        sO = new_shared_tiles(o, t.groups, o_high)
     fence_async_shared()
-    if GROUPS == 2:
+    if t.groups == 2:
         gl.warp_specialize(
             [
                 (consumer, (0, out, lse, pipelines, sO, next_tile, scheduler, shape, score, t)),
@@ -357,7 +322,7 @@ def flashattn_hopper_fwd(
                 (producer, (inputs, high, pipelines, next_tile, tile_counter, scheduler, shape, t)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [t.registers, 24],
         )
     else:
         gl.warp_specialize(
@@ -368,5 +333,5 @@ def flashattn_hopper_fwd(
                 (producer, (inputs, high, pipelines, next_tile, tile_counter, scheduler, shape, t)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [t.registers, t.registers, 24],
         )

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashattn.kernels.constants import HALF_BIT, LN2
 from flashattn.kernels.hopper.bf16x3 import bf16_terms, mma_terms, transpose_terms
+from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask
 from flashattn.kernels.hopper.mma import ROWS, scale_rows, store_global
 from flashattn.kernels.hopper.pipeline import new_pipeline
@@ -113,11 +114,27 @@ def consumer(
     store_global(o, acc, o_strides, batch, head, start_q, shape.mask.seq_q, head_dim)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "seq_q", "seq_kv", "left", "right", "sink_stride"])
+@gluon.jit(do_not_specialize=SIZES)
 def flashattn_hopper_fwd_fp32(
-    q, k, v, o, lse, sink, o_strides, heads, group, seq_q, seq_kv, left, right, sink_stride,
-    scale_log2, head_dim, BLOCK_D: gl.constexpr, TERMS: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    o,
+    lse,
+    sink,
+    o_strides,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    sink_stride,
+    scale_log2,
+    head_dim,
+    BLOCK_D: gl.constexpr,
+    TERMS: gl.constexpr,
+):
     """Compute o and lse, as ``flashattn_fwd``; q, k and v are descriptors of bf16 terms."""
     STAGES: gl.constexpr = stages(BLOCK_D, TERMS)
     shape = Shape(group, Mask(seq_q, seq_kv, left, right))

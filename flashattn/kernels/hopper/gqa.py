@@ -52,9 +52,7 @@ class GqaSplits:
         return split_head % self.count * batches + batch, split_head // self.count
 
     @gluon.jit
-    def store(
-        self, x, acc, factor, at, start_kv, seq_kv, D_LO: gl.constexpr, D_HI: gl.constexpr,
-    ):  # fmt: skip
+    def store(self, x, acc, factor, at, start_kv, seq_kv, D_LO: gl.constexpr, D_HI: gl.constexpr):
         """Multiply an accumulator, and store it in x, one of the partial sums."""
         strides = self.stride_b, self.stride_h, self.stride_t
         batch, head = at

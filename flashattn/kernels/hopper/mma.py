@@ -9,28 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.registers import acc_layout, operand_layout, unpack
 
 ROWS = gl.constexpr(64)  # of a warpgroup
-
-
-@aggregate
-class Columns:
-    """Columns that are multiplied: of queries and keys d_lo + d_hi, of values v_lo + v_hi."""
-
-    d_lo: gl.constexpr
-    d_hi: gl.constexpr
-    v_lo: gl.constexpr
-    v_hi: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, d_lo, d_hi, v_lo, v_hi):
-        """Store the fields."""
-        self.d_lo = gl.constexpr(d_lo)
-        self.d_hi = gl.constexpr(d_hi)
-        self.v_lo = gl.constexpr(v_lo)
-        self.v_hi = gl.constexpr(v_hi)
 
 
 @gluon.constexpr_function

@@ -127,22 +127,23 @@ class HopperVariant:
     @property
     def source(self) -> ASTSource:
         """The kernel with the types of its arguments."""
-        d, constants = self.head_dim, {}
+        d = self.head_dim
+        constants: dict[str, Any] = {}
         dims = d, NARROW_VALUES if self.mode == "narrow" else d
         if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)
-            how = {"dynamic": self.mode == "dynamic", "before": self.mode == "alibi"}
-            constants = steps.forward_constants(self.config, dims, **how)
+            before = self.mode == "alibi"
+            constants = {"t": steps.forward_config(self.config, dims, before=before)}
         elif isinstance(self.config, HopperBackwardTile):
             function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
             rows |= dict.fromkeys(("k", "v", *self.stored), self.config.BLOCK_KV)
-            constants = steps.backward_constants(self.config, d)
+            constants = {"t": steps.backward_config(self.config, d)}
         elif isinstance(self.config, HopperD256Tile):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), WARPGROUP_Q)
             function = backward_d256.flashattn_hopper_bwd_d256_dkdv
-            constants = steps.d256_constants(self.config, dims)
+            constants = {"t": steps.d256_config(self.config, dims)}
             if self.kernel == "hopper_bwd_d256_dq":
                 function = backward_d256_dq.flashattn_hopper_bwd_d256_dq
         elif self.kernel == "hopper_fwd_fp32":

@@ -181,9 +181,13 @@ class Pipeline:
 
 @gluon.jit
 def new_pipeline(
-    tile, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TERMS: gl.constexpr = 1, row_stats=None,
+    tile,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    TERMS: gl.constexpr = 1,
+    row_stats=None,
     high=None,
-):  # fmt: skip
+):
     """Return an empty pipeline for a descriptor's tiles.
 
     Args:
@@ -290,8 +294,8 @@ class SharedP:
 
 @gluon.jit
 def new_shared_p(
-    DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
+    DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
     """Return shared memory for STAGES of P [ROWS, COLUMNS]."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32 if gl.float32 == DTYPE else 16, 2)
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, COLUMNS], layout)

@@ -60,9 +60,17 @@ class Score:
 
     @gluon.constexpr_function
     def __init__(
-        self, log2, cap, exact, slope=None, slopes_stride=None, diagonal=None, before=None,
-        sink=None, sink_stride=None,
-    ):  # fmt: skip
+        self,
+        log2,
+        cap,
+        exact,
+        slope=None,
+        slopes_stride=None,
+        diagonal=None,
+        before=None,
+        sink=None,
+        sink_stride=None,
+    ):
         """Store the fields."""
         self.log2 = log2
         self.cap = gl.constexpr(None) if cap is None else cap

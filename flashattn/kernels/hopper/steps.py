@@ -12,6 +12,12 @@ from flashattn.kernels.hopper.backward import flashattn_hopper_bwd
 from flashattn.kernels.hopper.backward_d256 import flashattn_hopper_bwd_d256_dkdv
 from flashattn.kernels.hopper.backward_d256_dq import flashattn_hopper_bwd_d256_dq
 from flashattn.kernels.hopper.backward_dq import Lines, flashattn_hopper_bwd_postprocess
+from flashattn.kernels.hopper.config import (
+    BackwardConfig,
+    D256Config,
+    ForwardConfig,
+    config_of,
+)
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
 from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
@@ -73,7 +79,7 @@ def forward(
             *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.diagonal, lies.sink),
             *(scale.log2, scale.cap),
         ),
-        forward_constants(tile, (head_dim, v.shape[3]), dynamic=dynamic, before=before),
+        {"t": forward_config(tile, (head_dim, v.shape[3]), before=before)},
     )
     counter, bounds = "tile_counter" if dynamic else None, bounds_names(options)[0]
     names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
@@ -142,27 +148,28 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
     return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
-def forward_constants(
-    tile: HopperTile, dims: tuple[int, int], *, dynamic: bool, before: bool = False
-) -> dict[str, Any]:
-    """Return the constexpr arguments of flashattn_hopper_fwd; ``before`` is ``Score``'s."""
-    return {
-        "BLOCK_KV": tile.block_kv,
-        **column_constants(dims),
-        "GROUPS": tile.consumers,
-        "STAGES": tile.stages,
-        "DYNAMIC": dynamic,
-        "OWN_SO": tile.own_o,
-        "REGISTERS": tile.registers,
-        "BARRIER": tile.barrier,
-        "BEFORE": before,
-    }
+def forward_config(
+    tile: HopperTile, dims: tuple[int, int], *, before: bool = False
+) -> ForwardConfig:
+    """Return the constants of flashattn_hopper_fwd; ``before`` is ``Score``'s."""
+    return config_of(
+        ForwardConfig,
+        block_q=tile.block_q,
+        block_kv=tile.block_kv,
+        **columns(dims),
+        groups=tile.consumers,
+        stages=tile.stages,
+        registers=tile.registers,
+        own_so=tile.own_o,
+        barrier=tile.barrier,
+        before=before,
+    )
 
 
-def column_constants(dims: tuple[int, int]) -> dict[str, Any]:
-    """Return the columns that are multiplied, by name; ``dims`` are D and Dv."""
+def columns(dims: tuple[int, int]) -> dict[str, int]:
+    """Return the columns that are multiplied, by their names in a config; dims are D and Dv."""
     (d_lo, d_hi), (v_lo, v_hi) = head_dim_split(dims[0]), value_split(*dims)
-    return {"D_LO": d_lo, "D_HI": d_hi, "V_LO": v_lo, "V_HI": v_hi}
+    return {"d_lo": d_lo, "d_hi": d_hi, "v_lo": v_lo, "v_hi": v_hi}
 
 
 def forward_fp32_constants(head_dim: int, *, terms: int) -> dict[str, Any]:
@@ -252,7 +259,7 @@ def _one_pass(
             *(lies.slopes, lies.diagonal, scale.factor, scale.log2, scale.cap),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
-        backward_constants(tile, head_dim) | {"launch_cooperative_grid": tile.persistent},
+        {"t": backward_config(tile, head_dim), "launch_cooperative_grid": tile.persistent},
     )
     names = (
         *INPUTS[:4],
@@ -271,15 +278,13 @@ def box_lines(head_dim: int) -> int:
     return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
 
 
-def backward_constants(tile: HopperBackwardTile, head_dim: int) -> dict[str, Any]:
-    """Return the constexpr arguments of flashattn_hopper_bwd."""
-    d_lo, d_hi = head_dim_split(head_dim)
-    return {
-        "BLOCK_Q": tile.block_q(head_dim),
-        "D_LO": d_lo,
-        "D_HI": d_hi,
-        "STAGES": tile.stages,
-    }
+def backward_config(tile: HopperBackwardTile, head_dim: int) -> BackwardConfig:
+    """Return the constants of flashattn_hopper_bwd."""
+    (d_lo, d_hi), block_q = head_dim_split(head_dim), tile.block_q(head_dim)
+    lines = block_q * (d_lo + d_hi) // WARPGROUP_Q
+    return config_of(
+        BackwardConfig, block_q=block_q, d_lo=d_lo, d_hi=d_hi, stages=tile.stages, lines=lines
+    )
 
 
 def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Options) -> Step:
@@ -333,7 +338,7 @@ def _d256_dkdv(
             *(heads // owners, seq_q, seq_kv, options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        d256_constants(tile, dims),
+        {"t": d256_config(tile, dims)},
     )
     return Step(launch, (*INPUTS, *grads, *others))
 
@@ -356,14 +361,14 @@ def _d256_dq(
             *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        d256_constants(tile, dims),
+        {"t": d256_config(tile, dims)},
     )
     return Step(launch, (*INPUTS, "dq", *others))
 
 
-def d256_constants(tile: HopperD256Tile, dims: tuple[int, int]) -> dict[str, Any]:
-    """Return the constexpr arguments of both kernels for D from 129 to 256."""
-    return column_constants(dims) | {"STAGES": tile.stages}
+def d256_config(tile: HopperD256Tile, dims: tuple[int, int]) -> D256Config:
+    """Return the constants of both kernels for D from 129 to 256."""
+    return config_of(D256Config, **columns(dims), stages=tile.stages)
 
 
 def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:

@@ -128,9 +128,8 @@ def flashattn_fwd(
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
     place = tl.program_id(0), tl.num_programs(0)
     sizes, split = (seq_q, seq_kv), (batches, split_len)
-    start_q, out_batch, batch, head = own_tile(
-        place, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED
-    )
+    q_at, out_at = own_tile(place, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
+    batch, head, start_q = q_at
     band = left, right, bounds[0], bounds[1]
     if bounds[0] is not None:
         keys, queries = of_batch(bounds[0], bounds[1], batch, layout.bounds)
@@ -141,8 +140,7 @@ def flashattn_fwd(
     if bias is not None:
         bias = bias_of(bias, lies, batch, head, CONFIG.VECTOR)
     score = Score(scale, slope, bias, None)
-    begin = split_begin(out_batch, split)
-    q_at, out_at = (batch, head, start_q), (out_batch, head, start_q)
+    begin = split_begin(out_at[0], split)
     q_tile = load_tile(q, layout.q, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
     m, l = first_state(scored[2], lies, batch, head, begin == 0, BLOCK_Q)
@@ -170,7 +168,7 @@ def flashattn_fwd(
                 state, q_tile, kv, layout, at, lo, hi, sizes, band, score, lies, True, CONFIG, False
             )
     acc, m, l, _ = state
-    row = out_batch * heads + head
+    row = out_at[0] * heads + head
     if split_len is None:
         acc, m = normalized(acc, m, l)
         store_rows(lse, row, seq_q, start_q, seq_q, m)

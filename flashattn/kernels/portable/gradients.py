@@ -146,10 +146,8 @@ def compute_dkdv(
         CONFIG.TERMS > 0 or CROWDED or SCORED or stats[2] is not None or band[2] is not None
     )
     # Under a causal mask the first keys are seen by most queries, so they come first.
-    start_kv, out_batch, batch, kv_head = own_tile(
-        place, seq_kv, heads // group, split, BLOCK_KV, False, SECTIONED
-    )
-    kv_at, out_at = (batch, kv_head, start_kv), (out_batch, kv_head, start_kv)
+    kv_at, out_at = own_tile(place, seq_kv, heads // group, split, BLOCK_KV, False, SECTIONED)
+    batch, kv_head, start_kv = kv_at
     k_tile = load_tile(k, layout.k, kv_at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
     v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
     own = k_tile, v_tile
@@ -158,7 +156,7 @@ def compute_dkdv(
         band = None, None, keys, queries
     dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     acc = dk_acc, tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
-    begin = split_begin(out_batch, split)
+    begin = split_begin(out_at[0], split)
     first, full_begin, _, end = query_tiles(start_kv, band, sizes, begin, split[1], CONFIG)
     if ALL_MASKED:
         full_begin = end
@@ -286,11 +284,9 @@ def compute_dq(
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
     CROWDED: tl.constexpr = MASKED and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
     WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
-    start_q, out_batch, batch, head = own_tile(
-        place, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED
-    )
-    begin, row = split_begin(out_batch, split), batch * heads + head
-    q_at, out_at = (batch, head, start_q), (out_batch, head, start_q)
+    q_at, out_at = own_tile(place, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
+    batch, head, start_q = q_at
+    begin, row = split_begin(out_at[0], split), batch * heads + head
     q_tile = load_tile(q, layout.q, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     do_tile = load_tile(grad_o, layout.grad_o, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     if band[2] is not None:

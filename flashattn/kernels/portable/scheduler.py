@@ -39,10 +39,11 @@ def own_tile(
     REVERSED: tl.constexpr,
     SECTIONED: tl.constexpr,
 ):
-    """Return (start, out_batch, batch, head) of the tile that a program owns, of ``size`` rows.
+    """Return the tile that a program owns, of ``size`` rows, and that of the output.
 
-    ``place`` is (program, programs): which of how many. ``split`` is (batches, split_len): the
-    output has so many batches for each split of what a program loops over, unless that is None.
+    Either is (batch, head, first row). ``place`` is (program, programs): which of how many.
+    ``split`` is (batches, split_len): the output has so many batches for each split of what a
+    program loops over, unless that is None.
     """
     program, programs = place
     batches, split_len = split
@@ -53,7 +54,7 @@ def own_tile(
         batch = out_batch
     else:
         batch = out_batch % batches
-    return start, out_batch, batch, head
+    return (batch, head, start), (out_batch, head, start)
 
 
 @triton.jit

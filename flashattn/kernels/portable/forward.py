@@ -55,8 +55,9 @@ def mainloop(
 ):
     """Update the online softmax (acc, m, l, l_error) by keys ``first ... end``; m is in base 2.
 
-    ``at`` is batch, head of the keys, first query. Unless CLEAN, values that no query sees may be
-    NaN. In fp32 l_error is what rounding has added to l, a sum of as many terms as there are tiles.
+    ``kv`` is (k, v), ``at`` is batch, head of the keys, first query. Unless CLEAN, values that no
+    query sees may be NaN. In fp32 l_error is what rounding has added to l, a sum of as many terms
+    as there are tiles.
     """
     acc, m, l, l_error = state
     k, v = kv

@@ -147,10 +147,9 @@ def prepare(
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
     o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()
-    given = Recomputation(
-        q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, precision=precision,
-        num_splits=1 if kernel == "bwd_one_launch" else None, **options,
-    )  # fmt: skip
+    splits = 1 if kernel == "bwd_one_launch" else None
+    how = {"precision": precision, "num_splits": splits, **options}
+    given = Recomputation(q=q, k=k, v=v, grad_o=grad_o, grad_lse=None, o=o, lse=lse, **how)
     wanted = {"bwd_dkdv": (dk, dv), "bwd_dq": (dq,)}.get(kernel, (dk, dv, dq))
     return lambda tile: given.gradients(kernel, tile), wanted, (q, k, v, grad_o)
 

@@ -293,10 +293,8 @@ def _preparer(
         any other lengths.
     """
     alike = of_one_width(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
-    problem = Problem.of(
-        *alike, causal=causal, window=window, softcap=softcap, **facts_of(tensors),
-        documents=unknown_rows("bounds" in tensors),
-    )  # fmt: skip
+    facts = {**facts_of(tensors), "documents": unknown_rows("bounds" in tensors)}
+    problem = Problem.of(*alike, causal=causal, window=window, softcap=softcap, **facts)
     learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
     grad = any(x.requires_grad for x in (q, k, v, *learned))
     wanted = {"grad": grad, "lse": return_lse}

@@ -81,10 +81,8 @@ def explain(
     if rows:
         causal, window = False, UNBOUNDED
     scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=False)
-    problem = Problem.of(
-        *alike, causal=causal, window=window, softcap=softcap, **facts_of(scored),
-        documents=unknown_rows(rows),
-    )  # fmt: skip
+    facts = {**facts_of(scored), "documents": unknown_rows(rows)}
+    problem = Problem.of(*alike, causal=causal, window=window, softcap=softcap, **facts)
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):
         if gpu is not None:

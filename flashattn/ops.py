@@ -135,12 +135,8 @@ def _options(
     bias_grad: bool = False,
 ) -> Options:
     """Return what plans depend on; the arguments are those of an operator."""
-    precise = input_precision(precision, dtype)
-    options = Options(
-        right, scale, precise, family, deterministic, left, softcap,
-        diagonal=diagonal, bias_grad=bias_grad,
-    )  # fmt: skip
-    return options.given(extras)
+    how = right, scale, input_precision(precision, dtype), family, deterministic, left, softcap
+    return Options(*how, diagonal=diagonal, bias_grad=bias_grad).given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:

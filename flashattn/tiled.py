@@ -173,12 +173,13 @@ def tiled_backward(
 
 def _mapped(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> list[Any]:
     """Return the inputs of a vmap rule: tensors with the mapped dimension as a leading one."""
-    return [
-        x if not isinstance(x, torch.Tensor)
-        else x.expand(info.batch_size, *x.shape) if dim is None
-        else x.movedim(dim, 0)
-        for x, dim in zip(inputs, in_dims, strict=True)
-    ]  # fmt: skip
+
+    def leading(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    return [leading(x, dim) for x, dim in zip(inputs, in_dims, strict=True)]
 
 
 class _TiledGradients(torch.autograd.Function):
@@ -206,10 +207,8 @@ class _TiledGradients(torch.autograd.Function):
     ) -> Gradients:
         grads, saved = (grad_o, grad_lse), (q, k, v, o, lse)
         terms = Terms(alibi_slopes, bias, relative, diagonal, seq_q)
-        return tiled_backward(
-            grads, saved, mask=mask, scale=scale, softcap=softcap, terms=terms, sink=sink,
-            bias_grad=bias_grad,
-        )  # fmt: skip
+        given: dict[str, Any] = {"terms": terms, "sink": sink, "bias_grad": bias_grad}
+        return tiled_backward(grads, saved, mask=mask, scale=scale, softcap=softcap, **given)
 
     @staticmethod
     def setup_context(*_: object) -> None:

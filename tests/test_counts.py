@@ -64,7 +64,7 @@ NO_FIRST_QUERY = (MASK, "first = first // BLOCK_Q * BLOCK_Q", "first = 0")
 FORWARD = "sm_90 hopper_fwd bf16 d128 causal 128x128 s2 dynamic"
 BARRIERS = "values = new_pipeline(v, t.stages, {}, high=v_high)"
 IDLE = ("kernels/hopper/forward.py", BARRIERS.format(0), BARRIERS.format("t.groups"))
-END_OF_PASS = "    row = out_batch * heads + head\n"
+END_OF_PASS = "    row = out_at[0] * heads + head\n"
 ONE_MORE = """\
         at = batch, head // group, again
         load_tile({x}, layout.{x}, at, seq_kv, layout.head_dim, CONFIG.BLOCK_KV, False, CONFIG)

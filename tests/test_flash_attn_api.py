@@ -125,9 +125,8 @@ def test_signature(name):
     first, behind = POSITIONAL[name]
     empty = inspect.Parameter.empty
     by_position = [(x.name, x.default) for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    assert by_position == [
-        *((argument, empty) for argument in first), *COMMON.items(), *behind.items(),
-    ]  # fmt: skip
+    required = [(argument, empty) for argument in first]
+    assert by_position == [*required, *COMMON.items(), *behind.items()]
     by_keyword = {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY}
     assert by_keyword == KEYWORDS.get(name, {})
     assert len(parameters) == len(by_position) + len(by_keyword)
@@ -420,8 +419,8 @@ def test_used(sides, mask, device):
     wanted = [torch.zeros_like(x) for x in (q, got[1], *inputs)]
     wanted[1].fill_(-torch.inf)
     for rows, columns in zip(places["q"], places["k"], strict=True):
-        own = [x[part].detach()[None].requires_grad_() for x, part in zip(
-            inputs, (rows, columns, columns), strict=True)]  # fmt: skip
+        parts = zip(inputs, (rows, columns, columns), strict=True)
+        own = [x[part].detach()[None].requires_grad_() for x, part in parts]
         o, lse = flash_attn.flash_attn_func(*own, return_lse=True, **MASKS[mask])
         slopes = torch.autograd.grad((o, lse), own, (grads[0][None, rows], grads[1][None, :, rows]))
         wanted[1][:, rows] = lse.detach()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -41,12 +42,11 @@ def test_documents_and_sinks(monkeypatch):
         module = ModuleType(name)
         module.flash_attn_func, module.flash_attn_varlen_func = dense, varlen
         monkeypatch.setitem(sys.modules, name, module)
-    problem = Problem(
-        heads=2, seq_q=19, seq_kv=23, head_dim=8, causal="bottom_right",
-        documents=((9, 4), (10, 19)), sink=True,
-    )  # fmt: skip
-    sink = make_scored(problem)
-    for asked in (problem, Problem(heads=2, seq_q=19, head_dim=8, sink=True)):
+    plain = Problem(heads=2, seq_q=19, head_dim=8, sink=True)
+    documents = (9, 4), (10, 19)
+    packed = replace(plain, seq_kv=23, causal="bottom_right", documents=documents)
+    sink = make_scored(packed)
+    for asked in (packed, plain):
         inputs = make_inputs(asked)
         how = {**asked.keywords, **sink, "scale": SCALE}
         o, _ = get("flash_attn_4")(*inputs, **how)

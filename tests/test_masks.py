@@ -171,17 +171,20 @@ MASKS = {  # made for a device, and what they let a query see
     "prefix": (lambda on: masks.prefix(on(LENGTHS)), (S <= T) | SHORT),
     "chunked": (lambda on: masks.chunked(5), T // 5 == S // 5),
     "rows": (
-        lambda on: masks.rows(on(T[:, 0] // 2), on(T[:, 0] + 1)), (S >= T // 2) & (S <= T),
+        lambda on: masks.rows(on(T[:, 0] // 2), on(T[:, 0] + 1)),
+        (S >= T // 2) & (S <= T),
     ),
     "predicate": (
-        lambda on: masks.of(lambda b, h, t, s: (s <= t) & (s > t - 3)), (S <= T) & (S > T - 3),
+        lambda on: masks.of(lambda b, h, t, s: (s <= t) & (s > t - 3)),
+        (S <= T) & (S > T - 3),
     ),
     "batches": (lambda on: masks.of(lambda b, h, t, s: s < on(LENGTHS)[b]), SHORT),
     "bool tensor": (lambda on: masks.of(on((S <= T) & (T < 9))), (S <= T) & (T < 9)),
     "both": (
-        lambda on: masks.padding(on(LENGTHS)) & masks.chunked(4), SHORT & (T // 4 == S // 4),
+        lambda on: masks.padding(on(LENGTHS)) & masks.chunked(4),
+        SHORT & (T // 4 == S // 4),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -229,7 +232,7 @@ def dilated(b, h, t, s):
         (lambda: seen_of(masks.prefix(LENGTHS), band=Mask(right=0)), "leave causal out"),
         (lambda: seen_of(S <= T), "wanted an object of flashattn.masks, got Tensor"),
     ],
-)  # fmt: skip
+)
 def test_bad_masks(make, words):
     """What is no mask of rows is refused in a sentence."""
     with pytest.raises(ValueError, match=words):
@@ -362,8 +365,10 @@ def test_documents_are_calls(impl, sample):
 def test_batches_have_their_own_keys(impl, sample):
     """Of padded batches each has the results of a call for its own rows, and 0 behind them."""
     p, draw = sample.problem, torch.Generator().manual_seed(sample.seed)
-    sizes = [[int(torch.randint(1, n + 1, (), generator=draw)) for n in (p.seq_q, p.seq_kv)]
-             for _ in range(p.batch)]  # fmt: skip
+    sizes = [
+        [int(torch.randint(1, n + 1, (), generator=draw)) for n in (p.seq_q, p.seq_kv)]
+        for _ in range(p.batch)
+    ]
     case = sample.draw()
     each = [
         of_documents(*cumulative((tuple(own),), sample.device), p.seq_q, p.seq_kv, p.mask)

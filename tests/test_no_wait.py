@@ -103,10 +103,8 @@ def test_flash_attn_varlen(device, used):
     q, k = tokens(device), tokens(device, heads=2)
 
     def step(cu, lengths=None):
-        o = flash_attn.flash_attn_varlen_func(
-            q, k, k, cu, cu, 33, 33, causal=True, window_size=(9, 0), softcap=5.0,
-            seqused_k=lengths,
-        )  # fmt: skip
+        how = {"causal": True, "window_size": (9, 0), "softcap": 5.0}
+        o = flash_attn.flash_attn_varlen_func(q, k, k, cu, cu, 33, 33, **how, seqused_k=lengths)
         return torch.autograd.grad(o.sum(), (q, k))
 
     results = unseen(device, step, CU, *[USED] * used)
@@ -131,8 +129,8 @@ def test_one_graph_for_all_lengths(device):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for cu, used in ((CU, USED), ((0, 20, 30, 39), (20, 3, 9))):
             given = numbers(device, cu), numbers(device, used)
-            results = [(o, torch.autograd.grad(o.sum(), (q, k)), d) for o, d in (
-                step(*given), compiled(*given))]  # fmt: skip
+            both = step(*given), compiled(*given)
+            results = [(o, torch.autograd.grad(o.sum(), (q, k)), d) for o, d in both]
             torch.testing.assert_close(*results, rtol=0, atol=0)
 
 

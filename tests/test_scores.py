@@ -408,10 +408,8 @@ def test_bias_and_sink_of_documents(name, shape, device):
     given.append(torch.linspace(-2, 3, 4, device=device).requires_grad_())
     far = shape == "relative"
     cu_q, cu_k = (torch.tensor(x, device=device) for x in ([0, 7, 7, 19], [0, 9, 14, 25]))
-    got = attention(
-        *given[:3], documents=(cu_q, cu_k), bias=relative(given[3]) if far else given[3],
-        sink=given[4], return_lse=True, impl=name,
-    )  # fmt: skip
+    how = {"bias": relative(given[3]) if far else given[3], "sink": given[4], "impl": name}
+    got = attention(*given[:3], documents=(cu_q, cu_k), **how, return_lse=True)
     of_q, of_k = (
         torch.searchsorted(cu, torch.arange(n, device=device), right=True)
         for cu, n in ((cu_q, 20), (cu_k, 26))

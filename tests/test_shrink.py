@@ -12,13 +12,9 @@ from flashattn.testing import shrink as module
 from flashattn.testing.accuracy import Sample
 from flashattn.testing.shrink import shrink
 
-LARGE = Sample(
-    problem=Problem(
-        batch=3, heads=6, kv_heads=2, seq_q=129, seq_kv=300, head_dim=80, dtype="bfloat16",
-        causal="bottom_right",
-    ),
-    values="negative", layout="packed", scale=0.3, seed=7,
-)  # fmt: skip
+SIZES = {"batch": 3, "heads": 6, "kv_heads": 2, "seq_q": 129, "seq_kv": 300, "head_dim": 80}
+PROBLEM = Problem(**SIZES, dtype="bfloat16", causal="bottom_right")
+LARGE = Sample(problem=PROBLEM, values="negative", layout="packed", scale=0.3, seed=7)
 LEAST = Problem(seq_q=1, head_dim=1)
 
 

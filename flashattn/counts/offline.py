@@ -255,8 +255,7 @@ def _operand(variant: Variant, rows: int) -> Type:
 def _source(variant: Variant) -> ASTSource:
     """Return the kernel with the argument types that a launch on aligned tensors gives it."""
     fn = KERNELS[variant.kernel]
-    known: dict[str, Any] = {"RELATIVE": variant.scored == "relative"}
-    known |= variant.constants if variant.tile is None else {"CONFIG": variant.config}
+    known = variant.constants if variant.tile is None else {"CONFIG": variant.config}
     types = _types(variant) | dict.fromkeys(known)
     constants: dict[Any, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -90,10 +90,10 @@ def naive(
 ) -> torch.Tensor:
     """Three lines of PyTorch; see ``naive_attention``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
+    scored = {"alibi_slopes": alibi_slopes, "bias": bias}
     return naive_attention(
-        q, k, v, mask=mask, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, bounds=bounds,
-    )  # fmt: skip
+        q, k, v, mask=mask, bounds=bounds, scale=scale, softcap=softcap, **scored
+    )
 
 
 @register(
@@ -123,7 +123,7 @@ def compiled(
 ) -> torch.Tensor:
     """The same three lines through ``torch.compile``."""
     scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
+    scored = {"alibi_slopes": alibi_slopes, "bias": bias}
     return _compiled_naive()(
-        q, k, v, mask=mask, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, bounds=bounds,
-    )  # fmt: skip
+        q, k, v, mask=mask, bounds=bounds, scale=scale, softcap=softcap, **scored
+    )

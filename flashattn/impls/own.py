@@ -165,10 +165,10 @@ def _tiled(
     sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Pair:
+    scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
     return tiled.tiled_attention(
-        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, sink=sink, scale=scale,
-    )  # fmt: skip
+        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap, scale=scale, **scored
+    )
 
 
 @register(
@@ -197,9 +197,9 @@ def _reference(
     scale: float | None = None,
 ) -> Pair:
     wide = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
-    scale = check_scale(scale, q.shape[-1])
+    scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
+    scored: dict[str, Any] = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
     o, lse = reference_attention(
-        *wide, mask=Mask.of(causal, window), scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, sink=sink, bounds=bounds,
-    )  # fmt: skip
+        *wide, mask=mask, bounds=bounds, scale=scale, softcap=softcap, **scored
+    )
     return o.to(q.dtype), lse

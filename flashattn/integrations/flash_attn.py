@@ -120,10 +120,8 @@ def flash_attn_kvpacked_func(
 ) -> Returned:
     """Attend as ``flash_attn_func`` to kv [batch, seqlen_k, 2, nheads_k, headdim]."""
     k, v = unpacked("kv", kv, 2, DENSE)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *how, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -139,10 +137,8 @@ def flash_attn_qkvpacked_func(
 ) -> Returned:
     """Attend as ``flash_attn_func`` to qkv [batch, seqlen, 3, nheads, headdim]."""
     q, k, v = unpacked("qkv", qkv, 3, DENSE)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *how, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -244,10 +240,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Returned:
     """Attend as ``flash_attn_varlen_func`` to kv [total_k, 2, nheads_k, headdim]."""
     k, v = unpacked("kv", kv, 2, PACKED)
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *how, return_attn_probs
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -265,10 +261,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Returned:
     """Attend as ``flash_attn_varlen_func`` to qkv [total, 3, nheads, headdim]."""
     q, k, v = unpacked("qkv", qkv, 3, PACKED)
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *how, return_attn_probs
+    )
 
 
 def _attend(

@@ -312,12 +312,11 @@ def _attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = _call_without_mask(query.shape[2], causal=causal, sliding_window=sliding_window)
     corner, window, keys = call if isinstance(call, Call) else (False, UNBOUNDED, None)
-    o: Any = attention(
-        query, key[:, :, :keys], value[:, :, :keys], causal=corner, window=window,
-        mask=None if isinstance(call, Call) else of_bounds(call), documents=documents,
-        softcap=softcap, bias=bias if bias is None else bias[..., :keys], sink=s_aux,
-        scale=scale, impl=impl,
-    )  # fmt: skip
+    rows = None if isinstance(call, Call) else of_bounds(call)
+    how: dict[str, Any] = {"window": window, "mask": rows, "documents": documents, "impl": impl}
+    how |= {"bias": None if bias is None else bias[..., :keys], "sink": s_aux, "softcap": softcap}
+    k, v = key[:, :, :keys], value[:, :, :keys]
+    o: Any = attention(query, k, v, causal=corner, scale=scale, **how)
     return o.transpose(1, 2).contiguous(), None
 
 

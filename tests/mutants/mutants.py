@@ -281,8 +281,8 @@ MUTANTS = [
     Mutant(
         "rows_of_the_first_batch",
         "kernels/portable/mask.py",
-        "return bounds + tl.cast(batch, tl.int64) * stride",
-        "return bounds + tl.cast(batch, tl.int64) * 0",
+        "batch = tl.cast(batch, tl.int64)\n    return keys",
+        "batch = 0\n    return keys",
         "all batches have the padding of the first",
         "tests/test_masks.py::test_every_mask",
     ),
@@ -587,8 +587,8 @@ MUTANTS = [
     Mutant(
         "dbias_of_the_capped_product",
         "kernels/portable/gradients.py",
-        "            store_dbias(ds, score[3]",
-        "            store_dbias(ds * (1 - s * s), score[3]",
+        "store_dbias(ds, score.dbias",
+        "store_dbias(ds * (1 - s * s), score.dbias",
         "the gradient of a bias has the slope of the softcap, which comes before it",
         BIAS,
     ),
@@ -596,7 +596,7 @@ MUTANTS = [
         "dbias_times_the_scale",
         "kernels/portable/score_gradients.py",
         "        acc += ds\n",
-        "        acc += ds * score[0].factor\n",
+        "        acc += ds * score.scale.factor\n",
         "the gradient of a bias is that of the products",
         BIAS,
     ),
@@ -950,15 +950,15 @@ MUTANTS = [
     Mutant(
         "dq_scale_in_base_2",
         "kernels/portable/gradients.py",
-        "seq_q, acc * scale.factor,",
-        "seq_q, acc * scale.log2,",
+        " acc * scale.factor",
+        " acc * scale.log2",
         "dq is 1.44 times too large",
     ),
     Mutant(
         "dk_not_scaled",
         "kernels/portable/gradients.py",
-        "dk_acc * scale.factor,",
-        "dk_acc,",
+        "dk_acc * scale.factor",
+        "dk_acc",
         "dk lacks the factor on the scores",
     ),
     Mutant(
@@ -987,8 +987,8 @@ MUTANTS = [
     Mutant(
         "padding_keys_counted",
         "kernels/portable/mask.py",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv)\n    last",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv + 1)\n    last",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, sizes)\n    last",
+        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, (sizes[0], sizes[1] + 1))\n    last",
         "one key that does not exist, of score 0, is in the sum of ragged rows",
     ),
     Mutant(
@@ -1015,8 +1015,8 @@ MUTANTS = [
     Mutant(
         "causal_tile_skipped",
         "kernels/portable/mask.py",
-        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, seq_q, None)",
-        "keys_of(start_q - 1, band, seq_q, None)",
+        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, (seq_q, None))",
+        "keys_of(start_q - 1, band, (seq_q, None))",
         "the last tile of keys that queries see is left out",
     ),
     Mutant(
@@ -1152,8 +1152,8 @@ MUTANTS = [
     Mutant(
         "forward_heads_interleaved",
         "kernels/portable/forward.py",
-        "batch, head // group, start_q,\n        begin, stop",
-        "batch, head % (heads // group), start_q,\n        begin, stop",
+        "batch, head // group, start_q",
+        "batch, head % (heads // group), start_q",
         "query heads read the keys of other groups",
         LAYOUTS,
     ),

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.gradients import compute_dkdv, compute_dq
+from flashattn.kernels.portable.gradients import Inputs, compute_dkdv, compute_dq
+from flashattn.kernels.portable.score import Score
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,11 +40,12 @@ def flashattn_bwd_dkdv(
     CONFIG: tl.constexpr,
 ):
     """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
+    inputs = Inputs(q, k, v, grad_o, stats, layout)
+    score = Score(scale, scored[0], scored[1], scored[2])
+    gqa, sizes, split = (heads, group), (seq_q, seq_kv), (batches, split_len)
     band = left, right, bounds[0], bounds[1]
-    compute_dkdv(
-        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], grads[1], scored,
-        lies, layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
-    )  # fmt: skip
+    place = tl.program_id(0), tl.num_programs(0)
+    compute_dkdv(place, inputs, grads, gqa, sizes, band, split, score, lies, False, CONFIG)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -70,11 +72,12 @@ def flashattn_bwd_dq(
     CONFIG: tl.constexpr,
 ):
     """Compute dq; a program owns a tile of queries of one head."""
+    inputs = Inputs(q, k, v, grad_o, stats, layout)
+    score = Score(scale, scored[0], scored[1], scored[2])
+    gqa, sizes, split = (heads, group), (seq_q, seq_kv), (batches, split_len)
     band = left, right, bounds[0], bounds[1]
-    compute_dq(
-        tl.program_id(0), tl.num_programs(0), q, k, v, grad_o, stats, grads[0], scored, lies,
-        layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, False, CONFIG,
-    )  # fmt: skip
+    place = tl.program_id(0), tl.num_programs(0)
+    compute_dq(place, inputs, grads[0], gqa, sizes, band, split, score, lies, False, CONFIG)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -107,15 +110,15 @@ def flashattn_bwd(
     The former loop over ``split_len`` queries, the latter over ``split_len_kv`` keys.
     """
     program = tl.program_id(0)
-    band = left, right, bounds[0], bounds[1]
+    place = program, dkdv_programs
+    inputs = Inputs(q, k, v, grad_o, stats, layout)
+    score = Score(scale, scored[0], scored[1], scored[2])
+    band, gqa, sizes = (left, right, bounds[0], bounds[1]), (heads, group), (seq_q, seq_kv)
+    split, split_kv = (batches, split_len), (batches, split_len_kv)
     if program < dkdv_programs:
-        compute_dkdv(
-            program, dkdv_programs, q, k, v, grad_o, stats, grads[0], grads[1], scored, lies,
-            layout, heads, group, seq_q, seq_kv, band, batches, split_len, scale, True, CONFIG,
-        )  # fmt: skip
+        compute_dkdv(place, inputs, grads, gqa, sizes, band, split, score, lies, True, CONFIG)
     else:
+        dq_place = program - dkdv_programs, tl.num_programs(0) - dkdv_programs
         compute_dq(
-            program - dkdv_programs, tl.num_programs(0) - dkdv_programs, q, k, v, grad_o, stats,
-            grads[2], scored, lies, layout, heads, group, seq_q, seq_kv, band, batches,
-            split_len_kv, scale, True, CONFIG,
-        )  # fmt: skip
+            dq_place, inputs, grads[2], gqa, sizes, band, split_kv, score, lies, True, CONFIG
+        )

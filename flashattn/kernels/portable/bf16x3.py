@@ -25,15 +25,14 @@ def decompose_rows(
     x,
     terms,
     strides,
-    heads,
-    rows,
-    head_dim,
+    shape,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """Write BLOCK rows of x [B, H, rows, D] to terms [B, TERMS H, rows, BLOCK_D], dense."""
+    """Write BLOCK rows of x, of that shape, to terms [B, TERMS H, rows, BLOCK_D], dense."""
+    _, heads, rows, head_dim = shape
     block, batch, head = tile_coord(program, None, tl.cdiv(rows, BLOCK), heads, False, False)
     start = block * BLOCK
     tile = load_by_pointers(
@@ -42,18 +41,10 @@ def decompose_rows(
     size = tl.cast(rows, tl.int64) * BLOCK_D
     add = tl.where(tl.abs(tile) < ROUNDS_TO_INFINITY, HALF_BIT, 0)
     values = decompose(tile, TERMS, add)
+    dense = size * heads * TERMS, size, BLOCK_D
     for i in tl.static_range(TERMS):
-        store_tile(
-            terms,
-            (size * heads * TERMS, size, BLOCK_D),
-            (batch, head * TERMS + i, start),
-            rows,
-            values[i],
-            head_dim,
-            0,
-            BLOCK,
-            BLOCK_D,
-        )
+        at = batch, head * TERMS + i, start
+        store_tile(terms, dense, at, rows, values[i], head_dim, 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -91,17 +82,18 @@ def flashattn_decompose(
     """
     q, k, v, grad_o = inputs
     program = tl.program_id(0)
+    keys, queries = (batches, kv_heads, seq_kv, head_dim), (batches, heads, seq_q, head_dim)
     of_keys = tl.cdiv(seq_kv, BLOCK) * batches * kv_heads
     of_queries = tl.cdiv(seq_q, BLOCK) * batches * heads
     if program < of_keys:
-        decompose_rows(program, k, terms[1], strides[1], kv_heads, seq_kv,
-                       head_dim, PADDED, BLOCK, BLOCK_D, TERMS)  # fmt: skip
+        decompose_rows(program, k, terms[1], strides[1], keys, PADDED, BLOCK, BLOCK_D, TERMS)
     elif program < 2 * of_keys:
-        decompose_rows(program - of_keys, v, terms[2], strides[2], kv_heads, seq_kv,
-                       head_dim, PADDED, BLOCK, BLOCK_D, TERMS)  # fmt: skip
+        decompose_rows(
+            program - of_keys, v, terms[2], strides[2], keys, PADDED, BLOCK, BLOCK_D, TERMS
+        )
     elif program < 2 * of_keys + of_queries:
-        decompose_rows(program - 2 * of_keys, q, terms[0], strides[0], heads, seq_q,
-                       head_dim, PADDED, BLOCK, BLOCK_D, TERMS)  # fmt: skip
+        own = program - 2 * of_keys
+        decompose_rows(own, q, terms[0], strides[0], queries, PADDED, BLOCK, BLOCK_D, TERMS)
     elif grad_o is not None:
-        decompose_rows(program - 2 * of_keys - of_queries, grad_o, terms[3], strides[3], heads,
-                       seq_q, head_dim, PADDED, BLOCK, BLOCK_D, TERMS)  # fmt: skip
+        own = program - 2 * of_keys - of_queries
+        decompose_rows(own, grad_o, terms[3], strides[3], queries, PADDED, BLOCK, BLOCK_D, TERMS)

@@ -70,15 +70,13 @@ def add_splits(
     total,
     strides,
     num_splits,
-    batches,
-    heads,
-    size,
-    head_dim,
+    shape,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up BLOCK rows of a gradient, partial [num_splits, rows, head_dim], in this order."""
+    """Add up BLOCK rows of a gradient, partial [num_splits, *shape], in this order."""
+    batches, heads, size, head_dim = shape
     rows = batches * heads * size
     start = program * BLOCK
     row = start + tl.arange(0, BLOCK)
@@ -129,15 +127,19 @@ def flashattn_bwd_reduce(
     dk, dv, dq = grads
     program = tl.program_id(0)
     if dk is not None:
+        shape = batches, kv_heads, seq_kv, head_dim
         programs = tl.cdiv(batches * kv_heads * seq_kv, BLOCK)
         if program < programs:
-            add_splits(program, partials[0], dk, strides[0], num_splits, batches, kv_heads,
-                       seq_kv, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
+            add_splits(
+                program, partials[0], dk, strides[0], num_splits, shape, PADDED, BLOCK, BLOCK_D
+            )
         elif program < 2 * programs:
-            add_splits(program - programs, partials[1], dv, strides[1], num_splits, batches,
-                       kv_heads, seq_kv, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
+            own = program - programs
+            add_splits(own, partials[1], dv, strides[1], num_splits, shape, PADDED, BLOCK, BLOCK_D)
         program -= 2 * programs
     if dq is not None:
         if program >= 0:
-            add_splits(program, partials[2], dq, strides[2], num_splits_kv, batches, heads,
-                       seq_q, head_dim, PADDED, BLOCK, BLOCK_D)  # fmt: skip
+            shape = batches, heads, seq_q, head_dim
+            add_splits(
+                program, partials[2], dq, strides[2], num_splits_kv, shape, PADDED, BLOCK, BLOCK_D
+            )

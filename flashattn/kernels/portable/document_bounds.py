@@ -13,14 +13,25 @@ BLOCK, CHUNK, WARPS = 128, 64, 4  # rows of a program, and documents that it loo
 
 @triton.jit
 def store_intervals(
-    x, own, other, documents, own_size, other_size, before, after, intervals,
-    BOTTOM_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Store the interval of rows x among the rows of the other side.
+    program,
+    own,
+    other,
+    documents,
+    before,
+    after,
+    intervals,
+    BOTTOM_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store the intervals of BLOCK rows of one side among the rows of the other.
 
     A length that falls counts as the largest before it, so that no interval begins or ends before
-    that of the row before.
+    that of the row before. ``own`` and ``other`` are (cumulative lengths, rows) of a side.
     """
+    x = program * BLOCK + tl.arange(0, BLOCK)
+    own, own_size = own
+    other, other_size = other
     behind = tl.zeros_like(x) + documents + 1  # the first number that is larger than a row's
     for first in range(0, documents + 1, CHUNK):
         i = (first + tl.arange(0, CHUNK))[None, :]
@@ -56,18 +67,27 @@ def store_intervals(
 
 @triton.jit(do_not_specialize=["documents", "seq_q", "seq_kv", "left", "right"])
 def flashattn_document_bounds(
-    cu_q, cu_k, keys, queries, documents, seq_q, seq_kv, left, right, BOTTOM_RIGHT: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    cu_q,
+    cu_k,
+    keys,
+    queries,
+    documents,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    BOTTOM_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Write the keys of each query and the queries of each key; a program takes BLOCK rows."""
     program, of_queries = tl.program_id(0), tl.cdiv(seq_q, BLOCK)
+    q, kv = (cu_q, seq_q), (cu_k, seq_kv)
     if program < of_queries:
-        store_intervals(program * BLOCK + tl.arange(0, BLOCK), cu_q, cu_k, documents, seq_q, seq_kv,
-                        left, right, keys, BOTTOM_RIGHT, CHUNK)  # fmt: skip
+        store_intervals(program, q, kv, documents, left, right, keys, BOTTOM_RIGHT, BLOCK, CHUNK)
     else:
-        rows = (program - of_queries) * BLOCK + tl.arange(0, BLOCK)
-        store_intervals(rows, cu_k, cu_q, documents, seq_kv, seq_q, right, left, queries,
-                        BOTTOM_RIGHT, CHUNK)  # fmt: skip
+        own = program - of_queries
+        store_intervals(own, kv, q, documents, right, left, queries, BOTTOM_RIGHT, BLOCK, CHUNK)
 
 
 def launch(

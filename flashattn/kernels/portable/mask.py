@@ -4,6 +4,8 @@
 is None hides nothing. Or ``keys`` and ``queries`` are not None, and point to the bounds of each row
 (see ``flashattn.bounds``). Both bounds of ``keys_of`` and of ``queries_of`` never fall as their
 argument grows. They may lie outside of a sequence, and none is seen where they cross.
+
+``sizes`` is (seq_q, seq_kv).
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of(t, band, seq_q, seq_kv):
+def keys_of(t, band, sizes):
     """Return (lo, hi): query t sees keys lo ... hi - 1, of so many; seq_kv None is no end."""
     left, right, keys, _ = band
+    seq_q, seq_kv = sizes
     lo, hi = 0, seq_kv
     if keys is not None:
         at = keys + 2 * tl.minimum(t, seq_q - 1)
@@ -31,9 +34,10 @@ def keys_of(t, band, seq_q, seq_kv):
 
 
 @triton.jit
-def queries_of(s, band, seq_q, seq_kv):
+def queries_of(s, band, sizes):
     """Return (lo, hi): key s is seen by queries lo ... hi - 1."""
     left, right, _, queries = band
+    seq_q, seq_kv = sizes
     lo, hi = 0, seq_q
     if queries is not None:
         at = queries + 2 * tl.minimum(s, seq_kv - 1)
@@ -46,9 +50,10 @@ def queries_of(s, band, seq_q, seq_kv):
 
 
 @triton.jit
-def of_batch(bounds, batch, stride):
-    """Return where the bounds of a batch's rows begin."""
-    return bounds + tl.cast(batch, tl.int64) * stride
+def of_batch(keys, queries, batch, strides):
+    """Return where the bounds of a batch's rows begin, which are ``strides`` apart."""
+    batch = tl.cast(batch, tl.int64)
+    return keys + batch * strides[0], queries + batch * strides[1]
 
 
 @triton.jit
@@ -58,24 +63,26 @@ def keep_rows(tile, kept, TERMS: tl.constexpr):
         result = keep_rows(tile[0], kept, 0), keep_rows(tile[1], kept, 0)
     elif TERMS == 3:
         result = (  # type: ignore[assignment]
-            keep_rows(tile[0], kept, 0), keep_rows(tile[1], kept, 0), keep_rows(tile[2], kept, 0),
-        )  # fmt: skip
+            keep_rows(tile[0], kept, 0),
+            keep_rows(tile[1], kept, 0),
+            keep_rows(tile[2], kept, 0),
+        )
     else:
         result = tl.where(kept[:, None], tile, tl.zeros_like(tile))
     return result
 
 
 @triton.jit
-def seen_keys(start_kv, band, seq_q, seq_kv, BLOCK: tl.constexpr):
+def seen_keys(start_kv, band, sizes, BLOCK: tl.constexpr):
     """Return which keys of a tile any query sees, by bounds of rows; others may be NaN."""
-    lo, hi = queries_of(start_kv + tl.arange(0, BLOCK), band, seq_q, seq_kv)
+    lo, hi = queries_of(start_kv + tl.arange(0, BLOCK), band, sizes)
     return lo < hi
 
 
 @triton.jit
-def live_queries(start_q, band, seq_q, seq_kv, BLOCK: tl.constexpr):
+def live_queries(start_q, band, sizes, BLOCK: tl.constexpr):
     """Return which queries of a tile see any key, by bounds of rows; others may be NaN."""
-    lo, hi = keys_of(start_q + tl.arange(0, BLOCK), band, seq_q, seq_kv)
+    lo, hi = keys_of(start_q + tl.arange(0, BLOCK), band, sizes)
     return lo < hi
 
 
@@ -92,51 +99,52 @@ def clean_keys(first, end, band, seq_q, BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def key_tiles(
-    start_q, band, seq_q, seq_kv, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
-):
+def key_tiles(start_q, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """Return (first, full_begin, full_end, end) of the keys that a tile of queries visits.
 
     All queries see all keys of full_begin ... full_end, which are whole tiles; there are none under
     a left bound or bounds of rows, where every tile is masked. A split visits ``split_len`` keys
     from ``begin`` on, whole tiles as well; split_len None is all keys.
     """
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     left, right, keys, _ = band
+    seq_q, seq_kv = sizes
     first = begin
     full_end, end = seq_kv // BLOCK_KV * BLOCK_KV, seq_kv
     if right is not None:
-        _, hi = keys_of(start_q, band, seq_q, None)
+        _, hi = keys_of(start_q, band, (seq_q, None))
         full_end = tl.minimum(full_end, tl.maximum(hi, 0) // BLOCK_KV * BLOCK_KV)
-        _, hi = keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, seq_q, None)
+        _, hi = keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, (seq_q, None))
         end = tl.minimum(end, tl.maximum(hi, 0))
     if keys is not None:
-        _, end = keys_of(start_q + BLOCK_Q - 1, band, seq_q, seq_kv)
+        _, end = keys_of(start_q + BLOCK_Q - 1, band, sizes)
     if split_len is not None:
         full_end = tl.maximum(tl.minimum(full_end, begin + split_len), begin)
         end = tl.minimum(end, begin + split_len)
     if left is not None or keys is not None:
-        lo, _ = keys_of(start_q, band, seq_q, seq_kv)
+        lo, _ = keys_of(start_q, band, sizes)
         first = tl.maximum(first, tl.maximum(lo, 0) // BLOCK_KV * BLOCK_KV)
         full_end = first
     return first, first, full_end, end
 
 
 @triton.jit
-def query_tiles(
-    start_kv, band, seq_q, seq_kv, begin, split_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
-):
+def query_tiles(start_kv, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """Return (first, full_begin, full_end, end) of the queries that a tile of keys visits.
 
     Queries that do not exist count as such that see all keys: their P is 0. Under a left bound and
     bounds of rows every tile is masked, as ``key_tiles`` says.
     """
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     left, right, _, queries = band
-    first, _ = queries_of(start_kv, band, seq_q, seq_kv)
+    first, _ = queries_of(start_kv, band, sizes)
     first = first // BLOCK_Q * BLOCK_Q
-    full_begin, end = queries_of(start_kv + BLOCK_KV - 1, band, seq_q, seq_kv)
+    full_begin, end = queries_of(start_kv + BLOCK_KV - 1, band, sizes)
     full_begin = tl.cdiv(full_begin, BLOCK_Q) * BLOCK_Q
     if right is not None:
-        full_begin = tl.minimum(full_begin, tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q)
+        full_begin = tl.minimum(full_begin, tl.cdiv(sizes[0], BLOCK_Q) * BLOCK_Q)
     if left is not None or queries is not None:
         full_begin = end
     if split_len is not None:
@@ -147,14 +155,14 @@ def query_tiles(
 
 
 @triton.jit
-def apply_mask(
-    x, start_q, start_kv, band, seq_q, seq_kv, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
-):
+def apply_mask(x, start_q, start_kv, band, sizes, value):
     """Return a tile [queries, keys] with ``value`` where a query does not see a key.
 
     The last key seen is compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
     """
-    lo, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), band, seq_q, seq_kv)
+    BLOCK_Q: tl.constexpr = x.shape[0]
+    BLOCK_KV: tl.constexpr = x.shape[1]
+    lo, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), band, sizes)
     last = tl.broadcast_to(hi - 1, [BLOCK_Q])
     keys = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     seen = keys <= last[:, None]
@@ -164,16 +172,14 @@ def apply_mask(
 
 
 @triton.jit
-def apply_mask_transposed(
-    x, start_q, start_kv, band, seq_q, value, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr
-):
+def apply_mask_transposed(x, start_q, start_kv, band, seq_q, value):
     """Return a tile [keys, queries] likewise; of keys that do not exist it says nothing."""
-    queries = start_q + tl.arange(0, BLOCK_Q)[None, :]
-    keys = start_kv + tl.arange(0, BLOCK_KV)[:, None]
+    queries = start_q + tl.arange(0, x.shape[1])[None, :]
+    keys = start_kv + tl.arange(0, x.shape[0])[:, None]
     if band[1] is not None or band[2] is not None:
-        _, hi = keys_of(queries, band, seq_q, None)
+        _, hi = keys_of(queries, band, (seq_q, None))
         x = tl.where(keys <= hi - 1, x, value)
     if band[0] is not None or band[2] is not None:
-        lo, _ = keys_of(queries, band, seq_q, 0)
+        lo, _ = keys_of(queries, band, (seq_q, 0))
         x = tl.where(keys >= lo, x, value)
     return x

@@ -144,27 +144,19 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    x,
-    strides,
-    at,
-    size,
-    tile,
-    head_dim,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def store_tile(x, strides, at, size, tile, head_dim, PADDED: tl.constexpr):
     """Store rows from ``at`` on, rounded to x's dtype; what lies outside stays."""
+    BLOCK: tl.constexpr = tile.shape[0]
+    BLOCK_D: tl.constexpr = tile.shape[1]
     pointers = tile_pointers(x, strides, at, PADDED, BLOCK, BLOCK_D)
     mask = tile_mask(at[2], size, head_dim, PADDED, BLOCK, BLOCK_D, False)
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_rows(x, row, stride, start, size, values, BLOCK: tl.constexpr):
-    """Store a vector [BLOCK] at ``start`` of row ``row`` of a dense matrix, up to ``size``."""
-    offsets = start + tl.arange(0, BLOCK)
+def store_rows(x, row, stride, start, size, values):
+    """Store a vector at ``start`` of row ``row`` of a dense matrix, up to ``size``."""
+    offsets = start + tl.arange(0, values.shape[0])
     tl.store(x + row.to(tl.int64) * stride + offsets, values, mask=offsets < size)
 
 

@@ -17,9 +17,22 @@ BLOCK, WARPS = 32, 4  # rows of a program
 
 @triton.jit(do_not_specialize=SIZES)
 def flashattn_merge(
-    o, lse, o_more, lse_more, lse_merged, o_strides, lse_strides, o_more_strides, lse_more_strides,
-    heads, rows, head_dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    o,
+    lse,
+    o_more,
+    lse_more,
+    lse_merged,
+    o_strides,
+    lse_strides,
+    o_more_strides,
+    lse_more_strides,
+    heads,
+    rows,
+    head_dim,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Merge BLOCK rows of a head; o of rows that see none of the keys is neither read nor written.
 
     Each warp reads lse, so the sum goes elsewhere: to lse_merged, which is dense. WHOLE says that

@@ -42,8 +42,9 @@ def lse_log2_of(lse, row, start, seq_q, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK: tl.constexpr):
+def delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q):
     """Return delta of a tile's rows; grad_lse may be None."""
+    BLOCK: tl.constexpr = o_tile.shape[0]
     delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if grad_lse is not None:
         rows = start + tl.arange(0, BLOCK)
@@ -53,13 +54,13 @@ def delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK:
 
 
 @triton.jit
-def store_terms(x, row, rows, start, values, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def store_terms(x, row, rows, start, values, COLUMNS: tl.constexpr):
     """Store numbers [BLOCK] as three bf16 terms of rows [COLUMNS], whose others are 0."""
     high = values.to(tl.bfloat16)
     rest = tl.where(tl.abs(values) == float("inf"), 0.0, values - high.to(tl.float32))
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    at = row.to(tl.int64) * rows + start + tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * rows + start + tl.arange(0, values.shape[0])
     columns = tl.arange(0, COLUMNS)[None, :]
     terms = tl.where(columns == 1, middle[:, None], tl.where(columns == 2, low[:, None], 0.0))
     terms = tl.where(columns == 0, high[:, None], terms)
@@ -105,17 +106,17 @@ def flashattn_bwd_preprocess(
     )
     lse_log2_rows = lse_log2_of(lse, row, start, seq_q, BLOCK)
     o_tile = load_by_pointers(o, o_strides, at, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False)
-    delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q, BLOCK)
+    delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q)
     if lse_log2.dtype.element_ty == tl.float32:
-        store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows, BLOCK)
+        store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows)
     else:
         unseen = load_lse(lse, row, start, seq_q, BLOCK) == float("-inf")
         x = tl.where(unseen, LEAST, -lse_log2_rows / scale_log2)
-        store_terms(lse_log2, row, seq_q_rounded, start, x, TERMS_COLUMNS, BLOCK)
+        store_terms(lse_log2, row, seq_q_rounded, start, x, TERMS_COLUMNS)
     if delta.dtype.element_ty == tl.float32:
-        store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows, BLOCK)
+        store_rows(delta, row, seq_q_rounded, start, seq_q_rounded, delta_rows)
     else:
-        store_terms(delta, row, seq_q_rounded, start, -delta_rows, TERMS_COLUMNS, BLOCK)
+        store_terms(delta, row, seq_q_rounded, start, -delta_rows, TERMS_COLUMNS)
     if sinks[0] is not None:
         logit = tl.load(sinks[0] + batch * sink_stride + head) * LOG2E
         given = tl.sum(tl.exp2(logit - lse_log2_rows) * delta_rows)
@@ -141,10 +142,9 @@ def load_lse_log2(stats, stride, row, start, seq_q, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_delta(
-    stats, layout, at, do_tile, lse_log2_rows, row, seq_q, BLOCK: tl.constexpr, CONFIG: tl.constexpr
-):
+def load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, CONFIG: tl.constexpr):
     """Load delta of a tile's rows likewise; ``at`` is the tile: batch, head, row."""
+    BLOCK: tl.constexpr = CONFIG.BLOCK_Q
     _, delta, o = stats
     if o is None:
         delta_rows = load_rows(delta, row, layout.stats, at[2], BLOCK)
@@ -152,5 +152,5 @@ def load_delta(
         o_tile = load_by_pointers(
             o, layout.o, at, seq_q, layout.head_dim, CONFIG.PADDED, BLOCK, CONFIG.BLOCK_D, False
         )
-        delta_rows = delta_of(o_tile, do_tile, delta, lse_log2_rows, row, at[2], seq_q, BLOCK)
+        delta_rows = delta_of(o_tile, do_tile, delta, lse_log2_rows, row, at[2], seq_q)
     return delta_rows

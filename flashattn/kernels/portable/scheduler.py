@@ -31,20 +31,22 @@ def tile_coord(program, programs, blocks, heads, REVERSED: tl.constexpr, SECTION
 
 @triton.jit
 def own_tile(
-    program,
-    programs,
+    place,
     size,
     heads,
-    batches,
-    split_len,
+    split,
     BLOCK: tl.constexpr,
     REVERSED: tl.constexpr,
     SECTIONED: tl.constexpr,
 ):
-    """Return (start, out_batch, batch, head) of the tile that a program owns, of ``size`` rows.
+    """Return the tile that a program owns, of ``size`` rows, and that of the output.
 
-    The output has ``batches`` for each split of what a program loops over.
+    Either is (batch, head, first row). ``place`` is (program, programs): which of how many.
+    ``split`` is (batches, split_len): the output has so many batches for each split of what a
+    program loops over, unless that is None.
     """
+    program, programs = place
+    batches, split_len = split
     blocks = tl.cdiv(size, BLOCK)
     block, out_batch, head = tile_coord(program, programs, blocks, heads, REVERSED, SECTIONED)
     start = block * BLOCK
@@ -52,12 +54,13 @@ def own_tile(
         batch = out_batch
     else:
         batch = out_batch % batches
-    return start, out_batch, batch, head
+    return (batch, head, start), (out_batch, head, start)
 
 
 @triton.jit
-def split_begin(out_batch, batches, split_len):
+def split_begin(out_batch, split):
     """Return the first row of the split that a program loops over."""
+    batches, split_len = split
     if split_len is None:
         begin = 0
     else:

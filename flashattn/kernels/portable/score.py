@@ -1,8 +1,6 @@
 """Scores: what becomes of the products of q and k before the mask.
 
-``score`` is (scale, slope, bias, dbias): a ``Scale``; and of the head that a program computes the
-slope of ALiBi, in base 2, and where its bias and the gradient of that begin, each or None.
-``lies`` is a ``ScoreLayout``.
+``score`` is a ``Score``, ``lies`` a ``ScoreLayout``, ``sizes`` is (seq_q, seq_kv).
 """
 
 from __future__ import annotations
@@ -96,6 +94,22 @@ class ScoreLayout(NamedTuple):
         return cls(**made)
 
 
+class Score(NamedTuple):
+    """What scores of one head are made with, or of all; each but the scale may be None.
+
+    Args:
+        scale: a ``Scale``.
+        slope: of ALiBi in base 2, or where those of all heads begin.
+        bias: where it begins.
+        dbias: where its gradient begins, unless scores share it.
+    """
+
+    scale: Any
+    slope: Any
+    bias: Any
+    dbias: Any
+
+
 def vector(bias: TensorSpec | None, seq_kv: int) -> int:
     """Return how many keys of a bias a thread can load at once: as many as are there or are not."""
     if bias is not None and is_relative(bias):
@@ -123,11 +137,19 @@ def bias_of(bias, lies, batch, head, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_bias(
-    bias, lies, start_q, start_kv, queries, keys, seq_q, seq_kv, ALL_KEYS: tl.constexpr,
+    bias,
+    lies,
+    start_q,
+    start_kv,
+    queries,
+    keys,
+    sizes,
+    ALL_KEYS: tl.constexpr,
     VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     """Load the bias of a tile, or of its rows or columns; ALL_KEYS says that all keys exist."""
     queries, keys = queries + start_q, keys + start_kv
+    seq_q, seq_kv = sizes
     if lies.query is not None:
         bias += queries.to(tl.int64) * multiple(lies.query, VECTOR)
     if lies.key is not None:
@@ -149,9 +171,16 @@ def load_bias(
 
 @triton.jit
 def in_base_2(
-    s, score, lies, start_q, start_kv, seq_q, seq_kv, TRANSPOSED: tl.constexpr,
-    ALL_KEYS: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+    s,
+    score,
+    lies,
+    start_q,
+    start_kv,
+    sizes,
+    TRANSPOSED: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Return the scores in base 2 of products, or of what ``capped`` made of them.
 
     TRANSPOSED is a tile [keys, queries]; ALL_KEYS says that all keys exist.
@@ -168,16 +197,17 @@ def in_base_2(
         x -= slope * tl.abs(at.to(tl.float32) - keys.to(tl.float32))
     if bias is not None:
         # A tile begins with a multiple of its size; of a loop's variable Triton does not know.
+        start_kv = multiple(start_kv, CONFIG.BLOCK_KV)
         x += LOG2E * load_bias(
-            bias, lies, start_q, multiple(start_kv, CONFIG.BLOCK_KV), queries, keys, seq_q, seq_kv,
-            ALL_KEYS, CONFIG.VECTOR,
-        )  # fmt: skip
+            bias, lies, start_q, start_kv, queries, keys, sizes, ALL_KEYS, CONFIG.VECTOR
+        )
     return x
 
 
 @triton.jit
-def store_dbias(ds, dbias, start_q, start_kv, seq_q, seq_kv, CONFIG: tl.constexpr):
+def store_dbias(ds, dbias, start_q, start_kv, sizes, CONFIG: tl.constexpr):
     """Store the gradient of a tile of scores as that of their bias, which no others share."""
+    seq_q, seq_kv = sizes
     queries = start_q + tl.arange(0, CONFIG.BLOCK_Q)[:, None]
     keys = multiple(start_kv, CONFIG.BLOCK_KV) + tl.arange(0, CONFIG.BLOCK_KV)[None, :]
     at = dbias + queries.to(tl.int64) * multiple(seq_kv, CONFIG.VECTOR) + keys

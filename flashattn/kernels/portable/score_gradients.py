@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.gradients import score_gradients
+from flashattn.kernels.portable.gradients import Inputs, score_gradients
 from flashattn.kernels.portable.mask import key_tiles, of_batch
 from flashattn.kernels.portable.memory import load_rows, load_tile
-from flashattn.kernels.portable.score import bias_of, slope_of
+from flashattn.kernels.portable.score import Score, bias_of, slope_of
 
 SINK_BLOCK, SINK_WARPS = 1024, 4  # numbers that a program of flashattn_bwd_dsink adds at a time
 
@@ -30,25 +30,38 @@ def along_diagonals(x, shift, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_scores(
-    acc, q, k, v, grad_o, stats, layout, batch, head, heads, group, start_q, own_keys, end_keys,
-    seq_q, seq_kv, band, score, lies, RELATIVE: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+    acc,
+    inputs,
+    q_at,
+    gqa,
+    own_keys,
+    end_keys,
+    sizes,
+    band,
+    score,
+    lies,
+    CONFIG: tl.constexpr,
+):
     """Add dS of a tile of queries and of keys ``own_keys ... end_keys`` to a tile of dbias."""
+    q, _, _, grad_o, stats, layout = inputs
+    batch, head, start_q = q_at
+    heads, group = gqa
+    seq_q = sizes[0]
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    at, row = (batch, head, start_q), batch * heads + head
-    q_tile = load_tile(q, layout.q, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
-    do_tile = load_tile(grad_o, layout.grad_o, at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    row = batch * heads + head
+    q_tile = load_tile(q, layout.q, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
+    do_tile = load_tile(grad_o, layout.grad_o, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     lse_log2_rows = load_rows(stats[0], row, layout.stats, start_q, BLOCK_Q)
     delta_rows = load_rows(stats[1], row, layout.stats, start_q, BLOCK_Q)
-    first, _, _, end = key_tiles(start_q, band, seq_q, seq_kv, 0, None, BLOCK_Q, BLOCK_KV)
+    own = q_tile, do_tile, lse_log2_rows, delta_rows
+    first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
     for start_kv in tl.range(tl.maximum(first, own_keys), tl.minimum(end, end_keys), BLOCK_KV):
+        at = batch, head // group, start_q
         ds, _s, _k_tile = score_gradients(
-            q_tile, do_tile, lse_log2_rows, delta_rows, k, v, layout,
-            (batch, head // group, start_kv), start_q, seq_q, seq_kv, band, score, lies, True,
-            band[2] is None, CONFIG,
-        )  # fmt: skip
-        if RELATIVE:
+            own, inputs, at, start_kv, sizes, band, score, lies, True, CONFIG, band[2] is None
+        )
+        if lies.length is not None:
             ds = along_diagonals(ds, start_kv - own_keys, BLOCK_KV)
         acc += ds
     return acc
@@ -56,15 +69,23 @@ def add_scores(
 
 @triton.jit
 def store_shared(
-    acc, dbias, row, start_q, start_kv, seq_q, seq_kv, OF_QUERIES: tl.constexpr,
-    OF_KEYS: tl.constexpr, RELATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-):  # fmt: skip
+    acc,
+    dbias,
+    row,
+    start_q,
+    start_kv,
+    sizes,
+    OF_QUERIES: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    RELATIVE: tl.constexpr,
+):
     """Add up a tile over the queries and keys that share an element, and store it.
 
     ``row`` is a head of dbias, of those of all batches. A relative bias has an element for each
     diagonal, and the tile those from start_kv on.
     """
-    queries, keys = start_q + tl.arange(0, BLOCK_Q), start_kv + tl.arange(0, BLOCK_KV)
+    seq_q, seq_kv = sizes
+    queries, keys = start_q + tl.arange(0, acc.shape[0]), start_kv + tl.arange(0, acc.shape[1])
     row = tl.cast(row, tl.int64)
     to = dbias.dtype.element_ty
     if RELATIVE:
@@ -85,13 +106,19 @@ def store_shared(
 
 @triton.jit
 def own_part(
-    seq_q, seq_kv, OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, RELATIVE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-):  # fmt: skip
+    sizes,
+    OF_QUERIES: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Return which head of dbias a program owns a part of, and where that begins.
 
     Diagonals are numbered by s - t, and a part begins with a multiple of BLOCK_KV.
     """
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    seq_q, seq_kv = sizes
     row = tl.program_id(0)
     start_q, start_kv = 0, 0
     if OF_KEYS:
@@ -138,7 +165,6 @@ def flashattn_bwd_dbias(
     right,
     batches,
     scale,
-    RELATIVE: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Compute the gradient of a bias that several scores share.
@@ -148,38 +174,33 @@ def flashattn_bwd_dbias(
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    RELATIVE: tl.constexpr = lies.length is not None
     OF_QUERIES: tl.constexpr = lies.query is not None and not RELATIVE
     OF_KEYS: tl.constexpr = lies.key is not None or RELATIVE
-    row, start_q, start_kv = own_part(
-        seq_q, seq_kv, OF_QUERIES, OF_KEYS, RELATIVE, BLOCK_Q, BLOCK_KV
-    )
+    inputs = Inputs(q, k, v, grad_o, stats, layout)
+    gqa, sizes = (heads, group), (seq_q, seq_kv)
+    row, start_q, start_kv = own_part(sizes, OF_QUERIES, OF_KEYS, RELATIVE, CONFIG)
     first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
     end_q = start_q + BLOCK_Q if OF_QUERIES else seq_q
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     for batch in tl.range(first_batch, end_batch):
         band = left, right, bounds[0], bounds[1]
         if bounds[0] is not None:
-            of_keys, of_queries = layout.bounds
-            band = (
-                None, None, of_batch(bounds[0], batch, of_keys),
-                of_batch(bounds[1], batch, of_queries),
-            )  # fmt: skip
+            keys, queries = of_batch(bounds[0], bounds[1], batch, layout.bounds)
+            band = None, None, keys, queries
         for head in tl.range(first_head, end_head):
             slope, bias = scored[0], bias_of(scored[1], lies, batch, head, CONFIG.VECTOR)
             if slope is not None:
                 slope = slope_of(slope, lies, batch, head)
-            score = scale, slope, bias, None
+            score = Score(scale, slope, bias, None)
             for own_q in tl.range(start_q, end_q, BLOCK_Q):
                 own_keys = own_q + start_kv if RELATIVE else start_kv
                 end_keys = own_keys + BLOCK_KV * (2 if RELATIVE else 1) if OF_KEYS else seq_kv
+                q_at = batch, head, own_q
                 acc = add_scores(
-                    acc, q, k, v, grad_o, stats, layout, batch, head, heads, group, own_q,
-                    own_keys, end_keys, seq_q, seq_kv, band, score, lies, RELATIVE, CONFIG,
-                )  # fmt: skip
-    store_shared(
-        acc, dbias, row, start_q, start_kv, seq_q, seq_kv, OF_QUERIES, OF_KEYS, RELATIVE, BLOCK_Q,
-        BLOCK_KV,
-    )  # fmt: skip
+                    acc, inputs, q_at, gqa, own_keys, end_keys, sizes, band, score, lies, CONFIG
+                )
+    store_shared(acc, dbias, row, start_q, start_kv, sizes, OF_QUERIES, OF_KEYS, RELATIVE)
 
 
 @triton.jit(do_not_specialize=SIZES)

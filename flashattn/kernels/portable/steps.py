@@ -358,7 +358,6 @@ def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: 
             Scale.of(options, forward=False),
         ),
         {
-            "RELATIVE": is_relative(cast("TensorSpec", options.bias)),
             "CONFIG": Config.of(
                 tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv)
             ),

@@ -150,7 +150,5 @@ def as_contiguous(x):
     return x.as_strided(x.shape, dense)
 
 
-__all__ = [
-    "ROWS", "UNBOUNDED", "Row", "as_contiguous", "fused", "gradients", "inputs_in_fp32", "kernel", "masked",
-    "right", "seen_by", "wide",
-]  # fmt: skip
+__all__ = ["ROWS", "UNBOUNDED", "Row", "as_contiguous", "fused", "gradients", "inputs_in_fp32"]
+__all__ += ["kernel", "masked", "right", "seen_by", "wide"]

@@ -54,7 +54,7 @@ _LIBRARY = torch.library.Library("flashattn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
 _HOW = (
-    "SymInt? left, SymInt? right, SymInt diagonal, float scale, float? softcap, str precision,"
+    "SymInt? left, SymInt? right, SymInt query_offset, float scale, float? softcap, str precision,"
     " str family, bool deterministic"
 )
 _LIBRARY.define(
@@ -125,7 +125,7 @@ def _options(
     extras: Sequence[torch.Tensor | None],
     left: int | None,
     right: int | None,
-    diagonal: int,
+    query_offset: int,
     scale: float,
     softcap: float | None,
     precision: str,
@@ -136,7 +136,7 @@ def _options(
 ) -> Options:
     """Return what plans depend on; the arguments are those of an operator."""
     how = right, scale, input_precision(precision, dtype), family, deterministic, left, softcap
-    return Options(*how, diagonal=diagonal, bias_grad=bias_grad).given(extras)
+    return Options(*how, query_offset=query_offset, bias_grad=bias_grad).given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:

@@ -66,19 +66,19 @@ def prepare(
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     how = scale, softcap, precision, family, deterministic
-    diagonal = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
+    query_offset = 0 if alibi_slopes is None else k.shape[2] - q.shape[2]
     scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
     if bounds is not None:
-        return _attend(q, k, v, Extras(*bounds, **scored), None, None, diagonal, *how)
+        return _attend(q, k, v, Extras(*bounds, **scored), None, None, query_offset, *how)
     band = mask.over(q.shape[2], k.shape[2])
     seen = band.seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
     if not every:  # what no query sees may be NaN
         k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
-        diagonal -= 0 if alibi_slopes is None else seen.start
+        query_offset -= 0 if alibi_slopes is None else seen.start
         band = mask.over(q.shape[2], k.shape[2])
     extras = given_extras(Extras(**scored))
-    attend = _attend(q, k, v, extras, band.left, band.right, diagonal, *how)
+    attend = _attend(q, k, v, extras, band.left, band.right, query_offset, *how)
     if every:
         return attend
     return lambda q, k, v, **scored: attend(

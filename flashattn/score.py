@@ -96,14 +96,14 @@ class Terms(NamedTuple):
         alibi_slopes: [..., 1, 1], or None.
         bias: [..., T or 1, S or 1], or None.
         relative: or [..., T + S - 1], of each s - t.
-        diagonal: for ALiBi, query t stands at key t + diagonal.
+        query_offset: for ALiBi, query t stands at key t + query_offset.
         seq_q: T.
     """
 
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     relative: torch.Tensor | None = None
-    diagonal: int = 0
+    query_offset: int = 0
     seq_q: int = 0
 
     @classmethod
@@ -132,7 +132,7 @@ class Terms(NamedTuple):
         if self.alibi_slopes is not None:
             t, s = (torch.arange(x.start, x.stop, device=scores.device) for x in (rows, keys))
             slopes = self.alibi_slopes.to(torch.promote_types(scores.dtype, torch.float32))
-            scores = scores - (slopes * (t[:, None] + self.diagonal - s).abs()).to(scores.dtype)
+            scores = scores - (slopes * (t[:, None] + self.query_offset - s).abs()).to(scores.dtype)
         if self.bias is not None:
             part = self.bias[..., _within(self.bias, -2, rows), _within(self.bias, -1, keys)]
             scores = scores + part.to(scores.dtype)

@@ -190,7 +190,7 @@ class _TiledGradients(torch.autograd.Function):
         mask: Mask | Intervals,
         scale: float,
         softcap: float | None,
-        diagonal: int,
+        query_offset: int,
         seq_q: int,
         bias_grad: bool,  # noqa: FBT001
         grad_o: torch.Tensor,
@@ -206,7 +206,7 @@ class _TiledGradients(torch.autograd.Function):
         sink: torch.Tensor | None,
     ) -> Gradients:
         grads, saved = (grad_o, grad_lse), (q, k, v, o, lse)
-        terms = Terms(alibi_slopes, bias, relative, diagonal, seq_q)
+        terms = Terms(alibi_slopes, bias, relative, query_offset, seq_q)
         given: dict[str, Any] = {"terms": terms, "sink": sink, "bias_grad": bias_grad}
         return tiled_backward(grads, saved, mask=mask, scale=scale, softcap=softcap, **given)
 
@@ -240,10 +240,10 @@ class _Tiled(torch.autograd.Function):
         mask: Mask | Intervals,
         scale: float,
         softcap: float | None,
-        diagonal: int,
+        query_offset: int,
         seq_q: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms = Terms(alibi_slopes, bias, relative, diagonal, seq_q)
+        terms = Terms(alibi_slopes, bias, relative, query_offset, seq_q)
         how: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap}
         with torch.autocast(q.device.type, enabled=False):
             return tiled_forward(q, k, v, **how, terms=terms, sink=sink)
@@ -364,11 +364,11 @@ def tiled_attention(
     """
     scale, heads = check_scale(scale, q.shape[3]), (k.shape[1], q.shape[1] // max(k.shape[1], 1))
     mask: Mask | Intervals
-    diagonal, seq_q = k.shape[2] - q.shape[2], q.shape[2]
+    query_offset, seq_q = k.shape[2] - q.shape[2], q.shape[2]
     if bounds is None:
         mask = Mask.of(causal, window)
         seen = mask.over(q.shape[2], k.shape[2]).seen_keys
-        diagonal -= seen.start
+        query_offset -= seen.start
         bias = of_keys({"bias": bias}, seen, seq_q)["bias"]
         k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
     else:
@@ -380,7 +380,7 @@ def tiled_attention(
         sinks = sinks[..., None, None]
     scored = (_grouped(x, heads) for x in (*terms[:3], sinks))
     try:
-        o, lse = _Tiled.apply(*given, *scored, mask, scale, softcap, diagonal, seq_q)
+        o, lse = _Tiled.apply(*given, *scored, mask, scale, softcap, query_offset, seq_q)
     except NotImplementedError as error:  # torch.compile takes no function with a method jvp
         raise no_forward_mode("the tiled attention", error) from None
     o = o.flatten(1, 2)

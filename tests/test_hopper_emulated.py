@@ -50,7 +50,7 @@ SMALL = HopperTile(block_kv=64)
 def attend(problem, config, how=None, precision="auto"):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     how = {"deterministic": False} | (how or {})
-    bounds, band, diagonal = (None, None), problem.band, problem.seq_kv - problem.seq_q
+    bounds, band, query_offset = (None, None), problem.band, problem.seq_kv - problem.seq_q
     if problem.by_rows:
         rows_of = problem.seq_q, problem.seq_kv, torch.device("cpu")
         bounds = bounds_of_lengths(problem.documents, problem.prefix, problem.mask, *rows_of)
@@ -62,7 +62,7 @@ def attend(problem, config, how=None, precision="auto"):
         how.pop("deterministic"),
         None if problem.by_rows else band.left,
         problem.softcap,
-        diagonal=diagonal if problem.alibi else 0,
+        query_offset=query_offset if problem.alibi else 0,
     )
 
     class Attend(torch.autograd.Function):
@@ -772,7 +772,7 @@ PLANTED = {
         Mutant(
             "slopes_off_the_diagonal",
             SCORE,
-            "far = self.slope * (rows + (start_q + self.diagonal - start_kv))",
+            "far = self.slope * (rows + (start_q + self.query_offset - start_kv))",
             "far = self.slope * (rows + (start_q - start_kv))",
             "the logsumexp lacks what the offset of queries adds",
         ),

@@ -151,7 +151,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, num_splits=1, **options
     )
     with counting() as counts["bwd_preprocess"]:
-        _ = given.row_terms
+        _ = given.preprocessed
     for kernel in steps.KERNELS:
         with counting() as counts[kernel]:
             given.gradients(kernel)

@@ -236,7 +236,7 @@ def _score_layout(variant: Variant) -> ScoreLayout:
     rows = Type("i32", aligned=True)
     made: dict[str, dict[str, Any]] = {
         "": {},
-        "alibi": {"slopes": INT, "diagonal": INT},
+        "alibi": {"slopes": INT, "query_offset": INT},
         "bias": {"head": rows, "query": rows, "key": 1},
         "relative": {"head": rows, "length": rows},
         "sink": {"sink": INT},

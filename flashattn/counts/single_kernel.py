@@ -44,7 +44,7 @@ class Recomputation:
     num_splits: int | None = None
 
     @cached_property
-    def row_terms(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def preprocessed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """lse_log2 and delta."""
         bound = _preprocess(signature(self.o, self.grad_o))
         lse_log2, delta = bound(self.o, self.grad_o, self.lse, self.grad_lse)
@@ -63,7 +63,7 @@ class Recomputation:
         inputs = self.q, self.k, self.v, self.grad_o, self.o
         options = Options(self.right, self.scale, input_precision(self.precision, self.q.dtype))
         bound = _alone(kernel, signature(*inputs), options, tile, self.num_splits)
-        rows = (None, None) if kernel == "bwd_one_launch" else self.row_terms
+        rows = (None, None) if kernel == "bwd_one_launch" else self.preprocessed
         grads: tuple[torch.Tensor, ...] = bound(*inputs, self.lse, self.grad_lse, *rows)
         return grads
 

@@ -52,7 +52,7 @@ def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
 
 @lru_cache(maxsize=4)
 def _modify(
-    softcap: float | None, alibi_slopes: torch.Tensor | None, diagonal: int
+    softcap: float | None, alibi_slopes: torch.Tensor | None, query_offset: int
 ) -> Callable[..., torch.Tensor]:
     """Return the score_mod of a softcap and of slopes."""
     batches = 0 if alibi_slopes is None else alibi_slopes.shape[0]
@@ -62,7 +62,7 @@ def _modify(
     ) -> torch.Tensor:
         given = score.scores(given, 1.0, softcap)
         if alibi_slopes is not None:
-            given = given - alibi_slopes[b if batches > 1 else 0, h] * (t + diagonal - s).abs()
+            given = given - alibi_slopes[b if batches > 1 else 0, h] * (t + query_offset - s).abs()
         return given
 
     return modify

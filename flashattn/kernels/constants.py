@@ -14,4 +14,4 @@ LN2 = tl.constexpr(0.6931471805599453)
 HIGH_BITS = tl.constexpr(-65536)  # of an fp32: those of a bf16
 HALF_BIT = tl.constexpr(1 << 15)  # added before, it rounds what these truncate; NaN may wrap to -0
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-BAND = tl.constexpr(32)  # heads
+SECTION_HEADS = tl.constexpr(32)  # heads

@@ -257,7 +257,7 @@ def forward(
     left: int | None = None,
     softcap: float | None = None,
     extras: Sequence[torch.Tensor | None] = (),
-    diagonal: int = 0,
+    query_offset: int = 0,
     precision: str = "auto",
     family: Family = "triton",
     **instead: Any,
@@ -273,14 +273,14 @@ def forward(
         left: see ``Options``.
         softcap: see ``Options``.
         extras: all of ``Extras``, or none.
-        diagonal: see ``Options``.
+        query_offset: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
         instead: as ``choose_forward`` takes it.
     """
     precision = input_precision(precision, q.dtype)
     options = Options(right, scale, precision, family, left=left, softcap=softcap)
-    options = options._replace(diagonal=diagonal).given(extras)
+    options = options._replace(query_offset=query_offset).given(extras)
     return prepare_forward(q, k, v, options, **instead)(q, k, v, *extras)
 
 
@@ -293,7 +293,7 @@ def backward(
     left: int | None = None,
     softcap: float | None = None,
     extras: Sequence[torch.Tensor | None] = (),
-    diagonal: int = 0,
+    query_offset: int = 0,
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
@@ -310,7 +310,7 @@ def backward(
         left: as in ``forward``.
         softcap: as in ``forward``.
         extras: as in ``forward``.
-        diagonal: as in ``forward``.
+        query_offset: as in ``forward``.
         precision: as in ``forward``.
         family: as in ``forward``.
         deterministic: see ``Options``.
@@ -319,7 +319,7 @@ def backward(
     """
     precision = input_precision(precision, saved[0].dtype)
     options = Options(right, scale, precision, family, deterministic, left, softcap)
-    options = options._replace(diagonal=diagonal, bias_grad=bias_grad).given(extras)
+    options = options._replace(query_offset=query_offset, bias_grad=bias_grad).given(extras)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
     gradients: tuple[torch.Tensor, ...] = run(q, k, v, grad_o, o, lse, grad_lse, *extras)

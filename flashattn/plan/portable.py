@@ -270,12 +270,12 @@ def small_grid(q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, precision: st
     wide = block_d(q.shape[3]) >= limits.wide and terms_of(tile, q.dtype, precision)
     most = limits.fused_decomposed if wide else limits.fused
     blocks = tile.block_q, tile.block_kv
-    together = sum(owners(x, q, k, blocks) for x in ("bwd_dkdv", "bwd_dq"))
+    together = sum(tiles_owned(x, q, k, blocks) for x in ("bwd_dkdv", "bwd_dq"))
     return together <= most * gpu.num_sms
 
 
-def owners(kernel: str, q: TensorSpec, k: TensorSpec, blocks: tuple[int, int]) -> int:
-    """Return how many programs own a tile of keys, for "bwd_dkdv", or of queries."""
+def tiles_owned(kernel: str, q: TensorSpec, k: TensorSpec, blocks: tuple[int, int]) -> int:
+    """Return the tiles that programs own: of keys, for "bwd_dkdv", or of queries."""
     x, block = (k, blocks[1]) if kernel == "bwd_dkdv" else (q, blocks[0])
     batch, heads, rows, _ = x.shape
     return cdiv(rows, block) * batch * heads
@@ -303,7 +303,7 @@ def walk(
         together: programs of both passes, where they share a launch.
     """
     rows, block = (q.shape[2], blocks[0]) if kernel == "bwd_dkdv" else (k.shape[2], blocks[1])
-    programs = owners(kernel, q, k, blocks)
+    programs = tiles_owned(kernel, q, k, blocks)
     fill = tables.rows_of(gpu).limits.split["bwd_fused" if together else kernel]
     most = most or num_splits(fill, together or programs, cdiv(rows, block), gpu.num_sms)
     found = split(rows, block, most)
@@ -333,7 +333,7 @@ def backward_pass(
     tile = tile or tile_of(kernel, *inputs, gpu=gpu, causal=causal, precision=precision)
     q, k, blocks = inputs[0], inputs[1], (tile.block_q, tile.block_kv)
     both: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq") if kernel in FUSED else (kernel,)
-    together = sum(owners(x, q, k, blocks) for x in both) if kernel in FUSED else None
+    together = sum(tiles_owned(x, q, k, blocks) for x in both) if kernel in FUSED else None
     walks = [walk(x, q, k, blocks, gpu, most=most, together=together) for x in both]
     programs, splits = zip(*walks, strict=True)
     return Pass(kernel, tile, programs, splits, terms_of(tile, q.dtype, precision))

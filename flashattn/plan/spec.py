@@ -155,7 +155,7 @@ class Options(NamedTuple):
         bounds: batches for which there are ``Bounds``, which are all of the mask: 0, none; 1, those
             of all batches.
         alibi: batches for which there are slopes, likewise.
-        diagonal: for ALiBi, query t stands at key t + diagonal.
+        query_offset: for ALiBi, query t stands at key t + query_offset.
         bias: its spec; None is none.
         bias_grad: whether its gradient is wanted.
         sink: batches for which there are sinks, as of bounds.
@@ -170,7 +170,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     bounds: int = 0
     alibi: int = 0
-    diagonal: int = 0
+    query_offset: int = 0
     bias: TensorSpec | None = None
     bias_grad: bool = False
     sink: int = 0

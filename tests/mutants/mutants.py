@@ -490,7 +490,7 @@ MUTANTS = [
     Mutant(
         "alibi_from_the_first_key",
         "kernels/portable/score.py",
-        "start_q + lies.diagonal - start_kv",
+        "start_q + lies.query_offset - start_kv",
         "start_q - start_kv",
         "positions are top-left, not flash-attn's",
         ALIBI,
@@ -522,8 +522,8 @@ MUTANTS = [
     Mutant(
         "alibi_of_seen_keys",
         "prepare.py",
-        "diagonal -= 0 if alibi_slopes is None else seen.start",
-        "diagonal = k.shape[2] - q.shape[2] if alibi_slopes is not None else 0",
+        "query_offset -= 0 if alibi_slopes is None else seen.start",
+        "query_offset = k.shape[2] - q.shape[2] if alibi_slopes is not None else 0",
         "positions move by the keys that no query sees",
         ALIBI,
     ),
@@ -1222,8 +1222,8 @@ MUTANTS = [
     Mutant(
         "last_band_as_wide_as_others",
         "kernels/portable/scheduler.py",
-        "width = tl.minimum(BAND, programs // blocks - first)",
-        "width = BAND",
+        "width = tl.minimum(SECTION_HEADS, programs // blocks - first)",
+        "width = SECTION_HEADS",
         "of 35 heads some tiles are not computed, and memory that is none of o's is written",
         "tests/test_kernels.py::test_heads_beyond_a_band",
     ),

@@ -370,7 +370,7 @@ def flashattn_hopper_bwd(
     keys_stride,
     queries_stride,
     slopes_stride,
-    diagonal,
+    query_offset,
     scale,
     scale_log2,
     cap,
@@ -388,7 +388,7 @@ def flashattn_hopper_bwd(
     gl.static_assert(t.lines <= 2 * LINE)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
     shape = Shape(group, mask, keys_stride, queries_stride)
-    score = Score(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, diagonal)
+    score = Score(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset)
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)

@@ -16,7 +16,7 @@ from flashattn.kernels import constants
 # Sizes that change from call to call: one compiled kernel serves them all.
 SIZES = [*constants.SIZES, "tiles", "blocks", "split_heads", "section_heads", "gqa_splits"]
 SIZES += ["wave_size", "stagger", "ordered", "num_accums"]
-SIZES += ["slopes_stride", "diagonal", "sink_stride"]
+SIZES += ["slopes_stride", "query_offset", "sink_stride"]
 Config = TypeVar("Config")
 
 

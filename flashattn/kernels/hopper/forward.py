@@ -282,7 +282,7 @@ def flashattn_hopper_fwd(
     right,
     keys_stride,
     slopes_stride,
-    diagonal,
+    query_offset,
     sink_stride,
     scale_log2,
     cap,
@@ -297,7 +297,7 @@ def flashattn_hopper_fwd(
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
     score = Score(
-        scale_log2, cap, EXACT, slopes, slopes_stride, diagonal, t.before, sink, sink_stride
+        scale_log2, cap, EXACT, slopes, slopes_stride, query_offset, t.before, sink, sink_stride
     )
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)

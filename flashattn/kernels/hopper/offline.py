@@ -61,7 +61,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class HopperVariant:
-    """One of the kernels as one launch compiles it: in fp32 those of what is cut, others in bf16.
+    """One of the kernels as one launch compiles it: those named fp32 in fp32, others in bf16.
 
     Args:
         kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_postprocess"; with "_d256" or "_fp32" after
@@ -69,8 +69,8 @@ class HopperVariant:
         head_dim: D.
         config: of the launch; None for those that have none.
         causal: whether scores are masked.
-        mode: of the forward "dynamic", where CTAs draw their tiles; of what is cut "split", where
-            they have a part of the rows only, and "tf32", where it is cut in two; of dk and dv
+        mode: of the forward "dynamic", where CTAs draw their tiles; in fp32 "split", where a
+            program visits a split of the rows, and "tf32", with two bf16 terms; of dk and dv
             "gqa_split", where query heads are split; of any "window", which a left bound masks,
             "rows", by bounds of rows, "softcap", where scores are capped, "alibi", "sink", or
             "narrow", where values have 128 columns.
@@ -90,22 +90,22 @@ class HopperVariant:
     @property
     def size(self) -> int:
         """Bytes of an element."""
-        return FP32 if self.cut else HALF
+        return FP32 if self.fp32 else HALF
 
     @property
-    def cut(self) -> bool:
+    def fp32(self) -> bool:
         """Whether it is in fp32."""
         return "fp32" in self.kernel
 
     @property
-    def parts(self) -> int:
-        """Into how many parts its operands are cut, if it takes them so."""
+    def terms(self) -> int:
+        """How many bf16 terms its operands have, in fp32."""
         return TERMS["tf32" if "tf32" in self.mode else "bf16x6"]
 
     def __str__(self) -> str:
         """Return what picks the config."""
         mask = "causal" if self.causal else "full"
-        dtype = "fp32" if self.cut else "bf16"
+        dtype = "fp32" if self.fp32 else "bf16"
         words = [self.arch, self.kernel, dtype, f"d{self.head_dim}", mask, self.launch, self.mode]
         return " ".join(filter(None, words))
 
@@ -151,9 +151,9 @@ class HopperVariant:
                 forward_fp32.flashattn_hopper_fwd_fp32,
                 dict.fromkeys("qkv", WARPGROUP_Q),
             )
-            constants = steps.forward_fp32_constants(d, terms=self.parts)
-        elif self.cut:
-            tile = FP32_BACKWARD[self.parts]
+            constants = steps.forward_fp32_constants(d, terms=self.terms)
+        elif self.fp32:
+            tile = FP32_BACKWARD[self.terms]
             own, others = ("k", "v"), ("q", "grad_o")
             function = backward_fp32.flashattn_hopper_bwd_fp32_dkdv
             if self.kernel == "hopper_bwd_fp32_dq":
@@ -161,7 +161,7 @@ class HopperVariant:
             rows = dict.fromkeys(own, tile.own)
             rows |= dict.fromkeys(others, tile.other)
             split = "split" in self.mode
-            constants = steps.fp32_constants(split=split, terms=self.parts)
+            constants = steps.fp32_constants(split=split, terms=self.terms)
         else:
             function, rows = backward_dq.flashattn_hopper_bwd_postprocess, {}
             constants = steps.postprocess_constants(d)
@@ -175,14 +175,14 @@ class HopperVariant:
             types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, WARPGROUP_Q], 0))
         absent += _absent(function, self.mode, causal=self.causal)
         constants |= dict.fromkeys(absent)
-        return _source(function, types, constants, fp32=self.cut or not self.stored)
+        return _source(function, types, constants, fp32=self.fp32 or not self.stored)
 
 
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     """Return the arguments that are None: without a mask, or but in one mode."""
     modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
     modes |= dict.fromkeys(("sink", "sink_stride"), "sink")
-    modes |= dict.fromkeys(("slopes", "slopes_stride", "diagonal"), "alibi")
+    modes |= dict.fromkeys(("slopes", "slopes_stride", "query_offset"), "alibi")
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:

@@ -8,7 +8,7 @@ Reproducible LLM Training", for the shift schedule; the waves are ours.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels.constants import BAND
+from flashattn.kernels.constants import SECTION_HEADS
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.mask import Mask
 
@@ -94,7 +94,7 @@ class TileScheduler:
 @gluon.jit
 def one_tile_each(blocks, heads, ORDER: gl.constexpr):
     """Return the scheduler of a launch with one CTA a tile, in sections as the portable kernels."""
-    return TileScheduler(gl.num_programs(0), blocks, heads, gl.to_tensor(BAND), ORDER)
+    return TileScheduler(gl.num_programs(0), blocks, heads, gl.to_tensor(SECTION_HEADS), ORDER)
 
 
 @aggregate

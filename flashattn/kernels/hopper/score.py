@@ -42,7 +42,7 @@ class Score:
         exact: whether tanh has the bits that fp16 would show.
         slope: of ALiBi.
         slopes_stride: from batch to batch.
-        diagonal: query t stands at key t + diagonal.
+        query_offset: query t stands at key t + query_offset.
         before: whether no query sees a key behind that.
         sink: of a row's softmax.
         sink_stride: from batch to batch.
@@ -53,7 +53,7 @@ class Score:
     exact: gl.constexpr
     slope: gl.tensor | gl.constexpr
     slopes_stride: gl.tensor | gl.constexpr
-    diagonal: gl.tensor | gl.constexpr
+    query_offset: gl.tensor | gl.constexpr
     before: gl.constexpr
     sink: gl.tensor | gl.constexpr
     sink_stride: gl.tensor | gl.constexpr
@@ -66,7 +66,7 @@ class Score:
         exact,
         slope=None,
         slopes_stride=None,
-        diagonal=None,
+        query_offset=None,
         before=None,
         sink=None,
         sink_stride=None,
@@ -77,7 +77,7 @@ class Score:
         self.exact = gl.constexpr(exact)
         self.slope = gl.constexpr(None) if slope is None else slope
         self.slopes_stride = gl.constexpr(None) if slopes_stride is None else slopes_stride
-        self.diagonal = gl.constexpr(None) if diagonal is None else diagonal
+        self.query_offset = gl.constexpr(None) if query_offset is None else query_offset
         self.before = gl.constexpr(before)
         self.sink = gl.constexpr(None) if sink is None else sink
         self.sink_stride = gl.constexpr(None) if sink_stride is None else sink_stride
@@ -91,7 +91,7 @@ class Score:
         if sink is not None:
             sink = gl.load(sink + (batch * self.sink_stride + head)) * LOG2E
         return Score(
-            self.log2, self.cap, self.exact, slope, None, self.diagonal, self.before, sink, None
+            self.log2, self.cap, self.exact, slope, None, self.query_offset, self.before, sink, None
         )
 
     @gluon.jit
@@ -101,7 +101,7 @@ class Score:
             layout: gl.constexpr = x.type.layout
             rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
             columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
-            ahead = start_q + self.diagonal - start_kv
+            ahead = start_q + self.query_offset - start_kv
             rows = rows - ahead if TRANSPOSED else rows + ahead
             apart = rows.to(gl.float32)[:, None] - columns.to(gl.float32)[None, :]
             x -= self.slope * gl.abs(apart)
@@ -124,7 +124,7 @@ class Score:
                 rows = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
                 keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
                 s = s + (self.slope * keys.to(gl.float32))[None, :]
-                far = self.slope * (rows + (start_q + self.diagonal - start_kv)).to(gl.float32)
+                far = self.slope * (rows + (start_q + self.query_offset - start_kv)).to(gl.float32)
             else:
                 s = self.sloped(s, start_q, start_kv, False)
         return s, log2, far

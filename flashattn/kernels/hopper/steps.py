@@ -68,7 +68,7 @@ def forward(
     low, high, others = tiles_of((head_dim, v.shape[3]), **rows)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
     lies, right = ScoreLayout.of(options, heads), options.right
-    before = options.alibi > 0 and right is not None and right <= options.diagonal
+    before = options.alibi > 0 and right is not None and right <= options.query_offset
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
@@ -76,7 +76,7 @@ def forward(
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
-            *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.diagonal, lies.sink),
+            *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.query_offset, lies.sink),
             *(scale.log2, scale.cap),
         ),
         {"t": forward_config(tile, (head_dim, v.shape[3]), before=before)},
@@ -233,7 +233,7 @@ def _one_pass(
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
-    owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    split_heads, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     (programs,) = plan.passes[0].programs
     block_q = tile.block_q(head_dim)
     # What adds slopes knows where its queries stand only if all programs visit them in one order.
@@ -251,12 +251,12 @@ def _one_pass(
             *[None] * 4,
         ],
         (
-            *(blocks * batch * owners, blocks, owners, *splits),
+            *(blocks * batch * split_heads, blocks, split_heads, *splits),
             *(tile.section, programs if rotates else 1, tile.stagger),
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
-            *(heads // owners, seq_q, seq_kv, options.left, options.right),
+            *(heads // split_heads, seq_q, seq_kv, options.left, options.right),
             *bounds_strides(options, seq_q, seq_kv),
-            *(lies.slopes, lies.diagonal, scale.factor, scale.log2, scale.cap),
+            *(lies.slopes, lies.query_offset, scale.factor, scale.log2, scale.cap),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
         {"t": backward_config(tile, head_dim), "launch_cooperative_grid": tile.persistent},
@@ -324,7 +324,7 @@ def _d256_dkdv(
     dims = head_dim, v.shape[3]
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
-    owners, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    split_heads, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
     numbers, tensors = Numbers(WARPGROUP_Q), (*INPUTS[:4], *grads)
     low, high, others = tiles_of(dims, **dict.fromkeys(tensors, WARPGROUP_Q))
     if plan.gqa_splits > 1:  # partial sums have no tiles
@@ -334,8 +334,8 @@ def _d256_dkdv(
         sum(plan.passes[0].programs),
         [*low[:4], numbers, numbers, *low[4:], *high],
         (
-            *(blocks * batch * owners, blocks, owners, *splits, tile.section),
-            *(heads // owners, seq_q, seq_kv, options.left, options.right),
+            *(blocks * batch * split_heads, blocks, split_heads, *splits, tile.section),
+            *(heads // split_heads, seq_q, seq_kv, options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
         {"t": d256_config(tile, dims)},

@@ -44,8 +44,8 @@ def flashattn_bwd_dkdv(
     score = Score(scale, scored[0], scored[1], scored[2])
     gqa, sizes, split = (heads, group), (seq_q, seq_kv), (batches, split_len)
     band = left, right, bounds[0], bounds[1]
-    place = tl.program_id(0), tl.num_programs(0)
-    compute_dkdv(place, inputs, grads, gqa, sizes, band, split, score, lies, False, CONFIG)
+    grid = tl.program_id(0), tl.num_programs(0)
+    compute_dkdv(grid, inputs, grads, gqa, sizes, band, split, score, lies, False, CONFIG)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -76,8 +76,8 @@ def flashattn_bwd_dq(
     score = Score(scale, scored[0], scored[1], scored[2])
     gqa, sizes, split = (heads, group), (seq_q, seq_kv), (batches, split_len)
     band = left, right, bounds[0], bounds[1]
-    place = tl.program_id(0), tl.num_programs(0)
-    compute_dq(place, inputs, grads[0], gqa, sizes, band, split, score, lies, False, CONFIG)
+    grid = tl.program_id(0), tl.num_programs(0)
+    compute_dq(grid, inputs, grads[0], gqa, sizes, band, split, score, lies, False, CONFIG)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -110,13 +110,13 @@ def flashattn_bwd(
     The former loop over ``split_len`` queries, the latter over ``split_len_kv`` keys.
     """
     program = tl.program_id(0)
-    place = program, dkdv_programs
+    grid = program, dkdv_programs
     inputs = Inputs(q, k, v, grad_o, stats, layout)
     score = Score(scale, scored[0], scored[1], scored[2])
     band, gqa, sizes = (left, right, bounds[0], bounds[1]), (heads, group), (seq_q, seq_kv)
     split, split_kv = (batches, split_len), (batches, split_len_kv)
     if program < dkdv_programs:
-        compute_dkdv(place, inputs, grads, gqa, sizes, band, split, score, lies, True, CONFIG)
+        compute_dkdv(grid, inputs, grads, gqa, sizes, band, split, score, lies, True, CONFIG)
     else:
         dq_place = program - dkdv_programs, tl.num_programs(0) - dkdv_programs
         compute_dq(

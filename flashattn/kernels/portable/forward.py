@@ -127,9 +127,9 @@ def flashattn_fwd(
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     MASKED: tl.constexpr = left is not None or right is not None or bounds[0] is not None
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
-    place = tl.program_id(0), tl.num_programs(0)
+    grid = tl.program_id(0), tl.num_programs(0)
     sizes, split = (seq_q, seq_kv), (batches, split_len)
-    q_at, out_at = own_tile(place, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
+    q_at, out_at = own_tile(grid, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
     batch, head, start_q = q_at
     band = left, right, bounds[0], bounds[1]
     if bounds[0] is not None:

@@ -1,6 +1,6 @@
 """One program's share of the backward's two passes: dK and dV of its keys, or dQ of its queries.
 
-``band`` and ``sizes`` are as ``mask`` says, ``place`` and ``split`` as ``scheduler.own_tile`` says;
+``band`` and ``sizes`` are as ``mask`` says, ``grid`` and ``split`` as ``scheduler.own_tile`` says;
 ``gqa`` is (heads, group), of queries: in all, and of a head of keys. ``scores`` is the ``Score`` of
 all heads, ``score`` that of one; ``lies`` is a ``ScoreLayout``.
 """
@@ -117,7 +117,7 @@ def dkdv_mainloop(
 
 @triton.jit
 def compute_dkdv(
-    place,
+    grid,
     inputs,
     grads,
     gqa,
@@ -146,7 +146,7 @@ def compute_dkdv(
         CONFIG.TERMS > 0 or CROWDED or SCORED or stats[2] is not None or band[2] is not None
     )
     # Under a causal mask the first keys are seen by most queries, so they come first.
-    kv_at, out_at = own_tile(place, seq_kv, heads // group, split, BLOCK_KV, False, SECTIONED)
+    kv_at, out_at = own_tile(grid, seq_kv, heads // group, split, BLOCK_KV, False, SECTIONED)
     batch, kv_head, start_kv = kv_at
     k_tile = load_tile(k, layout.k, kv_at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
     v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, False, CONFIG)
@@ -263,7 +263,7 @@ def dq_mainloop(
 
 @triton.jit
 def compute_dq(
-    place,
+    grid,
     inputs,
     dq,
     gqa,
@@ -284,7 +284,7 @@ def compute_dq(
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
     CROWDED: tl.constexpr = MASKED and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
     WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
-    q_at, out_at = own_tile(place, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
+    q_at, out_at = own_tile(grid, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
     batch, head, start_q = q_at
     begin, row = split_begin(out_at[0], split), batch * heads + head
     q_tile = load_tile(q, layout.q, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)

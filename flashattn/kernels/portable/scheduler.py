@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn.kernels.constants import BAND
+from flashattn.kernels.constants import SECTION_HEADS
 
 
 @triton.jit
@@ -14,12 +14,12 @@ def tile_coord(program, programs, blocks, heads, REVERSED: tl.constexpr, SECTION
 
     Neighbours share a head, and so its keys in L2. REVERSED starts the last block first: under a
     causal mask it has most to do (longest processing time first). SECTIONED starts all blocks of
-    BAND heads in this order before those of the next: no long block is left for the end, and
-    several programs at a time still share a head's keys.
+    SECTION_HEADS heads in this order before those of the next: no long block is left for the
+    end, and several programs at a time still share a head's keys.
     """
     if SECTIONED:
-        first = program // (BAND * blocks) * BAND
-        width = tl.minimum(BAND, programs // blocks - first)
+        first = program // (SECTION_HEADS * blocks) * SECTION_HEADS
+        width = tl.minimum(SECTION_HEADS, programs // blocks - first)
         within = program - first * blocks
         block, row = within // width, first + within % width
     else:
@@ -31,7 +31,7 @@ def tile_coord(program, programs, blocks, heads, REVERSED: tl.constexpr, SECTION
 
 @triton.jit
 def own_tile(
-    place,
+    grid,
     size,
     heads,
     split,
@@ -41,11 +41,11 @@ def own_tile(
 ):
     """Return the tile that a program owns, of ``size`` rows, and that of the output.
 
-    Either is (batch, head, first row). ``place`` is (program, programs): which of how many.
+    Either is (batch, head, first row). ``grid`` is (program, programs): which of how many.
     ``split`` is (batches, split_len): the output has so many batches for each split of what a
     program loops over, unless that is None.
     """
-    program, programs = place
+    program, programs = grid
     batches, split_len = split
     blocks = tl.cdiv(size, BLOCK)
     block, out_batch, head = tile_coord(program, programs, blocks, heads, REVERSED, SECTIONED)

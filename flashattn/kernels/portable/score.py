@@ -59,7 +59,7 @@ class ScoreLayout(NamedTuple):
 
     Args:
         slopes: from batch to batch in the slopes.
-        diagonal: query t stands at key t + diagonal.
+        query_offset: query t stands at key t + query_offset.
         batch: from batch to batch in the bias; None where all share it, as for the next three.
         head: from head to head.
         query: from query to query.
@@ -69,7 +69,7 @@ class ScoreLayout(NamedTuple):
     """
 
     slopes: Any = None
-    diagonal: Any = None
+    query_offset: Any = None
     batch: Any = None
     head: Any = None
     query: Any = None
@@ -82,7 +82,10 @@ class ScoreLayout(NamedTuple):
         """Return how they lie; all is None where there are none."""
         made: dict[str, int | None] = {}
         if options.alibi:
-            made = {"slopes": heads if options.alibi > 1 else 0, "diagonal": options.diagonal}
+            made = {
+                "slopes": heads if options.alibi > 1 else 0,
+                "query_offset": options.query_offset,
+            }
         if options.sink:
             made["sink"] = heads if options.sink > 1 else 0
         if options.bias is not None:
@@ -193,7 +196,7 @@ def in_base_2(
     else:
         queries, keys = queries[:, None], keys[None, :]
     if slope is not None:
-        at = queries + (start_q + lies.diagonal - start_kv)
+        at = queries + (start_q + lies.query_offset - start_kv)
         x -= slope * tl.abs(at.to(tl.float32) - keys.to(tl.float32))
     if bias is not None:
         # A tile begins with a multiple of its size; of a loop's variable Triton does not know.

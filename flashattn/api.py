@@ -24,12 +24,13 @@ from flashattn.arguments import (
     widened,
 )
 from flashattn.bounds import Bounds
+from flashattn.checks import check_among, check_scale
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import signature
-from flashattn.problem import Problem, check_among, check_scale
+from flashattn.problem import Problem
 from flashattn.resolve import Documents
 from flashattn.score import (
     Relative,

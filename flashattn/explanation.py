@@ -11,6 +11,7 @@ from flashattn.arguments import (
     scored_by,
     unknown_rows,
 )
+from flashattn.checks import check_among, check_scale
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Window
 from flashattn.masks import RowMask
@@ -18,7 +19,7 @@ from flashattn.plan.choose import choose
 from flashattn.plan.gpu import CARDS, Gpu
 from flashattn.plan.plan import Plan
 from flashattn.plan.spec import Family, TensorSpec
-from flashattn.problem import Problem, check_among, check_scale
+from flashattn.problem import Problem
 from flashattn.resolve import Documents
 from flashattn.score import Relative
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from flashattn.bounds import Bounds
+from flashattn.checks import check_scale
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.ops import Attend, Outputs, bind
 from flashattn.plan.spec import Extras, Family, given_extras, signature
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 from flashattn.score import of_keys
 
 _forward = torch.ops.flashattn.forward.default  # ``ops`` defines them

@@ -8,15 +8,14 @@ reads key/value head ``h // (H // G)``.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
 
+from flashattn.checks import check_among
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.score import check_softcap
 
@@ -353,34 +352,6 @@ def _parsed(name: str) -> Documents:
         numbers = [int(x) for x in size.split("x")]
         found += [(numbers[0], numbers[-1])] * int(count or 1)
     return tuple(found)
-
-
-def check_among(name: str, value: object, wanted: Collection[object]) -> None:
-    """Check that an argument has one of few values.
-
-    Raises:
-        ValueError: names the argument, what was wanted and what came.
-    """
-    try:
-        known = value in frozenset(wanted)  # by hash: a tensor has no truth
-    except TypeError:
-        known = False
-    if not known:
-        raise ValueError(f"{name}: wanted one of {', '.join(map(str, wanted))}, got {value!r}")
-
-
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """Return the factor on the scores: ``head_dim ** -0.5`` unless given.
-
-    Raises:
-        ValueError: ``scale`` is not a finite number.
-    """
-    if scale is None:
-        return head_dim**-0.5
-    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not (number and -math.inf < scale < math.inf):
-        raise ValueError(f"scale: wanted a finite number or None, got {scale!r}")
-    return scale
 
 
 def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:

@@ -15,9 +15,10 @@ import torch
 
 from flashattn import score
 from flashattn.bounds import Bounds, Intervals
+from flashattn.checks import check_scale
 from flashattn.dispatch import dispatch_is_trivial, no_forward_mode
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 from flashattn.score import Terms, of_keys
 
 BLOCK_Q = 64

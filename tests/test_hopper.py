@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from flashattn import attention, explain, gpus, registry
 from flashattn.api import FASTEST_FIRST
+from flashattn.checks import check_scale
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import backward_fp32, steps
 from flashattn.kernels.hopper.offline import variants
@@ -46,7 +47,7 @@ from flashattn.plan.tile import (
     block_d,
     head_dim_split,
 )
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import make_inputs

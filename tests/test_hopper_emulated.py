@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashattn.checks import check_scale
 from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import Program, emulated, run
 from flashattn.emulate.memory import Descriptor, Shared
@@ -30,7 +31,7 @@ from flashattn.plan.spec import Extras, Options, TensorSpec, signature
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tables.hopper import NARROW_FORWARD
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 from flashattn.resolve import bounds_of_lengths
 from flashattn.testing.accuracy import (
     InaccurateError,
@@ -1057,7 +1058,7 @@ PLANTED = {
     ("fp16", WRONG): [
         Mutant(
             "a_term_alone",
-            BACKWARD,
+            "kernels/hopper/backward_storage.py",
             "x = gl.where(columns[None, :] < 3, x, 0.0)",
             "x = gl.where(columns[None, :] < 1, x, 0.0)",
             "lse and delta have 8 bits",

@@ -45,7 +45,7 @@ def schedules(*, blocks, heads, section_heads, wave_size, stagger=1):
     tiles = TileScheduler(blocks * heads, blocks, heads, section_heads, order)
     for tile in range(blocks * heads):
         block, _, head = tiles.tile_coord(tile)
-        told = shift_schedule(tiles, tile, wave_size, stagger, False)
+        told = shift_schedule(tiles, tile, (wave_size, stagger), False)
         found.setdefault((tile // wave_size, head), {})[block] = told
     return found
 
@@ -108,7 +108,7 @@ def test_programs_keep_their_distance(count, stagger, end):
 def test_alone():
     """One at a time: each block is a wave, which begins with the last tile and goes on."""
     alone = TileScheduler(12, 4, 3, 2, scheduler.ASCENDING.value)
-    schedule = shift_schedule(alone, 5, 1, 4, False)
+    schedule = shift_schedule(alone, 5, (1, 4), False)
     assert (schedule.begin, schedule.count, schedule.rank) == (2, 1, 0)
     assert visits(schedule, 3) == [2, 1, 0]
     assert [turn(schedule, i, 3) for i in range(3)] == [2, 2, 2]

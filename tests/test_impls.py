@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flashattn.problem import Problem, check_scale
+from flashattn.checks import check_scale
+from flashattn.problem import Problem
 from flashattn.testing import law
 from flashattn.testing.accuracy import Sample, assert_accurate, run_reference
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS

@@ -8,8 +8,9 @@ import hypothesis
 import pytest
 import torch
 
+from flashattn.checks import check_scale
 from flashattn.mask import Mask
-from flashattn.problem import DTYPES, Problem, check_scale
+from flashattn.problem import DTYPES, Problem
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.sample import Case
 from flashattn.testing.strategies import problems

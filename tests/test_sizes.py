@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from flashattn.problem import Problem, check_scale
+from flashattn.checks import check_scale
+from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample, assert_accurate
 from flashattn.testing.examples import Count
 from flashattn.testing.law import clause, interpreted

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
+from flashattn.checks import check_scale
 from flashattn.plan import support
 from flashattn.plan.choose import choose_backward, choose_forward
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, operands
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Family, Options, TensorSpec
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 
 COUNT, BLOCK, SEED = 20_000, 20, 1
 DIGEST = 4  # hexadecimal digits

@@ -13,8 +13,9 @@ import torch
 
 from flashattn import score
 from flashattn.bounds import Bounds
+from flashattn.checks import check_scale
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 from flashattn.registry import register
 from flashattn.score import Terms
 

@@ -8,9 +8,10 @@ import torch
 
 from flashattn import gpus, ops, tiled
 from flashattn.bounds import Bounds
+from flashattn.checks import check_among, check_scale
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.prepare import prepare
-from flashattn.problem import Problem, check_among, check_scale
+from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.registry import register
 

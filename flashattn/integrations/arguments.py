@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashattn.problem import check_among
+from flashattn.checks import check_among
 
 WindowSize = tuple[int | None, int | None]
 DENSE = ("batch", "seqlen", "nheads", "headdim")

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from flashattn import gpus
 from flashattn.bounds import Bounds
+from flashattn.checks import check_scale
 from flashattn.mask import Mask
 from flashattn.ops import Attend, Differentiate, Gradients, Outputs, execute
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Options, Signature, TensorSpec, signature
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 from flashattn.score import check_bias
 
 BOUND = 1024  # signatures that are kept: shapes that keep changing must not fill the memory

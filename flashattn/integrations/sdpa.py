@@ -26,9 +26,9 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from flashattn.checks import check_among
 from flashattn.integrations.binding import UnsupportedError
 from flashattn.integrations.operators import KERNELS
-from flashattn.problem import check_among
 
 NAMES = {"cuda": "flashattn", "cpu": "flashattn_cpu"}  # in torch.nn.attention, by device
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 from flashattn import api, registry
+from flashattn.checks import check_among, check_scale
 from flashattn.gpus import fastest_family
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
@@ -22,7 +23,7 @@ from flashattn.parallel.plan import Task
 from flashattn.parallel.rows import local_bounds
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import dense_strides
-from flashattn.problem import Problem, check_among, check_scale
+from flashattn.problem import Problem
 from flashattn.resolve import Documents
 from flashattn.score import check_sink, with_sink
 

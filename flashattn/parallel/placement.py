@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashattn.problem import check_among
+from flashattn.checks import check_among
 
 KINDS = {"contiguous": 1, "zigzag": 2}  # chunks of a rank
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from flashattn.checks import check_scale
 from flashattn.plan import hopper, portable
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
@@ -19,7 +20,7 @@ from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import OF_VALUES, Family, Options, TensorSpec
 from flashattn.plan.support import why_not_hopper, why_not_portable
 from flashattn.plan.tile import HopperBackward, HopperTile, Tile
-from flashattn.problem import Problem, check_scale
+from flashattn.problem import Problem
 
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")

@@ -20,7 +20,8 @@ if not torch.cuda.is_available():
 
 import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
-from flashattn.problem import Problem, check_scale
+from flashattn.checks import check_scale
+from flashattn.problem import Problem
 from flashattn.testing.accuracy import InaccurateError, assert_accurate
 from flashattn.testing.layouts import GRAD_LAYOUTS, LAYOUTS
 from flashattn.testing.plugin_file import asked, choose

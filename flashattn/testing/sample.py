@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashattn.bounds import Bounds
-from flashattn.problem import Problem, check_scale
+from flashattn.checks import check_scale
+from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.resolve import bounds_of_lengths
 from flashattn.testing.form import check_form

@@ -160,8 +160,7 @@ class HopperVariant:
                 function, own, others = backward_fp32.flashattn_hopper_bwd_fp32_dq, others, own
             rows = dict.fromkeys(own, tile.own)
             rows |= dict.fromkeys(others, tile.other)
-            split = "split" in self.mode
-            constants = steps.fp32_constants(split=split, terms=self.terms)
+            constants = {"SPLIT": "split" in self.mode, "TERMS": self.terms}
         else:
             function, rows = backward_dq.flashattn_hopper_bwd_postprocess, {}
             constants = steps.postprocess_constants(d)

@@ -390,12 +390,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
             *(options.left, options.right, batch, one.splits[0].length),
             *(scale.factor, scale.log2, head_dim),
         ),
-        fp32_constants(split=one.splits[0].num > 1, terms=one.terms),
+        {"SPLIT": one.splits[0].num > 1, "TERMS": one.terms},
     )
     names = [f"{name}_terms" for name in portable.INPUTS]
     return Step(launch, (*names, "lse_log2", "delta", *(where for where, _ in grads)))
-
-
-def fp32_constants(*, split: bool, terms: int) -> dict[str, Any]:
-    """Return the constexpr arguments of both fp32 kernels of the backward."""
-    return {"SPLIT": split, "TERMS": terms}

@@ -1,0 +1,34 @@
+"""Checks of single arguments, whose errors name what was wanted and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+
+def check_among(name: str, value: object, wanted: Collection[object]) -> None:
+    """Check that an argument has one of few values.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+    """
+    try:
+        known = value in frozenset(wanted)  # by hash: a tensor has no truth
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{name}: wanted one of {', '.join(map(str, wanted))}, got {value!r}")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor on the scores: ``head_dim ** -0.5`` unless given.
+
+    Raises:
+        ValueError: ``scale`` is not a finite number.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not (number and -math.inf < scale < math.inf):
+        raise ValueError(f"scale: wanted a finite number or None, got {scale!r}")
+    return scale

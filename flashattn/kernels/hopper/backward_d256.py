@@ -286,15 +286,15 @@ def flashattn_hopper_bwd_d256_dkdv(
     queries = new_pipeline(q, t.stages, 1, row_stats=lse_log2, high=q_high)
     grads = new_pipeline(grad_o, t.stages, 2, row_stats=delta, high=grad_o_high)
     sP = new_shared_p(gl.float16, t.stages, BLOCK, BLOCK)
-    of_v, of_k = (dv, dv_high), (dk, dk_high)
-    of_q, of_grad = (q, lse_log2, k, q_high, k_high), (grad_o, delta, v, grad_o_high, v_high)
+    dv_out, dk_out = (dv, dv_high), (dk, dk_high)
+    q_in, grad_in = (q, lse_log2, k, q_high, k_high), (grad_o, delta, v, grad_o_high, v_high)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dv, (of_v, keys, queries, grads, sP, scheduler, splits, shape, score, t)),
-            (consumer_dk, (of_k, values, queries, grads, sP, scheduler, splits, shape, scale, t)),
-            (producer_dkdv, (of_q, queries, keys, scheduler, splits, shape)),
-            (producer_dkdv, (of_grad, grads, values, scheduler, splits, shape)),
+            (consumer_dv, (dv_out, keys, queries, grads, sP, scheduler, splits, shape, score, t)),
+            (consumer_dk, (dk_out, values, queries, grads, sP, scheduler, splits, shape, scale, t)),
+            (producer_dkdv, (q_in, queries, keys, scheduler, splits, shape)),
+            (producer_dkdv, (grad_in, grads, values, scheduler, splits, shape)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -212,12 +212,18 @@ def flashattn_hopper_bwd_d256_dq(
     keys = new_pipeline(k, t.stages, 2, high=k_high)
     values = new_pipeline(v, t.stages - 1, 2, high=v_high)
     inputs, high = (q, k, v, grad_o), (q_high, k_high, v_high, grad_o_high)
-    of_q, stats, pipelines = (dq, dq_high), (lse_log2, delta), (queries, grads, keys, values)
+    dq_out, stats, pipelines = (dq, dq_high), (lse_log2, delta), (queries, grads, keys, values)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dq, (0, of_q, stats, pipelines, scheduler, shape, lse_rows, scale, score, t)),
-            (consumer_dq, (1, of_q, stats, pipelines, scheduler, shape, lse_rows, scale, score, t)),
+            (
+                consumer_dq,
+                (0, dq_out, stats, pipelines, scheduler, shape, lse_rows, scale, score, t),
+            ),
+            (
+                consumer_dq,
+                (1, dq_out, stats, pipelines, scheduler, shape, lse_rows, scale, score, t),
+            ),
             (producer_dq, (inputs, high, pipelines, scheduler, shape)),
         ],
         [4, 1],

@@ -183,14 +183,14 @@ def flashattn_hopper_bwd_fp32_dkdv(
     queries = new_pipeline(q, STAGES, 1, TERMS)  # dk releases q after P was computed from it
     grads = new_pipeline(grad_o, STAGES, 2, TERMS)
     sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
-    of_v, of_k = (dv, dv_strides, head_dim), (dk, dk_strides, head_dim)
-    of_p = lse_log2, lse_rows, keys, queries, grads, sP
-    of_ds = delta, lse_rows, values, queries, grads, sP
+    dv_out, dk_out = (dv, dv_strides, head_dim), (dk, dk_strides, head_dim)
+    p_in = lse_log2, lse_rows, keys, queries, grads, sP
+    ds_in = delta, lse_rows, values, queries, grads, sP
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_dv, (of_v, of_p, kv_heads, splits, shape, scale_log2, TERMS)),
-            (consumer_dk, (of_k, of_ds, kv_heads, splits, shape, scale, TERMS)),
+            (consumer_dv, (dv_out, p_in, kv_heads, splits, shape, scale_log2, TERMS)),
+            (consumer_dk, (dk_out, ds_in, kv_heads, splits, shape, scale, TERMS)),
             (producer_dkdv, (q, k, queries, keys, kv_heads, splits, shape, TERMS)),
             (producer_dkdv, (grad_o, v, grads, values, kv_heads, splits, shape, TERMS)),
         ],
@@ -302,13 +302,13 @@ def flashattn_hopper_bwd_fp32_dq(
     keys = new_pipeline(k, STAGES, 1, TERMS)  # dq releases k after P was computed from it
     values = new_pipeline(v, STAGES, 1, TERMS)
     sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
-    of_q, of_p = (dq, dq_strides, head_dim), (lse_log2, lse_rows, queries, keys, sP)
-    of_ds = delta, lse_rows, grads, keys, values, sP
+    dq_out, p_in = (dq, dq_strides, head_dim), (lse_log2, lse_rows, queries, keys, sP)
+    ds_in = delta, lse_rows, grads, keys, values, sP
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer_p, (of_p, heads, splits, shape, scale_log2, TERMS)),
-            (consumer_dq, (of_q, of_ds, heads, splits, shape, scale, TERMS)),
+            (consumer_p, (p_in, heads, splits, shape, scale_log2, TERMS)),
+            (consumer_dq, (dq_out, ds_in, heads, splits, shape, scale, TERMS)),
             (producer_dq, (k, q, keys, queries, heads, splits, shape, TERMS)),
             (producer_dq, (v, grad_o, values, grads, heads, splits, shape, TERMS)),
         ],

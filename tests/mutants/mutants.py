@@ -963,7 +963,7 @@ MUTANTS = [
     ),
     Mutant(
         "default_scale",
-        "problem.py",
+        "checks.py",
         "return head_dim**-0.5",
         "return 1 / head_dim",
         "every implementation, the reference too, divides by D instead of its root",

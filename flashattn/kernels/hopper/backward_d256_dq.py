@@ -133,7 +133,7 @@ def consumer_dq(
     first, full_begin, full_end, end = visited_key_tiles(block, shape)
     at = (batch * scheduler.heads + head).to(gl.int64) * lse_rows + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
-    rows_stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
+    row_stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
     queries.consumer_wait(WARPGROUP)
     q = opaque_tile(queries, WARPGROUP)
     s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi)
@@ -141,7 +141,7 @@ def consumer_dq(
     do = opaque_tile(grads, WARPGROUP)
     dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)
     start_kv = (end - 1) * BLOCK
-    ds = compute_p_ds(n, s, dp, values, rows_stats, start_q, start_kv, mask, score, t)
+    ds = compute_p_ds(n, s, dp, values, row_stats, start_q, start_kv, mask, score, t)
     n += 1
     state = ds, zero_acc(t.d_lo, t.d_hi)
     full_end = gl.minimum(full_end, end - 1)
@@ -151,13 +151,13 @@ def consumer_dq(
             for i in range(start - 1, stop - 1, -1):
                 start_kv = i * BLOCK
                 state = dq_step(
-                    WARPGROUP, n, state, pipelines, rows_stats, start_q, start_kv, mask, score, t
+                    WARPGROUP, n, state, pipelines, row_stats, start_q, start_kv, mask, score, t
                 )
                 n += 1
         for i in range(stop - 1, low - 1, -1):
             start_kv = i * BLOCK
             state = dq_step(
-                WARPGROUP, n, state, pipelines, rows_stats, start_q, start_kv, None, score, t
+                WARPGROUP, n, state, pipelines, row_stats, start_q, start_kv, None, score, t
             )
             n += 1
     ds, acc = state

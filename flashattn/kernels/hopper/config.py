@@ -84,6 +84,6 @@ class D256Config:
 
 
 @cache
-def config_of(kind: type[Config], **constants: Any) -> Config:
+def config_of(kind: type[Config], **values: Any) -> Config:
     """Return the only config with these constants: Triton hashes it at every look-up."""
-    return kind(**{name: gl.constexpr(value) for name, value in constants.items()})
+    return kind(**{name: gl.constexpr(value) for name, value in values.items()})

@@ -109,18 +109,21 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def rescale(acc, alpha, t, LATER: gl.constexpr):
+    """Return o times alpha, here or in the other place: wide values LATER, in the next step."""
+    if (t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D) == LATER:
+        acc = scale_acc(acc, alpha, t.v_hi)
+    return acc
+
+
+@gluon.jit
 def mainloop_step(
     n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, MASKED: gl.constexpr
 ):
-    """Add the n-th P V, and under that product compute P of the next tile of keys.
-
-    ``alpha`` multiplies rows whose maximum has grown: at once, or of wide values in the next step,
-    under the product for S.
-    """
+    """Add the n-th P V, and under that product compute P of the next tile of keys."""
     acc, alpha, p, m, l = state
     s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi)
-    if t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D:
-        acc = scale_acc(acc, alpha, t.v_hi)
+    acc = rescale(acc, alpha, t, LATER=True)
     p = unpack(p, q.dtype, t.v_lo)
     acc = mma_pv(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
     s = score.capped(mma_wait(s, products(t.v_hi)))
@@ -141,9 +144,7 @@ def mainloop_step(
         compiler_barrier(p)
     acc = acc_wait(acc, 0, t.v_hi)
     keys.consumer_release(n + 1)
-    if t.v_lo + t.v_hi <= RESCALE_LATER_ABOVE_D:
-        acc = scale_acc(acc, alpha, t.v_hi)
-    return acc, alpha, p, m_new, l
+    return rescale(acc, alpha, t, LATER=False), alpha, p, m_new, l
 
 
 @gluon.jit
@@ -182,7 +183,7 @@ def mainloop(n, state, q, keys, values, start_q, tiles, mask, bounds, score, t):
 
 
 @gluon.jit
-def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, scheduler, shape, score, t):  # noqa: PLR0915 - one loop
+def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, scheduler, shape, score, t):
     """Attend to ROWS queries of every tile."""
     queries, keys, values = pipelines
     S: gl.constexpr = acc_layout(t.block_kv)
@@ -204,14 +205,23 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         if mask.masked or full_end < end:
             s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
         p, m, l = softmax_first(s, log2, far, own, q.dtype)
-        acc = zero_acc(t.v_lo, t.v_hi)
-        alpha = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
-        state = acc, alpha, p, m, l
-        state, n = mainloop(n, state, q, keys, values, start_q, tiles, mask, bounds, own, t)
+        one = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+        state, n = mainloop(
+            n,
+            (zero_acc(t.v_lo, t.v_hi), one, p, m, l),
+            q,
+            keys,
+            values,
+            start_q,
+            tiles,
+            mask,
+            bounds,
+            own,
+            t,
+        )
         acc, alpha, p, m, l = state
-        if t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D:
-            acc = scale_acc(acc, alpha, t.v_hi)
+        acc = rescale(acc, alpha, t, LATER=True)
         if next_tile is not None:
             tile = next_tile.read(tile_n)
             tile_n += 1

@@ -170,29 +170,6 @@ def test_windows_end_where_causal_says(device):
         torch.testing.assert_close(o[:, :, -1:], last)
 
 
-@pytest.mark.parametrize("name", ["auto", "triton", "reference"])
-def test_windows_under_transforms(name, device):
-    """Compiled, mapped and cast attention, of shapes alone too, has windows as any mask."""
-    q, k, v = tensors(device)
-
-    def call(q, k, v):
-        return attention(q, k, v, causal=True, window=(5, None), impl=name)
-
-    wanted = call(q, k, v)
-    torch.compiler.reset()
-    for dynamic in (False, True):
-        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        torch.testing.assert_close(compiled(q, k, v), wanted)
-    mapped = torch.vmap(call, in_dims=(0, None, 1))(
-        torch.stack([q, 2 * q]), k, torch.stack([v, v + 1], dim=1)
-    )
-    torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v + 1)]))
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert torch.equal(call(q, k, v), call(*(x.bfloat16() for x in (q, k, v))))
-    if name != "triton":  # which needs a device
-        assert call(*(x.to("meta") for x in (q, k, v))).shape == wanted.shape
-
-
 CAPPED = {"softcap": 0.5, "causal": True, "return_lse": True}
 
 

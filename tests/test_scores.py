@@ -83,36 +83,6 @@ def test_alibi(name, of_batches, causal, device):
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 
-@pytest.mark.parametrize("name", ["auto", "triton", "reference"])  # on a CPU auto is tiled
-def test_alibi_under_transforms(name, device):
-    """Compiled, mapped, cast and differentiated attention has its slopes, after one without."""
-    q, k, v = tensors(device)
-    slopes = torch.linspace(0, 1, 4, device=device)
-    assert not torch.equal(
-        attention(q, k, v, impl=name), attention(q, k, v, alibi_slopes=slopes, impl=name)
-    )
-
-    def call(q, k, v, slopes):
-        return attention(q, k, v, causal=True, alibi_slopes=slopes, impl=name)
-
-    wanted = call(q, k, v, slopes)
-    torch.compiler.reset()
-    for dynamic in (False, True):
-        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        torch.testing.assert_close(compiled(q, k, v, slopes), wanted)
-    several = torch.stack([slopes, slopes.flip(0)])
-    mapped = torch.vmap(call, in_dims=(0, None, None, 0))(torch.stack([q, 2 * q]), k, v, several)
-    torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v, several[1])]))
-    mapped = torch.vmap(call, in_dims=(0, None, None, None))(torch.stack([q, 2 * q]), k, v, several)
-    alone = torch.stack([call(q, k, v, several), call(2 * q, k, v, several)])
-    torch.testing.assert_close(mapped, alone)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        half = [x.bfloat16() for x in (q, k, v)]
-        assert torch.equal(call(q, k, v, slopes), call(*half, slopes))
-    if name in ("auto", "reference"):  # others need a device
-        assert call(*(x.to("meta") for x in (q, k, v, slopes))).shape == wanted.shape
-
-
 def test_alibi_of_one_head(device):
     """A [B, T, D] input has one slope, or one for each batch."""
     q, k, v = tensors(device, heads=1, kv_heads=1)
@@ -229,34 +199,39 @@ def test_relative_bias_of_one_row(name, sizes, device):
 
 
 @pytest.mark.parametrize("name", ["auto", "triton", "reference"])  # on a CPU auto is tiled
-def test_bias_and_sink_under_transforms(name, device):
-    """Compiled, mapped, cast and differentiated attention has them, after one without."""
+def test_under_transforms(name, device):
+    """Compiled, mapped and cast attention, of shapes alone too, has a window and all scores."""
     q, k, v = tensors(device)
     torch.manual_seed(0)
     bias, vector, sink = (torch.randn(x, device=device) for x in ((4, 20, 26), (4, 45), 4))
-    assert not torch.equal(attention(q, k, v, impl=name), attention(q, k, v, bias=bias, impl=name))
+    slopes = torch.linspace(0, 1, 8, device=device).view(2, 4)
+    plain = attention(q, k, v, causal=True, impl=name)  # first: what it keeps has none of these
+    for one in ({"bias": bias}, {"sink": sink}, {"alibi_slopes": slopes}, {"window": (5, None)}):
+        assert not torch.equal(attention(q, k, v, causal=True, **one, impl=name), plain)
 
-    def call(q, k, v, bias, sink):
-        return attention(q, k, v, causal=True, bias=bias, sink=sink, impl=name)
+    def call(q, k, v, bias, sink, slopes):
+        how = {"causal": True, "window": (5, None), "alibi_slopes": slopes}
+        return attention(q, k, v, bias=bias, sink=sink, **how, impl=name)
 
-    def far(q, k, v, vector, sink):
-        return call(q, k, v, relative(vector), sink)
+    def far(q, k, v, vector, sink, slopes):
+        return call(q, k, v, relative(vector), sink, slopes)
 
+    graphs = (False,) if name == "reference" else (False, True)  # dynamic or not
     for f, x in ((call, bias), (far, vector)):
-        given = q, k, v, x, sink
+        given = q, k, v, x, sink, slopes
         wanted = f(*given)
         torch.compiler.reset()
-        for dynamic in (False, True):
+        for dynamic in graphs[-1:] if f is far else graphs:
             compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
             torch.testing.assert_close(compiled(*given), wanted)
-        several = [torch.stack([y, 2 * y]) for y in given]
-        one_by_one = torch.stack([f(*x) for x in zip(*several, strict=True)])
-        torch.testing.assert_close(torch.vmap(f)(*several), one_by_one)
-        shared = torch.vmap(f, in_dims=(0, None, None, None, None))(several[0], *given[1:])
+        several = [torch.stack([y, 2 * y], dim=1) for y in given]
+        one_by_one = torch.stack([f(*x) for x in zip(*(y.unbind(1) for y in several), strict=True)])
+        torch.testing.assert_close(torch.vmap(f, in_dims=1)(*several), one_by_one)
+        shared = torch.vmap(f, in_dims=(1, *[None] * 5))(several[0], *given[1:])
         torch.testing.assert_close(shared, torch.stack([wanted, f(2 * q, *given[1:])]))
         with torch.autocast(device.type, dtype=torch.bfloat16):
             half = [y.bfloat16() for y in (q, k, v)]
-            assert torch.equal(f(*given), f(*half, x, sink))
+            assert torch.equal(f(*given), f(*half, x, sink, slopes))
         if name in ("auto", "reference"):  # others need a device
             assert f(*(y.to("meta") for y in given)).shape == wanted.shape
 

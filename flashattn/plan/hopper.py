@@ -159,13 +159,12 @@ def forward(
     tiles = cdiv(seq_q, found.block_q) * batch * heads
     programs = min(gpu.num_sms, tiles)
     dynamic = options.causal and programs < tiles
-    row = (head_dim + v.shape[3]) * q.dtype.itemsize  # of a key and its values
-    kept = k.shape[2] * row * k.shape[1] // heads  # of a query head
+    size = math.prod(k.shape[:3]) * (head_dim + v.shape[3]) * q.dtype.itemsize  # of keys and values
     scheduler = Scheduler(
         "lpt" if options.causal else "linear",
         persistent=True,
         dynamic=dynamic,
-        section=max(1, rows.SECTION_BYTES // max(1, kept)),
+        section=cdiv(batch * heads, max(1, round(size / rows.SECTION_BYTES))),
     )
     return ForwardPlan(
         kernel="sm90",

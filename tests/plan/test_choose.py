@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import replace
 from unittest.mock import patch
@@ -47,7 +48,7 @@ forward
   tile            128x128 s2, tma
   operands        native
   programs        132
-  scheduler       lpt, persistent, dynamic, sections of 96 heads
+  scheduler       lpt, persistent, dynamic, sections of 32 heads
   workspaces      tile_counter [1] int32, zeros
   - Hopper's kernel: 512 tiles for 132 SMs, Hopper's needs 0.67 each
   - 512 tiles of 128 queries on 132 SMs
@@ -112,6 +113,25 @@ def test_a_gpu_of_ones_own():
     assert explain(heads=4, kv_heads=4).forward.kernel == "portable"
     assert explain(heads=4, kv_heads=4, gpu=half).forward.kernel == "sm90"
     assert explain(gpu=Gpu((9, 0), 132)).forward == explain().forward
+
+
+@pytest.mark.parametrize("heads", [28, 32, 40])
+@pytest.mark.parametrize("seq_q", [4096, 8192, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_sm_idles_behind_the_last_section(head_dim, seq_q, heads):
+    """Tiles in the order of their sections, each to the SM that is free first, end together.
+
+    A tile takes a step for each 128 keys of its last query, and 2.5 more (docs/tuning-log.md).
+    """
+    plan = explain(heads=heads, kv_heads=heads, seq_q=seq_q, head_dim=head_dim, causal=True).forward
+    section, rows = plan.scheduler.section, plan.tile.block_q
+    steps = [-(-min(end, seq_q) // 128) + 2.5 for end in range(rows, seq_q + rows, rows)][::-1]
+    sms = [0.0] * 132
+    for first in range(0, heads, section):
+        for cost in steps:
+            for _ in range(first, min(first + section, heads)):
+                heapq.heapreplace(sms, sms[0] + cost)
+    assert sum(sms) / len(sms) > 0.97 * max(sms)
 
 
 @pytest.mark.parametrize("card", CARDS)

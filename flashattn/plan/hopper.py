@@ -13,7 +13,7 @@ from flashattn.plan import portable
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.spec import Options, TensorSpec
-from flashattn.plan.splits import cdiv, dq_accumulators, gqa_splits
+from flashattn.plan.splits import cdiv, dq_accumulators, equal_sections, gqa_splits
 from flashattn.plan.support import SMALLEST_SCALE, why_not_hopper, why_not_tma
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import (
@@ -159,12 +159,13 @@ def forward(
     tiles = cdiv(seq_q, found.block_q) * batch * heads
     programs = min(gpu.num_sms, tiles)
     dynamic = options.causal and programs < tiles
-    size = math.prod(k.shape[:3]) * (head_dim + v.shape[3]) * q.dtype.itemsize  # of keys and values
+    row = (head_dim + v.shape[3]) * q.dtype.itemsize  # of a key and its values
+    kept = max(1, k.shape[2] * row * k.shape[1]) / heads  # of a query head
     scheduler = Scheduler(
         "lpt" if options.causal else "linear",
         persistent=True,
         dynamic=dynamic,
-        section=cdiv(batch * heads, max(1, round(size / rows.SECTION_BYTES))),
+        section=equal_sections(batch * heads, rows.SECTION_BYTES / kept),
     )
     return ForwardPlan(
         kernel="sm90",
@@ -295,7 +296,9 @@ def _backward_half(
         dq_accumulators=accumulators,
         gqa_splits=splits,
         scheduler=Scheduler(
-            "lpt" if causal else "linear", persistent=tile.persistent, section=tile.section
+            "lpt" if causal else "linear",
+            persistent=tile.persistent,
+            section=equal_sections(batch * kv_heads * splits, tile.section),
         ),
         workspaces=(
             *portable.row_workspaces(q, row_names(options)),

@@ -31,6 +31,16 @@ def split(rows: int, block: int, most: int) -> Split:
     return Split(cdiv(rows, length), length)
 
 
+def equal_sections(heads: int, wanted: float) -> int:
+    """Return the heads of a section, about as many as wanted, so that all have as many.
+
+    Behind a last section of few heads SMs idle under a mask: its longest tile is begun last.
+    """
+    sections = max(1, min(round(heads / wanted), heads))
+    fewer = max(1, heads // sections)
+    return fewer if heads % fewer == 0 else cdiv(heads, sections)
+
+
 def num_splits(fill: Fill, programs: int, rows: int, num_sms: int) -> int:
     """Return how many parts fill the GPU: the most of any pair.
 

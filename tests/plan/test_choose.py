@@ -17,6 +17,7 @@ from flashattn.kernels.launch import Launch
 from flashattn.plan.choose import NAMES
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.spec import signature
+from flashattn.plan.splits import equal_sections
 
 
 def explain(
@@ -132,6 +133,15 @@ def test_no_sm_idles_behind_the_last_section(head_dim, seq_q, heads):
             for _ in range(first, min(first + section, heads)):
                 heapq.heapreplace(sms, sms[0] + cost)
     assert sum(sms) / len(sms) > 0.97 * max(sms)
+
+
+@pytest.mark.parametrize(
+    ("heads", "wanted", "section"),
+    [(32, 8, 8), (28, 8, 7), (10, 2.67, 2), (21, 5.3, 6), (16, 3, 4), (32, 96, 32), (8, 0.4, 1)],
+)
+def test_sections_have_as_many_heads(heads, wanted, section):
+    """What divides the heads is taken, or the last section has some fewer; none is empty."""
+    assert equal_sections(heads, wanted) == section
 
 
 @pytest.mark.parametrize("card", CARDS)

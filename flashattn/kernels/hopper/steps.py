@@ -252,7 +252,7 @@ def _one_pass(
         ],
         (
             *(blocks * batch * split_heads, blocks, split_heads, *splits),
-            *(tile.section, programs if rotates else 1, tile.stagger),
+            *(plan.scheduler.section, programs if rotates else 1, tile.stagger),
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
             *(heads // split_heads, seq_q, seq_kv, options.left, options.right),
             *bounds_strides(options, seq_q, seq_kv),

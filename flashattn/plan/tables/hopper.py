@@ -74,8 +74,7 @@ BACKWARD_D256 = {
     (256, False): {0: HopperD256Tile()},
     (256, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
 }
-# The forward has a section for each 32 MiB of keys and values, about what FlashAttention-4 keeps in
-# the L2 cache. Sections are alike: SMs would idle behind a last one of few heads.
+# Keys and values of a section of the forward, about what FlashAttention-4 keeps in the L2 cache.
 SECTION_BYTES = 32 << 20
 FP32_FORWARD = HopperFp32Tile(128, 64)
 FP32_BACKWARD = {3: HopperFp32Tile(64, 32), 2: HopperFp32Tile(64, 64)}  # by bf16 terms

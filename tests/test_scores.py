@@ -217,11 +217,11 @@ def test_under_transforms(name, device):
         return call(q, k, v, relative(vector), sink, slopes)
 
     graphs = (False,) if name == "reference" else (False, True)  # dynamic or not
-    for f, x in ((call, bias), (far, vector)):
+    for f, x, kinds in ((call, bias, graphs), (far, vector, graphs[-1:])):
         given = q, k, v, x, sink, slopes
         wanted = f(*given)
         torch.compiler.reset()
-        for dynamic in graphs[-1:] if f is far else graphs:
+        for dynamic in kinds:
             compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
             torch.testing.assert_close(compiled(*given), wanted)
         several = [torch.stack([y, 2 * y], dim=1) for y in given]

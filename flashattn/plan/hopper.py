@@ -160,7 +160,7 @@ def forward(
     programs = min(gpu.num_sms, tiles)
     dynamic = options.causal and programs < tiles
     row = (head_dim + v.shape[3]) * q.dtype.itemsize  # of a key and its values
-    kept = max(1, k.shape[2] * row * k.shape[1]) / heads  # of a query head
+    kept = k.shape[2] * row * k.shape[1] / heads  # of a query head
     scheduler = Scheduler(
         "lpt" if options.causal else "linear",
         persistent=True,

@@ -32,9 +32,9 @@ def split(rows: int, block: int, most: int) -> Split:
 
 
 def equal_sections(heads: int, wanted: float) -> int:
-    """Return the heads of a section, about as many as wanted, so that all have as many.
+    """Return how many heads a section has, about as wanted, so that sections are equal.
 
-    Behind a last section of few heads SMs idle under a mask: its longest tile is begun last.
+    Under a mask a last section of few heads has SMs idle while its longest tile runs.
     """
     sections = max(1, min(round(heads / wanted), heads))
     fewer = max(1, heads // sections)

@@ -120,13 +120,13 @@ def test_a_gpu_of_ones_own():
 @pytest.mark.parametrize("seq_q", [4096, 8192, 16384])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_sm_idles_behind_the_last_section(head_dim, seq_q, heads):
-    """Tiles in the order of their sections, each to the SM that is free first, end together.
+    """Tiles in the order of their sections, each on the SM that is free first, end together.
 
-    A tile takes a step for each 128 keys of its last query, and 2.5 more (docs/tuning-log.md).
+    A tile takes a step for each tile of keys, and 2.5 more (docs/tuning-log.md).
     """
     plan = explain(heads=heads, kv_heads=heads, seq_q=seq_q, head_dim=head_dim, causal=True).forward
-    section, rows = plan.scheduler.section, plan.tile.block_q
-    steps = [-(-min(end, seq_q) // 128) + 2.5 for end in range(rows, seq_q + rows, rows)][::-1]
+    section, rows, keys = plan.scheduler.section, plan.tile.block_q, plan.tile.block_kv
+    steps = [-(-min(end, seq_q) // keys) + 2.5 for end in range(rows, seq_q + rows, rows)][::-1]
     sms = [0.0] * 132
     for first in range(0, heads, section):
         for cost in steps:
@@ -140,7 +140,7 @@ def test_no_sm_idles_behind_the_last_section(head_dim, seq_q, heads):
     [(32, 8, 8), (28, 8, 7), (10, 2.67, 2), (21, 5.3, 6), (16, 3, 4), (32, 96, 32), (8, 0.4, 1)],
 )
 def test_sections_have_as_many_heads(heads, wanted, section):
-    """What divides the heads is taken, or the last section has some fewer; none is empty."""
+    """Sections are equal if the number of heads allows it, or the last one has fewer."""
     assert equal_sections(heads, wanted) == section
 
 

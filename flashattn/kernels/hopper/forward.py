@@ -110,7 +110,7 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, alpha, t, LATER: gl.constexpr):
-    """Return o times alpha, here or in the other place: wide values LATER, in the next step."""
+    """Return o times alpha where a step does so: with wide values LATER, in the next step."""
     if (t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D) == LATER:
         acc = scale_acc(acc, alpha, t.v_hi)
     return acc

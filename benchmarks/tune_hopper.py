@@ -47,18 +47,16 @@ STAGES = {64: (2,), 96: (2, 3), 128: (2, 3), 192: (2, 3), 256: (2,)}
 FORWARD = {
     64: (
         HopperTile(stages=4),
-        HopperTile(stages=4, barrier=True),
         HopperTile(stages=4, consumers=3, registers=160),
         HopperTile(block_kv=64, stages=6),
     ),
-    96: (HopperTile(), HopperTile(barrier=True), HopperTile(own_o=False, stages=3)),
-    128: (HopperTile(), HopperTile(barrier=True), HopperTile(own_o=False, stages=3)),
+    96: (HopperTile(), HopperTile(own_o=False, stages=3)),
+    128: (HopperTile(), HopperTile(own_o=False, stages=3)),
     192: (
         HopperTile(block_kv=64, own_o=False),
         HopperTile(block_kv=64, own_o=False, stages=3),
-        HopperTile(block_kv=64, own_o=False, stages=3, barrier=True),
     ),
-    256: (HopperTile(block_kv=64, own_o=False), HopperTile(block_kv=64, own_o=False, barrier=True)),
+    256: (HopperTile(block_kv=64, own_o=False),),
 }
 
 

@@ -81,8 +81,3 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Te
     """Return what was packed."""
     del dtype, layout
     return packed
-
-
-def compiler_barrier(packed: torch.Tensor) -> None:
-    """Do nothing: what is computed is computed in its order."""
-    del packed

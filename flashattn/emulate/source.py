@@ -32,7 +32,6 @@ STAND_INS: dict[int, Any] = {
     id(bf16x3.leading_bits): mma.leading_bits,
     id(registers.pack): mma.pack,
     id(registers.unpack): mma.unpack,
-    id(registers.compiler_barrier): mma.compiler_barrier,
     id(score.capped): language.capped,
     id(score.tanh_approx): language.tanh_approx,
     id(named.barrier_arrive): barriers.barrier_arrive,

@@ -133,7 +133,6 @@ class HopperTile:
         registers: of a consumer's thread.
         own_o: whether o has shared memory of its own, so that the next queries load early;
             otherwise o uses that of q.
-        barrier: whether a compiler barrier keeps a step's exponentials before its product with V.
 
     Raises:
         ValueError: a number is none of those.
@@ -144,7 +143,6 @@ class HopperTile:
     consumers: int = 2
     registers: int = 240
     own_o: bool = True
-    barrier: bool = False
 
     def __post_init__(self) -> None:
         """Check."""

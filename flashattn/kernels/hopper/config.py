@@ -35,7 +35,6 @@ class ForwardConfig:
         stages: tiles of keys, and of values, in flight.
         registers: of a consumer's thread.
         own_so: whether o leaves through shared memory of its own; else through that of q.
-        barrier: whether P of a step must be computed before the wait for the product with V.
         before: whether no query sees a key behind the one that it stands at, see ``score``.
     """
 
@@ -49,7 +48,6 @@ class ForwardConfig:
     stages: gl.constexpr
     registers: gl.constexpr
     own_so: gl.constexpr
-    barrier: gl.constexpr
     before: gl.constexpr
 
 

@@ -34,7 +34,7 @@ from flashattn.kernels.hopper.mma import (
     zero_acc,
 )
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline, new_shared_tiles
-from flashattn.kernels.hopper.registers import acc_layout, compiler_barrier, pack, unpack
+from flashattn.kernels.hopper.registers import acc_layout, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score, with_sink
 
@@ -60,7 +60,8 @@ def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape,
     """Load the queries of each tile, then its keys and values from the last to the first.
 
     The consumers release a stage of keys and the values of the step before together, through
-    ``keys``: a release makes the threads of a warpgroup wait for each other.
+    ``keys``: a release makes the threads of a warpgroup wait for each other. The next tile is drawn
+    with the last values: a CTA that has a long tile leaves it to those that end before.
     """
     q, k, v = inputs
     q_high, k_high, v_high = high
@@ -76,20 +77,21 @@ def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape,
             start_q = block * t.block_q + w * ROWS
             queries.load(tile_n * t.groups + w, q, batch, head, start_q, high=q_high)
         keys.producer_commit(n, k, batch, kv_head, (end - 1) * t.block_kv, high=k_high)
-        if next_tile is not None:
-            tile = gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
-            next_tile.write(tile_n, tile)
-        else:
-            tile += gl.num_programs(0)
         for i in range(1, end - first):
             keys.producer_acquire(n + 1)
             start_kv = (end - i) * t.block_kv
             keys.producer_commit(n + 1, k, batch, kv_head, start_kv - t.block_kv, high=k_high)
             values.producer_commit(n, v, batch, kv_head, start_kv, high=v_high)
             n += 1
+        if next_tile is not None:
+            tile = gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
+        else:
+            tile += gl.num_programs(0)
         keys.producer_acquire(n + 1)
         values.producer_commit(n, v, batch, kv_head, first * t.block_kv, high=v_high)
         n += 1
+        if next_tile is not None:
+            next_tile.write(tile_n, tile)
         tile_n += 1
 
 
@@ -140,8 +142,6 @@ def mainloop_step(
     rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     l = l * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
     p = pack(p_fp32, q.dtype)
-    if t.barrier:
-        compiler_barrier(p)
     acc = acc_wait(acc, 0, t.v_hi)
     keys.consumer_release(n + 1)
     return rescale(acc, alpha, t, LATER=False), alpha, p, m_new, l
@@ -222,15 +222,15 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         )
         acc, alpha, p, m, l = state
         acc = rescale(acc, alpha, t, LATER=True)
+        v = values.consumer_wait(n)
+        if mask.rows:
+            clean_values(mask, v, first * t.block_kv, values.high is None)
+        acc = mma_packed(p, v, acc, t.v_lo, t.v_hi)
         if next_tile is not None:
             tile = next_tile.read(tile_n)
             tile_n += 1
         else:
             tile += gl.num_programs(0)
-        v = values.consumer_wait(n)
-        if mask.rows:
-            clean_values(mask, v, first * t.block_kv, values.high is None)
-        acc = mma_packed(p, v, acc, t.v_lo, t.v_hi)
         n += 1
         if t.own_so:
             queries.consumer_release(q_n)

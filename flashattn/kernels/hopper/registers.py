@@ -1,4 +1,4 @@
-"""What the compiler does with registers: packed 16-bit pairs, a barrier, an opaque copy.
+"""What the compiler does with registers: packed 16-bit pairs, an opaque copy.
 
 Triton keeps a 16-bit number that a loop carries in a register of 32 bits, and packs and unpacks it
 in each step: that was an eighth of all instructions of a step of the forward.
@@ -10,26 +10,6 @@ from triton.experimental.gluon import language as gl
 TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
-
-
-def _now(n: int) -> str:
-    """Return assembler that needs n words.
-
-    The compiler moves what is computed below a wait that follows. It does not move a store, which
-    only -0 and zeros would bring about.
-    """
-    return (
-        "{ .reg .pred never; .reg .b32 all, at; mov.b32 at, 0; mov.b32 all, 0;"
-        + "".join(f" lop3.b32 all, all, ${i}, ${i + 1}, 0xfe;" for i in range(n, 2 * n, 2))
-        + " setp.eq.b32 never, all, 0x80000000; @never st.shared.b32 [at], all;"
-        + "".join(f" mov.b32 ${i}, 0;" for i in range(n))
-        + " }"
-    )
-
-
-NOW_16, NOW_32 = gl.constexpr(_now(16)), gl.constexpr(_now(32))
-TO_16 = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
-TO_32 = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 32))
 
 
 @gluon.constexpr_function
@@ -59,15 +39,6 @@ def unpack(packed, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
     L: gl.constexpr = operand_layout(COLUMNS)
     numbers = gl.reshape(gl.join(even, odd), [packed.shape[0], 2 * packed.shape[1]])
     return gl.convert_layout(numbers.to(DTYPE, bitcast=True), L, assert_trivial=True)
-
-
-@gluon.jit
-def compiler_barrier(packed):
-    """Have packed [64, columns], which are not negative, computed before what follows."""
-    if packed.shape[1] % 64 == 0:
-        gl.inline_asm_elementwise(NOW_32, TO_32, [packed], gl.int32, False, 32)
-    else:
-        gl.inline_asm_elementwise(NOW_16, TO_16, [packed], gl.int32, False, 16)
 
 
 OPAQUE = gl.constexpr("mov.b32 $0, $1;")

@@ -161,7 +161,6 @@ def forward_config(
         stages=tile.stages,
         registers=tile.registers,
         own_so=tile.own_o,
-        barrier=tile.barrier,
         before=before,
     )
 

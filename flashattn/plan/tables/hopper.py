@@ -8,20 +8,15 @@ from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperFp32Ti
 
 # Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
 # columns and mask, and then by the number of queries from which on a tile is taken.
-FORWARD = {
-    (64, False): {
-        0: HopperTile(stages=4, barrier=True),
-        2048: HopperTile(stages=4, consumers=3, registers=160),
-    },
-    (64, True): {0: HopperTile(stages=4), 8192: HopperTile(stages=4, consumers=3, registers=160)},
-    (96, False): {0: HopperTile()},
-    (96, True): {0: HopperTile()},
-    (128, False): {0: HopperTile()},
-    (128, True): {0: HopperTile()},
-    (192, False): {0: HopperTile(block_kv=64, stages=3, own_o=False)},
-    (192, True): {0: HopperTile(block_kv=64, stages=3, own_o=False)},
-    (256, False): {0: HopperTile(block_kv=64, own_o=False, barrier=True)},
-    (256, True): {0: HopperTile(block_kv=64, own_o=False)},
+_TWO, _THREE = HopperTile(stages=4), HopperTile(stages=4, consumers=3, registers=160)
+_WIDE = {
+    96: HopperTile(),
+    128: HopperTile(),
+    192: HopperTile(block_kv=64, stages=3, own_o=False),
+    256: HopperTile(block_kv=64, own_o=False),
+}
+FORWARD = {(64, False): {0: _TWO, 2048: _THREE}, (64, True): {0: _TWO, 8192: _THREE}} | {
+    (columns, mask): {0: tile} for columns, tile in _WIDE.items() for mask in (False, True)
 }
 # Of keys from 129 columns up to so many, with values of 128 at most (docs/tuning-log.md).
 WIDEST_OF_NARROW, NARROW_FORWARD = 192, HopperTile(own_o=False)
@@ -29,13 +24,7 @@ WIDEST_OF_NARROW, NARROW_FORWARD = 192, HopperTile(own_o=False)
 # the one of these is taken that needs the least time. Measured: likewise, 1 to 128 heads of 512 to
 # 32 768, 2026-11-22 (docs/tuning-log.md).
 FEW_WAVES = 8
-FEW_WAVES_FORWARD = {
-    (64, False): (
-        HopperTile(stages=4, barrier=True),
-        HopperTile(stages=4, consumers=3, registers=160),
-    ),
-    (64, True): (HopperTile(stages=4),),
-}
+FEW_WAVES_FORWARD = {(64, False): (_TWO, _THREE), (64, True): (_TWO,)}
 # Without a mask one tile is within 1.1% of the best, in the mean over one to 512 heads of 512 to
 # 32 768, in any order and semaphore-ordered, 2026-11-22 (docs/tuning-log.md).
 ROTATING = {

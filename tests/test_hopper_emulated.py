@@ -20,7 +20,7 @@ from flashattn.emulate.memory import Descriptor, Shared
 from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.emulate.source import STAND_INS
 from flashattn.kernels import execute
-from flashattn.kernels.hopper import score
+from flashattn.kernels.hopper import compat, score
 from flashattn.kernels.hopper.tma import Tiles
 from flashattn.kernels.portable import steps
 from flashattn.plan import hopper
@@ -287,6 +287,27 @@ def test_forward(problem, config, at_once):
     with emulated(num_sms=at_once) as launched:
         assert_accurate(attend(problem, config), Sample(problem=problem, grad=False))
     assert launched == ["flashattn_hopper_fwd"]
+
+
+def test_the_next_tile_is_drawn_late(monkeypatch):
+    """A CTA draws a tile when all of its own are loaded but the last values, not before."""
+    loads, drawn = [], []
+    load, draw = tma.load_tile, language.atomic_add
+
+    def loaded(*given):
+        loads.append(given)
+        return load(*given)
+
+    def draws(*given):
+        drawn.append(len(loads))
+        return draw(*given)
+
+    monkeypatch.setitem(STAND_INS, id(compat.load_tile), loaded)
+    monkeypatch.setattr(language, "atomic_add", draws)
+    problem = bf16(seq_q=384, causal=True)
+    with emulated(num_sms=1):
+        attend(problem, HopperTile())(*make_inputs(problem))
+    assert drawn == [7, 13, 17]  # two tiles of queries each; of keys and of values three, two, one
 
 
 @pytest.mark.parametrize(("problem", "config", "deterministic", "at_once"), BACKWARDS, ids=str)

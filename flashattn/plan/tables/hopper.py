@@ -79,10 +79,10 @@ FP32_HEAD_DIMS = range(33, 129)
 TILE_Q = TILE_KV = 128
 FORWARD_FROM = {
     (64, False): ((math.inf, 0.52),),
-    (64, True): ((3072, 0.6), (8192, 0.9), (math.inf, 2.5)),
-    (128, False): ((4096, 2 / 3), (math.inf, 0.75)),
+    (64, True): ((3072, 0.6), (8192, 0.9), (math.inf, 1)),
+    (128, False): ((math.inf, 0.6),),
     (128, True): ((4096, 2 / 3), (8192, 0.9), (math.inf, 1)),
-    (256, False): ((1024, 0.2), (4096, 0.4), (math.inf, 0.75)),
+    (256, False): ((1024, 0.2), (math.inf, 0.4)),
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
 # Of a short window most of a tile of 128 keys is hidden; the portable tiles are smaller. 64/8 heads

@@ -183,8 +183,8 @@ def attention(
             with torch.autocast(q.device.type, enabled=False):
                 return attention(*cast(dtype, q, k, v), **options)
         kind = _kind(key) if key is not None and not tensors else None
-        prepare = _PREPARERS.get(kind) if kind is not None else None
-        if prepare is None:
+        known = _PREPARERS.get(kind) if kind is not None else None
+        if known is None or key is None:
             check_among("precision", precision, PRECISIONS)
             check_among("deterministic", deterministic, (False, True))
             # An implementation's own defaults are these, too.
@@ -193,9 +193,12 @@ def attention(
             prepare, any_length = _preparer(
                 q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
             )
+            attend = prepare(q, k, v)
             if kind is not None and any_length:
-                _keep(_PREPARERS, kind, prepare)
-        attend = prepare(q, k, v)
+                _keep(_PREPARERS, kind, (prepare, getattr(attend, "of_lengths", None)))
+        else:
+            prepare, of_lengths = known
+            attend = (of_lengths and of_lengths(key[0])) or prepare(q, k, v)
         if key is not None:
             _keep(_PLANS, key, attend)
     o, lse = attend(q, k, v, **tensors)
@@ -207,7 +210,7 @@ def attention(
 _PLANS: dict[tuple[object, ...], registry.Attend] = {}
 # Who answers, and with which options, is known for other lengths, too.
 Preparer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.Attend]
-_PREPARERS: dict[tuple[object, ...], Preparer] = {}
+_PREPARERS: dict[tuple[object, ...], tuple[Preparer, Any]] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
 # Options of these kinds are told apart by kind and value, and hold on to nothing.
 _NAMEABLE = frozenset({str, bool, int, float, type(None)})

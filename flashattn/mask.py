@@ -145,8 +145,7 @@ class Mask:
         return Band(seq_q, seq_kv, left, right)
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Query t of T sees those of S keys from ``t - left`` to ``t + right``.
 
     Args:

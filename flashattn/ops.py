@@ -201,6 +201,7 @@ class Prepared:
         """Know no gradients yet."""
         self.attend, self.options = attend, options
         self._backwards: dict[tuple[object, ...], Any] = {}
+        self.of_lengths: Callable[..., Prepared | None] | None = None
 
     def __call__(
         self,

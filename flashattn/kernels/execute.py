@@ -62,7 +62,7 @@ class Bound:
     ) -> None:
         """Number the tensors."""
         self.plan = plan
-        self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
+        self._copies = [inputs.index(name) for name in plan.copies]
         self._likes, self._columns = [inputs.index(name) for name in likes.values()], columns
         made = [*outputs, *plan.workspaces]
         self._make: list[tuple[bool, dict[str, Any]]] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -111,9 +112,9 @@ def choose_forward(
     faster = partial(hopper.forward_pays, q, k, gpu, options)
     pays, why = _hopper_first(q, options, faster, backward=False)
     if pays and hopper.takes_values(q, v):
-        found = hopper.forward(q, k, v, gpu, options, tile)
+        found = hopper.forward(q, k, v, gpu, options, tile, why=why)
         if not isinstance(found, str):
-            return found._replace(precision=options.precision, why=(*why, *found.why))
+            return found
         why.append(f"the portable kernel, not Hopper's: {found}")
     if v.shape[3] != q.shape[3]:
         plan = choose_forward(
@@ -129,8 +130,8 @@ def choose_forward(
         why.append("pack_gqa: the heads that share keys are rows of one tile, and read them once")
         q, k, v = portable.packed(q, k, v, keys)
         options = options._replace(right=None)
-    plan = portable.forward(q, k, v, gpu, options, tile=tile, row=row, most=num_splits)
-    return plan._replace(pack_gqa=keys > 0, keys=keys, why=(*why, *plan.why))
+    how: dict[str, Any] = {"tile": tile, "row": row, "most": num_splits}
+    return portable.forward(q, k, v, gpu, options, **how, packed_keys=keys, why=why)
 
 
 def choose_backward(
@@ -185,7 +186,7 @@ def _hopper_first(
 ) -> tuple[bool, list[str]]:
     """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
     pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
-    lack = hopper.lack(q, options, backward=backward) if pays else None
+    lack = hopper.lack(q.dtype, q.shape[3], options, backward=backward) if pays else None
     return (False, [lack]) if lack else (pays, why)
 
 
@@ -206,13 +207,17 @@ def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
 
 def _not_dense(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """Return the names of tensors that no kernel reads as they are."""
-    return tuple(
+    names = [
         name
         for name, x in zip(NAMES, specs, strict=False)
         if not (x.contiguous if name in ROW_STATISTICS else x.dense)
-    )
+    ]
+    return tuple(names)
 
 
 def copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
     """Return specs, those of some names as of copies."""
-    return [x.copied() if name in names else x for name, x in zip(NAMES, specs, strict=False)]
+    found = list(specs)
+    for i in map(NAMES.index, names):
+        found[i] = found[i].copied()
+    return found

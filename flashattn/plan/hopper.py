@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -107,9 +108,10 @@ def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> in
     return gqa_splits(q, k, tiles, gpu.num_sms, causal=options.causal)
 
 
-def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
+@lru_cache
+def lack(dtype: torch.dtype, head_dim: int, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
-    fp32, wide = q.dtype == torch.float32, backward and q.shape[3] > rows.ONE_PASS
+    fp32, wide = dtype == torch.float32, backward and head_dim > rows.ONE_PASS
     lacks = {
         "Hopper's in fp32 have no softcap": fp32 and options.softcap is not None,
         "Hopper's add no bias to scores": options.bias is not None,
@@ -140,11 +142,18 @@ def forward_tile(
 
 
 def forward(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, tile: object = None
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    gpu: Gpu,
+    options: Options,
+    tile: object = None,
+    *,
+    why: Sequence[str] = (),
 ) -> ForwardPlan | str:
     """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
     if q.dtype == torch.float32:
-        return _forward_fp32(q, k, v, gpu, options)
+        return _forward_fp32(q, k, v, gpu, options, why)
     found: HopperTile | None = rows.NARROW_FORWARD
     if isinstance(tile, HopperTile):
         found = tile
@@ -170,15 +179,16 @@ def forward(
     return ForwardPlan(
         kernel="sm90",
         tile=found,
+        precision=options.precision,
         programs=programs,
         scheduler=scheduler,
         workspaces=(Workspace("tile_counter", (1,), torch.int32, zeroed=True),) if dynamic else (),
-        why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
+        why=(*why, f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs"),
     )
 
 
 def _forward_fp32(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, why: Sequence[str]
 ) -> ForwardPlan | str:
     """Return the plan of the fp32 forward, or why there is none."""
     causal, precision = options.causal, options.precision
@@ -194,11 +204,12 @@ def _forward_fp32(
     return ForwardPlan(
         kernel="sm90_fp32",
         tile=tile,
+        precision=precision,
         terms=terms,
         programs=cdiv(seq_q, tile.own) * batch * heads,
         scheduler=Scheduler("lpt" if causal else "linear"),
         workspaces=portable.terms_workspaces(terms, q=q, k=k, v=v),
-        why=("many scores: fp32 is decomposed beforehand",),
+        why=(*why, "many scores: fp32 is decomposed beforehand"),
     )
 
 

@@ -72,7 +72,7 @@ def forward(
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
-        [*low, *high, *[None] * 5],
+        [*low, *high],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
@@ -122,7 +122,7 @@ def _forward_fp32(
     launch = _launch(
         flashattn_hopper_fwd_fp32,
         plan.programs,
-        [Tiles(WARPGROUP_Q), keys, keys, *[None] * 3],
+        [Tiles(WARPGROUP_Q), keys, keys],
         (
             *(q.like().strides[:3], heads, heads // kv_heads, seq_q, seq_kv),
             *(options.left, options.right, ScoreLayout.of(options, heads).sink),
@@ -148,6 +148,7 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
     return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
+@cache
 def forward_config(
     tile: HopperTile, dims: tuple[int, int], *, before: bool = False
 ) -> ForwardConfig:
@@ -247,8 +248,7 @@ def _one_pass(
         [
             *(queries, keys, keys, queries, lse, terms),
             Lines(box_lines(head_dim)),
-            *[keys if plan.gqa_splits == 1 else None] * 2,
-            *[None] * 4,
+            *([keys] * 2 if plan.gqa_splits == 1 else ()),
         ],
         (
             *(blocks * batch * split_heads, blocks, split_heads, *splits),
@@ -278,6 +278,7 @@ def box_lines(head_dim: int) -> int:
     return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
 
 
+@cache
 def backward_config(tile: HopperBackwardTile, head_dim: int) -> BackwardConfig:
     """Return the constants of flashattn_hopper_bwd."""
     (d_lo, d_hi), block_q = head_dim_split(head_dim), tile.block_q(head_dim)
@@ -295,7 +296,7 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
     launch = _launch(
         flashattn_hopper_bwd_postprocess,
         batch * heads * blocks,
-        [None] * 3,
+        (),
         (
             *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
             *(seq_q, k.shape[2], options.left, options.right),
@@ -383,7 +384,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
     launch = _launch(
         function,
         sum(one.programs),
-        [*loads, *[None] * (2 + len(grads))],
+        loads,
         (
             *(strides for _, strides in grads),
             *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q)),

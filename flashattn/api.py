@@ -271,10 +271,11 @@ def _keep(known: dict[tuple[object, ...], Any], key: tuple[object, ...], x: obje
 
 def _kind(key: tuple[Any, ...]) -> tuple[object, ...] | None:
     """Return a key without lengths and strides, or None where lengths are 0 or do not fit."""
-    (q, *_), (k, *_), (v, *_) = key[0]
+    (q, _, *of_q, _), (k, _, *of_k, _), (v, _, *of_v, _) = key[0]
     if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:
         return None
-    return *[(x[:-2], x[-1:], dtype, device) for x, _, dtype, device, _ in key[0]], key[1:]
+    sizes = q[:-2], q[-1:], k[:-2], k[-1:], v[:-2], v[-1:]
+    return *sizes, *of_q, *of_k, *of_v, key[1:]
 
 
 def _preparer(

@@ -438,7 +438,7 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited,
     how = {"gpu": gpu_of(device), "causal": False}
     how["precision"] = input_precision("auto", problem.torch_dtype)
     fused, one_launch = (
-        portable.find(kernel, *map(TensorSpec.of, inputs), **how)
+        portable.finder(*map(TensorSpec.of, inputs), **how)(kernel)
         for kernel in ("bwd_fused", "bwd_one_launch")
     )
     launched, start = [], launch.Launch.__call__

@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +113,7 @@ class Launch:
             return
         operands: Sequence[Any]
         if _listened_to():
-            self._compiled[self._grid](*self._described(tensors), *self._rest)
+            self._compiled[self._grid](*self._checked(tensors), *self._rest)
         elif self._launcher is None:  # as that does, without what it would tell, which takes long
             operands = self._described(tensors)
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
@@ -134,16 +133,18 @@ class Launch:
         operands += tensors[len(self._expanded) :]
         return operands
 
-    @cached_property
-    def _descriptors(self) -> list[tuple[int, type, dict[str, Any]]]:
-        """Places of descriptors, their classes, and their fields but the base."""
-        return [(i, form.kind, form.fields(*lies)) for i, form, *lies in self._tiled]
-
     def _described(self, tensors: Sequence[Operand]) -> list[Any]:
         """Return tensors, some by descriptors."""
         operands: list[Any] = list(tensors)
         for i, kind, common in self._descriptors:
             operands[i] = descriptor_of(kind, common, tensors[i])
+        return operands
+
+    def _checked(self, tensors: Sequence[Operand]) -> list[Any]:
+        """Return likewise, by descriptors that Triton has checked."""
+        operands: list[Any] = list(tensors)
+        for i, form, *lies in self._tiled:
+            operands[i] = form.describe(operands[i], *lies)
         return operands
 
     def _first(self, tensors: Sequence[Any]) -> bool:
@@ -152,21 +153,18 @@ class Launch:
         Returns:
             whether Triton has launched it, too.
         """
-        tiled = [
-            (i, *how.tiles(x))
-            for i, (how, x) in enumerate(zip(self._operands, tensors, strict=False))
-            if how is not None and x is not None
-        ]
-        operands = list(tensors)
-        for one in tiled:
-            operands[one[0]] = None
+        operands, tiled = list(tensors), []
+        for i, how in enumerate(self._operands):
+            if how is not None and tensors[i] is not None:
+                tiled.append((i, *how.tiles(tensors[i])))
+                operands[i] = None
+        self._tiled = tiled
         forms = tuple([(i, form) for i, form, _, _ in tiled])
         key = _key(self._kernel, (*operands, *self._numbers), self._options, forms)
         found = earlier = _COMPILED.get(key)
         if found is None:
-            for i, form, *lies in tiled:
-                operands[i] = form.describe(tensors[i], *lies)
-            compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
+            given = *self._checked(tensors), *self._numbers
+            compiled = self._kernel[self._grid](*given, **self._options)
             if INTERPRETED.value:
                 return True
             found = compiled, launcher_of(compiled)
@@ -175,11 +173,12 @@ class Launch:
         compiled, launcher = found
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
         self._rest = (*self._numbers, *map(self._options.__getitem__, names))
-        active, self._tiled = driver.active, tiled
+        active = driver.active
         self._stream, self._device = active.get_current_stream, active.get_current_device()
         if launcher is None:
             self._launcher, self._run = None, compiled.run
             self._known = compiled.function, compiled.packed_metadata, None, None, None
+            self._descriptors = [(i, form.kind, form.fields(*lies)) for i, form, *lies in tiled]
         else:
             self._launcher, self._known, fill, tiles = launcher
             self._expanded = [None] * (tiled[-1][0] + 1 if tiled else 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -130,8 +129,9 @@ def choose_forward(
         why.append("pack_gqa: the heads that share keys are rows of one tile, and read them once")
         q, k, v = portable.packed(q, k, v, keys)
         options = options._replace(right=None)
-    how: dict[str, Any] = {"tile": tile, "row": row, "most": num_splits}
-    return portable.forward(q, k, v, gpu, options, **how, packed_keys=keys, why=why)
+    return portable.forward(
+        q, k, v, gpu, options, tile=tile, row=row, most=num_splits, packed_keys=keys, why=why
+    )
 
 
 def choose_backward(

@@ -204,7 +204,7 @@ class Options(NamedTuple):
     @property
     def extras(self) -> bool:
         """Whether there are tensors besides q, k and v."""
-        return self.bounds > 0 or self.added or self.sink > 0
+        return self.bounds > 0 or self.alibi > 0 or self.bias is not None or self.sink > 0
 
     @property
     def causal(self) -> bool:

@@ -232,7 +232,8 @@ def _key(
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
     """Return all that a plan depends on, or None where that has no name or an operator is due."""
-    if not dispatch_is_trivial(q, k, v, *(x for x in tensors.values() if type(x) is not Bounds)):
+    others = [x for x in tensors.values() if type(x) is not Bounds] if tensors else ()
+    if not dispatch_is_trivial(q, k, v, *others):
         return None
     named: tuple[object, ...] = ()
     if options:

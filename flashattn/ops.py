@@ -226,7 +226,7 @@ class Prepared:
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
-            or any(x is not None and x.requires_grad for x in extras)
+            or (extras and any(x is not None and x.requires_grad for x in extras))
         ):
             return _apply_directly(self, q, k, v, *extras)
         return self.attend(q, k, v, *extras)

@@ -121,8 +121,8 @@ def choose_forward(
         )
         return plan._replace(padded=True, why=(PADDED, *plan.why))
     keys = 0
-    alone = options.left is None and not options.extras
-    if q.shape[2] == 1 and q.shape[1] != k.shape[1] and alone:
+    one = q.shape[2] == 1 and q.shape[1] != k.shape[1]
+    if one and options.left is None and not options.extras:
         keys = k.shape[2] if options.right is None else min(k.shape[2], options.right + 1)
         if keys <= 0:
             return ForwardPlan(kernel="none", why=(*why, "the only query sees no key"))

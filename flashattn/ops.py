@@ -192,6 +192,8 @@ def _run_backward(*inputs: Any) -> Gradients:
 class Prepared:
     """Our kernels, for inputs like those they were chosen for.
 
+    ``of_lengths``, where there is one, returns the same for signatures of other lengths, or None.
+
     Args:
         attend: of q, k and v: launches.
         options: what operators take beside tensors.

@@ -91,9 +91,9 @@ def prepare(
 
 
 def _of_lengths(mask: Mask, how: tuple[Any, ...], given: tuple[Signature, ...]) -> Prepared | None:
-    """Return what attends to tensors of other lengths, or None where a query sees only some keys.
+    """Return what attends to tensors of other lengths, or None where no query sees some keys.
 
-    What does not depend on lengths is found once: ``mask`` and ``how``.
+    What does not depend on lengths, ``mask`` and ``how``, is found once for all of a kind.
     """
     seq_kv = given[1][0][2]
     band = mask.over(given[0][0][2], seq_kv)

@@ -310,7 +310,7 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     tile = TileLoads((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
     tile = tile if described else None
     options = {"BLOCK": 32, "num_warps": 4}
-    repeated = launch.Launch(Kernel(compiled), 5, [tile, None], [9], options)
+    repeated = launch.Launch(Kernel(compiled), 5, [9], options, [tile])
     x, other = torch.zeros(2, 1, 1, 33, 16).unbind()
     repeated(other, x)
     stream = 8

@@ -115,7 +115,7 @@ def given(q=None, k=None, tiles=(None, None), **changed):
 
 def launched(function, tensors, tiles, numbers, options):
     """Launch for the first time; return what was launched, and with what."""
-    made = Launch(function, 5, tiles, numbers, options)
+    made = Launch(function, 5, numbers, options, tiles)
     made(*tensors)
     return made._compiled, made._compiled.launched.pop()
 
@@ -418,7 +418,7 @@ def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
     A descriptor's arguments are made once for each address.
     """
     function, (_, _, numbers, options) = kernel(), given()
-    made = Launch(function, 5, tiles, numbers, options)
+    made = Launch(function, 5, numbers, options, tiles)
     pairs = [(tensor(*SHAPE), tensor(*SHAPE)) for _ in range(2)]
     made(*pairs[0])  # which Triton launches
     for tensors in (*pairs, *pairs):
@@ -445,7 +445,7 @@ def test_addresses_that_keep_changing_are_few(monkeypatch):
     """The arguments of a descriptor are kept for some addresses, and are those of the last."""
     monkeypatch.setattr(descriptor, "MOST_ADDRESSES", 3)
     function, (_, _, numbers, options) = kernel(), given()
-    made = Launch(function, 5, (LOADS, None), numbers, options)
+    made = Launch(function, 5, numbers, options, (LOADS, None))
     tensors = [tensor(*SHAPE) for _ in range(8)]
     made(*tensors[:2])
     for q in tensors:
@@ -491,7 +491,7 @@ def test_what_is_not_known_is_triton_s_business(run, version, gpu, monkeypatch):
     monkeypatch.setattr(Run, "__call__", lambda *x: calls.append(x) or call(*x))
     gpu.run = run
     function, (tensors, tiles, numbers, options) = kernel(), given(tiles=(LOADS, None))
-    made = Launch(function, 5, tiles, numbers, options)
+    made = Launch(function, 5, numbers, options, tiles)
     for times in (1, 2, 3):
         made(*tensors)
         assert len(calls) == times

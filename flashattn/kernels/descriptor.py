@@ -103,26 +103,18 @@ class Expanded(dict[int, list[Any]]):
 
     Args:
         fill: Triton's function, compiled from C, that makes a tensor map.
-        tile: what that takes between the address and the shape.
-        shape: of the tensor.
-        strides: likewise.
+        lies: what that takes between the address and the shape; the shape and the strides.
     """
 
-    def __init__(
-        self,
-        fill: Callable[..., Any],
-        tile: tuple[Any, ...],
-        shape: Sequence[int],
-        strides: Sequence[int],
-    ) -> None:
+    def __init__(self, fill: Callable[..., Any], *lies: Sequence[Any]) -> None:
         """Know no address."""
-        self._lies = fill, tile, shape, strides
+        self._fill, self._lies = fill, lies
 
     def __missing__(self, address: int) -> list[Any]:
         """Make them."""
         if len(self) >= MOST_ADDRESSES:
             self.clear()
-        fill, tile, shape, strides = self._lies
+        tile, *lies = self._lies
         outside = 0  # is what is loaded there
-        found = self[address] = [fill(address, *tile, shape, strides, outside), *shape, *strides]
+        found = self[address] = [self._fill(address, *tile, *lies, outside), *lies[0], *lies[1]]
         return found

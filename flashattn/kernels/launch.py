@@ -85,9 +85,9 @@ class Launch:
     Args:
         kernel: what is launched.
         programs: how many.
-        operands: of the first tensors, each by a descriptor, or None: as it is, like all others.
-        numbers: the arguments that follow, in the kernel's order.
+        numbers: the arguments that follow the tensors, in the kernel's order.
         options: the others by name, and the compiler's.
+        operands: of the first tensors, each by a descriptor, or None: as it is, like all others.
     """
 
     _launcher: Any
@@ -98,9 +98,9 @@ class Launch:
         self,
         kernel: Any,
         programs: int,
-        operands: Sequence[Described | None],
         numbers: Sequence[object],
         options: dict[str, Any],
+        operands: Sequence[Described | None] = (),
     ) -> None:
         """Hold on to it; nothing is compiled yet."""
         self._kernel, self._grid = kernel, (programs, 1, 1)

@@ -60,7 +60,6 @@ def forward(
     launch = Launch(
         flashattn_fwd,
         plan.programs,
-        _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
         (
             *absent,
             ScoreLayout.of(options, heads),
@@ -75,6 +74,7 @@ def forward(
             ),
             **tile.compiler_options(),
         },
+        _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
     )
     steps += copies(options)
     if not split:
@@ -83,7 +83,6 @@ def forward(
     combining = Launch(
         combine.flashattn_combine,
         cdiv(rows, combine.COMBINE_BLOCK),
-        (),
         (o.strides[:3], plan.split.num, rows, heads, seq_q),
         _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
     )
@@ -127,7 +126,6 @@ def copies(options: Options) -> list[Step]:
     launch = Launch(
         relative.flashattn_shift,
         batch * heads * cdiv(length, relative.BLOCK),
-        (),
         (bias.strides, heads, bias.shape[-1], length),
         {"COPIES": count, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
     )
@@ -152,7 +150,6 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
     launch = Launch(
         decompose.flashattn_decompose,
         sum(cdiv(x.shape[2], decompose.BLOCK) * batch * x.shape[1] for x in specs),
-        (),
         (strides, batch, heads, kv_heads, seq_q, seq_kv),
         _row_options(head_dim, strides, decompose.BLOCK, decompose.WARPS) | {"TERMS": count},
     )
@@ -233,7 +230,6 @@ def preprocessing(
     launch = Launch(
         preprocess.flashattn_bwd_preprocess,
         programs,
-        (),
         (
             *(() if sink else ((None, None),)),
             *(*strides, heads, seq_q, rows, cleared),
@@ -252,7 +248,6 @@ def sum_sinks(o: TensorSpec, options: Options) -> Step:
     launch = Launch(
         score_gradients.flashattn_bwd_dsink,
         options.sink * heads,
-        (),
         (heads, batch, padded_rows(seq_q) // preprocess.BLOCK),
         {
             "SHARED": options.sink == 1,
@@ -312,7 +307,6 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
-        loads,
         (
             *absent,
             ScoreLayout.of(options, heads),
@@ -328,6 +322,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             ),
             **tile.compiler_options(),
         },
+        loads,
     )
     return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *extras))
 
@@ -348,7 +343,6 @@ def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: 
     launch = Launch(
         score_gradients.flashattn_bwd_dbias,
         sum(one.programs),
-        (),
         (
             ScoreLayout.of(options, heads),
             *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
@@ -381,7 +375,6 @@ def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:
     launch = Launch(
         combine.flashattn_bwd_reduce,
         sum(cdiv(x.shape[:3].numel(), combine.REDUCE_BLOCK) for x in added.values()),
-        (),
         (strides, num, num_kv, batch, q.shape[1], kv_heads, q.shape[2], seq_kv),
         _row_options(head_dim, strides, combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
     )

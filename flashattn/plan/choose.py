@@ -111,9 +111,9 @@ def choose_forward(
     faster = partial(hopper.forward_pays, q, k, gpu, options)
     pays, why = _hopper_first(q, options, faster, backward=False)
     if pays and hopper.takes_values(q, v):
-        found = hopper.forward(q, k, v, gpu, options, tile, why=why)
+        found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
-            return found
+            return found.after(why)
         why.append(f"the portable kernel, not Hopper's: {found}")
     if v.shape[3] != q.shape[3]:
         plan = choose_forward(
@@ -129,9 +129,8 @@ def choose_forward(
         why.append("pack_gqa: the heads that share keys are rows of one tile, and read them once")
         q, k, v = portable.packed(q, k, v, keys)
         options = options._replace(right=None)
-    return portable.forward(
-        q, k, v, gpu, options, tile=tile, row=row, most=num_splits, packed_keys=keys, why=why
-    )
+    plan = portable.forward(q, k, v, gpu, options, tile=tile, row=row, most=num_splits)
+    return (plan._replace(pack_gqa=True, keys=keys) if keys else plan).after(why)
 
 
 def choose_backward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -142,18 +142,11 @@ def forward_tile(
 
 
 def forward(
-    q: TensorSpec,
-    k: TensorSpec,
-    v: TensorSpec,
-    gpu: Gpu,
-    options: Options,
-    tile: object = None,
-    *,
-    why: Sequence[str] = (),
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, tile: object = None
 ) -> ForwardPlan | str:
     """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
     if q.dtype == torch.float32:
-        return _forward_fp32(q, k, v, gpu, options, why)
+        return _forward_fp32(q, k, v, gpu, options)
     found: HopperTile | None = rows.NARROW_FORWARD
     if isinstance(tile, HopperTile):
         found = tile
@@ -183,12 +176,12 @@ def forward(
         programs=programs,
         scheduler=scheduler,
         workspaces=(Workspace("tile_counter", (1,), torch.int32, zeroed=True),) if dynamic else (),
-        why=(*why, f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs"),
+        why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
     )
 
 
 def _forward_fp32(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, why: Sequence[str]
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
 ) -> ForwardPlan | str:
     """Return the plan of the fp32 forward, or why there is none."""
     causal, precision = options.causal, options.precision
@@ -209,7 +202,7 @@ def _forward_fp32(
         programs=cdiv(seq_q, tile.own) * batch * heads,
         scheduler=Scheduler("lpt" if causal else "linear"),
         workspaces=portable.terms_workspaces(terms, q=q, k=k, v=v),
-        why=(*why, "many scores: fp32 is decomposed beforehand"),
+        why=("many scores: fp32 is decomposed beforehand",),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -166,16 +166,14 @@ def forward(
     tile: object = None,
     row: Kernel | None = None,
     most: int | None = None,
-    packed_keys: int = 0,
-    why: Sequence[str] = (),
 ) -> ForwardPlan:
     """Return the plan of flashattn_fwd; arguments as in ``choose_forward``."""
     causal, precision = options.causal, options.precision
     if not isinstance(tile, Tile):
-        row, tile, because = forward_row(q, k, v, gpu, options)
+        row, tile, why = forward_row(q, k, v, gpu, options)
     else:
         usual: Kernel = "decode" if q.shape[2] <= tables.rows_of(gpu).limits.decode_q else "fwd"
-        row, because = row or usual, "the tile was given"
+        row, why = row or usual, "the tile was given"
     tile = beside_bias(tile, q, options)
     most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
     keys = split(k.shape[2], tile.block_kv, most)
@@ -193,12 +191,10 @@ def forward(
         precision=precision,
         terms=terms,
         split=keys,
-        pack_gqa=packed_keys > 0,
-        keys=packed_keys,
         programs=programs_of(q, tile) * keys.num,
         scheduler=Scheduler("lpt" if causal else "linear"),
         workspaces=workspaces,
-        why=(*why, because, *_split_why(keys, "keys")),
+        why=(why, *_split_why(keys, "keys")),
     )
 
 

@@ -111,7 +111,7 @@ def flashattn_nothing(x):
 @cache
 def _nothing():
     """Return the launch of an empty kernel."""
-    return Launch(flashattn_nothing, 1, [None], (), {"num_warps": 4})
+    return Launch(flashattn_nothing, 1, (), {"num_warps": 4})
 
 
 class Launching(Nothing):

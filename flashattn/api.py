@@ -183,8 +183,8 @@ def attention(
             with torch.autocast(q.device.type, enabled=False):
                 return attention(*cast(dtype, q, k, v), **options)
         kind = _kind(key) if key is not None and not tensors else None
-        prepare = _PREPARERS.get(kind) if kind is not None else None
-        if prepare is None:
+        known = _PREPARERS.get(kind) if kind is not None else None
+        if known is None or key is None:
             check_among("precision", precision, PRECISIONS)
             check_among("deterministic", deterministic, (False, True))
             # An implementation's own defaults are these, too.
@@ -193,9 +193,12 @@ def attention(
             prepare, any_length = _preparer(
                 q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, options
             )
+            attend = prepare(q, k, v)
             if kind is not None and any_length:
-                _keep(_PREPARERS, kind, prepare)
-        attend = prepare(q, k, v)
+                _keep(_PREPARERS, kind, (prepare, getattr(attend, "of_lengths", None)))
+        else:
+            prepare, of_lengths = known
+            attend = (of_lengths and of_lengths(key[0])) or prepare(q, k, v)
         if key is not None:
             _keep(_PLANS, key, attend)
     o, lse = attend(q, k, v, **tensors)
@@ -207,7 +210,7 @@ def attention(
 _PLANS: dict[tuple[object, ...], registry.Attend] = {}
 # Who answers, and with which options, is known for other lengths, too.
 Preparer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.Attend]
-_PREPARERS: dict[tuple[object, ...], Preparer] = {}
+_PREPARERS: dict[tuple[object, ...], tuple[Preparer, Any]] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
 # Options of these kinds are told apart by kind and value, and hold on to nothing.
 _NAMEABLE = frozenset({str, bool, int, float, type(None)})
@@ -229,7 +232,8 @@ def _key(
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
     """Return all that a plan depends on, or None where that has no name or an operator is due."""
-    if not dispatch_is_trivial(q, k, v, *(x for x in tensors.values() if type(x) is not Bounds)):
+    others = [x for x in tensors.values() if type(x) is not Bounds] if tensors else ()
+    if not dispatch_is_trivial(q, k, v, *others):
         return None
     named: tuple[object, ...] = ()
     if options:
@@ -268,10 +272,11 @@ def _keep(known: dict[tuple[object, ...], Any], key: tuple[object, ...], x: obje
 
 def _kind(key: tuple[Any, ...]) -> tuple[object, ...] | None:
     """Return a key without lengths and strides, or None where lengths are 0 or do not fit."""
-    (q, *_), (k, *_), (v, *_) = key[0]
+    (q, _, *of_q, _), (k, _, *of_k, _), (v, _, *of_v, _) = key[0]
     if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:
         return None
-    return *[(x[:-2], x[-1:], dtype, device) for x, _, dtype, device, _ in key[0]], key[1:]
+    sizes = q[:-2], q[-1:], k[:-2], k[-1:], v[:-2], v[-1:]
+    return *sizes, *of_q, *of_k, *of_v, key[1:]
 
 
 def _preparer(

@@ -145,8 +145,7 @@ class Mask:
         return Band(seq_q, seq_kv, left, right)
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Query t of T sees those of S keys from ``t - left`` to ``t + right``.
 
     Args:
@@ -181,7 +180,9 @@ class Band:
         """The keys from the first to the last that any query sees; all where nobody asks."""
         if self.seq_q == 0:
             return slice(0, self.seq_kv)
-        return slice(self.keys_of(0)[0], self.keys_of(self.seq_q - 1)[1])
+        low = 0 if self.left is None else _clamp(-self.left, self.seq_kv)
+        high = self.seq_kv if self.right is None else _clamp(self.seq_q + self.right, self.seq_kv)
+        return slice(low, high)
 
     def queries_of(self, s: Index) -> tuple[Index | int, Index | int]:
         """Return (low, high): key s is seen by queries low ... high - 1."""

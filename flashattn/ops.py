@@ -192,6 +192,8 @@ def _run_backward(*inputs: Any) -> Gradients:
 class Prepared:
     """Our kernels, for inputs like those they were chosen for.
 
+    ``of_lengths``, where there is one, returns the same for signatures of other lengths, or None.
+
     Args:
         attend: of q, k and v: launches.
         options: what operators take beside tensors.
@@ -201,6 +203,7 @@ class Prepared:
         """Know no gradients yet."""
         self.attend, self.options = attend, options
         self._backwards: dict[tuple[object, ...], Any] = {}
+        self.of_lengths: Callable[..., Prepared | None] | None = None
 
     def __call__(
         self,
@@ -225,7 +228,7 @@ class Prepared:
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
-            or any(x is not None and x.requires_grad for x in extras)
+            or (extras and any(x is not None and x.requires_grad for x in extras))
         ):
             return _apply_directly(self, q, k, v, *extras)
         return self.attend(q, k, v, *extras)

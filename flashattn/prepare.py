@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from flashattn.checks import check_scale
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.ops import Attend, Outputs, bind
-from flashattn.plan.spec import Extras, Family, given_extras, signature
+from flashattn.ops import Attend, Outputs, Prepared, bind
+from flashattn.plan.spec import Extras, Family, Signature, given_extras, signature
 from flashattn.problem import Problem
 from flashattn.score import of_keys
 
@@ -81,10 +82,23 @@ def prepare(
     extras = given_extras(Extras(**scored))
     attend = _attend(q, k, v, extras, band.left, band.right, query_offset, *how)
     if every:
+        if not extras and isinstance(attend, Prepared):
+            attend.of_lengths = partial(_of_lengths, mask, how)
         return attend
     return lambda q, k, v, **scored: attend(
         q, k[:, :, seen], v[:, :, seen], **of_keys(scored, seen, q.shape[2])
     )
+
+
+def _of_lengths(mask: Mask, how: tuple[Any, ...], given: tuple[Signature, ...]) -> Prepared | None:
+    """Return what attends to tensors of other lengths, or None where no query sees some keys.
+
+    What does not depend on lengths, ``mask`` and ``how``, is found once for all of a kind.
+    """
+    seq_kv = given[1][0][2]
+    band = mask.over(given[0][0][2], seq_kv)
+    every = band.seen_keys == slice(0, seq_kv)
+    return bind(given, band.left, band.right, 0, *how) if every else None
 
 
 def _attend(

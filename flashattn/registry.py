@@ -74,7 +74,8 @@ class Impl(Claims):
             products. Where the compiler, a mode, or a function transform looks on, it is asked
             anew.
         any_length: whether ``limits`` and ``fastest`` answer alike for all lengths but 0, so that
-            ``attention`` asks them once.
+            ``attention`` asks them once; nor does it ask ``call`` again where what that returned
+            has ``of_lengths`` (see ``ops.Prepared``).
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
         options: names of what ``call`` takes besides, or None where it takes anything.

@@ -752,6 +752,20 @@ def test_plans_hold_no_tensors(device, name):
     assert [storage() for storage in storages] == [None] * 7
 
 
+def test_lengths_share_what_depends_on_none(device, monkeypatch):
+    """Ours are asked once for all lengths, and again where there are keys that no query sees."""
+    asked, ours = [], registry.get("triton")
+    known(
+        monkeypatch, replace(ours, call=lambda *x, **how: asked.append(x) or ours.call(*x, **how))
+    )
+    inputs = make_inputs(Problem(heads=2, seq_q=6, head_dim=16), device=device)
+    for seq_q, seq_kv, times in ((6, 6, 1), (5, 5, 1), (6, 4, 1), (4, 6, 2), (3, 3, 2)):
+        given = [x[:, :, :n] for x, n in zip(inputs, (seq_q, seq_kv, seq_kv), strict=True)]
+        found, wanted = (attention(*given, causal=True, impl=x) for x in ("triton", "reference"))
+        torch.testing.assert_close(found, wanted)
+        assert len(asked) == times
+
+
 def test_plans_are_few(device, monkeypatch):
     """Lengths that keep changing do not fill the memory."""
     monkeypatch.setattr(api, "_MOST_PLANS", 3)

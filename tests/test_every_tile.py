@@ -176,12 +176,13 @@ def test_cases_launch_what_they_say(device):
         specs = [TensorSpec.of(LAYOUTS_OF[case.layout](x.to(p.torch_dtype))) for x in inputs]
         precision, causal = input_precision("auto", p.torch_dtype), p.causal is not False
         how = {"gpu": gpu, "causal": causal, "precision": precision}
-        fused = portable.find("bwd_fused", *specs, **how)
+        find = portable.finder(*specs, **how)
+        fused = find("bwd_fused")
         if fused is not None:
             few = portable.small_grid(*specs[:2], fused, gpu, precision)
             assert few is (case.shape in ("few", "low", "decode", "tiny")), case
         for kernel in case.kernels:
-            assert portable.find(kernel, *specs, **how) == case.tile(kernel, gpu), case
+            assert find(kernel) == case.tile(kernel, gpu), case
         options = Options(p.band.right, 0.1, precision)
         assert portable.forward_row(*specs, gpu, options)[0] == case.kernels[0], case
 

@@ -310,7 +310,7 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     tile = TileLoads((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
     tile = tile if described else None
     options = {"BLOCK": 32, "num_warps": 4}
-    repeated = launch.Launch(Kernel(compiled), 5, [tile, None], [9], options)
+    repeated = launch.Launch(Kernel(compiled), 5, [9], options, [tile])
     x, other = torch.zeros(2, 1, 1, 33, 16).unbind()
     repeated(other, x)
     stream = 8
@@ -438,7 +438,7 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited,
     how = {"gpu": gpu_of(device), "causal": False}
     how["precision"] = input_precision("auto", problem.torch_dtype)
     fused, one_launch = (
-        portable.find(kernel, *map(TensorSpec.of, inputs), **how)
+        portable.finder(*map(TensorSpec.of, inputs), **how)(kernel)
         for kernel in ("bwd_fused", "bwd_one_launch")
     )
     launched, start = [], launch.Launch.__call__

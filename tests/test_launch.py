@@ -66,7 +66,11 @@ def pretended(patch):
         get_current_device=lambda: found.device,
         get_current_stream=lambda device: device,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        utils=SimpleNamespace(fill_tma_descriptor=lambda *given: given),
+        utils=SimpleNamespace(
+            fill_tma_descriptor=lambda *given: [
+                tuple(x) if isinstance(x, list) else x for x in given
+            ]
+        ),
     )
     patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns of a new default
     patch.setattr(driver, "_active", active)
@@ -111,7 +115,7 @@ def given(q=None, k=None, tiles=(None, None), **changed):
 
 def launched(function, tensors, tiles, numbers, options):
     """Launch for the first time; return what was launched, and with what."""
-    made = Launch(function, 5, tiles, numbers, options)
+    made = Launch(function, 5, numbers, options, tiles)
     made(*tensors)
     return made._compiled, made._compiled.launched.pop()
 
@@ -120,7 +124,7 @@ def as_triton(function, tensors, tiles, numbers, options, grid=(5, 1, 1)):
     """Return likewise what Triton launches of its own accord."""
     operands = [
         described(tile, x) if tile is not None and isinstance(x, torch.Tensor) else x
-        for x, tile in zip(tensors, tiles, strict=True)
+        for x, tile in itertools.zip_longest(tensors, tiles)
     ]
     compiled = function[grid](*operands, *numbers, **options)
     return compiled, compiled.launched.pop()
@@ -337,7 +341,10 @@ class Run:
     def __init__(self, source, launched):
         """Expand descriptors, if there are some."""
         places, started = places_of(source), Started(launched)
-        metadata = [f"metadata of argument {i}" for i in places]
+        metadata = [
+            {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [i], "fp4_padded": False}
+            for i in places
+        ]
         self.launch = expanding(started, places, metadata) if places else started
 
     def __call__(self, x, y, z, stream, function, *given):
@@ -362,7 +369,12 @@ def expanding(launcher, tensordesc_indices, tensordesc_meta):
 
 def expand(x, metadata):
     """Return what a descriptor is expanded to."""
-    return [("map", x.base.data_ptr(), metadata), *x.shape, *x.strides]
+    *tile, kind, block = [
+        metadata[name] for name in ("swizzle", "elem_size", "elem_type", "block_size")
+    ]
+    tile += [nvidia.TMA_DTYPE_DEVICE_TO_HOST[kind], block]
+    made = driver.active.utils.fill_tma_descriptor(x.base.data_ptr(), *tile, x.shape, x.strides, 0)
+    return [made, *x.shape, *x.strides]
 
 
 def triton_3_6(source, launched):
@@ -406,7 +418,7 @@ def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
     A descriptor's arguments are made once for each address.
     """
     function, (_, _, numbers, options) = kernel(), given()
-    made = Launch(function, 5, tiles, numbers, options)
+    made = Launch(function, 5, numbers, options, tiles)
     pairs = [(tensor(*SHAPE), tensor(*SHAPE)) for _ in range(2)]
     made(*pairs[0])  # which Triton launches
     for tensors in (*pairs, *pairs):
@@ -433,7 +445,7 @@ def test_addresses_that_keep_changing_are_few(monkeypatch):
     """The arguments of a descriptor are kept for some addresses, and are those of the last."""
     monkeypatch.setattr(descriptor, "MOST_ADDRESSES", 3)
     function, (_, _, numbers, options) = kernel(), given()
-    made = Launch(function, 5, (LOADS, None), numbers, options)
+    made = Launch(function, 5, numbers, options, (LOADS, None))
     tensors = [tensor(*SHAPE) for _ in range(8)]
     made(*tensors[:2])
     for q in tensors:
@@ -479,7 +491,7 @@ def test_what_is_not_known_is_triton_s_business(run, version, gpu, monkeypatch):
     monkeypatch.setattr(Run, "__call__", lambda *x: calls.append(x) or call(*x))
     gpu.run = run
     function, (tensors, tiles, numbers, options) = kernel(), given(tiles=(LOADS, None))
-    made = Launch(function, 5, tiles, numbers, options)
+    made = Launch(function, 5, numbers, options, tiles)
     for times in (1, 2, 3):
         made(*tensors)
         assert len(calls) == times

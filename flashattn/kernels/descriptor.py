@@ -95,14 +95,6 @@ def descriptor_of(kind: type, common: dict[str, Any], base: object) -> Any:
     return descriptor
 
 
-class Address(int):
-    """The address of a tensor, in its place."""
-
-    def data_ptr(self) -> int:
-        """Return it."""
-        return self
-
-
 class Expanded(dict[int, list[Any]]):
     """The arguments that Triton makes of a descriptor, the first a tensor map, by the address.
 
@@ -110,22 +102,19 @@ class Expanded(dict[int, list[Any]]):
     again and again.
 
     Args:
-        expand: Triton's function that makes them.
-        metadata: what that needs besides the descriptor.
-        kind: of the descriptor.
-        common: its fields but the base.
+        fill: Triton's function, compiled from C, that makes a tensor map.
+        lies: what that takes between the address and the shape; the shape and the strides.
     """
 
-    def __init__(
-        self, expand: Callable[..., list[Any]], metadata: Any, kind: type, common: dict[str, Any]
-    ) -> None:
+    def __init__(self, fill: Callable[..., Any], *lies: Sequence[Any]) -> None:
         """Know no address."""
-        self._expand, self._metadata, self._kind, self._common = expand, metadata, kind, common
+        self._fill, self._lies = fill, lies
 
     def __missing__(self, address: int) -> list[Any]:
         """Make them."""
         if len(self) >= MOST_ADDRESSES:
             self.clear()
-        descriptor = descriptor_of(self._kind, self._common, Address(address))
-        found = self[address] = self._expand(descriptor, self._metadata)
+        tile, *lies = self._lies
+        outside = 0  # is what is loaded there
+        found = self[address] = [self._fill(address, *tile, *lies, outside), *lies[0], *lies[1]]
         return found

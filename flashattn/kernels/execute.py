@@ -62,15 +62,16 @@ class Bound:
     ) -> None:
         """Number the tensors."""
         self.plan = plan
-        self._copies = [i for i, name in enumerate(inputs) if name in plan.copies]
+        self._copies = [inputs.index(name) for name in plan.copies]
         self._likes, self._columns = [inputs.index(name) for name in likes.values()], columns
-        made = [*outputs, *plan.workspaces]
-        self._make: list[tuple[bool, dict[str, Any]]] = [
-            (x.zeroed, {"size": x.shape, "dtype": x.dtype, "device": device}) for x in made
-        ]
         self._outputs = slice(len(inputs), len(inputs) + len(likes) + len(outputs))
-        names = (*inputs, *likes, *[x.name for x in made], None)
-        self._steps = [(x.launch, _gather(x.operands, names)) for x in steps]
+        self._make: list[tuple[bool, dict[str, Any]]] = []
+        names = [*inputs, *likes]
+        for name, size, dtype, zeroed in (*outputs, *plan.workspaces):
+            names.append(name)
+            self._make.append((zeroed, {"size": size, "dtype": dtype, "device": device}))
+        given = *names, None
+        self._steps = [(launch, _gather(operands, given)) for launch, operands in steps]
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """Return the outputs."""

@@ -37,14 +37,14 @@ class Launcher(NamedTuple):
     Args:
         call: the function, of the grid, a stream, ``known``, and all arguments of the kernel.
         known: what it takes behind the stream.
-        metadata: what ``expand`` needs of each descriptor.
-        expand: makes the arguments of a descriptor.
+        fill: likewise, that makes a tensor map.
+        tiles: of each descriptor, what ``fill`` takes (see ``descriptor.Expanded``).
     """
 
     call: Callable[..., None]
     known: tuple[object, ...]
-    metadata: Sequence[Any]
-    expand: Callable[..., list[Any]]
+    fill: Callable[..., Any]
+    tiles: Sequence[tuple[Any, ...]]
 
 
 def launcher_of(compiled: Any) -> Launcher | None:
@@ -54,7 +54,8 @@ def launcher_of(compiled: Any) -> Launcher | None:
     """
     if TRITON != (3, 6):
         return None
-    run, metadata = compiled.run, ()
+    run = compiled.run
+    metadata: Sequence[Any] = ()
     call = getattr(run, "launch", None)
     if call is None or run.global_scratch_size or run.profile_scratch_size:
         return None
@@ -62,11 +63,17 @@ def launcher_of(compiled: Any) -> Launcher | None:
         if call.__code__.co_freevars != ("launcher", "tensordesc_indices", "tensordesc_meta"):
             return None
         call, _, metadata = (cell.cell_contents for cell in call.__closure__)
+    if any(x is None or x["fp4_padded"] for x in metadata):
+        return None
+    types = nvidia.TMA_DTYPE_DEVICE_TO_HOST
+    tiles = [
+        (x["swizzle"], x["elem_size"], types[x["elem_type"]], x["block_size"]) for x in metadata
+    ]
     known = (
         *(compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None),
         *(compiled.packed_metadata, None, None, None),
     )
-    return Launcher(call, known, metadata, nvidia.make_tensordesc_arg)
+    return Launcher(call, known, driver.active.utils.fill_tma_descriptor, tiles)
 
 
 Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
@@ -78,28 +85,27 @@ class Launch:
     Args:
         kernel: what is launched.
         programs: how many.
-        operands: each tensor: by a descriptor, or as it is.
-        numbers: the arguments that follow, in the kernel's order.
+        numbers: the arguments that follow the tensors, in the kernel's order.
         options: the others by name, and the compiler's.
+        operands: of the first tensors, each by a descriptor, or None: as it is, like all others.
     """
+
+    _launcher: Any
+    _known: tuple[object, ...]
+    _expanded: list[Expanded | None]
 
     def __init__(
         self,
         kernel: Any,
         programs: int,
-        operands: Sequence[Described | None],
         numbers: Sequence[object],
         options: dict[str, Any],
+        operands: Sequence[Described | None] = (),
     ) -> None:
         """Hold on to it; nothing is compiled yet."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._operands, self._numbers, self._options = operands, numbers, options
-        self._descriptors: list[tuple[int, type, dict[str, Any]]] = []
         self._compiled: Any = None
-        self._launcher: Any = None
-        self._expanded: list[Expanded | None] = []
-        self._known: tuple[object, ...] = ()
-        self._rest: tuple[object, ...] = ()
 
     def __call__(self, *tensors: Operand) -> None:
         """Launch it on the current device's stream."""
@@ -107,23 +113,24 @@ class Launch:
             return
         operands: Sequence[Any]
         if _listened_to():
-            self._compiled[self._grid](*self._described(tensors), *self._rest)
+            self._compiled[self._grid](*self._checked(tensors), *self._rest)
         elif self._launcher is None:  # as that does, without what it would tell, which takes long
             operands = self._described(tensors)
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
         else:
-            operands = self._expand(tensors) if self._descriptors else tensors
+            operands = self._expand(tensors) if self._expanded else tensors
             stream = self._stream(self._device)
             self._launcher(*self._grid, stream, *self._known, *operands, *self._rest)
 
     def _expand(self, tensors: Sequence[Any]) -> list[Any]:
         """Return tensors, and in place of descriptors their arguments."""
-        operands = []
-        for x, expanded in zip(tensors, self._expanded, strict=True):
+        operands: list[Any] = []
+        for x, expanded in zip(tensors, self._expanded, strict=False):
             if expanded is None:
                 operands.append(x)
             else:
                 operands += expanded[x.data_ptr()]
+        operands += tensors[len(self._expanded) :]
         return operands
 
     def _described(self, tensors: Sequence[Operand]) -> list[Any]:
@@ -133,27 +140,31 @@ class Launch:
             operands[i] = descriptor_of(kind, common, tensors[i])
         return operands
 
+    def _checked(self, tensors: Sequence[Operand]) -> list[Any]:
+        """Return likewise, by descriptors that Triton has checked."""
+        operands: list[Any] = list(tensors)
+        for i, form, *lies in self._tiled:
+            operands[i] = form.describe(operands[i], *lies)
+        return operands
+
     def _first(self, tensors: Sequence[Any]) -> bool:
         """Keep what Triton compiled, for this launch or an earlier one of its key.
 
         Returns:
             whether Triton has launched it, too.
         """
-        tiled = [
-            (i, *x.tiles(tensors[i]))
-            for i, x in enumerate(self._operands)
-            if x is not None and tensors[i] is not None
-        ]
-        operands = list(tensors)
-        for i, *_ in tiled:
-            operands[i] = None
+        operands, tiled = list(tensors), []
+        for i, how in enumerate(self._operands):
+            if how is not None and tensors[i] is not None:
+                tiled.append((i, *how.tiles(tensors[i])))
+                operands[i] = None
+        self._tiled = tiled
         forms = tuple([(i, form) for i, form, _, _ in tiled])
         key = _key(self._kernel, (*operands, *self._numbers), self._options, forms)
         found = earlier = _COMPILED.get(key)
         if found is None:
-            for i, form, *lies in tiled:
-                operands[i] = form.describe(tensors[i], *lies)
-            compiled = self._kernel[self._grid](*operands, *self._numbers, **self._options)
+            given = *self._checked(tensors), *self._numbers
+            compiled = self._kernel[self._grid](*given, **self._options)
             if INTERPRETED.value:
                 return True
             found = compiled, launcher_of(compiled)
@@ -162,30 +173,23 @@ class Launch:
         compiled, launcher = found
         names = self._kernel.arg_names[len(operands) + len(self._numbers) :]
         self._rest = (*self._numbers, *map(self._options.__getitem__, names))
-        self._descriptors = [
-            (i, form.kind, form.fields(shape, strides)) for i, form, shape, strides in tiled
-        ]
-        self._run, self._stream = compiled.run, driver.active.get_current_stream
-        self._device = driver.active.get_current_device()
+        active = driver.active
+        self._stream, self._device = active.get_current_stream, active.get_current_device()
         if launcher is None:
+            self._launcher, self._run = None, compiled.run
             self._known = compiled.function, compiled.packed_metadata, None, None, None
+            self._descriptors = [(i, form.kind, form.fields(*lies)) for i, form, *lies in tiled]
         else:
-            expanded: list[Expanded | None] = [None] * len(tensors)
-            for (i, kind, common), x in zip(self._descriptors, launcher.metadata, strict=True):
-                expanded[i] = Expanded(launcher.expand, x, kind, common)
-            self._launcher, self._known, self._expanded = launcher.call, launcher.known, expanded
+            self._launcher, self._known, fill, tiles = launcher
+            self._expanded = [None] * (tiled[-1][0] + 1 if tiled else 0)
+            for (i, _, shape, strides), tile in zip(tiled, tiles, strict=True):
+                self._expanded[i] = Expanded(fill, tile, shape, strides)
         self._compiled = compiled
         return earlier is None
 
 
 # Triton keeps the same, as long as its kernels live.
 _COMPILED: dict[Hashable, tuple[Any, Launcher | None]] = {}
-# What Triton makes part of its own key at each launch; not every version has all of these.
-_SETTINGS = (
-    (knobs.runtime, "debug"),
-    (knobs.compilation, "instrumentation_mode"),
-    (knobs.compilation, "fpsan_homomorphic_casts"),
-)
 
 
 def _key(
@@ -211,7 +215,12 @@ def _key(
         device = driver.active.get_current_device()
         *_, binder = kernel.device_caches[device]
         _, specialization, rest = binder(*given, **options)
-        settings = tuple([getattr(owner, name, None) for owner, name in _SETTINGS])
+        # What Triton makes part of its own key at each launch; not every version has all of these.
+        settings = (
+            knobs.runtime.debug,
+            getattr(knobs.compilation, "instrumentation_mode", None),
+            getattr(knobs.compilation, "fpsan_homomorphic_casts", None),
+        )
         inspected = knobs.runtime.add_stages_inspection_hook is not None  # answers what it will
     except (AttributeError, KeyError, TypeError, ValueError):
         return None  # a Triton with another binder, or a kernel that is not Triton's

@@ -39,8 +39,10 @@ def bias_workspaces(options: Options) -> tuple[Workspace, ...]:
 
 def beside_bias(tile: Tile, q: TensorSpec, options: Options) -> Tile:
     """Return a tile with a stage less where tiles of a bias, pipelined too, would not fit."""
+    if options.bias is None or tile.stages == 1:
+        return tile
     large = tile.block_q * tile.block_kv > LARGE_BIAS or block_d(q.shape[3]) >= HEAD_DIMS[-1]
-    if options.bias is None or tile.stages == 1 or not (large or q.dtype == torch.float32):
+    if not (large or q.dtype == torch.float32):
         return tile
     return replace(tile, stages=tile.stages - 1)
 

@@ -113,7 +113,7 @@ def choose_forward(
     if pays and hopper.takes_values(q, v):
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
-            return found._replace(precision=options.precision, why=(*why, *found.why))
+            return found.after(why)
         why.append(f"the portable kernel, not Hopper's: {found}")
     if v.shape[3] != q.shape[3]:
         plan = choose_forward(
@@ -121,8 +121,8 @@ def choose_forward(
         )
         return plan._replace(padded=True, why=(PADDED, *plan.why))
     keys = 0
-    alone = options.left is None and not options.extras
-    if q.shape[2] == 1 and q.shape[1] != k.shape[1] and alone:
+    one = q.shape[2] == 1 and q.shape[1] != k.shape[1]
+    if one and options.left is None and not options.extras:
         keys = k.shape[2] if options.right is None else min(k.shape[2], options.right + 1)
         if keys <= 0:
             return ForwardPlan(kernel="none", why=(*why, "the only query sees no key"))
@@ -130,7 +130,7 @@ def choose_forward(
         q, k, v = portable.packed(q, k, v, keys)
         options = options._replace(right=None)
     plan = portable.forward(q, k, v, gpu, options, tile=tile, row=row, most=num_splits)
-    return plan._replace(pack_gqa=keys > 0, keys=keys, why=(*why, *plan.why))
+    return (plan._replace(pack_gqa=True, keys=keys) if keys else plan).after(why)
 
 
 def choose_backward(
@@ -185,7 +185,7 @@ def _hopper_first(
 ) -> tuple[bool, list[str]]:
     """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
     pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
-    lack = hopper.lack(q, options, backward=backward) if pays else None
+    lack = hopper.lack(q.dtype, q.shape[3], options, backward=backward) if pays else None
     return (False, [lack]) if lack else (pays, why)
 
 
@@ -206,13 +206,17 @@ def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
 
 def _not_dense(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """Return the names of tensors that no kernel reads as they are."""
-    return tuple(
+    names = [
         name
         for name, x in zip(NAMES, specs, strict=False)
         if not (x.contiguous if name in ROW_STATISTICS else x.dense)
-    )
+    ]
+    return tuple(names)
 
 
 def copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
     """Return specs, those of some names as of copies."""
-    return [x.copied() if name in names else x for name, x in zip(NAMES, specs, strict=False)]
+    found = list(specs)
+    for i in map(NAMES.index, names):
+        found[i] = found[i].copied()
+    return found

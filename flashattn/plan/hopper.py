@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -107,9 +108,10 @@ def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> in
     return gqa_splits(q, k, tiles, gpu.num_sms, causal=options.causal)
 
 
-def lack(q: TensorSpec, options: Options, *, backward: bool) -> str | None:
+@lru_cache
+def lack(dtype: torch.dtype, head_dim: int, options: Options, *, backward: bool) -> str | None:
     """Return what Hopper's kernels lack of what is asked, or None."""
-    fp32, wide = q.dtype == torch.float32, backward and q.shape[3] > rows.ONE_PASS
+    fp32, wide = dtype == torch.float32, backward and head_dim > rows.ONE_PASS
     lacks = {
         "Hopper's in fp32 have no softcap": fp32 and options.softcap is not None,
         "Hopper's add no bias to scores": options.bias is not None,
@@ -170,6 +172,7 @@ def forward(
     return ForwardPlan(
         kernel="sm90",
         tile=found,
+        precision=options.precision,
         programs=programs,
         scheduler=scheduler,
         workspaces=(Workspace("tile_counter", (1,), torch.int32, zeroed=True),) if dynamic else (),
@@ -194,6 +197,7 @@ def _forward_fp32(
     return ForwardPlan(
         kernel="sm90_fp32",
         tile=tile,
+        precision=precision,
         terms=terms,
         programs=cdiv(seq_q, tile.own) * batch * heads,
         scheduler=Scheduler("lpt" if causal else "linear"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from flashattn.plan.bias import (
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
-from flashattn.plan.rows import FUSED, Kernel, Limits
+from flashattn.plan.rows import FP32, FUSED, Kernel, Limits
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
@@ -38,31 +39,37 @@ def scores(q: TensorSpec, k: TensorSpec, limits: Limits) -> int:
     return batch * heads * max(seq_q, limits.least_q) * k.shape[2]
 
 
-def find(
-    kernel: Kernel, *inputs: TensorSpec, gpu: Gpu, causal: bool, precision: str
-) -> Tile | None:
-    """Return the table's tile for q, k and others, or None where it has none.
+def finder(
+    *inputs: TensorSpec, gpu: Gpu, causal: bool, precision: str
+) -> Callable[[Kernel], Tile | None]:
+    """Return what finds the table's tile of a kernel for q, k and others, or None: it has none.
 
     The tile has descriptors only if all inputs are TMA-compatible and there are enough scores; in
     fp32, only if they are worth decomposing beforehand.
     """
     rows, (q, k) = tables.rows_of(gpu), inputs[:2]
     limits, enough = rows.limits, scores(q, k, rows.limits)
-    large = enough > limits.pointers and all(x.tma_compatible for x in set(inputs))
-    if q.dtype == torch.float32:
-        backward = kernel.startswith("bwd")
-        least = limits.decompose_backward if backward else limits.decompose_forward
-        if precision == "tf32":
-            tile = tables.find_tf32(rows, kernel, q.shape[3], tma=large, large=enough > least)
-            if tile is not None:
-                return tile
-        large = precision == "bf16x6" and enough > least
-    return tables.find(rows, kernel, q.dtype.itemsize, q.shape[3], causal=causal, large=large)
+    size, head_dim = q.dtype.itemsize, q.shape[3]
+    tma = enough > limits.pointers and not [x for x in set(inputs) if not x.tma_compatible]
+
+    def find(kernel: Kernel) -> Tile | None:
+        large = tma
+        if size == FP32:
+            backward = kernel.startswith("bwd")
+            least = limits.decompose_backward if backward else limits.decompose_forward
+            if precision == "tf32":
+                tile = tables.find_tf32(rows, kernel, head_dim, tma=tma, large=enough > least)
+                if tile is not None:
+                    return tile
+            large = precision == "bf16x6" and enough > least
+        return tables.find(rows, kernel, size, head_dim, causal=causal, large=large)
+
+    return find
 
 
 def tile_of(kernel: Kernel, *inputs: TensorSpec, gpu: Gpu, causal: bool, precision: str) -> Tile:
     """Return the tile of a kernel that every table has."""
-    tile = find(kernel, *inputs, gpu=gpu, causal=causal, precision=precision)
+    tile = finder(*inputs, gpu=gpu, causal=causal, precision=precision)(kernel)
     if tile is None:
         raise KeyError(kernel)
     return tile
@@ -117,21 +124,21 @@ def forward_row(
 ) -> tuple[Kernel, Tile, str]:
     """Return the row of the table, its tile, and why."""
     limits, causal = tables.rows_of(gpu).limits, options.causal
-    how: dict[str, Any] = {"gpu": gpu, "causal": causal, "precision": options.precision}
+    find = finder(q, k, v, gpu=gpu, causal=causal, precision=options.precision)
     if q.shape[2] <= limits.decode_q:
-        tile = tile_of("decode", q, k, v, **how)
+        tile = cast("Tile", find("decode"))
         return "decode", tile, f"decode: {q.shape[2]} queries of a head, {limits.decode_q} at most"
     if k.shape[2] <= limits.short_kv:
-        short = find("fwd_short_kv", q, k, v, **how)
+        short = find("fwd_short_kv")
         if short and programs_of(q, short) <= gpu.num_sms:
             return "fwd_short_kv", short, "short_kv: all programs run at once, over few keys"
-    small = find("fwd_small_grid", q, k, v, **how)
+    small = find("fwd_small_grid")
     if small:
         narrow = causal and block_d(q.shape[3]) <= limits.narrow
         most = limits.small_grid_narrow if narrow else limits.small_grid
         if programs_of(q, small) <= most * gpu.num_sms:
             return "fwd_small_grid", small, f"small_grid: {most} programs for each SM at most"
-    tile = forward_tile(tile_of("fwd", q, k, v, **how), q, options)
+    tile = forward_tile(cast("Tile", find("fwd")), q, options)
     return "fwd", tile, "the tile for a full GPU"
 
 
@@ -212,15 +219,17 @@ def backward(
     # tiles without a mask leave registers for these.
     masked = causal and options.softcap is None and not options.added
     how: dict[str, Any] = {"gpu": gpu, "causal": masked, "precision": precision}
-    fused = find("bwd_fused", *inputs, **how)
+    find = finder(*inputs, **how)
+    fused = find("bwd_fused")
     if fused is None or not small_grid(q, k, fused, gpu, precision):
-        kernels: dict[Kernel, Tile | None] = {"bwd_dkdv": None, "bwd_dq": None}
+        two: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq")
+        kernels = {kernel: find(kernel) for kernel in two}
         why = "two passes, each with a tile of its own"
     else:
         kernels = {"bwd_fused": fused}
         why = "fused passes: they are few programs"
         if scores(q, k, limits) <= limits.one_launch and not needs_stats(q, k, options):
-            tile = find("bwd_one_launch", *inputs, **how)
+            tile = find("bwd_one_launch")
             whole = tile and backward_pass(
                 "bwd_one_launch", *inputs, tile=beside_bias(tile, q, options), **how
             )

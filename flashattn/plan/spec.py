@@ -69,9 +69,12 @@ class TensorSpec(NamedTuple):
     @property
     def non_overlapping_and_dense(self) -> bool:
         """PyTorch's word: its elements fill one piece of memory, dimensions in any order."""
-        sizes = sorted([(s, n) for s, n in zip(self.strides, self.shape, strict=True) if n != 1])
-        dense = accumulate([n for _, n in sizes], mul, initial=1)
-        return [stride for stride, _ in sizes] == list(dense)[:-1]
+        dense = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size != 1 and stride != dense:
+                return False
+            dense *= size
+        return True
 
     def copied(self) -> TensorSpec:
         """Return the spec of a contiguous copy."""
@@ -86,9 +89,9 @@ class TensorSpec(NamedTuple):
         if columns not in (None, self.shape[-1]):
             narrow = torch.Size((*self.shape[:-1], columns))
             return self._replace(shape=narrow).like()
-        keeps = self.non_overlapping_and_dense
+        keeps = self.strides == dense_strides(self.shape) or self.non_overlapping_and_dense
         strides = self.strides if keeps else torch.empty_like(self.meta).stride()
-        return self._replace(strides=strides, offset=0)
+        return TensorSpec(self.shape, strides, self.dtype, self.device, 0)
 
     def widened(self, columns: int) -> TensorSpec:
         """Return the spec of a dense tensor of so many columns."""
@@ -111,6 +114,7 @@ def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:
     )
 
 
+@lru_cache  # as above
 def dense_strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor that has dimensions."""
     sizes = [max(n, 1) for n in shape[:0:-1]]
@@ -200,7 +204,7 @@ class Options(NamedTuple):
     @property
     def extras(self) -> bool:
         """Whether there are tensors besides q, k and v."""
-        return self.bounds > 0 or any(self.scored)
+        return self.bounds > 0 or self.alibi > 0 or self.bias is not None or self.sink > 0
 
     @property
     def causal(self) -> bool:

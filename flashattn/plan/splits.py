@@ -50,7 +50,7 @@ def num_splits(fill: Fill, programs: int, rows: int, num_sms: int) -> int:
         rows: that each walks over, or tiles of them.
         num_sms: of the GPU.
     """
-    return max(1, *(min(n * num_sms // programs, rows // least) for n, least in fill))
+    return max(1, *[min(n * num_sms // programs, rows // least) for n, least in fill])
 
 
 def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, *, causal: bool) -> int:

@@ -894,8 +894,8 @@ MUTANTS = [
     Mutant(
         "tensor_map_of_another_address",
         "kernels/descriptor.py",
-        "found = self[address] = self._expand(",
-        "found = self[min(self, default=address)] = self._expand(",
+        "found = self[address] = [self._fill(address,",
+        "found = self[min(self, default=address)] = [self._fill(address,",
         "where addresses alternate, a kernel reads what lay at the first",
         "tests/test_launch.py::test_triton_3_6_is_started_below_its_python",
     ),

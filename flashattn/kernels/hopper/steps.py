@@ -48,12 +48,12 @@ INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
 def _launch(
     function: Any,
     programs: int,
-    operands: Sequence[Described | None],
     numbers: Sequence[object],
     constants: dict[str, Any],
+    operands: Sequence[Described | None] = (),
 ) -> Launch:
     """Return a launch of warpgroups."""
-    return Launch(function, programs, operands, numbers, constants | {"num_warps": WARPS})
+    return Launch(function, programs, numbers, constants | {"num_warps": WARPS}, operands)
 
 
 def forward(
@@ -72,7 +72,6 @@ def forward(
     launch = _launch(
         flashattn_hopper_fwd,
         plan.programs,
-        [*low, *high, *[None] * 5],
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
@@ -80,6 +79,7 @@ def forward(
             *(scale.log2, scale.cap),
         ),
         {"t": forward_config(tile, (head_dim, v.shape[3]), before=before)},
+        [*low, *high],
     )
     counter, bounds = "tile_counter" if dynamic else None, bounds_names(options)[0]
     names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
@@ -122,13 +122,13 @@ def _forward_fp32(
     launch = _launch(
         flashattn_hopper_fwd_fp32,
         plan.programs,
-        [Tiles(WARPGROUP_Q), keys, keys, *[None] * 3],
         (
             *(q.like().strides[:3], heads, heads // kv_heads, seq_q, seq_kv),
             *(options.left, options.right, ScoreLayout.of(options, heads).sink),
             *(scale.log2, head_dim),
         ),
         forward_fp32_constants(head_dim, terms=plan.terms),
+        [Tiles(WARPGROUP_Q), keys, keys],
     )
     return [*steps, Step(launch, (*names, "o", "lse", scored_names(options)[1]))]
 
@@ -148,6 +148,7 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
     return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
+@cache
 def forward_config(
     tile: HopperTile, dims: tuple[int, int], *, before: bool = False
 ) -> ForwardConfig:
@@ -243,12 +244,6 @@ def _one_pass(
     launch = _launch(
         flashattn_hopper_bwd,
         programs,
-        [
-            *(queries, keys, keys, queries, lse, terms),
-            Lines(box_lines(head_dim)),
-            *[keys if plan.gqa_splits == 1 else None] * 2,
-            *[None] * 4,
-        ],
         (
             *(blocks * batch * split_heads, blocks, split_heads, *splits),
             *(plan.scheduler.section, programs if rotates else 1, tile.stagger),
@@ -259,6 +254,11 @@ def _one_pass(
         ),
         # Programs wait for those before them: these run, or they are started in their order.
         {"t": backward_config(tile, head_dim), "launch_cooperative_grid": tile.persistent},
+        [
+            *(queries, keys, keys, queries, lse, terms),
+            Lines(box_lines(head_dim)),
+            *([keys] * 2 if plan.gqa_splits == 1 else ()),
+        ],
     )
     names = (
         *INPUTS[:4],
@@ -277,6 +277,7 @@ def box_lines(head_dim: int) -> int:
     return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
 
 
+@cache
 def backward_config(tile: HopperBackwardTile, head_dim: int) -> BackwardConfig:
     """Return the constants of flashattn_hopper_bwd."""
     (d_lo, d_hi), block_q = head_dim_split(head_dim), tile.block_q(head_dim)
@@ -294,7 +295,6 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
     launch = _launch(
         flashattn_hopper_bwd_postprocess,
         batch * heads * blocks,
-        [None] * 3,
         (
             *(q.like().strides[:3], blocks, heads, plan.dq_accumulators),
             *(seq_q, k.shape[2], options.left, options.right),
@@ -331,13 +331,13 @@ def _d256_dkdv(
     launch = _launch(
         flashattn_hopper_bwd_d256_dkdv,
         sum(plan.passes[0].programs),
-        [*low[:4], numbers, numbers, *low[4:], *high],
         (
             *(blocks * batch * split_heads, blocks, split_heads, *splits, tile.section),
             *(heads // split_heads, seq_q, seq_kv, options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
         {"t": d256_config(tile, dims)},
+        [*low[:4], numbers, numbers, *low[4:], *high],
     )
     return Step(launch, (*INPUTS, *grads, *others))
 
@@ -354,13 +354,13 @@ def _d256_dq(
     launch = _launch(
         flashattn_hopper_bwd_d256_dq,
         sum(plan.passes[1].programs),
-        [*low, None, None, stored, *high],
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
             *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
             *(scale.factor, scale.log2, scale.cap),
         ),
         {"t": d256_config(tile, dims)},
+        [*low, None, None, stored, *high],
     )
     return Step(launch, (*INPUTS, "dq", *others))
 
@@ -382,7 +382,6 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
     launch = _launch(
         function,
         sum(one.programs),
-        [*loads, *[None] * (2 + len(grads))],
         (
             *(strides for _, strides in grads),
             *(heads, heads // kv_heads, seq_q, seq_kv, padded_rows(seq_q)),
@@ -390,6 +389,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
             *(scale.factor, scale.log2, head_dim),
         ),
         {"SPLIT": one.splits[0].num > 1, "TERMS": one.terms},
+        loads,
     )
     names = [f"{name}_terms" for name in portable.INPUTS]
     return Step(launch, (*names, "lse_log2", "delta", *(where for where, _ in grads)))

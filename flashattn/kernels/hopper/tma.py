@@ -37,9 +37,16 @@ class Tiles(NamedTuple):
 
     def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x [B, H, N, D]."""
-        columns = self.columns or block_d(x.shape[-1])
-        form = swizzled(x.dtype, (1, 1, self.rows, columns), min(SWIZZLE, columns * x.itemsize))
-        return form, x.shape, described_strides(x.shape, x.stride())
+        shape = x.shape
+        return _form(self, x.dtype, shape[-1]), shape, described_strides(shape, x.stride())
+
+
+@cache
+def _form(tile: Tiles, dtype: torch.dtype, head_dim: int) -> Form:
+    """Return the form of descriptors of all lengths."""
+    columns = tile.columns or block_d(head_dim)
+    bytes_ = min(SWIZZLE, columns * dtype.itemsize)
+    return swizzled(dtype, (1, 1, tile.rows, columns), bytes_)
 
 
 class Numbers(NamedTuple):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import triton
@@ -37,6 +38,7 @@ class Scale(NamedTuple):
     cap: Any
 
     @classmethod
+    @lru_cache
     def of(cls, options: Options, *, forward: bool) -> Scale:
         """Return the factors of a pass."""
         scale, softcap = options.scale, options.softcap
@@ -78,6 +80,7 @@ class ScoreLayout(NamedTuple):
     sink: Any = None
 
     @classmethod
+    @lru_cache
     def of(cls, options: Options, heads: int) -> ScoreLayout:
         """Return how they lie; all is None where there are none."""
         made: dict[str, int | None] = {}

@@ -55,15 +55,11 @@ def forward(
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     split = plan.split.num > 1
     o_strides = dense_strides(q.shape) if split else o.strides
-    strides = [x[:3] for x in (*(x.strides for x in inputs), o_strides)]
+    strides = [*[x.strides[:3] for x in inputs], o_strides[:3]]
     extras, absent = extra_names(options)
     launch = Launch(
         flashattn_fwd,
         plan.programs,
-        [
-            *_loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
-            *[None] * (2 + len(extras)),
-        ],
         (
             *absent,
             ScoreLayout.of(options, heads),
@@ -78,6 +74,7 @@ def forward(
             ),
             **tile.compiler_options(),
         },
+        _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
     )
     steps += copies(options)
     if not split:
@@ -86,7 +83,6 @@ def forward(
     combining = Launch(
         combine.flashattn_combine,
         cdiv(rows, combine.COMBINE_BLOCK),
-        [None] * 4,
         (o.strides[:3], plan.split.num, rows, heads, seq_q),
         _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
     )
@@ -130,7 +126,6 @@ def copies(options: Options) -> list[Step]:
     launch = Launch(
         relative.flashattn_shift,
         batch * heads * cdiv(length, relative.BLOCK),
-        [None] * 2,
         (bias.strides, heads, bias.shape[-1], length),
         {"COPIES": count, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
     )
@@ -155,7 +150,6 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
     launch = Launch(
         decompose.flashattn_decompose,
         sum(cdiv(x.shape[2], decompose.BLOCK) * batch * x.shape[1] for x in specs),
-        [None] * 2,
         (strides, batch, heads, kv_heads, seq_q, seq_kv),
         _row_options(head_dim, strides, decompose.BLOCK, decompose.WARPS) | {"TERMS": count},
     )
@@ -164,10 +158,10 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
     return [step], [decomposed(x, count) for x in specs], names
 
 
-def _loads(tile: Tile, inputs: Sequence[TensorSpec], rows: Sequence[int]) -> list[TileLoads | None]:
-    """Return how inputs are loaded, in tiles of so many rows; None is by pointers."""
+def _loads(tile: Tile, inputs: Sequence[TensorSpec], rows: Sequence[int]) -> list[TileLoads]:
+    """Return how inputs are loaded, in tiles of so many rows; none are by pointers."""
     if not tile.descriptors:
-        return [None] * len(inputs)
+        return []
     return [
         TileLoads(x.shape, x.strides, (1, 1, n, block_d(x.shape[3])))
         for x, n in zip(inputs, rows, strict=True)
@@ -236,7 +230,6 @@ def preprocessing(
     launch = Launch(
         preprocess.flashattn_bwd_preprocess,
         programs,
-        [None] * (8 if sink else 7),
         (
             *(() if sink else ((None, None),)),
             *(*strides, heads, seq_q, rows, cleared),
@@ -255,7 +248,6 @@ def sum_sinks(o: TensorSpec, options: Options) -> Step:
     launch = Launch(
         score_gradients.flashattn_bwd_dsink,
         options.sink * heads,
-        [None] * 2,
         (heads, batch, padded_rows(seq_q) // preprocess.BLOCK),
         {
             "SHARED": options.sink == 1,
@@ -315,7 +307,6 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
-        [*loads, *[None] * (2 + len(extras))],
         (
             *absent,
             ScoreLayout.of(options, heads),
@@ -331,6 +322,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             ),
             **tile.compiler_options(),
         },
+        loads,
     )
     return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *extras))
 
@@ -351,7 +343,6 @@ def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: 
     launch = Launch(
         score_gradients.flashattn_bwd_dbias,
         sum(one.programs),
-        [None] * (6 + len(extras)),
         (
             ScoreLayout.of(options, heads),
             *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
@@ -384,7 +375,6 @@ def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:
     launch = Launch(
         combine.flashattn_bwd_reduce,
         sum(cdiv(x.shape[:3].numel(), combine.REDUCE_BLOCK) for x in added.values()),
-        [None] * 2,
         (strides, num, num_kv, batch, q.shape[1], kv_heads, q.shape[2], seq_kv),
         _row_options(head_dim, strides, combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
     )

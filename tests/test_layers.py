@@ -37,6 +37,7 @@ ALLOWED = {
     "registry": {"bounds", "claims", "dispatch", "mask", "problem", "resolve", "score"},
     "impls": {
         "checks",
+        "claims",
         "impls",
         "prepare",
         "bounds",

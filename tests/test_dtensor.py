@@ -1,4 +1,7 @@
-"""DTensor: what is sharded over batches or heads gives the same numbers, and moves nothing."""
+"""DTensor: what is sharded over batches or heads gives the same numbers, and moves nothing.
+
+PyTorch's context parallelism, which shards rows, is on DTensors, too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,13 @@ import pytest
 import torch
 from torch.distributed import barrier, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental._attention import (
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from flashattn import attention, gpus
-from flashattn.integrations import dtensor
+from flashattn.integrations import dtensor, operators, sdpa
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
@@ -29,6 +37,7 @@ from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.ranks import fork
 
 WORLD, SECONDS = 2, 120
+FLASH = "_scaled_dot_product_flash_attention"
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 9, "seq_kv": 12, "head_dim": 16}
 # Sizes, and the placements of q, of k and v, and of o.
@@ -140,6 +149,43 @@ def check_layer(mesh):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
+def check_context_parallel(mesh):
+    """Compare PyTorch's context parallelism on ours with a call; keys go around in both ways."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 32, 16) for _ in range(4))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    wanted = [o, *torch.autograd.grad(o, whole, grad)]
+    answered = []
+    for name in (FLASH, f"{FLASH}_backward"):
+        operators.KERNELS[name] = counted(name, operators.KERNELS[name], answered)
+    for rotation in ("allgather", "alltoall"):
+        set_rotate_method(rotation)
+        answered.clear()
+        buffers = [x.clone() for x in (q, k, v, grad)]
+        with sdpa.enabled("cpu"), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            *local, local_grad = (x.clone() for x in buffers)
+            shards = [DTensor.from_local(x.requires_grad_(), mesh, [SEQUENCE]) for x in local]
+            # On a CPU SDPA would call an operator that context parallelism does not know.
+            o = getattr(torch.ops.aten, FLASH)(*shards, 0.0, True)[0].to_local()
+            own = [o, *(x.to_local() for x in torch.autograd.grad(o, shards, local_grad))]
+            got = context_parallel_unshard(mesh, [x.detach().clone() for x in own], [2] * 4)
+        torch.testing.assert_close(got, wanted)
+        assert sorted(set(answered)) == [FLASH, f"{FLASH}_backward"]
+        assert len(answered) == 2 * WORLD
+
+
+def counted(name, kernel, answered):
+    """Return a kernel that notes its name when it has answered."""
+
+    def call(*args, **options):
+        result = kernel(*args, **options)
+        answered.append(name)
+        return result
+
+    return call
+
+
 def work(store, rank):
     """Check everything, as one of the processes."""
     init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -149,12 +195,17 @@ def work(store, rank):
         sys.stderr.write(f"{case}\n")
         check_case(mesh, case)
     check_layer(mesh)
+    sys.stderr.write("context parallelism\n")
+    check_context_parallel(mesh)
     barrier()
 
 
 @pytest.mark.why_not.with_args(lambda: gpus.INTERPRETER_FAILS)
 def test_shards_are_the_whole(tmp_path):
-    """Two processes get what one gets, forward and backward, wherever shards lie at first."""
+    """Two processes get what one gets, forward and backward, wherever shards lie at first.
+
+    So they do in PyTorch's context parallelism, which runs ours in both passes.
+    """
     command = [sys.executable, __file__, str(tmp_path / "store")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

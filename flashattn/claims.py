@@ -11,6 +11,11 @@ import torch
 from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
 
+# What many implementations claim at once: every mask, and what scores are made with.
+MASKS_AND_SCORES: dict[str, Any] = dict.fromkeys(
+    ("windows", "intervals", "softcap", "alibi", "bias"), True
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
@@ -75,7 +80,7 @@ class Claims:
             "takes no values narrower than keys": problem.value_dim is not None
             and not self.narrow_values,
             "claims no grouped heads": problem.heads != problem.kv_heads and not self.grouped,
-            "claims no empty problems": not self.empty and _is_empty(problem),
+            "claims no empty problems": not self.empty and problem.is_empty,
             "claims nothing for queries that see no key": not self.fully_masked_rows
             and problem.fully_masked_rows > 0,
         }
@@ -120,10 +125,6 @@ class Claims:
             seq_kv = max(fitted.seq_q, fitted.seq_kv)
             fitted = replace(fitted, seq_kv=seq_kv, documents=None)
         return fitted
-
-
-def _is_empty(problem: Problem) -> bool:
-    return 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
 
 
 def _among(value: object, claimed: Collection[object] | None) -> bool:

@@ -252,6 +252,11 @@ class Problem:
         return {"causal": self.causal} | {name: x for name, x in asked.items() if x is not None}
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it has no batch, no heads, no queries or no keys."""
+        return 0 in (self.batch, self.heads, self.seq_q, self.seq_kv)
+
+    @property
     def by_rows(self) -> bool:
         """Whether more hides keys than the mask: it takes bounds of rows, see ``bounds``."""
         return self.documents is not None or self.prefix is not None

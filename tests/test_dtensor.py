@@ -1,19 +1,27 @@
-"""DTensor: what is sharded over batches or heads gives the same numbers, and moves nothing."""
+"""DTensor: what is sharded over batches or heads gives the same numbers, and moves nothing.
+
+PyTorch's context parallelism, which shards rows, is on DTensors, too.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import barrier, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental._attention import (
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from flashattn import attention, gpus
-from flashattn.integrations import dtensor
+from flashattn.integrations import dtensor, operators, sdpa
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
@@ -29,6 +37,7 @@ from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.ranks import fork
 
 WORLD, SECONDS = 2, 120
+FLASH = "_scaled_dot_product_flash_attention"
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 9, "seq_kv": 12, "head_dim": 16}
 # Sizes, and the placements of q, of k and v, and of o.
@@ -63,23 +72,31 @@ def attend(q, k, v, bias, sink, slopes, **options):
     return attention(q, k, v, **made, **options, impl="triton")
 
 
+@cache
+def answered(sizes, asked):
+    """Return what attention to whole tensors takes, and what it gives: outputs, gradients."""
+    problem = Problem(**SIZES | dict(sizes), alibi=True, bias="1hts", sink=True)
+    options = dict(OPTIONS[asked])
+    grads = make_grads(problem)[: 1 + options["return_lse"]]
+    whole = [x.requires_grad_() for x in make_inputs(problem)]
+    scored = make_scored(problem)
+    whole += [scored["bias"].requires_grad_(), scored["sink"][0].requires_grad_()]
+    cu = tuple(torch.tensor(x) for x in options.get("documents", ()))
+    slopes = None if cu else scored["alibi_slopes"][0]
+    options |= {"documents": cu} if cu else {}
+    outputs = attend(*whole, slopes, **options)
+    outputs = outputs if options["return_lse"] else (outputs,)
+    return options, grads, whole, slopes, cu, outputs, torch.autograd.grad(outputs, whole, grads)
+
+
 def check_case(mesh, case):
     """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
-    problem = Problem(**SIZES | sizes, alibi=True, bias="1hts", sink=True)
-    for asked in OPTIONS:
-        options = dict(asked)
+    for asked in range(len(OPTIONS)):
+        options, grads, whole, slopes, cu, wanted, exact = answered(tuple(sizes.items()), asked)
         lse = options["return_lse"]
-        grads = make_grads(problem)[: 1 + lse]
-        whole = [x.requires_grad_() for x in make_inputs(problem)]
-        scored = make_scored(problem)
-        whole += [scored["bias"].requires_grad_(), scored["sink"][0].requires_grad_()]
-        cu = tuple(torch.tensor(x) for x in options.get("documents", ()))
-        slopes = None if cu else scored["alibi_slopes"][0]
-        options |= {"documents": cu} if cu else {}
-        wanted = attend(*whole, slopes, **options)
         if cu:
-            options["documents"] = tuple(sharded(x, mesh, R) for x in cu)
+            options = options | {"documents": tuple(sharded(x, mesh, R) for x in cu)}
         given = [
             sharded(x.detach(), mesh, placed).requires_grad_()
             for x, placed in zip(whole[:3], (of_q, of_k, of_k), strict=True)
@@ -91,13 +108,12 @@ def check_case(mesh, case):
             given.append(sharded(x.detach(), mesh, placed).requires_grad_())
         with CommDebugMode() as communication:
             outputs = attend(*given, slopes, **options)
-            outputs, wanted = (x if lse else (x,) for x in (outputs, wanted))
+            outputs = outputs if lse else (outputs,)
             got = torch.autograd.grad(outputs, given, [sharded(x, mesh, of_o) for x in grads])
         assert all(x.placements == (of_o,) for x in outputs), outputs[0].placements
         if case in QUIET:
             assert communication.get_total_counts() == 0, communication.get_comm_counts()
             assert all(x.placements == (of_o,) for x in got[:3])
-        exact = torch.autograd.grad(wanted, whole, grads)
         for a, b in zip((*outputs, *got), (*wanted, *exact), strict=True):
             torch.testing.assert_close(a.full_tensor(), b)
 
@@ -133,10 +149,45 @@ def check_layer(mesh):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
+def check_context_parallel(mesh):
+    """Compare PyTorch's context parallelism on ours with a call; keys go around in both ways."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 32, 16) for _ in range(4))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    wanted = [o, *torch.autograd.grad(o, whole, grad)]
+    answered = []
+    for name in (FLASH, f"{FLASH}_backward"):
+        operators.KERNELS[name] = counted(name, operators.KERNELS[name], answered)
+    for rotation in ("allgather", "alltoall"):
+        set_rotate_method(rotation)
+        answered.clear()
+        buffers = [x.clone() for x in (q, k, v, grad)]
+        with sdpa.enabled("cpu"), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            *local, local_grad = (x.clone() for x in buffers)
+            shards = [DTensor.from_local(x.requires_grad_(), mesh, [SEQUENCE]) for x in local]
+            # On a CPU SDPA would call an operator that context parallelism does not know.
+            o = getattr(torch.ops.aten, FLASH)(*shards, 0.0, True)[0].to_local()
+            own = [o, *(x.to_local() for x in torch.autograd.grad(o, shards, local_grad))]
+            got = context_parallel_unshard(mesh, [x.detach().clone() for x in own], [2] * 4)
+        torch.testing.assert_close(got, wanted)
+        assert sorted(set(answered)) == [FLASH, f"{FLASH}_backward"]
+        assert len(answered) == 2 * WORLD
+
+
+def counted(name, kernel, answered):
+    """Return a kernel that notes its name when it has answered."""
+
+    def call(*args, **options):
+        result = kernel(*args, **options)
+        answered.append(name)
+        return result
+
+    return call
+
+
 def work(store, rank):
     """Check everything, as one of the processes."""
-    torch.set_num_threads(1)
-    patch_interpreter()
     init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     dtensor.register()
@@ -144,12 +195,17 @@ def work(store, rank):
         sys.stderr.write(f"{case}\n")
         check_case(mesh, case)
     check_layer(mesh)
+    sys.stderr.write("context parallelism\n")
+    check_context_parallel(mesh)
     barrier()
 
 
 @pytest.mark.why_not.with_args(lambda: gpus.INTERPRETER_FAILS)
 def test_shards_are_the_whole(tmp_path):
-    """Two processes get what one gets, forward and backward, wherever shards lie at first."""
+    """Two processes get what one gets, forward and backward, wherever shards lie at first.
+
+    So they do in PyTorch's context parallelism, which runs ours in both passes.
+    """
     command = [sys.executable, __file__, str(tmp_path / "store")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -191,4 +247,9 @@ def test_heads_are_sharded_where_they_divide(heads, placements, offered):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    patch_interpreter()
+    for sizes, *_ in (QUIET | MOVED).values():  # once, for both processes
+        for asked in range(len(OPTIONS)):
+            answered(tuple(sizes.items()), asked)
     sys.exit(any(fork(WORLD, partial(work, sys.argv[1]), SECONDS)))

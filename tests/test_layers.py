@@ -37,6 +37,7 @@ ALLOWED = {
     "registry": {"bounds", "claims", "dispatch", "mask", "problem", "resolve", "score"},
     "impls": {
         "checks",
+        "claims",
         "impls",
         "prepare",
         "bounds",
@@ -216,20 +217,31 @@ def test_report_draws_without_torch():
         assert not {name.partition(".")[0] for name in imports(path)} & {"torch", "triton"}
 
 
-def test_cold_import(tmp_path):
+def test_cold_import(tmp_path, monkeypatch):
     """A process that imports flashattn has loaded torch, and neither triton nor what draws.
 
-    From any folder it finds the package that is tested, whether or not it is installed.
+    From any folder it finds the package that is tested, whether or not it is installed. There
+    kernels refuse CPU tensors, without TRITON_INTERPRET=1, and say what would help.
     """
     names = ("torch", "triton", "vl_convert")
     code = f"""
-import sys, flashattn
+import sys, flashattn, torch
 print([m for m in {names} if m in sys.modules], sys.path[1], flashattn.__file__, sep="\\n")
+q = torch.randn(1, 1, 4, 4)
+for ask in (lambda: flashattn.attention(q, q, q, impl="triton"),
+            lambda: flashattn.weighted_sum(q[0, 0], q[0, 0, 0])):
+    try:
+        ask()
+    except ValueError as error:
+        print(error)
 """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     output = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
-    assert output.splitlines() == ["['torch']", str(PACKAGE.parent), flashattn.__file__]
+    found, refused = output.splitlines()[:3], output.splitlines()[3:]
+    assert found == ["['torch']", str(PACKAGE.parent), flashattn.__file__]
+    assert ["TRITON_INTERPRET=1" in line for line in refused] == [True, True]
 
 
 def test_every_module_has_a_caption():

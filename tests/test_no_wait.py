@@ -65,7 +65,7 @@ def unseen(device, call, *values):
         return call(*given)
 
 
-def tokens(device, count=40, heads=4):
+def tokens(device, count=40, heads=2):
     """Return drawn tokens that need gradients, in a dtype of the kernels."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -100,7 +100,7 @@ def test_a_read_is_caught(reads, device):
 @pytest.mark.parametrize("used", [False, True])
 def test_flash_attn_varlen(device, used):
     """Both passes, of documents of which all or some tokens are used."""
-    q, k = tokens(device), tokens(device, heads=2)
+    q, k = tokens(device), tokens(device, heads=1)
 
     def step(cu, lengths=None):
         how = {"causal": True, "window_size": (9, 0), "softcap": 5.0}
@@ -114,8 +114,8 @@ def test_flash_attn_varlen(device, used):
 @pytest.mark.usefixtures("_ours")
 def test_one_graph_for_all_lengths(device):
     """Compiled with lengths as inputs, the functions are compiled once, and agree."""
-    q, k = tokens(device), tokens(device, heads=2)
-    k_cache, v_cache = (tokens(device, heads=2).detach().view(2, 20, 2, 64) for _ in range(2))
+    q, k = tokens(device), tokens(device, heads=1)
+    k_cache, v_cache = (tokens(device, heads=1).detach().view(2, 20, 1, 64) for _ in range(2))
 
     def step(cu, used):
         how = {"causal": True, "window_size": (9, 0)}
@@ -160,7 +160,7 @@ def test_a_cuda_graph_for_all_lengths(device):
 @pytest.mark.usefixtures("_ours")
 def test_flash_attn_with_kvcache(device):
     """A step of decoding."""
-    q, k_cache, v_cache = (tokens(device).detach().view(2, 20, 4, 64) for _ in range(3))
+    q, k_cache, v_cache = (tokens(device).detach().view(2, 20, 2, 64) for _ in range(3))
 
     def step(lengths):
         new = q[:, :1]
@@ -210,8 +210,8 @@ def models(device):
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "head_dim": 64,
         "attn_implementation": "fattn_unread",
     }

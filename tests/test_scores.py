@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import hypothesis
 import pytest
@@ -576,14 +577,11 @@ def test_a_broadcast_bias_has_the_sum_of_gradients(impl, sample):
     shared = p.batch * p.heads * p.seq_q * p.seq_kv / max(one.got["dbias"].numel(), 1)
     for name, x in one.got.items():
         if name != "dbias":
-            assert_within(
-                name,
-                (x.double() - other.got[name])[x.isfinite()],
-                one.budget(name),
-                other.budget(name),
-            )
+            budgets = (partial(each.budget, name) for each in (one, other))
+            assert_within(name, (x.double() - other.got[name])[x.isfinite()], *budgets)
     errors = one.got["dbias"].double() - back(other.got["dbias"].double())
-    assert_within("dbias", errors, one.budget("dbias"), other.budget("dbias", max(shared, 1)))
+    budgets = partial(one.budget, "dbias"), partial(other.budget, "dbias", max(shared, 1))
+    assert_within("dbias", errors, *budgets)
 
 
 @law(asked={"biases": ("bhts",)}, needs="bias grad lse")
@@ -622,9 +620,8 @@ def test_a_sink_takes_its_share(impl, sample):
     sunk, plain = ask(impl, sample), ask(impl, sample, none)
     sink = sunk.case.scored["sink"][..., None].double()
     lse = plain.got["lse"].double()
-    assert_within(
-        "lse", sunk.got["lse"] - torch.logaddexp(lse, sink), sunk.budget("lse"), plain.budget("lse")
-    )
+    budgets = (partial(x.budget, "lse") for x in (sunk, plain))
+    assert_within("lse", sunk.got["lse"] - torch.logaddexp(lse, sink), *budgets)
     weighed = plain.got["o"].double() * (lse - torch.logaddexp(lse, sink)).exp()[..., None]
     slack = {name: x * plain.expected.sizes["o"] for name, x in plain.budget("lse").items()}
     assert_within("o", sunk.got["o"] - weighed, sunk.budget("o"), plain.budget("o"), slack)

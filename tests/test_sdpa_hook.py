@@ -6,9 +6,6 @@ On a CPU SDPA calls an operator of its own; those of CUDA have no kernel there b
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -27,7 +24,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa_of_torch
 from torch.utils._pytree import tree_map_only
 
-from flashattn import attention, gpus, masks, resolve
+from flashattn import attention, masks, resolve
 from flashattn.bounds import of_documents
 from flashattn.integrations import operators, sdpa
 from flashattn.mask import Mask
@@ -35,8 +32,9 @@ from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
 HERE = Path(__file__).parent
-PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=40, head_dim=16)
-UNGROUPED = Problem(batch=2, heads=4, seq_q=40, head_dim=16)  # memory-efficient attention's
+# One tile a head: what operators are given and return does not hang on more.
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=24, head_dim=16)
+UNGROUPED = Problem(batch=2, heads=3, seq_q=24, head_dim=16)  # memory-efficient attention's
 aten = torch.ops.aten
 # The forward operator with its arguments after q, k and v, the last one is_causal; its backward's
 # arguments after out and logsumexp.
@@ -230,7 +228,7 @@ def test_no_logsumexp(device, active):
     assert len(active) == 1
 
 
-BIASES = {"all": (2, 4, 40, 40), "a head": (1, 4, 40, 40), "a key": (2, 1, 1, 40), "rows": (40, 40)}
+BIASES = {"all": (2, 3, 24, 24), "a head": (1, 3, 24, 24), "a key": (2, 1, 1, 24), "rows": (24, 24)}
 
 
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
@@ -240,7 +238,7 @@ def test_a_bias_of_the_operator(device, active, shape):
     grad, _ = make_grads(UNGROUPED, device=device)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)
     bias[..., 5] = -torch.inf
-    bias = bias.expand(2, 4, 40, 40)
+    bias = bias.expand(2, 3, 24, 24)
     every = leaves(q, k, v, bias)
     o, lse = attention(
         *every[:3], bias=every[3], return_lse=True, impl="auto" if q.is_cuda else "triton"
@@ -248,7 +246,7 @@ def test_a_bias_of_the_operator(device, active, shape):
     gradients = torch.autograd.grad(o, every, grad)
     operator = DENSE["efficient"][0]
     got = assert_laid_as_promised(getattr(aten, operator), (q, k, v, bias, True))
-    assert_same([got[0], got[1][..., :40]], [o, lse])
+    assert_same([got[0], got[1][..., :24]], [o, lse])
     for wanted in (True, False):
         given = grad, q, k, v, bias, *got, 0.0, [True] * 3 + [wanted]
         found = assert_laid_as_promised(getattr(aten, f"{operator}_backward"), given)
@@ -288,9 +286,8 @@ def assert_like_pytorch(device, active, attend):
     sdpa.activate(device.type)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["sdpa", *DENSE])
-def test_compiled(device, active, name, backend):
+def test_compiled(device, active, name):
     """Plain SDPA and each operator run ours under each compiler, in both passes, with groups."""
     if name == "sdpa":
 
@@ -306,12 +303,13 @@ def test_compiled(device, active, name, backend):
     problem = UNGROUPED if name == "efficient" else halved(PROBLEM, device)
     inputs = leaves(*make_inputs(problem, device=device))
     grad, _ = make_grads(problem, device=device)
-    if backend is not None:
-        torch._dynamo.reset()
-        attend = torch.compile(attend, backend=backend, fullgraph=True)
     o, _, *gradients = ours(*inputs, grad, causal=True)
     assert_same(run(attend, *inputs, grad), [o, *gradients])
-    assert len(active) == 2
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, backend=backend, fullgraph=True)
+        assert_same(run(compiled, *inputs, grad), [o, *gradients])
+    assert len(active) == 6
 
 
 def test_agrees_with_torch(device, active):
@@ -642,12 +640,3 @@ def test_lower_right_bias(device, active):
     o = sdpa_of_torch(q, k, v, attn_mask=causal_lower_right(24, 40))
     torch.testing.assert_close(o, ours(q, k, v, causal="bottom_right")[0])
     assert len(active) == 1
-
-
-@pytest.mark.why_not.with_args(lambda: gpus.INTERPRETER_FAILS)
-def test_context_parallel(tmp_path):
-    """PyTorch's context parallelism on two processes runs ours in both passes, and agrees."""
-    command = [sys.executable, str(HERE / "context_parallel.py"), str(tmp_path / "meeting")]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

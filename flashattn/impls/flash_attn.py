@@ -105,8 +105,7 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
         "takes windows and documents of known lengths": problem.documents == "unknown"
         or problem.prefix is not None,
         "packs documents into one batch": problem.documents is not None and problem.batch != 1,
-        "is not asked for empty problems": 0
-        in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
+        "is not asked for empty problems": problem.is_empty,
         "does not test its gradients where a query sees no key": problem.fully_masked_rows > 0,
         "needs a Hopper GPU": name != "flash_attn_2"
         and torch.cuda.get_device_capability(device) < HOPPER,

@@ -9,6 +9,7 @@ import torch
 
 from flashattn import score
 from flashattn.bounds import Bounds
+from flashattn.claims import MASKS_AND_SCORES
 from flashattn.mask import FULL, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import register
@@ -87,8 +88,7 @@ def _biased(
 def _limits(problem: Problem, device: torch.device) -> str | None:
     reasons = {
         "is compiled for CUDA only here: on a CPU it has no backward": device.type != "cuda",
-        "is not asked for empty problems": 0
-        in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv),
+        "is not asked for empty problems": problem.is_empty,
         "takes no fp64": problem.dtype == "float64",
         "takes head dimensions from 16 on, powers of two": problem.head_dim < 16  # noqa: PLR2004
         or problem.head_dim & (problem.head_dim - 1) != 0,
@@ -103,17 +103,7 @@ def _group(problem: Problem) -> int:
     return problem.heads // max(problem.kv_heads, 1)
 
 
-@register(
-    "flex",
-    why_not=_limits,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    strict=False,
-    compiles=True,
-)
+@register("flex", why_not=_limits, strict=False, compiles=True, **MASKS_AND_SCORES)
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,21 +6,22 @@ nothing is computed, or held for backward, that the three lines everybody writes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from flashattn import score
 from flashattn.bounds import Bounds
 from flashattn.checks import check_scale
+from flashattn.claims import MASKS_AND_SCORES
 from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Problem
-from flashattn.registry import register
+from flashattn.registry import WhyNot, register
 from flashattn.score import Terms
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Attend = Callable[..., torch.Tensor]
 
 
 def naive_attention(
@@ -53,78 +54,43 @@ def naive_attention(
 
 def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
     del device
-    if 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv):
+    if problem.is_empty:
         return f"{name} is not asked for empty problems"
     if problem.fully_masked_rows > 0:
         return f"{name} gives NaN for a query that sees no key"
     return None
 
 
-@cache
-def _compiled_naive() -> Callable[..., torch.Tensor]:
-    return torch.compile(naive_attention, dynamic=True)
+def _three_lines(attend: Callable[[], Attend]) -> Attend:
+    """Return the implementation of what ``attend`` gives when it is called."""
+
+    def call(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: Causal,
+        window: Window = UNBOUNDED,
+        bounds: Bounds | None = None,
+        softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
+        scored = {"alibi_slopes": alibi_slopes, "bias": bias}
+        return attend()(q, k, v, mask=mask, bounds=bounds, scale=scale, softcap=softcap, **scored)
+
+    return call
 
 
-@register(
-    "naive",
-    why_not=partial(_limits, name="naive"),
-    narrow_values=True,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    strict=False,
-)
-def naive(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal,
-    window: Window = UNBOUNDED,
-    bounds: Bounds | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Three lines of PyTorch; see ``naive_attention``."""
-    scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    scored = {"alibi_slopes": alibi_slopes, "bias": bias}
-    return naive_attention(
-        q, k, v, mask=mask, bounds=bounds, scale=scale, softcap=softcap, **scored
-    )
-
-
-@register(
-    "compiled",
-    why_not=partial(_limits, name="compiled"),
-    narrow_values=True,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    strict=False,
-    compiles=True,
-)
-def compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal,
-    window: Window = UNBOUNDED,
-    bounds: Bounds | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    scale: float | None,
-) -> torch.Tensor:
-    """The same three lines through ``torch.compile``."""
-    scale, mask = check_scale(scale, q.shape[-1]), Mask.of(causal, window)
-    scored = {"alibi_slopes": alibi_slopes, "bias": bias}
-    return _compiled_naive()(
-        q, k, v, mask=mask, bounds=bounds, scale=scale, softcap=softcap, **scored
+MAKERS: dict[str, Callable[[], Attend]] = {
+    "naive": lambda: naive_attention,
+    "compiled": cache(partial(torch.compile, naive_attention, dynamic=True)),
+}
+for _name, _attend in MAKERS.items():
+    _why_not: WhyNot = partial(_limits, name=_name)
+    _facts: dict[str, Any] = {"narrow_values": True, "compiles": _name == "compiled"}
+    register(_name, why_not=_why_not, strict=False, **_facts, **MASKS_AND_SCORES)(
+        _three_lines(_attend)
     )

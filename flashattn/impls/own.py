@@ -9,6 +9,7 @@ import torch
 from flashattn import gpus, ops, tiled
 from flashattn.bounds import Bounds
 from flashattn.checks import check_among, check_scale
+from flashattn.claims import MASKS_AND_SCORES
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.prepare import prepare
 from flashattn.problem import Problem
@@ -16,6 +17,8 @@ from flashattn.reference import reference_attention
 from flashattn.registry import register
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# Every mask, all that scores are made with, and the logsumexp.
+EVERYTHING: dict[str, Any] = {**MASKS_AND_SCORES, "sink": True, "lse": True}
 
 
 @register(
@@ -24,13 +27,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
     prepares=True,
     any_length=True,
     narrow_values=True,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    sink=True,
-    lse=True,
+    **EVERYTHING,
     denormals=False,
 )
 def triton(
@@ -78,13 +75,7 @@ def _each_pass(problem: Problem, device: torch.device) -> dict[str, Any]:
     prepares=True,
     any_length=True,
     narrow_values=True,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    sink=True,
-    lse=True,
+    **EVERYTHING,
 )
 def _hopper(
     q: torch.Tensor,
@@ -141,48 +132,10 @@ def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
     return None if device.type == "cpu" and dense else {}
 
 
-@register(
-    "tiled",
-    fastest=_fastest,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    sink=True,
-    lse=True,
-)
-def _tiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: Causal = False,
-    window: Window = UNBOUNDED,
-    bounds: Bounds | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> Pair:
-    scored = {"alibi_slopes": alibi_slopes, "bias": bias, "sink": sink}
-    return tiled.tiled_attention(
-        q, k, v, causal=causal, window=window, bounds=bounds, softcap=softcap, scale=scale, **scored
-    )
+register("tiled", fastest=_fastest, **EVERYTHING)(tiled.tiled_attention)
 
 
-@register(
-    "reference",
-    narrow_values=True,
-    windows=True,
-    intervals=True,
-    softcap=True,
-    alibi=True,
-    bias=True,
-    sink=True,
-    lse=True,
-)
+@register("reference", narrow_values=True, **EVERYTHING)
 def _reference(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -132,9 +132,8 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
     grouped = problem.heads != problem.kv_heads
     fused = backend not in ("sdpa", "sdpa_math")
     on_cuda = device.type == "cuda"
-    empty = 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
     reasons = {
-        "does not say what an empty problem gives": empty,
+        "does not say what an empty problem gives": problem.is_empty,
         "runs on CUDA only": not on_cuda and backend in ("sdpa_efficient", "sdpa_cudnn"),
         "takes fp16 and bf16 only": on_cuda
         and backend in ("sdpa_flash", "sdpa_cudnn")

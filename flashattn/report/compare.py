@@ -155,8 +155,9 @@ class _Controls:
         return replace(change, verdict=verdict, shift=shift, noise=noise, controls=controls)
 
     def _shift(self, change: Change) -> float:
+        own = change.case
         for level in change.levels:
-            others = [log for case, log in self._logs[level].items() if case != change.case]
+            others = [log for case, log in self._logs[level].items() if case != own]
             if len(others) >= FEWEST:
                 return median(others)
         return 0.0

@@ -52,10 +52,12 @@ class Live(TorchDispatchMode):
     def _meet(self, x: torch.Tensor, *, counted: bool) -> None:
         """Count a tensor's storage from now on, or never."""
         storage = x.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() * (counted and not x.is_meta)  # noqa: SLF001 - what identifies it
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
-            self.now, self.largest = self.now + size, max(self.largest, size)
+        key = storage._cdata  # noqa: SLF001 - what identifies it
+        if key in self._storages:
+            return
+        size = storage.nbytes() * (counted and not x.is_meta)
+        self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
+        self.now, self.largest = self.now + size, max(self.largest, size)
 
     def _free(self, key: int, size: int, _: object) -> None:
         """Forget a storage."""

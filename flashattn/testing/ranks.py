@@ -5,6 +5,7 @@ A process that dies ends the others, and the next job starts new ones.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -103,6 +104,7 @@ def fork(world: int, work: Callable[[int], None], seconds: int) -> list[int]:
 
     A process is ended by a signal after ``seconds``.
     """
+    gc.freeze()  # or each process would look through all that was imported, and copy it so
     children = []
     for rank in range(world):
         child = os.fork()

@@ -31,4 +31,4 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not (number and -math.inf < scale < math.inf):
         raise ValueError(f"scale: wanted a finite number or None, got {scale!r}")
-    return scale
+    return float(scale)

@@ -192,8 +192,6 @@ def _run_backward(*inputs: Any) -> Gradients:
 class Prepared:
     """Our kernels, for inputs like those they were chosen for.
 
-    ``of_lengths``, where there is one, returns the same for signatures of other lengths, or None.
-
     Args:
         attend: of q, k and v: launches.
         options: what operators take beside tensors.
@@ -203,7 +201,7 @@ class Prepared:
         """Know no gradients yet."""
         self.attend, self.options = attend, options
         self._backwards: dict[tuple[object, ...], Any] = {}
-        self.of_lengths: Callable[..., Prepared | None] | None = None
+        self.of_lengths: Callable[..., Prepared | None] | None = None  # of other signatures
 
     def __call__(
         self,

@@ -84,11 +84,11 @@ def _three_lines(attend: Callable[[], Attend]) -> Attend:
     return call
 
 
-MAKERS: dict[str, Callable[[], Attend]] = {
+_ATTENDS: dict[str, Callable[[], Attend]] = {
     "naive": lambda: naive_attention,
     "compiled": cache(partial(torch.compile, naive_attention, dynamic=True)),
 }
-for _name, _attend in MAKERS.items():
+for _name, _attend in _ATTENDS.items():
     _why_not: WhyNot = partial(_limits, name=_name)
     _facts: dict[str, Any] = {"narrow_values": True, "compiles": _name == "compiled"}
     register(_name, why_not=_why_not, strict=False, **_facts, **MASKS_AND_SCORES)(

@@ -50,7 +50,7 @@ def finder(
     rows, (q, k) = tables.rows_of(gpu), inputs[:2]
     limits, enough = rows.limits, scores(q, k, rows.limits)
     size, head_dim = q.dtype.itemsize, q.shape[3]
-    tma = enough > limits.pointers and not [x for x in set(inputs) if not x.tma_compatible]
+    tma = enough > limits.pointers and all(x.tma_compatible for x in set(inputs))
 
     def find(kernel: Kernel) -> Tile | None:
         large = tma

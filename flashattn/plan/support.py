@@ -63,10 +63,10 @@ def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
     if scale < TINY_SCALE:
         return "the scale is tiny: lse / scale may overflow"
     different = set(inputs)  # often one
-    if [x for x in different if 0 in x.shape]:
+    if any(0 in x.shape for x in different):
         return "there is nothing to do"
-    if [x for x in different if not x.tma_compatible]:
+    if not all(x.tma_compatible for x in different):
         return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
-    if [x for x in different if x.shape[-1] * x.dtype.itemsize % ALIGNMENT]:
+    if any(x.shape[-1] * x.dtype.itemsize % ALIGNMENT for x in different):
         return f"TMA cannot store a result: its rows are no multiple of {ALIGNMENT} bytes"
     return None

@@ -102,6 +102,7 @@ PACKED = ((90, 90), (0, 0), (38, 38), (130, 130))  # an empty one, and rows behi
 UNEVEN = ((40, 200), (70, 0), (0, 60), (1, 1), (90, 100))
 UNSTAGED = {"own_o": False, "stages": 3}
 WIDE = HopperTile(block_kv=64, own_o=False)
+THREE = HopperTile(block_kv=64, consumers=3, registers=160)
 FORWARDS = [
     (bf16(heads=2, seq_q=140, seq_kv=200), SMALL, 1),
     (fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=130, causal=True), SMALL, 1),
@@ -122,6 +123,8 @@ FORWARDS = [
     (bf16(seq_q=300, head_dim=168, value_dim=72, window=(70, 20), documents=PACKED), WIDE, 1),
     (bf16(heads=2, seq_q=300, window=(70, 0)), SMALL, 2),  # drawn
     (fp16(seq_q=500, window=(300, 33)), SMALL, 1),  # tiles before, amid and after those seen whole
+    (bf16(heads=2, seq_q=500, window=(300, 33)), THREE, 2),  # likewise, in one loop
+    (fp16(heads=2, seq_q=300, causal=True, documents=PACKED), THREE, 2),
     (bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, 2),  # dead rows
     (bf16(seq_q=70, seq_kv=400, window=(20, None), causal="bottom_right"), HopperTile(), 1),
     (fp16(seq_q=130, seq_kv=330, window=(140, 3), head_dim=256), WIDE, 1),
@@ -742,6 +745,8 @@ ASKED = {
         TURNS,
     ),
     "wide window": (bf16(seq_q=330, window=(150, 3), head_dim=136), "normal", WIDE, WIDE_PASSES),
+    "growing": (fp16(seq_q=500, window=(200, 3)), "extreme", THREE, None),
+    "wide growing": (bf16(seq_q=70, seq_kv=400, head_dim=168), "extreme", WIDE, None),
     "far below zero": (bf16(seq_q=70), "negative", SMALL, UNTURNED),
     "capped": (bf16(heads=2, seq_q=300, window=(70, 0), softcap=0.7), "normal", SMALL, TURNS),
     "wide capped": (
@@ -774,6 +779,38 @@ ASKED = {
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
 PLANTED = {
+    ("growing", WRONG): [
+        Mutant(
+            "left_edge_not_masked",
+            FORWARD,
+            "whole = (i >= full_begin) & (i < full_end)",
+            "whole = i < full_end",
+            "queries of three consumers see keys before their window",
+        ),
+        Mutant(
+            "no_maximum_grows",
+            FORWARD,
+            "of_tile - m > RESCALE_THRESHOLD",
+            "of_tile - m > 1e4",
+            "P is inf where a later score is far above the first ones",
+        ),
+    ],
+    ("wide growing", WRONG): [
+        Mutant(
+            "never_rescaled",
+            MMA,
+            "flags = any_changes(factors)",
+            "flags = any_changes(factors * 0 + 1.0)",
+            "what was summed before a greater score came weighs too much",
+        ),
+        Mutant(
+            "rest_not_rescaled",
+            MMA,
+            "accs = (first, scale_where(accs[1], factors, flags))",
+            "accs = (first, accs[1])",
+            "likewise the last columns of two pieces",
+        ),
+    ],
     ("sloped", WRONG): [
         Mutant(
             "slopes_one_sided",

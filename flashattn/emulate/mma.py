@@ -81,3 +81,13 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Te
     """Return what was packed."""
     del dtype, layout
     return packed
+
+
+def any_changes(factors: torch.Tensor) -> torch.Tensor:
+    """Return which factors are other than 1, row by row: the emulator has no lanes."""
+    return factors != 1
+
+
+def scale_where(acc: torch.Tensor, factors: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """Return an accumulator with the rows multiplied that have a flag."""
+    return torch.where(flags[:, None], acc * factors[:, None], acc)

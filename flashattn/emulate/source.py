@@ -32,6 +32,8 @@ STAND_INS: dict[int, Any] = {
     id(bf16x3.leading_bits): mma.leading_bits,
     id(registers.pack): mma.pack,
     id(registers.unpack): mma.unpack,
+    id(registers.any_changes): mma.any_changes,
+    id(registers.scale_where): mma.scale_where,
     id(score.capped): language.capped,
     id(score.tanh_approx): language.tanh_approx,
     id(named.barrier_arrive): barriers.barrier_arrive,

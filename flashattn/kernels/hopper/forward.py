@@ -3,9 +3,10 @@
 Each consumer attends to 64 queries. While the tensor cores multiply P of one tile of keys with V,
 the other units compute the softmax of the next tile. Keys are visited from the last to the first:
 the tiles that the right bound masks, those without a mask in a loop of their own, and those that
-the left bound masks. The producer loads the next queries meanwhile.
+the left bound masks; three consumers have one loop. The producer loads the next queries meanwhile.
 
-Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps; Triton's Gluon.
+Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps;
+FlashAttention-4's code for conditional rescaling; Triton's Gluon.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flashattn.kernels.hopper.mma import (
     mma_qk,
     mma_wait,
     products,
+    rescale_acc,
     scale_acc,
     store_acc,
     zero_acc,
@@ -43,6 +45,8 @@ from flashattn.kernels.hopper.score import Score, with_sink
 MASKED_LOOP_ABOVE_D = gl.constexpr(128)
 # Columns of values beyond which o is rescaled one step later (docs/tuning-log.md).
 RESCALE_LATER_ABOVE_D = gl.constexpr(128)
+# Growth of a row's maximum, in base 2, up to which it stays and o with it: P is 256 at most.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -110,29 +114,56 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
     return pack(p, DTYPE), m, thread_row_sums(p)
 
 
+@gluon.constexpr_function
+def one_loop(mask, t):
+    """Return whether all tiles of keys are visited by one loop: three consumers' code is long."""
+    return bool(mask.masked) and t.groups == 3
+
+
+@gluon.constexpr_function
+def conditional(mask, t):
+    """Return whether o is rescaled only where it must be; elsewhere that gains nothing."""
+    return one_loop(mask, t) or t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
+
+
 @gluon.jit
-def rescale(acc, alpha, t, LATER: gl.constexpr):
+def new_maxima(of_tile, m, mask, t):
+    """Return the row maxima with those of one more tile, or those that can stay."""
+    if conditional(mask, t):
+        m_new = gl.where(of_tile - m > RESCALE_THRESHOLD, of_tile, m)
+    else:
+        m_new = gl.maximum(m, of_tile)
+    return m_new
+
+
+@gluon.jit
+def rescale(acc, alpha, mask, t, LATER: gl.constexpr):
     """Return o times alpha where a step does so: with wide values LATER, in the next step."""
     if (t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D) == LATER:
-        acc = scale_acc(acc, alpha, t.v_hi)
+        if conditional(mask, t):
+            acc = rescale_acc(acc, alpha, t.v_hi)
+        else:
+            acc = scale_acc(acc, alpha, t.v_hi)
     return acc
 
 
 @gluon.jit
 def mainloop_step(
-    n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, MASKED: gl.constexpr
+    n, state, q, kv, start_q, start_kv, mask, bounds, score, t, MASKED: gl.constexpr, whole
 ):
-    """Add the n-th P V, and under that product compute P of the next tile of keys."""
+    """Add the n-th P V, and under it compute P of the next tile; whole: that needs no mask."""
+    keys, values = kv
     acc, alpha, p, m, l = state
     s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi)
-    acc = rescale(acc, alpha, t, LATER=True)
+    acc = rescale(acc, alpha, mask, t, LATER=True)
     p = unpack(p, q.dtype, t.v_lo)
     acc = mma_pv(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
     s = score.capped(mma_wait(s, products(t.v_hi)))
     s, log2, far = score.in_base_2(s, start_q, start_kv)
-    if MASKED:
-        s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
-    m_new = gl.maximum(m, score.nearer(gl.max(s, 1) * log2, far))
+    if MASKED:  # noqa: SIM102 - when compiled; the next, when run
+        if not whole:
+            s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
+    m_new = new_maxima(score.nearer(gl.max(s, 1) * log2, far), m, mask, t)
     finite = m_new
     if MASKED:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -144,7 +175,7 @@ def mainloop_step(
     p = pack(p_fp32, q.dtype)
     acc = acc_wait(acc, 0, t.v_hi)
     keys.consumer_release(n + 1)
-    return rescale(acc, alpha, t, LATER=False), alpha, p, m_new, l
+    return rescale(acc, alpha, mask, t, LATER=False), alpha, p, m_new, l
 
 
 @gluon.jit
@@ -158,27 +189,35 @@ def clean_values(mask, v, start_kv, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def mainloop(n, state, q, keys, values, start_q, tiles, mask, bounds, score, t):
+def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
     """Visit all key tiles but the last, of which P is known; return the state and n."""
     first, full_begin, full_end, end = tiles
-    RUNS: gl.constexpr = 2 if mask.two_sided else 1
     if mask.rows:
-        clean_values(mask, values.consumer_wait(n), end * t.block_kv, values.high is None)
-    for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
-        start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
-        if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
-            for i in range(start - 1, stop - 1, -1):
-                start_kv = i * t.block_kv
-                state = mainloop_step(
-                    n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, True
-                )
-                n += 1
-        for i in range(stop - 1, low - 1, -1):
+        clean_values(mask, kv[1].consumer_wait(n), end * t.block_kv, kv[1].high is None)
+    if one_loop(mask, t):
+        for i in range(end - 1, first - 1, -1):
             start_kv = i * t.block_kv
+            whole = (i >= full_begin) & (i < full_end)
             state = mainloop_step(
-                n, state, q, keys, values, start_q, start_kv, mask, bounds, score, t, False
+                n, state, q, kv, start_q, start_kv, mask, bounds, score, t, True, whole
             )
             n += 1
+    else:
+        for run in range(2 if mask.two_sided else 1):  # of masked tiles, then those without a mask
+            start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
+            if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
+                for i in range(start - 1, stop - 1, -1):
+                    start_kv = i * t.block_kv
+                    state = mainloop_step(
+                        n, state, q, kv, start_q, start_kv, mask, bounds, score, t, True, False
+                    )
+                    n += 1
+            for i in range(stop - 1, low - 1, -1):
+                start_kv = i * t.block_kv
+                state = mainloop_step(
+                    n, state, q, kv, start_q, start_kv, mask, bounds, score, t, False, True
+                )
+                n += 1
     return state, n
 
 
@@ -211,8 +250,7 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
             n,
             (zero_acc(t.v_lo, t.v_hi), one, p, m, l),
             q,
-            keys,
-            values,
+            (keys, values),
             start_q,
             tiles,
             mask,
@@ -221,7 +259,7 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
             t,
         )
         acc, alpha, p, m, l = state
-        acc = rescale(acc, alpha, t, LATER=True)
+        acc = rescale(acc, alpha, mask, t, LATER=True)
         v = values.consumer_wait(n)
         if mask.rows:
             clean_values(mask, v, first * t.block_kv, values.high is None)

@@ -9,7 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashattn.kernels.hopper.registers import acc_layout, operand_layout, unpack
+from flashattn.kernels.hopper.registers import (
+    acc_layout,
+    any_changes,
+    operand_layout,
+    scale_where,
+    unpack,
+)
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 
@@ -98,6 +104,23 @@ def scale_acc(accs, factors, D_HI: gl.constexpr):
         accs = (scale_rows(accs[0], factors),)
     else:
         accs = (scale_rows(accs[0], factors), scale_rows(accs[1], factors))
+    return accs
+
+
+@gluon.jit
+def rescale_acc(accs, factors, D_HI: gl.constexpr):
+    """Return it likewise; warps leave out the products if all factors of their rows are 1."""
+    L: gl.constexpr = gl.SliceLayout(1, accs[0].type.layout)
+    factors = gl.convert_layout(factors, L, assert_trivial=True)
+    flags = any_changes(factors)
+    first = scale_where(accs[0], factors, flags)
+    if D_HI == 0:
+        accs = (first,)
+    else:
+        H: gl.constexpr = gl.SliceLayout(1, accs[1].type.layout)
+        factors = gl.convert_layout(factors, H, assert_trivial=True)
+        flags = gl.convert_layout(flags, H, assert_trivial=True)
+        accs = (first, scale_where(accs[1], factors, flags))
     return accs
 
 

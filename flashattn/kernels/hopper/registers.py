@@ -1,4 +1,4 @@
-"""What the compiler does with registers: packed 16-bit pairs, an opaque copy.
+"""What the compiler does not do with registers: packed pairs, products that a warp leaves out.
 
 Triton keeps a 16-bit number that a loop carries in a register of 32 bits, and packs and unpacks it
 in each step: that was an eighth of all instructions of a step of the forward.
@@ -39,6 +39,42 @@ def unpack(packed, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
     L: gl.constexpr = operand_layout(COLUMNS)
     numbers = gl.reshape(gl.join(even, odd), [packed.shape[0], 2 * packed.shape[1]])
     return gl.convert_layout(numbers.to(DTYPE, bitcast=True), L, assert_trivial=True)
+
+
+# A thread has the factors of two rows.
+ANY_CHANGES = gl.constexpr(
+    "{ .reg .pred any, other; setp.neu.f32 any, $2, 0f3F800000; setp.neu.f32 other, $3, 0f3F800000;"
+    " or.pred any, any, other; vote.sync.any.pred any, any, 0xffffffff; selp.b32 $0, 1, 0, any;"
+    " mov.b32 $1, $0; }"
+)
+
+
+@gluon.jit
+def any_changes(factors):
+    """Return, for each row, whether a row of its warp has a factor other than 1."""
+    return gl.inline_asm_elementwise(ANY_CHANGES, "=r,=r,f,f", [factors], gl.int32, True, 2)
+
+
+@gluon.constexpr_function
+def scale_text(n):
+    """Return assembler: n numbers, times n factors where a flag is set."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"{{ .reg .pred any; setp.ne.b32 any, ${3 * n}, 0; @!any bra done; {products} done: }}"
+
+
+@gluon.constexpr_function
+def scale_operands(n):
+    """Return the constraints of that: the numbers stay where they are."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
+
+
+@gluon.jit
+def scale_where(acc, factors, flags):
+    """Return an accumulator with its rows multiplied by the warps that have a flag."""
+    N: gl.constexpr = acc.shape[1] // 2
+    TEXT: gl.constexpr = scale_text(N)
+    of_rows = [acc, factors[:, None], flags[:, None]]
+    return gl.inline_asm_elementwise(TEXT, scale_operands(N), of_rows, gl.float32, True, N)
 
 
 OPAQUE = gl.constexpr("mov.b32 $0, $1;")

@@ -330,10 +330,12 @@ def _again(benchmark: DeviceBenchmark, row: dict[str, Any], **_: object) -> None
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Journal the row before the next case starts."""
+    """Journal the row before the next case starts; with --benchmark-disable there is none."""
     report = yield
     benchmark = getattr(item, "funcargs", {}).get("device_benchmark")
-    if call.when != "call" or benchmark is None or item.nodeid in item.config.stash[MADE_BEFORE]:
+    if call.when != "call" or benchmark is None or not benchmark.enabled:
+        return report
+    if item.nodeid in item.config.stash[MADE_BEFORE]:
         return report
     facts = benchmark.extra_info
     samples = rounded(benchmark.stats.stats.data) if benchmark.stats else []

@@ -152,6 +152,7 @@ def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
     disabled = bench({"good": good, "wrong": wrong}, *ONE, "--benchmark-disable")
     disabled.assert_outcomes(passed=3, failed=3)
     assert kept(pytester) == []
+    assert load(journal(pytester)).rows == rows  # the only one: what is not timed is no row
 
 
 def saved(pytester, name, accelerator=FOLDER, *, dirty=False):

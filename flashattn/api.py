@@ -29,7 +29,7 @@ from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
 from flashattn.plan.precision import PRECISIONS
-from flashattn.plan.spec import signature
+from flashattn.plan.spec import ALIGNMENT, signature
 from flashattn.problem import Problem
 from flashattn.resolve import Documents
 from flashattn.score import (
@@ -200,8 +200,10 @@ def attention(
             prepare, of_lengths = known
             attend = (of_lengths and of_lengths(key[0])) or prepare(q, k, v)
         if key is not None:
+            graph = key[1] or tensors  # else no gradient is wanted
+            attend = attend if graph else getattr(attend, "past_autograd", attend)
             _keep(_PLANS, key, attend)
-    o, lse = attend(q, k, v, **tensors)
+    o, lse = attend(q, k, v, **tensors) if tensors else attend(q, k, v)
     return o if lse is None or not return_lse else (o, lse)
 
 
@@ -245,13 +247,18 @@ def _key(
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
         grad = q.requires_grad or k.requires_grad or v.requires_grad
-        for name, x in tensors.items():
+        for name, x in tensors.items() if tensors else ():
             one = x.keys if isinstance(x, Bounds) else x  # as it lies, so does the other
             named = *named, name, *signature(one)
             if not isinstance(x, Bounds):
                 grad = grad or x.requires_grad
         return (
-            signature(q, k, v),
+            # As ``signature`` returns them, at once.
+            (
+                (q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT),
+                (k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),
+                (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT),
+            ),
             grad,
             causal, softcap, type(softcap), scale, type(scale), return_lse, precision,
             deterministic, named,

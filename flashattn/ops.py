@@ -193,13 +193,13 @@ class Prepared:
     """Our kernels, for inputs like those they were chosen for.
 
     Args:
-        attend: of q, k and v: launches.
+        past_autograd: of q, k and v: launches, and knows no gradient.
         options: what operators take beside tensors.
     """
 
-    def __init__(self, attend: Attend, options: tuple[Any, ...]) -> None:
+    def __init__(self, past_autograd: Attend, options: tuple[Any, ...]) -> None:
         """Know no gradients yet."""
-        self.attend, self.options = attend, options
+        self.past_autograd, self.options = past_autograd, options
         self._backwards: dict[tuple[object, ...], Any] = {}
         self.of_lengths: Callable[..., Prepared | None] | None = None  # of other signatures
 
@@ -229,7 +229,7 @@ class Prepared:
             or (extras and any(x is not None and x.requires_grad for x in extras))
         ):
             return _apply_directly(self, q, k, v, *extras)
-        return self.attend(q, k, v, *extras)
+        return self.past_autograd(q, k, v, *extras)
 
     def backward(
         self,
@@ -276,7 +276,7 @@ class _Dispatched(NamedTuple):
 
     options: tuple[Any, ...]
 
-    def attend(self, *inputs: torch.Tensor | None) -> Outputs:
+    def past_autograd(self, *inputs: torch.Tensor | None) -> Outputs:
         return _below_autograd(_forward, *inputs, *self.options)
 
     def backward(self, grads: Any, saved: Any, extras: Any, *, bias_grad: bool) -> Gradients:
@@ -296,7 +296,7 @@ class _Differentiable(torch.autograd.Function):
         v: torch.Tensor,
         *extras: torch.Tensor | None,
     ) -> Outputs:
-        o, lse = prepared.attend(q, k, v, *extras)
+        o, lse = prepared.past_autograd(q, k, v, *extras)
         ctx.prepared, ctx.extras = prepared, [x is not None for x in extras]
         ctx.save_for_backward(q, k, v, o, lse, *(x for x in extras if x is not None))
         ctx.set_materialize_grads(False)

@@ -731,6 +731,22 @@ def test_plans_hold_no_tensors(device, name):
     assert [storage() for storage in storages] == [None] * 7
 
 
+def test_gradients_after_a_call_without(device):
+    """What is kept of a call that wants no gradient does not answer one that does."""
+    inputs = make_inputs(Problem(heads=2, seq_q=6, head_dim=16), device=device)
+    found = []
+    for name in ("triton", "reference"):
+        plain = [x.detach() for x in inputs]
+        for _ in range(2):
+            o = attention(*plain, causal=True, impl=name)
+            assert not o.requires_grad
+        given = [x.requires_grad_() for x in plain]
+        o = attention(*given, causal=True, impl=name)
+        found.append((o, *torch.autograd.grad(o.sum(), given)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_lengths_share_what_depends_on_none(device, monkeypatch):
     """Ours are asked once for all lengths, and again where there are keys that no query sees."""
     asked, ours = [], registry.get("triton")

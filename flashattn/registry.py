@@ -180,7 +180,8 @@ def _options(call: Callable[..., Any]) -> frozenset[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(parameter.name for parameter in parameters) - ASKED
+    chosen = call.keywords if isinstance(call, partial) else {}
+    return frozenset(parameter.name for parameter in parameters) - ASKED - chosen.keys()
 
 
 def _pair(result: Output) -> Pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,7 @@ def test_options():
     for call, options in (
         (lambda q, k, v, *, causal, scale: q, set()),
         (lambda q, k, v, causal, scale, window=0, band=1: q, {"band"}),
+        (partial(lambda q, k, v, *, scale, band=1, wide=2: q, wide=3), {"band"}),  # chosen: wide
         (lambda q, k, v, **options: q, None),
         (lambda *inputs: inputs[0], None),
         (iter, None),  # it shows no signature

@@ -200,8 +200,8 @@ def attention(
             prepare, of_lengths = known
             attend = (of_lengths and of_lengths(key[0])) or prepare(q, k, v)
         if key is not None:
-            graph = key[1] or tensors  # else no gradient is wanted
-            attend = attend if graph else getattr(attend, "past_autograd", attend)
+            # Where no gradient is wanted, nothing asks for one.
+            attend = attend if key[1] or tensors else getattr(attend, "past_autograd", attend)
             _keep(_PLANS, key, attend)
     o, lse = attend(q, k, v, **tensors) if tensors else attend(q, k, v)
     return o if lse is None or not return_lse else (o, lse)

@@ -93,6 +93,7 @@ class Bound:
         return tuple(tensors[self._outputs])
 
 
+@cache
 def _gather(
     names: tuple[Name, ...], given: tuple[str | None, ...]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:

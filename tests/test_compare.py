@@ -127,6 +127,18 @@ def test_a_smaller_change_is_seen_in_all_cases_together():
         assert "together" not in summary(compare(before, unchanged))
 
 
+def test_a_control_is_not_compared_with_itself():
+    """Where two of four controls moved by 22%, the 40% of ours are noise."""
+
+    def of(*times):
+        facts = {"pass": "forward", "clock": "device time"}
+        names = (*PEERS[:4], "triton")
+        return [row(x, name=n, impl=n, **facts) for n, x in zip(names, times, strict=True)]
+
+    before, after = run(*of(1, 1, 1, 1, 1), sources="a"), of(1, 1, 1.22, 1.22, 1.4)
+    assert verdicts(before, run(*after, sources="b")) == ["same"]
+
+
 def test_the_same_sources_are_never_faster_or_slower():
     """Runs of one digest differ by noise alone, whose size is in a sentence."""
     before, after = made(0, sources="a"), made(1, slower=2.0, sources="a")

@@ -200,10 +200,10 @@ def attention(
             prepare, of_lengths = known
             attend = (of_lengths and of_lengths(key[0])) or prepare(q, k, v)
         if key is not None:
-            # Where no gradient is wanted, nothing asks for one.
+            # A call without gradients goes straight to the launches.
             attend = attend if key[1] or tensors else getattr(attend, "past_autograd", attend)
             _keep(_PLANS, key, attend)
-    o, lse = attend(q, k, v, **tensors) if tensors else attend(q, k, v)
+    o, lse = attend(q, k, v, **tensors)
     return o if lse is None or not return_lse else (o, lse)
 
 
@@ -247,13 +247,13 @@ def _key(
         if window is not UNBOUNDED:
             named = *named, *window, *map(type, window)  # True is 1
         grad = q.requires_grad or k.requires_grad or v.requires_grad
-        for name, x in tensors.items() if tensors else ():
+        for name, x in tensors.items():
             one = x.keys if isinstance(x, Bounds) else x  # as it lies, so does the other
             named = *named, name, *signature(one)
             if not isinstance(x, Bounds):
                 grad = grad or x.requires_grad
         return (
-            # As ``signature`` returns them, at once.
+            # What ``signature`` returns, without its call.
             (
                 (q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT),
                 (k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),

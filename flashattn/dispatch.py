@@ -22,20 +22,17 @@ def dispatch_is_trivial(*tensors: torch.Tensor | None) -> bool:
     subclasses must see an operator.
     Without any of them the dispatcher costs the host as much as a launch, and may be bypassed.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _modes()
-        or _function_modes()
-        or _transform() is not None
-        or _tracing() is not None
-        or forward_ad._current_level >= 0  # noqa: SLF001
-        or _autocast()
-    ):
+    if torch.compiler.is_compiling():
         return False
-    for x in tensors:  # noqa: SIM110 - all() makes a generator
-        if type(x) not in PLAIN:
-            return False
-    return True
+    return (
+        _modes() == 0
+        and _function_modes() == 0
+        and _transform() is None
+        and _tracing() is None
+        and forward_ad._current_level < 0  # noqa: SLF001
+        and not _autocast()
+        and PLAIN.issuperset(map(type, tensors))
+    )
 
 
 def has_tangents(*tensors: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from flashattn.gpus import gpu_of
-from flashattn.kernels.launch import Name, Step, check_device, other_device
+from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.choose import NAMES, choose_backward, choose_forward, copied, padded_specs
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
@@ -73,23 +73,20 @@ class Bound:
         given = *names, None
         self._steps = [(launch, _gather(operands, given)) for launch, operands in steps]
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """Return the outputs."""
-        switch = other_device(inputs[0])
-        if switch is not None:
-            with switch:
-                return self(*inputs)
         tensors: list[Any] = [*inputs]
         for i in self._copies:
             tensors[i] = tensors[i].contiguous()
-        for i in self._likes:
-            like = tensors[i] if self._columns is None else tensors[i][..., : self._columns]
-            tensors.append(torch.empty_like(like))
-        for zeroed, how in self._make:  # by torch.empty of the moment: tests replace it
-            tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
-        tensors.append(None)
-        for launch, operands in self._steps:
-            launch(*operands(tensors))
+        with on_device(tensors[0]):
+            for i in self._likes:
+                like = tensors[i] if self._columns is None else tensors[i][..., : self._columns]
+                tensors.append(torch.empty_like(like))
+            for zeroed, how in self._make:  # by torch.empty of the moment: tests replace it
+                tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
+            tensors.append(None)
+            for launch, operands in self._steps:
+                launch(*operands(tensors))
         return tuple(tensors[self._outputs])
 
 

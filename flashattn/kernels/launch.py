@@ -260,8 +260,8 @@ def _ensure_context(index: int) -> None:
     _thread.has_context = True
 
 
-def other_device(x: torch.Tensor) -> AbstractContextManager[object] | None:
-    """Return what makes x's GPU the current one, or None where it is, with a context.
+def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Make x's GPU the current one, with a context; a CPU tensor needs the interpreter.
 
     Raises:
         ValueError: see ``check_device``.
@@ -273,12 +273,7 @@ def other_device(x: torch.Tensor) -> AbstractContextManager[object] | None:
         return torch.cuda.device(index)
     elif not _thread.has_context:
         _ensure_context(index)
-    return None
-
-
-def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Make x's GPU the current one; as ``other_device``, which costs less where it is."""
-    return other_device(x) or _NOTHING
+    return _NOTHING
 
 
 Name = str | tuple[str | None, ...] | None

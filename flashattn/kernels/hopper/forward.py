@@ -203,7 +203,7 @@ def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
             )
             n += 1
     else:
-        for run in range(2 if mask.two_sided else 1):  # of masked tiles, then those without a mask
+        for run in range(2 if mask.two_sided else 1):  # the second: tiles that the left bound masks
             start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
             if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
                 for i in range(start - 1, stop - 1, -1):

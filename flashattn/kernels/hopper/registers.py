@@ -1,4 +1,4 @@
-"""What the compiler does not do with registers: packed pairs, products that a warp leaves out.
+"""Registers: packed 16-bit pairs, products that a warp leaves out, an opaque copy.
 
 Triton keeps a 16-bit number that a loop carries in a register of 32 bits, and packs and unpacks it
 in each step: that was an eighth of all instructions of a step of the forward.

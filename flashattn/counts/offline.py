@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from flashattn.counts.resources import Resources, resources_of
+from flashattn.kernels.cache_key import settle
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, score_gradients, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
@@ -336,7 +337,9 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
             "wanted a process without TRITON_INTERPRET=1: an interpreted kernel cannot be compiled"
         )
         raise RuntimeError(msg)
-    return triton.compile(source_of(variant), target=_target(variant), options=variant.options)
+    source = source_of(variant)
+    settle(source.fn)
+    return triton.compile(source, target=_target(variant), options=variant.options)
 
 
 def compile_variant(variant: Variant | HopperVariant) -> Resources:

@@ -1,0 +1,38 @@
+"""Cache keys: Triton finds a kernel on disk whatever the process compiled before.
+
+Before Triton 3.9 the key of a kernel has the constants of a function that it calls only if that
+function's own key was known by then (triton-lang/triton#10494). So a process that launched kernels
+in another order than the last one compiled them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITCallable
+
+from flashattn.kernels.constants import INTERPRETED
+
+_settled: set[int] = set()  # a set of functions would ask for their keys
+
+
+def settle(kernel: Any) -> Any:
+    """Return a kernel, its key computed after those of all that it calls, the innermost first."""
+    compiled = isinstance(kernel, JITCallable) and not INTERPRETED.value
+    if compiled and id(kernel) not in _settled:
+        _settled.add(id(kernel))
+        for called in _called(kernel):
+            settle(called)
+        _ = kernel.cache_key
+    return kernel
+
+
+def _called(function: Any) -> Iterator[Any]:
+    """Yield all that a function names, methods of aggregates too."""
+    names, found = function.fn.__code__.co_names, function.fn.__globals__
+    for value in map(found.get, names):
+        of_module = names if isinstance(value, ModuleType) else ()
+        for x in (value, *(getattr(value, name, None) for name in of_module)):
+            yield from (x, *getattr(x, "hash_attrs", ()))

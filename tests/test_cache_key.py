@@ -1,0 +1,37 @@
+"""A kernel's key in Triton's cache is the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# Each kernel, as a launch asks for it: in an order in one process, in the reverse in another.
+KEYS = """
+import os
+from flashattn.kernels.cache_key import settle
+from flashattn.kernels.hopper import backward, backward_d256, backward_fp32, forward, forward_fp32
+from flashattn.kernels.portable import backward as bwd, forward as fwd, merge, preprocess
+
+modules = forward, forward_fp32, backward, backward_d256, backward_fp32, fwd, bwd, preprocess, merge
+child = os.fork()
+for module in modules[:: 1 if child else -1]:
+    for name, kernel in vars(module).items():
+        if name.startswith("flashattn_"):
+            os.write(1, f"{name} {settle(kernel).cache_key}\\n".encode())
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_keys_do_not_depend_on_the_order():
+    """Whichever kernel a process launches first, it finds what another has compiled."""
+    found = subprocess.run(
+        [sys.executable, "-c", KEYS],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert len(set(found)) > 10
+    assert all(found.count(line) == 2 for line in found)

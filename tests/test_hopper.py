@@ -139,10 +139,9 @@ def masked(mask, dtype, **facts):
     return Problem(**(sizes | facts), causal=asked.causal, window=asked.window, dtype=dtype)
 
 
-def dtypes_and_widths(head_dim, *positions):
-    """Return each dtype with one width, whole or padded, which alternate over the positions."""
-    widths = head_dim, head_dim - 24
-    return zip(HALF, alternately((widths, widths[::-1]), *positions), strict=True)
+def half_of(head_dim, mask):
+    """Return the dtype in which a width meets a mask: each of both meets both."""
+    return alternately(HALF, WIDTHS.index(head_dim), mask in (False, "full"))
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -150,12 +149,12 @@ def dtypes_and_widths(head_dim, *positions):
 @pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
 @on_hopper
 def test_every_config(device, head_dim, config, shape, causal):
-    """Each config of the table is within the budgets, padded too, in both dtypes."""
-    positions = CONFIGS.index((head_dim, config)), causal is False
-    for dtype, d in dtypes_and_widths(head_dim, *positions):
-        problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
-        sample = Sample(problem=problem, device=device, grad=False)
-        assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
+    """Each config of the table is within the budgets, some of its problems padded."""
+    d = head_dim - 24 if shape in ("many", "one") else head_dim
+    dtype = half_of(head_dim, causal)
+    problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
+    sample = Sample(problem=problem, device=device, grad=False)
+    assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
 
 
 @pytest.mark.parametrize("causal", MASKS)
@@ -163,16 +162,16 @@ def test_every_config(device, head_dim, config, shape, causal):
 @pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS + WIDES, ids=str)
 @on_hopper
 def test_every_backward_config(device, head_dim, config, deterministic, shape, causal):
-    """So are the gradients of each config, of o and of lse."""
-    positions = (BACKWARDS + WIDES).index((head_dim, config, deterministic)), causal is False
-    for dtype, d in dtypes_and_widths(head_dim, *positions):
-        problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
-        how = {"tile": config, "deterministic": deterministic}
+    """So are the gradients of each config, of o and of lse, some of them padded."""
+    d = head_dim - 24 if shape in ("many", "one") else head_dim
+    dtype = half_of(head_dim, causal)
+    problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
+    how = {"tile": config, "deterministic": deterministic}
 
-        def attend(q, k, v, how=how, d=d):
-            return Attend.apply(q, k, v, causal, d**-0.5, how)
+    def attend(q, k, v):
+        return Attend.apply(q, k, v, causal, d**-0.5, how)
 
-        assert_accurate(attend, Sample(problem=problem, device=device))
+    assert_accurate(attend, Sample(problem=problem, device=device))
 
 
 WINDOWS = [(70, 0), (300, 33), (129, None), (None, 40), (0, 0), (63, 500)]
@@ -186,13 +185,11 @@ WINDOWS = [(70, 0), (300, 33), (129, None), (None, 40), (0, 0), (63, 500)]
 def test_windows(device, head_dim, shape, window, corner):
     """So is what sees a window, deterministic the same bits again, and with any schedule."""
     window = window if corner is False else (window[0], None)
-    half = alternately(
-        HALF, WIDTHS.index(head_dim), *(side is None for side in window), corner is False
-    )
-    for dtype in (half,) if head_dim > 128 else (half, "float32"):
-        problem = Problem(
-            **SHAPES[shape], head_dim=head_dim, window=window, causal=corner, dtype=dtype
-        )
+    asked = Problem(**SHAPES[shape], head_dim=head_dim, window=window, causal=corner)
+    bounded = [side is None for side in (asked.band.left, asked.band.right)]
+    full = ("float32",) if head_dim <= 128 and shape in ("ragged", "tall") else ()
+    for dtype in (alternately(HALF, WIDTHS.index(head_dim), *bounded), *full):
+        problem = replace(asked, dtype=dtype)
         sample = Sample(problem=problem, device=device)
         verify(windowed(problem, deterministic=True), sample)
         assert_accurate(windowed(problem, deterministic=False), sample)
@@ -205,10 +202,11 @@ def test_windows(device, head_dim, shape, window, corner):
 def test_narrow_values(device, head_dim, value_dim, mask):
     """So are values of fewer columns than keys, with sinks, capped or not, and the same again."""
     widths = {"head_dim": head_dim, "value_dim": value_dim}
-    for dtype, cap in (("bfloat16", None), ("float16", 5.0)):
-        problem = masked(mask, dtype, **widths, softcap=cap, sink=True)
-        attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-        verify(attend, Sample(problem=problem, device=device))
+    dtype = half_of(192, mask)
+    cap = alternately((None, 5.0), KINDS.index(mask), head_dim == 192)
+    problem = masked(mask, dtype, **widths, softcap=cap, sink=True)
+    attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+    verify(attend, Sample(problem=problem, device=device))
 
 
 DOCUMENTS = {
@@ -226,12 +224,11 @@ DOCUMENTS = {
 def test_documents(device, head_dim, packed, mask):
     """So are packed documents, with rows behind the last."""
     sizes = {"seq_q": 900, "seq_kv": 1000, "head_dim": head_dim}
-    for dtype in HALF:
-        problem = masked(mask, dtype, **sizes, documents=DOCUMENTS[packed])
-        sample = Sample(problem=problem, device=device)
-        attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-        verify(partial(attend, deterministic=True), sample)
-        assert_accurate(partial(attend, deterministic=False), sample)
+    problem = masked(mask, half_of(head_dim, mask), **sizes, documents=DOCUMENTS[packed])
+    sample = Sample(problem=problem, device=device)
+    attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+    verify(partial(attend, deterministic=True), sample)
+    assert_accurate(partial(attend, deterministic=False), sample)
 
 
 @pytest.mark.parametrize("values", ["normal", "extreme", "negative"])
@@ -241,8 +238,7 @@ def test_documents(device, head_dim, packed, mask):
 @on_hopper
 def test_softcap(device, head_dim, cap, mask, values):
     """So are capped scores and their gradients, which have the same bits again."""
-    dtype = alternately(HALF, WIDTHS.index(head_dim), KINDS.index(mask))
-    problem = masked(mask, dtype, head_dim=head_dim, softcap=cap)
+    problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, softcap=cap)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
     verify(attend, Sample(problem=problem, device=device, values=values))
 
@@ -253,12 +249,9 @@ def test_softcap(device, head_dim, cap, mask, values):
 @on_hopper
 def test_sinks(device, head_dim, mask, packed):
     """So are rows that share their softmax with a sink, its gradient, and the same bits again."""
-    at = WIDTHS.index(head_dim), KINDS.index(mask.removesuffix("_br")), packed is None
     facts = {"documents": packed and DOCUMENTS[packed], "sink": True}
-    for dtype in (alternately(HALF, *at), "float32"):
+    for dtype in (half_of(head_dim, mask), *("float32",) * (head_dim == 96)):
         problem = masked(mask, dtype, seq_q=1000, head_dim=head_dim, **facts)
-        if why_not_hopper(problem.torch_dtype, head_dim, H200):
-            continue
         attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
         verify(attend, Sample(problem=problem, device=device))
 

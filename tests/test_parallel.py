@@ -107,6 +107,26 @@ def pytest_runtest_logreport(report):
 """
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu):
+    """There neighbours do not follow one another; properties are first, what is alone is last."""
+    monkeypatch.setattr(parallel, "ON_GPU", on_gpu)
+
+    def item(name, *, drawn=False, alone=False):
+        function = SimpleNamespace(hypothesis=None) if drawn else None
+        return SimpleNamespace(
+            nodeid=name, obj=function, get_closest_marker=lambda _: alone or None
+        )
+
+    plain = [f"test_a[{i}]" for i in range(9)]
+    items = [item("alone", alone=True), *map(item, plain), item("drawn", drawn=True)]
+    parallel.pytest_collection_modifyitems(SimpleNamespace(workerinput={}), items)
+    names = [x.nodeid for x in items]
+    assert (names[0], names[-1]) == ("drawn", "alone")
+    assert sorted(names[1:-1]) == plain
+    assert (names[1:-1] == plain) == (not on_gpu)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "wanted"),
     [

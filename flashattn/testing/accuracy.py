@@ -114,8 +114,10 @@ def one_by_one(case: Case) -> Outputs:
     group = case.problem.heads // max(case.problem.kv_heads, 1)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.new_zeros((*q.shape[:3], k.shape[2]))
-    for a, b in zip(q.unbind(-1), k.unbind(-1), strict=True):
-        scores += a[..., :, None] * b[..., None, :]
+    product = torch.empty_like(scores)
+    columns = (x.movedim(-1, 0).contiguous() for x in (q, k))
+    for a, b in zip(*columns, strict=True):
+        scores += torch.mul(a[..., :, None], b[..., None, :], out=product)
     if not all_finite(scores):
         return {}
     identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)

@@ -13,13 +13,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 
 MOST_WORKERS = 16
 GPU_BYTES = 8 * 2**30  # of GPU memory for each worker: its context, kernels and ordinary tests
-CHUNK = 4  # tests that a worker is given at most: neighbours share fixtures and compiled kernels
+ON_GPU = torch.cuda.is_available()
+CHUNK = 1 if ON_GPU else 4  # tests that a worker is given at most: neighbours share a reference
 CACHED_BYTES = 2**30  # that a worker may keep between tests
 ONE_PROCESS = ("usepdb", "collectonly", "lf", "stepwise")
 LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -86,9 +88,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[LOCKS].cleanup()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put properties, which take long, first, and what runs alone last: then few wait for it."""
-    items.sort(key=lambda item: (_alone(item), not _drawn(item)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put properties, which take long, first, and what runs alone last: then few wait for it.
+
+    Neighbours want the same kernels: on a GPU workers would wait for one another, so tests are
+    mixed.
+    """
+    mixed = ON_GPU and hasattr(config, "workerinput")
+    items.sort(key=lambda x: (_alone(x), not _drawn(x), mixed and crc32(x.nodeid.encode())))
 
 
 def _drawn(item: pytest.Item) -> bool:

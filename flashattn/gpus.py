@@ -72,7 +72,7 @@ def why_not(problem: Problem, device: torch.device) -> str | None:
 def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
     """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
     gpu = gpu_of(device) if device.type == "cuda" else None
-    return support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
+    return support.why_no_hopper_pass(problem, gpu)
 
 
 def fastest_family(problem: Problem, device: torch.device) -> Family | None:

@@ -38,7 +38,7 @@ register(
     prepares=True,
     any_length=True,
     narrow_values=True,
-    **EVERYTHING,
+    **EVERYTHING | {"bias": False},
 )(partial(prepare, family="hopper"))
 
 

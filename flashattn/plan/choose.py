@@ -18,7 +18,7 @@ from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
 from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import OF_VALUES, Family, Options, TensorSpec
-from flashattn.plan.support import why_not_hopper, why_not_portable
+from flashattn.plan.support import hopper_lacks, why_no_hopper_pass, why_not_portable
 from flashattn.plan.tile import HopperBackward, HopperTile, Tile
 from flashattn.problem import Problem
 
@@ -60,7 +60,7 @@ def choose(
     dtype = problem.torch_dtype
     reason = why_not_portable(dtype, problem.head_dim)
     if family == "hopper":
-        reason = why_not_hopper(dtype, problem.head_dim, gpu)
+        reason = why_no_hopper_pass(problem, gpu)
     if reason is not None:
         raise ValueError(reason)
     scale = check_scale(scale, problem.head_dim)
@@ -185,8 +185,18 @@ def _hopper_first(
 ) -> tuple[bool, list[str]]:
     """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
     pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
-    lack = hopper.lack(q.dtype, q.shape[3], options, backward=backward) if pays else None
-    return (False, [lack]) if lack else (pays, why)
+    if not pays:
+        return False, why
+    lack = hopper_lacks(
+        q.dtype,
+        q.shape[3],
+        softcap=options.softcap is not None,
+        alibi=options.alibi > 0,
+        bias=options.bias is not None,
+        bounds=options.bounds > 0,
+        backward=backward,
+    )
+    return (False, [f"the portable kernels: {lack}"]) if lack else (True, why)
 
 
 def padded_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:

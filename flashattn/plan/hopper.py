@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -106,21 +105,6 @@ def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> in
     """Return the GQA splits of the backward for D from 129 to 256."""
     tiles = cdiv(k.shape[2], HopperD256Tile.BLOCK_KV) * k.shape[0] * k.shape[1]
     return gqa_splits(q, k, tiles, gpu.num_sms, causal=options.causal)
-
-
-@lru_cache
-def lack(dtype: torch.dtype, head_dim: int, options: Options, *, backward: bool) -> str | None:
-    """Return what Hopper's kernels lack of what is asked, or None."""
-    fp32, wide = dtype == torch.float32, backward and head_dim > rows.ONE_PASS
-    lacks = {
-        "Hopper's in fp32 have no softcap": fp32 and options.softcap is not None,
-        "Hopper's add no bias to scores": options.bias is not None,
-        "Hopper's in fp32 have no ALiBi": fp32 and options.alibi,
-        "Hopper's for more than 128 columns have no ALiBi": wide and options.alibi,
-        "Hopper's in fp32 take no bounds of rows": fp32 and options.bounds,
-        "Hopper's for more than 128 columns take no bounds of rows": wide and options.bounds,
-    }
-    return next((f"the portable kernels: {x}" for x, holds in lacks.items() if holds), None)
 
 
 def forward_tile(

@@ -29,7 +29,7 @@ ORDINARY = [
 ]
 # One in so many of the profile's examples: the interpreter takes a quarter of a second for what
 # others do in 5 ms, and our Python is the same on any device.
-SHARES = {"cpu": {"triton": 8}, "cuda": {"tiled": 10, "reference": 10}}
+SHARES = {"cpu": {"triton": 8, "reference": 2}, "cuda": {"tiled": 10, "reference": 10}}
 QUICKER = 100  # examples at most of the profiles that are quicker than the thorough one, on a GPU
 OURS, PEERS = {"cpu": 1, "cuda": 2}, {"cpu": 4, "cuda": 20}
 LIMITS: dict[str, dict[str, Any]] = {

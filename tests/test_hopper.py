@@ -27,7 +27,7 @@ from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Limits
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import dq_accumulators, gqa_splits
-from flashattn.plan.support import why_not_hopper, why_not_tma
+from flashattn.plan.support import why_no_hopper_pass, why_not_tma
 from flashattn.plan.tables.hopper import (
     BACKWARD,
     BACKWARD_D256,
@@ -758,7 +758,7 @@ def test_auto_is_traced_with_symbolic_sizes(monkeypatch):
 
     def limits(problem, device):
         del device
-        return why_not_hopper(problem.torch_dtype, problem.head_dim, H200)
+        return why_no_hopper_pass(problem, H200)
 
     monkeypatch.setitem(FASTEST_FIRST, "cpu", ("hopper",))
     monkeypatch.setitem(registry._impls, "hopper", replace(get("hopper"), limits=limits))

@@ -97,6 +97,10 @@ def test_why(how, kernels, sentence):
     [
         ({"dtype": "float64"}, "triton takes fp32, fp16 and bf16"),
         ({"impl": "hopper", "gpu": "A100"}, "hopper needs a GPU"),
+        (
+            {"impl": "hopper", "gpu": "H200", "softcap": 50.0, "dtype": "float32"},
+            "Hopper's kernels in fp32 have no softcap; triton's do",
+        ),
         ({"gpu": "TPU"}, "gpu: wanted one of A100, H100, H200, B200, interpreter, got 'TPU'"),
         ({"impl": "sdpa"}, "impl: wanted one of auto, triton, hopper, got 'sdpa'"),
         ({"precision": "fp8"}, "precision: wanted one of auto"),

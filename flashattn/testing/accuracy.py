@@ -264,7 +264,7 @@ def _expected(sample: Sample) -> Expected:
     return Expected.of(sample.draw(), sample.enlarged().draw())
 
 
-_small = lru_cache(maxsize=2048)(_expected)  # asked of one implementation, then of the next
+_small = lru_cache(maxsize=128)(_expected)  # asked of one implementation, then of the next
 _large = lru_cache(maxsize=2)(_expected)
 
 

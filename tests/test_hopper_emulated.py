@@ -202,7 +202,7 @@ WINDOWS = [
 def test_windows(at, deterministic):
     """So are those of windows, documents, prefixes, in any order of events: none waits for ever."""
     seed = (at + deterministic) % 2
-    problem = bf16(head_dim=(64, 128)[at // 2 % 2], **WINDOWS[at])
+    problem = bf16(head_dim=(64, 128)[(at // 2 + deterministic) % 2], **WINDOWS[at])
     how = {"tile": HopperBackwardTile(persistent=seed > 0), "deterministic": deterministic}
     with emulated(seed=seed, num_sms=2 + seed) as launched:
         assert_accurate(attend(problem, WIDE, how), Sample(problem=problem))

@@ -9,7 +9,7 @@ import sys
 # Each kernel, as a launch asks for it: in an order in one process, in the reverse in another.
 KEYS = """
 import os
-from flashattn.kernels.cache_key import settle
+from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.hopper import backward, backward_d256, backward_fp32, forward, forward_fp32
 from flashattn.kernels.portable import backward as bwd, forward as fwd, merge, preprocess
 
@@ -18,7 +18,7 @@ child = os.fork()
 for module in modules[:: 1 if child else -1]:
     for name, kernel in vars(module).items():
         if name.startswith("flashattn_"):
-            os.write(1, f"{name} {settle(kernel).cache_key}\\n".encode())
+            os.write(1, f"{name} {with_stable_key(kernel).cache_key}\\n".encode())
 if child:
     os.waitpid(child, 0)
 """

@@ -140,7 +140,7 @@ def masked(mask, dtype, **facts):
 
 
 def half_of(head_dim, mask):
-    """Return the dtype in which a width meets a mask: each of both meets both."""
+    """Return a dtype for a width and a mask, so that each width and each mask meets both."""
     return alternately(HALF, WIDTHS.index(head_dim), mask in (False, "full"))
 
 

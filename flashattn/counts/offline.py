@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from flashattn.counts.resources import Resources, resources_of
-from flashattn.kernels.cache_key import settle
+from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import bf16x3, combine, forward, preprocess, score_gradients, steps
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
@@ -338,7 +338,7 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
         )
         raise RuntimeError(msg)
     source = source_of(variant)
-    settle(source.fn)
+    with_stable_key(source.fn)
     return triton.compile(source, target=_target(variant), options=variant.options)
 
 

@@ -15,16 +15,16 @@ from triton.runtime.jit import JITCallable
 
 from flashattn.kernels.constants import INTERPRETED
 
-_settled: set[int] = set()  # a set of functions would ask for their keys
+_known: set[int] = set()  # a set of functions would ask for their keys
 
 
-def settle(kernel: Any) -> Any:
+def with_stable_key(kernel: Any) -> Any:
     """Return a kernel, its key computed after those of all that it calls, the innermost first."""
     compiled = isinstance(kernel, JITCallable) and not INTERPRETED.value
-    if compiled and id(kernel) not in _settled:
-        _settled.add(id(kernel))
+    if compiled and id(kernel) not in _known:
+        _known.add(id(kernel))
         for called in _called(kernel):
-            settle(called)
+            with_stable_key(called)
         _ = kernel.cache_key
     return kernel
 

@@ -14,7 +14,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from flashattn.gpus import TRITON
-from flashattn.kernels.cache_key import settle
+from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.constants import INTERPRETED
 from flashattn.kernels.descriptor import Described, Expanded, Form, descriptor_of
 
@@ -165,7 +165,7 @@ class Launch:
         found = earlier = _COMPILED.get(key)
         if found is None:
             given = *self._checked(tensors), *self._numbers
-            compiled = settle(self._kernel)[self._grid](*given, **self._options)
+            compiled = with_stable_key(self._kernel)[self._grid](*given, **self._options)
             if INTERPRETED.value:
                 return True
             found = compiled, launcher_of(compiled)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels.cache_key import settle
+from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.launch import on_device
 
 BLOCK, CHUNK, WARPS = 128, 64, 4  # rows of a program, and documents that it looks at at a time
@@ -108,7 +108,7 @@ def launch(
         )
         programs = triton.cdiv(seq_q, BLOCK) + triton.cdiv(seq_kv, BLOCK)
         if programs:
-            settle(flashattn_document_bounds)[(programs,)](
+            with_stable_key(flashattn_document_bounds)[(programs,)](
                 *(cu_q.contiguous(), cu_k.contiguous(), keys, queries, len(cu_q) - 1),
                 *(seq_q, seq_kv, left, right, bottom_right, BLOCK, CHUNK),
                 num_warps=WARPS,

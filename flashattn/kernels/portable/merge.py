@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.kernels.cache_key import settle
+from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.constants import SIZES
 from flashattn.kernels.launch import on_device
 from flashattn.kernels.portable.memory import tile_pointers
@@ -82,7 +82,7 @@ def launch(
         return
     with on_device(o):
         merged = lse.new_empty(lse.shape)
-        settle(flashattn_merge)[(programs,)](
+        with_stable_key(flashattn_merge)[(programs,)](
             *(o, lse, o_more, lse_more, merged, o.stride()[:3], lse.stride()),
             *(o_more.stride()[:3], lse_more.stride(), heads, rows, head_dim),
             *(BLOCK, columns, columns == head_dim),

@@ -123,8 +123,8 @@ def attention(
         impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
             solve the problem, on an H100 or H200 "hopper" where there is enough to do; on a CPU,
             where ours are for study, PyTorch's own scaled_dot_product_attention, "tiled" with a
-            window, or the reference where these cannot. A name never falls back to another, but
-            "hopper" leaves some problems to the portable kernels, and ``explain`` says why.
+            window, or the reference where these cannot. A name never falls back to another: what
+            it cannot solve, or not differentiate, is an error.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
             "auto", which is "tf32" where torch's setting for products on CUDA allows it, else
             "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: chosen by

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+TINY_SCALE = 2.0**-64  # lse / scale may overflow with smaller ones: not everyone takes them
+
 
 def check_among(name: str, value: object, wanted: Collection[object]) -> None:
     """Check that an argument has one of few values.

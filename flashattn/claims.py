@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashattn.checks import TINY_SCALE
 from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
 
@@ -35,6 +36,7 @@ class Claims:
             relative, [B or 1, H or 1, T + S - 1] (see ``score``); differentiable.
         sink: it takes ``sink=``, fp32 [B or 1, H], differentiable; to the results of others that
             return lse it is applied behind them.
+        any_scale: it takes scales that are not positive, or below 2^-64.
         narrow_values: it takes v with fewer columns than k; ``attention`` pads it for others.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems without batch, heads, queries or keys.
@@ -56,6 +58,7 @@ class Claims:
     alibi: bool = False
     bias: bool = False
     sink: bool = False
+    any_scale: bool = True
     narrow_values: bool = False
     grouped: bool = True
     empty: bool = True
@@ -92,6 +95,10 @@ class Claims:
         found = [reason for reason, holds in reasons.items() if holds]
         found += [f"{what} {_listed(x)}" for what, value, x in among if not _among(value, x)]
         return found[0] if found else None
+
+    def takes_scale(self, scale: float | None) -> bool:
+        """Return whether it takes a scale; None is D ** -0.5."""
+        return self.any_scale or scale is None or scale >= TINY_SCALE
 
     def fit(self, problem: Problem) -> Problem:
         """Return the problem, or one near it whose shape, mask and dtype are claimed.

@@ -61,14 +61,14 @@ def prepare(
             ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
             products on CUDA allows it, else "bf16x6".
         family: the kernels: "triton", the portable ones, "hopper", or "auto", for each pass the
-            faster ones. With "hopper", too, the portable kernels take over what TMA cannot address
-            (an address or a stride that is no multiple of 16 bytes, a stride of 0), a scale that is
-            not positive, gradients beyond 128 columns with ALiBi or bounds, and fp32 with few
-            scores, of other head dimensions than 33 to 128 (65 to 128 for gradients), or multiplied
-            as "ieee" or "tf32x3" say.
+            faster ones. "hopper" copies what TMA cannot address (an address or a stride that is no
+            multiple of 16 bytes, a stride of 0), and decomposes fp32 with few scores, too.
         deterministic: whether the same inputs shall give the same bits of the gradients, as they
             do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
             Otherwise Hopper's sum the gradient of q in any order, for D <= 128.
+
+    Raises:
+        ValueError: "hopper" is asked for scales below 2^-64, or fp32 as "ieee" or "tf32x3" say.
     """
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

@@ -48,6 +48,10 @@ def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
     return {}
 
 
+def _never(problem: Problem, device: torch.device) -> None:
+    del problem, device
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Impl(Claims):
     """One implementation of attention, and what it claims.
@@ -64,6 +68,7 @@ class Impl(Claims):
             arguments is given the lengths of packed documents in place of their bounds.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
+        grad_limits: likewise, why it cannot differentiate what it can solve.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
         prepares: ``call`` returns no result but a callable of q, k and v, and by their names of
@@ -84,6 +89,7 @@ class Impl(Claims):
     name: str
     call: Callable[..., Any]
     limits: WhyNot
+    grad_limits: WhyNot = _never
     fastest: Fastest = _always
     prepares: bool = False
     any_length: bool = False
@@ -119,7 +125,8 @@ class Impl(Claims):
         unclaimed = self.unclaimed(problem, device)
         if unclaimed is not None:
             return f"{self.name} {unclaimed}"
-        return self.limits(problem, device)
+        reason = self.limits(problem, device)
+        return self.grad_limits(problem, device) if grad and reason is None else reason
 
     def __call__(
         self,
@@ -194,13 +201,14 @@ _broken: dict[str, str] = {}
 
 
 def register(
-    name: str, *, why_not: WhyNot | None = None, **facts: Any
+    name: str, *, why_not: WhyNot = _never, why_no_grad: WhyNot = _never, **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated callable known as ``name``.
 
     Args:
         name: not "auto", and not taken.
-        why_not: ``Impl.limits``; None where the flags say it all.
+        why_not: ``Impl.limits``, where the flags do not say it all.
+        why_no_grad: ``Impl.grad_limits``, likewise.
         facts: the flags of ``Claims``, ``fastest``, ``prepares``, ``any_length``, ``compiles``.
 
     Raises:
@@ -219,8 +227,7 @@ def register(
         if name == "auto" or name in _impls:
             msg = f"name: wanted one that is not taken, got {name!r}"
             raise ValueError(msg)
-        limits = why_not or (lambda problem, device: None)  # noqa: ARG005
-        _impls[name] = Impl(name=name, call=call, limits=limits, **facts)
+        _impls[name] = Impl(name=name, call=call, limits=why_not, grad_limits=why_no_grad, **facts)
         return call
 
     return decorate

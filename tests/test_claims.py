@@ -29,6 +29,13 @@ FLAGS = (
 )
 
 
+@pytest.mark.parametrize("scale", [None, 2.0**-64, 2.0**-65, 0.0, -1.0])
+def test_scales(scale):
+    """Some take no scale that is not positive, or below 2^-64."""
+    assert Claims().takes_scale(scale)
+    assert Claims(any_scale=False).takes_scale(scale) == (scale in (None, 2.0**-64))
+
+
 @pytest.mark.parametrize(
     ("claims", "problem", "words"),
     [

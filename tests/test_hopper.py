@@ -12,7 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn import attention, explain, gpus, registry
+from flashattn import api, attention, explain, gpus, registry
 from flashattn.api import FASTEST_FIRST
 from flashattn.checks import check_scale
 from flashattn.kernels import execute
@@ -24,10 +24,9 @@ from flashattn.plan import hopper
 from flashattn.plan.choose import choose_backward, choose_forward
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.precision import input_precision
-from flashattn.plan.rows import Limits
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import dq_accumulators, gqa_splits
-from flashattn.plan.support import why_no_hopper_pass, why_not_tma
+from flashattn.plan.support import why_not_hopper_pass, why_not_tma
 from flashattn.plan.tables.hopper import (
     BACKWARD,
     BACKWARD_D256,
@@ -50,7 +49,7 @@ from flashattn.plan.tile import (
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors, run
-from flashattn.testing.inputs import make_inputs
+from flashattn.testing.inputs import GRAD_LAYOUTS, LAYOUTS, make_inputs
 
 SHARED = 227 << 10  # bytes that a program can have
 H200 = CARDS["H200"]
@@ -139,6 +138,12 @@ def masked(mask, dtype, **facts):
     return Problem(**(sizes | facts), causal=asked.causal, window=asked.window, dtype=dtype)
 
 
+def sample_of(problem, device, **how):
+    """Return a sample, with gradients where Hopper's kernels have them."""
+    grad = why_not_hopper_pass(problem, H200, backward=True) is None
+    return Sample(problem=problem, device=device, grad=grad, **how)
+
+
 def half_of(head_dim, mask):
     """Return a dtype for a width and a mask, so that each width and each mask meets both."""
     return alternately(HALF, WIDTHS.index(head_dim), mask in (False, "full"))
@@ -190,7 +195,7 @@ def test_windows(device, head_dim, shape, window, corner):
     full = ("float32",) if head_dim <= 128 and shape in ("ragged", "tall") else ()
     for dtype in (alternately(HALF, WIDTHS.index(head_dim), *bounded), *full):
         problem = replace(asked, dtype=dtype)
-        sample = Sample(problem=problem, device=device)
+        sample = sample_of(problem, device)
         verify(windowed(problem, deterministic=True), sample)
         assert_accurate(windowed(problem, deterministic=False), sample)
 
@@ -225,7 +230,7 @@ def test_documents(device, head_dim, packed, mask):
     """So are packed documents, with rows behind the last."""
     sizes = {"seq_q": 900, "seq_kv": 1000, "head_dim": head_dim}
     problem = masked(mask, half_of(head_dim, mask), **sizes, documents=DOCUMENTS[packed])
-    sample = Sample(problem=problem, device=device)
+    sample = sample_of(problem, device)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
     verify(partial(attend, deterministic=True), sample)
     assert_accurate(partial(attend, deterministic=False), sample)
@@ -250,10 +255,11 @@ def test_softcap(device, head_dim, cap, mask, values):
 def test_sinks(device, head_dim, mask, packed):
     """So are rows that share their softmax with a sink, its gradient, and the same bits again."""
     facts = {"documents": packed and DOCUMENTS[packed], "sink": True}
-    for dtype in (half_of(head_dim, mask), *("float32",) * (head_dim == 96)):
+    full = ("float32",) if head_dim == 96 and packed is None else ()
+    for dtype in (half_of(head_dim, mask), *full):
         problem = masked(mask, dtype, seq_q=1000, head_dim=head_dim, **facts)
         attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-        verify(attend, Sample(problem=problem, device=device))
+        verify(attend, sample_of(problem, device))
 
 
 @gluon.jit
@@ -315,7 +321,7 @@ CUTS = {
 def test_cut(device, head_dim, shape, causal, values):
     """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    sample = Sample(problem=problem, device=device, values=values)
+    sample = sample_of(problem, device, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
     assert_accurate(attend, sample)
     case = sample.draw()
@@ -332,10 +338,8 @@ def test_cut_in_two(device, head_dim, shape, causal):
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
     case = Sample(problem=problem, device=device).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
-    # With few scores the forward is one product of TF32, and the gradients follow from its o.
-    kept = 16 if problem.heads * problem.seq_q * problem.seq_kv > Limits().decompose_forward else 10
     for name, error in relative_errors(partial(get("hopper"), **how), case).items():
-        assert error < 4 * 2 * 2**-kept, name
+        assert error < 4 * 2 * 2**-16, name
         assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
 
 
@@ -345,22 +349,27 @@ def specs(problem):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "length", "precision", "own"),
+    ("head_dim", "length", "precision", "auto", "refused"),
     [
-        (128, 1024, "bf16x6", True),
-        (64, 1024, "bf16x6", False),
-        (128, 64, "bf16x6", False),
-        (128, 1024, "tf32", True),
-        (128, 1024, "ieee", False),
+        (128, 1024, "bf16x6", "sm90_fp32", None),
+        (64, 1024, "bf16x6", "portable", None),
+        (128, 64, "bf16x6", "portable", None),
+        (128, 1024, "tf32", "sm90_fp32", None),
+        (128, 1024, "ieee", "portable", "hopper: fp32 is not decomposed"),
     ],
 )
-def test_what_is_not_decomposed_is_the_portable_kernels(head_dim, length, precision, own):
-    """Other head dims, few scores, and other ways to multiply fp32 are the portable passes'."""
+def test_what_is_decomposed(head_dim, length, precision, auto, refused):
+    """Few scores and columns only if "hopper" is asked for; other precisions never."""
     q, k, v = specs(Problem(seq_q=length, head_dim=head_dim))
     lse = q._replace(shape=q.shape[:3], strides=(length, length, 1))
-    options = Options(None, 0.1, precision, "hopper")
-    plan = choose_backward((q, k, v, q, q, lse), H200, options)
-    assert plan.kernel == ("sm90_fp32" if own else "portable")
+    given, options = (q, k, v, q, q, lse), Options(None, 0.1, precision, "auto")
+    assert choose_backward(given, H200, options).kernel == auto
+    options = options._replace(family="hopper")
+    if refused is None:
+        assert choose_backward(given, H200, options).kernel == "sm90_fp32"
+        return
+    with pytest.raises(ValueError, match=refused):
+        choose_backward(given, H200, options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -383,40 +392,70 @@ def test_what_is_written_must_be_reached_too(passes):
     )
     specs, options = [TensorSpec.of(x) for x in (q, k, v)], Options(None, 0.1, family="hopper")
     assert all(x.tma_compatible for x in specs)
-    if passes == "forward":
-        plan = choose_forward(specs, H200, options)
-    else:
-        lse = TensorSpec.of(torch.empty(1, 2, 70))
-        plan = choose_backward([*specs, specs[0], specs[0], lse], H200, options)
-    assert plan.kernel == "portable"
-    assert any("TMA cannot store a result" in sentence for sentence in plan.why)
+    lse = TensorSpec.of(torch.empty(1, 2, 70))
+    choose = {
+        "forward": partial(choose_forward, specs),
+        "backward": partial(choose_backward, [*specs, specs[0], specs[0], lse]),
+    }
+    with pytest.raises(ValueError, match="hopper: TMA cannot store a result"):
+        choose[passes](H200, options)
+    assert choose[passes](H200, options._replace(family="auto")).kernel == "portable"
+
+
+NOT_DENSE, UNREACHED = {"strided"}, {"misaligned", "expanded", "expanded_batch"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_it_cannot_reach_is_copied(layout):
+    """What TMA cannot address is copied for "hopper"; "auto" reads it where it lies."""
+    problem = Problem(batch=2, heads=2, seq_q=70, head_dim=72, dtype="bfloat16")
+    specs = [TensorSpec.of(x) for x in make_inputs(problem, layout=layout)]
+    for family, copied in (("auto", NOT_DENSE), ("hopper", NOT_DENSE | UNREACHED)):
+        plan = choose_forward(specs, H200, Options(None, 0.1, family=family))
+        assert plan.kernel == ("sm90" if family == "hopper" else "portable")
+        assert plan.copies == (("q", "k", "v") if layout in copied else ())
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 2.0**-65])
+def test_scales_that_it_refuses(scale):
+    """A scale that is not positive, or tiny, is an error for "hopper", and portable for "auto"."""
+    inputs = make_inputs(Problem(heads=40, seq_q=4096, head_dim=64, dtype="bfloat16"))
+    how = {"scale": scale, "gpu": "H200"}
+    with pytest.raises(ValueError, match="hopper: the scale is"):
+        explain(*inputs, **how, impl="hopper")
+    plan = explain(*inputs, **how)
+    assert (plan.forward.kernel, plan.backward.kernel) == ("portable", "portable")
+    assert explain(*inputs, **how | {"scale": 2.0**-64}).forward.kernel == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"head_dim": 192, "alibi": True}, "for more than 128 columns have no ALiBi"),
+        ({"head_dim": 256, "prefix": 7}, "for more than 128 columns take no bounds"),
+    ],
+)
+def test_gradients_that_it_refuses(change, words, monkeypatch):
+    """Where Hopper's kernels have a forward alone, gradients are an error; not for "auto"."""
+    monkeypatch.setattr(gpus, "gpu_of", lambda _: H200)
+    problem = replace(Problem(heads=40, seq_q=4096, head_dim=64, dtype="bfloat16"), **change)
+    impl, cuda = get("hopper"), torch.device("cuda")
+    assert impl.why_not(problem, cuda) is None
+    assert words in impl.why_not(problem, cuda, grad=True)
+    assert api._choose("auto", problem, cuda, grad=True, lse=True) == (
+        get("triton"),
+        {"family": "auto"},
+    )
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [65, 137])
-def test_pitched_rows(device, head_dim):
-    """So rows of any length that lie apart are answered, with gradients that lie so, too."""
-    problem = Problem(heads=2, seq_q=300, head_dim=head_dim, causal=True, dtype="bfloat16")
-    sample = Sample(problem=problem, device=device, layout="pitched", grad_layout="pitched")
-    assert_accurate(partial(get("hopper"), causal=True, scale=head_dim**-0.5), sample)
-
-
-@pytest.mark.parametrize("change", ["stride", "address", "expanded", "scale", "nothing"])
-def test_what_it_cannot_reach_is_the_portable_kernels(change):
-    """Tensors that TMA cannot address, and scales that are not positive, are answered too."""
-    problem = Problem(heads=2, seq_q=70, head_dim=64, dtype="bfloat16")
-    q, k, v = make_inputs(problem)
-    scale = -0.1 if change == "scale" else 0.1
-    if change == "stride":
-        q = torch.nn.functional.pad(q, (0, 1))[..., :64]
-    if change == "address":
-        q = torch.nn.functional.pad(q, (8, 0)).flatten()[1 : q.numel() + 1].view_as(q)
-    if change == "expanded":
-        k = k[:, :1].expand(-1, 2, -1, -1)
-    options = Options(None, scale, family="hopper")
-    plan = choose_forward([TensorSpec.of(x) for x in (q, k, v)], H200, options)
-    assert plan.kernel == ("sm90" if change == "nothing" else "portable")
-    assert any("not Hopper's" in sentence for sentence in plan.why) == (change != "nothing")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_wide_rows(device, layout):
+    """Whatever lies as TMA wants it or not, gradients too."""
+    problem = Problem(heads=2, seq_q=300, head_dim=72, causal=True, dtype="bfloat16")
+    grad_layout = layout if layout in GRAD_LAYOUTS else "contiguous"
+    sample = Sample(problem=problem, device=device, layout=layout, grad_layout=grad_layout)
+    assert_accurate(partial(get("hopper"), causal=True, scale=72**-0.5), sample)
 
 
 def test_why_not_tma():
@@ -758,7 +797,7 @@ def test_auto_is_traced_with_symbolic_sizes(monkeypatch):
 
     def limits(problem, device):
         del device
-        return why_no_hopper_pass(problem, H200)
+        return why_not_hopper_pass(problem, H200)
 
     monkeypatch.setitem(FASTEST_FIRST, "cpu", ("hopper",))
     monkeypatch.setitem(registry._impls, "hopper", replace(get("hopper"), limits=limits))

@@ -623,12 +623,7 @@ CUT_CASES = [
     {"heads": 1, "seq_q": 200, "seq_kv": 60, "window": (20, None)},  # dead; dk and dv in parts
     {"heads": 1, "seq_q": 60, "seq_kv": 200, "window": (5, None), "causal": "bottom_right"},
 ]
-
-
-def cut_kernels(problem):
-    """Return the kernels that are asked for what comes cut."""
-    backward = ("bwd_fp32_dkdv", "bwd_fp32_dq") if problem.head_dim > 64 else ()
-    return {f"flashattn_hopper_{kernel}" for kernel in ("fwd_fp32", *backward)}
+CUT_KERNELS = {f"flashattn_hopper_{name}" for name in ("fwd_fp32", "bwd_fp32_dkdv", "bwd_fp32_dq")}
 
 
 @pytest.mark.parametrize(
@@ -642,7 +637,7 @@ def test_cut(shape, values, layout):
     sample = Sample(problem=problem, values=values, layout=layout)
     with emulated(num_sms=2) as launched:
         assert_accurate(attend(problem, None, {}), sample)
-    assert set(launched) == cut_kernels(problem)
+    assert set(launched) == CUT_KERNELS
 
 
 def test_one_key_where_p_is_below_one(monkeypatch):
@@ -670,7 +665,7 @@ def test_cut_in_two(shape):
     case = Sample(problem=problem).draw()
     with emulated(num_sms=2) as launched:
         errors = relative_errors(attend(problem, None, {}, "tf32"), case)
-    assert set(launched) == cut_kernels(problem)
+    assert set(launched) == CUT_KERNELS
     for name, error in errors.items():
         assert error < 4 * 2 * 2**-16, name
         assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse

@@ -100,6 +100,7 @@ CASES = [
     Problem(seq_q=0, seq_kv=9, head_dim=16),  # keys, but no one asks
     Problem(seq_q=9, seq_kv=0, head_dim=16),  # every row sees no key
 ]
+HEAD_DIMS = {"hopper": tuple(range(40, 137, 8))}  # where it takes others than any
 COMPILED = 4  # cases from the top for those who compile
 # On a GPU most examples want kernels that nobody has compiled: half of the profile's, in tests that
 # compile side by side.
@@ -119,7 +120,7 @@ def unasked(impl, problem):
     """Return why an implementation is not asked to solve a problem, or None."""
     if impl.compiles and problem not in CASES[:COMPILED]:
         return f"{impl.name} compiles for seconds at every new shape: a few will do"
-    return impl.why_not(problem, law.DEVICE)
+    return impl.why_not(problem, law.DEVICE, grad=impl.grad)
 
 
 def unasked_if_small(impl, problem):
@@ -146,7 +147,7 @@ def verify(impl, device, problem, **how):
 
     A peer that misses a budget is reported as an expected failure: that is its maker's to mend.
     """
-    reason = impl.why_not(problem, device)
+    reason = impl.why_not(problem, device, grad=impl.grad)
     if reason is not None:
         pytest.skip(reason)
     if impl.compiles:
@@ -250,7 +251,13 @@ def test_far_below_zero(impl, device, problem):
     verify_strictly(impl, device, problem, values="negative")
 
 
+def of_other_scales(impl, scale):
+    """Return that an implementation does not take a scale, or None."""
+    return None if impl.takes_scale(scale) else f"{impl.name} takes no scale of {scale}"
+
+
 @strictly
+@pytest.mark.why_not.with_args(of_other_scales)
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-45, 3.0])
 def test_scales(impl, device, scale):
     """A scale may be zero, negative, denormal or large."""
@@ -268,6 +275,7 @@ def test_any_problem(impl, device, share, data, seed):
     longest, heads = (80, 4) if device.type == "cpu" else (700, 12)
     drawn = problems(
         longest=longest,
+        head_dims=HEAD_DIMS.get(impl.name, ()),
         packed=(False, False, True),
         prefixed=(False, False, False, True),
         sloped=(False, False, True),
@@ -277,7 +285,7 @@ def test_any_problem(impl, device, share, data, seed):
     )
     problem = impl.fit(data.draw(drawn, label="problem"))
     hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter
-    hypothesis.assume(impl.why_not(problem, device) is None)
+    hypothesis.assume(impl.why_not(problem, device, grad=impl.grad) is None)
     verify(
         impl,
         device,
@@ -285,6 +293,6 @@ def test_any_problem(impl, device, share, data, seed):
         values=data.draw(one_of(*VALUES), label="values"),
         layout=data.draw(one_of(*LAYOUTS), label="layout"),
         grad_layout=data.draw(one_of(*GRAD_LAYOUTS), label="grad_layout"),
-        scale=data.draw(one_of(*SCALES), label="scale"),
+        scale=data.draw(one_of(*filter(impl.takes_scale, SCALES)), label="scale"),
         seed=seed,
     )

@@ -33,7 +33,7 @@ ALLOWED = {
     "ops": {"batching", "bounds", "dispatch", "kernels", "plan", "problem"},
     "prepare": {"checks", "bounds", "dispatch", "gpus", "mask", "ops", "plan", "problem", "score"},
     "weighted_sum": {"kernels"},
-    "claims": {"mask", "problem"},
+    "claims": {"checks", "mask", "problem"},
     "registry": {"bounds", "claims", "dispatch", "mask", "problem", "resolve", "score"},
     "impls": {
         "checks",

@@ -37,7 +37,7 @@ def why_not(name, dtype, head_dim, causal):
     if device == "cpu" and head_dim > 64:
         return "the interpreter runs one program after the other, at any width"
     problem = Problem(seq_q=70, head_dim=head_dim, causal=causal, dtype=dtype)
-    return get(name).why_not(problem, device)
+    return get(name).why_not(problem, device, grad=True)
 
 
 @pytest.mark.why_not.with_args(why_not)
@@ -99,7 +99,7 @@ def long_rows(device, name, dtype):
     for head_dim, causal in product((64, 128, 256), (False, True)):
         sizes = {"heads": 8, "kv_heads": 2, "seq_q": ROWS[dtype][name], "head_dim": head_dim}
         problem = Problem(**sizes, causal=causal, dtype=dtype)
-        if get(name).why_not(problem, device) is None:
+        if get(name).why_not(problem, device, grad=True) is None:
             case = Sample(problem=problem, device=device).draw()
             yield problem, partial(get(name), **problem.keywords, scale=case.scale), case
 

@@ -26,7 +26,7 @@ EDGES = sorted({n for k in range(5, 13) for n in (2**k - 1, 2**k, 2**k + 1) if n
 def verify(impl, device, *, values="normal", grad=True, **sizes):
     """Hold a problem of some sizes, near to one that is claimed, to its budgets."""
     problem = impl.fit(Problem(**sizes))
-    if impl.why_not(problem, device) is not None:
+    if impl.why_not(problem, device, grad=grad and impl.grad) is not None:
         return
     facts = {"grad": grad and impl.grad, "lse": impl.lse, "denormals": impl.denormals}
     sample = Sample(problem=problem, device=device, values=values, **facts)

@@ -25,6 +25,7 @@ EVERYTHING: dict[str, Any] = {**MASKS_AND_SCORES, "sink": True, "lse": True}
 register(
     "triton",
     why_not=gpus.why_not,
+    fastest=lambda *_: {"family": "auto"},  # the plan knows both passes, and whose are faster
     prepares=True,
     any_length=True,
     narrow_values=True,
@@ -34,11 +35,12 @@ register(
 register(
     "hopper",
     why_not=gpus.why_not_hopper,
-    fastest=lambda *_: {"family": "auto"},  # the plan knows both passes, and whose are faster
+    why_no_grad=partial(gpus.why_not_hopper, backward=True),
+    fastest=lambda *_: {"family": "auto"},  # as above; its gradients have an order to choose
     prepares=True,
     any_length=True,
     narrow_values=True,
-    **EVERYTHING | {"bias": False},
+    **EVERYTHING | {"bias": False, "any_scale": False},
 )(partial(prepare, family="hopper"))
 
 

@@ -27,6 +27,7 @@ from flashattn.plan.spec import (
     Signature,
     TensorSpec,
     first_columns,
+    rewrite,
     signature,
 )
 
@@ -77,7 +78,7 @@ class Bound:
         """Return the outputs."""
         tensors: list[Any] = [*inputs]
         for i in self._copies:
-            tensors[i] = tensors[i].contiguous()
+            tensors[i] = rewrite(tensors[i])
         with on_device(tensors[0]):
             for i in self._likes:
                 like = tensors[i] if self._columns is None else tensors[i][..., : self._columns]

@@ -18,12 +18,13 @@ from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
 from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import OF_VALUES, Family, Options, TensorSpec
-from flashattn.plan.support import hopper_lacks, why_no_hopper_pass, why_not_portable
+from flashattn.plan.support import hopper_lacks, why_not_hopper_pass, why_not_portable
 from flashattn.plan.tile import HopperBackward, HopperTile, Tile
 from flashattn.problem import Problem
 
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROW_STATISTICS = ("lse", "grad_lse")
+LOADED = ("q", "k", "v", "grad_o")  # by TMA, where kernels use it
 NOTHING = "there is no query, or no key"
 PADDED = (
     "values are padded to the width of keys: only Hopper's kernels take narrower ones, up to 128"
@@ -60,7 +61,7 @@ def choose(
     dtype = problem.torch_dtype
     reason = why_not_portable(dtype, problem.head_dim)
     if family == "hopper":
-        reason = why_no_hopper_pass(problem, gpu)
+        reason = why_not_hopper_pass(problem, gpu)
     if reason is not None:
         raise ValueError(reason)
     scale = check_scale(scale, problem.head_dim)
@@ -78,6 +79,9 @@ def choose(
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like(specs[2].shape[3])
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
+    reason = why_not_hopper_pass(problem, gpu, backward=True) if family == "hopper" else None
+    if reason is not None:
+        return Plan(forward, BackwardPlan(kernel="none", why=(reason,)))
     return Plan(forward, choose_backward((*specs, o, o, lse), gpu, options))
 
 
@@ -99,11 +103,14 @@ def choose_forward(
         tile: instead of the table's.
         row: of the table, whose way to split keys such a tile has.
         num_splits: of the keys, at most, instead of what fills the GPU.
+
+    Raises:
+        ValueError: Hopper's kernels are asked for, and cannot.
     """
     q, k, v = specs
     if 0 in q.shape or k.shape[2] == 0:
         return ForwardPlan(kernel="none", why=(NOTHING,))
-    copies = _not_dense(specs)
+    copies = _not_read(specs, options)
     if copies:
         q, k, v = copied(specs, copies)
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
@@ -114,7 +121,7 @@ def choose_forward(
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
             return found.after(why)
-        why.append(f"the portable kernel, not Hopper's: {found}")
+        why.append(_portable_instead(found, options))
     if v.shape[3] != q.shape[3]:
         plan = choose_forward(
             padded_specs(specs), gpu, options, tile=tile, row=row, num_splits=num_splits
@@ -147,35 +154,37 @@ def choose_backward(
         gpu: that runs it.
         options: what is asked.
         tile: of Hopper's kernels, instead of the table's.
+
+    Raises:
+        ValueError: Hopper's kernels are asked for, and cannot.
     """
     q, k, v, grad_o, *_ = specs
     if 0 in q.shape or 0 in k.shape:
         return BackwardPlan(kernel="none", why=(NOTHING,))
-    copies = _not_dense(specs)
+    copies = _not_read(specs, options)
     faster = partial(hopper.backward_pays, q, k, gpu, causal=options.causal)
     pays, why = _hopper_first(q, options, faster, backward=True)
     pays = pays and hopper.takes_values(q, v) and hopper.sums_values(q, k, v, gpu, options)
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
-        readable = not set(copies) - {"grad_o"}
-        reason = hopper.why_not_backward(q, k, v, grad_o, options, tile, readable=readable)
+        loaded = copied(specs, copies)[:3]
+        reason = hopper.why_not_backward(loaded, options, tile)
+        pays = reason is None
         if reason is not None:
-            why.append(f"the portable kernels, not Hopper's: {reason}")
-            pays = False
+            why.append(_portable_instead(reason, options))
         elif not (grad_o.dense and grad_o.tma_compatible):
             copies = tuple(sorted({*copies, "grad_o"}, key=NAMES.index))
     if v.shape[3] != q.shape[3] and not pays:
         plan = choose_backward(padded_specs(specs), gpu, options)
         return plan._replace(padded=True, why=(PADDED, *plan.why))
     if copies:
-        options = options._replace(family="hopper" if pays else "triton")
         plan = choose_backward(copied(specs, copies), gpu, options, tile=tile)
-        return plan._replace(copies=copies, why=(*why, COPIED, *plan.why))
+        return plan._replace(copies=copies, why=(COPIED, *plan.why))
     if pays:
         found = hopper.backward(q, k, gpu, options, tile)
         if not isinstance(found, str):
             return found._replace(precision=options.precision, why=(*why, *found.why))
-        why.append(f"the portable kernels, not Hopper's: {found}")
+        why.append(_portable_instead(found, options))
     plan = portable.backward(q, k, v, grad_o, gpu, options)
     return plan._replace(precision=options.precision, why=(*why, *plan.why))
 
@@ -196,7 +205,18 @@ def _hopper_first(
         bounds=options.bounds > 0,
         backward=backward,
     )
-    return (False, [f"the portable kernels: {lack}"]) if lack else (True, why)
+    return (False, [_portable_instead(lack, options)]) if lack else (True, why)
+
+
+def _portable_instead(reason: str, options: Options) -> str:
+    """Return the sentence that says why a pass is left to the portable kernels.
+
+    Raises:
+        ValueError: Hopper's are asked for.
+    """
+    if options.family == "hopper":
+        raise ValueError(f"hopper: {reason}")
+    return f"the portable kernels, not Hopper's: {reason}"
 
 
 def padded_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
@@ -214,12 +234,14 @@ def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
     return q._replace(shape=torch.Size(problem.bias_shape)).copied()
 
 
-def _not_dense(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Return the names of tensors that no kernel reads as they are."""
+def _not_read(specs: Sequence[TensorSpec], options: Options) -> tuple[str, ...]:
+    """Return the names of tensors that no kernel reads as they are, or not those asked for."""
+    tma = options.family == "hopper" and specs[0].dtype != torch.float32
     names = [
         name
         for name, x in zip(NAMES, specs, strict=False)
         if not (x.contiguous if name in ROW_STATISTICS else x.dense)
+        or (tma and name in LOADED and not x.tma_compatible and x.rewritten().tma_compatible)
     ]
     return tuple(names)
 
@@ -228,5 +250,5 @@ def copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec
     """Return specs, those of some names as of copies."""
     found = list(specs)
     for i in map(NAMES.index, names):
-        found[i] = found[i].copied()
+        found[i] = found[i].rewritten()
     return found

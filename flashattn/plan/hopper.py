@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ import torch
 from flashattn.plan import portable
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
+from flashattn.plan.precision import TERMS
+from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import cdiv, dq_accumulators, equal_sections, gqa_splits
 from flashattn.plan.support import SMALLEST_SCALE, why_not_hopper, why_not_tma
@@ -77,7 +79,9 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
     if reason is not None:
         return False, f"the portable kernels: {reason}"
     if q.dtype == torch.float32:
-        return True, "Hopper's kernels, where fp32 is decomposed"
+        pays = block_d(q.shape[3]) == rows.FP32_BACKWARD_D
+        kernels = "Hopper's kernels" if pays else "the portable kernels"
+        return pays, f"{kernels}: fp32 of {q.shape[3]} columns"
     batch, heads, seq_q, head_dim = q.shape
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernels: a head has less than a tile of {rows.TILE_Q} queries"
@@ -164,19 +168,27 @@ def forward(
     )
 
 
+def _terms(kernel: Kernel, inputs: Sequence[TensorSpec], gpu: Gpu, options: Options) -> int | str:
+    """Return how many bf16 terms fp32 is decomposed into, "hopper"'s always, or why it is not."""
+    precision, q = options.precision, inputs[0]
+    if block_d(q.shape[3]) not in rows.FP32_D:
+        return "fp32 takes 33 to 128 columns"
+    if options.family == "hopper":
+        return TERMS.get(precision) or "fp32 is not decomposed: another precision"
+    row = portable.tile_of(kernel, *inputs, gpu=gpu, causal=options.causal, precision=precision)
+    return portable.terms_of(row, q.dtype, precision) or "fp32 is not decomposed: few scores"
+
+
 def _forward_fp32(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
 ) -> ForwardPlan | str:
     """Return the plan of the fp32 forward, or why there is none."""
     causal, precision = options.causal, options.precision
-    row = portable.tile_of("fwd", q, k, v, gpu=gpu, causal=causal, precision=precision)
-    terms = portable.terms_of(row, q.dtype, precision)
-    if not terms:
-        return "fp32 is not decomposed: few scores, or another precision"
-    if block_d(q.shape[3]) not in rows.FP32_FORWARD_D:
-        return "fp32 takes 33 to 128 columns"
+    terms = _terms("fwd", (q, k, v), gpu, options)
+    if isinstance(terms, str):
+        return terms
     if options.scale < SMALLEST_SCALE:
-        return "the scale is not positive"
+        return f"the scale is {options.scale:g}, not positive or denormal"
     tile, (batch, heads, seq_q, _) = rows.FP32_FORWARD, q.shape
     return ForwardPlan(
         kernel="sm90_fp32",
@@ -206,31 +218,12 @@ def backward_tile(
 
 
 def why_not_backward(
-    q: TensorSpec,
-    k: TensorSpec,
-    v: TensorSpec,
-    grad_o: TensorSpec,
-    options: Options,
-    tile: HopperBackward | None,
-    *,
-    readable: bool,
+    inputs: Sequence[TensorSpec], options: Options, tile: HopperBackward | None
 ) -> str | None:
-    """Return why no copy would let Hopper's half-precision backward run, or None.
-
-    Args:
-        q: [B, H, T, D].
-        k: [B, G, S, D].
-        v: [B, G, S, Dv].
-        grad_o: [B, H, T, Dv], copied if that helps.
-        options: what is asked.
-        tile: of the kernels.
-        readable: whether q, k, v, o and lse stay as they are; otherwise their copies are asked.
-    """
+    """Return why Hopper's half-precision backward cannot run for q, k and v, or None."""
     if tile is None:
         return "no tile for so few columns"
-    if not grad_o.tma_compatible and grad_o.contiguous:
-        return "the address or a stride of dO is not aligned"
-    return why_not_tma(q, k, v, scale=options.scale) if readable else None
+    return why_not_tma(*inputs, scale=options.scale)
 
 
 def backward(
@@ -328,13 +321,9 @@ def _backward_d256(
 
 def _backward_fp32(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> BackwardPlan | str:
     """Return the plan of the fp32 backward, or why there is none."""
-    causal, precision = options.causal, options.precision
-    row = portable.tile_of("bwd_dq", q, k, gpu=gpu, causal=causal, precision=precision)
-    terms = portable.terms_of(row, q.dtype, precision)
-    if block_d(q.shape[3]) != rows.FP32_BACKWARD_D:
-        return "fp32 takes 65 to 128 columns"
-    if not terms:
-        return "fp32 is not decomposed: few scores, or another precision"
+    terms = _terms("bwd_dq", (q, k), gpu, options)
+    if isinstance(terms, str):
+        return terms
     tile = rows.FP32_BACKWARD[terms]
     own, other = tile.own, tile.other
     keys, of_queries = portable.walk("bwd_dkdv", q, k, (other, own), gpu)
@@ -346,7 +335,7 @@ def _backward_fp32(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> 
     return BackwardPlan(
         kernel="sm90_fp32",
         passes=passes,
-        scheduler=Scheduler("lpt" if causal else "linear"),
+        scheduler=Scheduler("lpt" if options.causal else "linear"),
         workspaces=(
             *portable.backward_workspaces(passes, q, k, k, q),
             *portable.dsink_workspaces(q, options),

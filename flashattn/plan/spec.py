@@ -13,6 +13,7 @@ import torch
 from flashattn.problem import ALIGNMENT
 
 OF_VALUES = ("v", "o", "grad_o", "dv")  # names of tensors that have Dv columns, not D
+ROWS_AND_COLUMNS = 4  # dimensions of what is no statistic of rows
 Family = Literal["auto", "triton", "hopper"]
 Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
@@ -93,6 +94,10 @@ class TensorSpec(NamedTuple):
         strides = self.strides if keeps else torch.empty_like(self.meta).stride()
         return TensorSpec(self.shape, strides, self.dtype, self.device, 0)
 
+    def rewritten(self) -> TensorSpec:
+        """Return the spec of what ``rewrite`` returns."""
+        return self.like() if len(self.shape) == ROWS_AND_COLUMNS and self.dense else self.copied()
+
     def widened(self, columns: int) -> TensorSpec:
         """Return the spec of a dense tensor of so many columns."""
         return self._replace(shape=torch.Size((*self.shape[:-1], columns))).copied()
@@ -105,6 +110,12 @@ def first_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
     """
     x = x.narrow(3, 0, columns)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def rewrite(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy at an aligned address: dense rows lie as ``torch.empty_like`` lays them."""
+    as_it_lies = x.ndim == ROWS_AND_COLUMNS and x.stride(-1) == 1
+    return x.clone(memory_format=torch.preserve_format if as_it_lies else torch.contiguous_format)
 
 
 def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:

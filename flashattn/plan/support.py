@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashattn.checks import TINY_SCALE
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.spec import TensorSpec
 from flashattn.plan.tables import hopper
@@ -12,7 +13,6 @@ from flashattn.problem import ALIGNMENT, Problem
 LARGEST_HEAD_DIM = 256
 OLDEST = (8, 0)
 HOPPER = (9, 0)
-TINY_SCALE = 2.0**-64
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
 
@@ -45,6 +45,8 @@ def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | 
     if not _within(head_dim, hopper.HEAD_DIMS):
         least, most = hopper.HEAD_DIMS[0], hopper.HEAD_DIMS[-1]
         return f"hopper takes head dimensions {least} to {most}; triton takes smaller ones"
+    if dtype != torch.float32 and head_dim * dtype.itemsize % ALIGNMENT:
+        return f"hopper takes rows of a multiple of {ALIGNMENT} bytes; triton takes any"
     return None
 
 
@@ -71,8 +73,8 @@ def hopper_lacks(
     return next((sentence for sentence, holds in lacks.items() if holds), None)
 
 
-def why_no_hopper_pass(problem: Problem, gpu: Gpu | None) -> str | None:
-    """Return why the Hopper kernels can solve no pass of a problem on a GPU, or None."""
+def why_not_hopper_pass(problem: Problem, gpu: Gpu | None, *, backward: bool = False) -> str | None:
+    """Return why the Hopper kernels of a pass cannot solve a problem on a GPU, or None."""
     dtype, head_dim = problem.torch_dtype, problem.head_dim
     lack = hopper_lacks(
         dtype,
@@ -81,6 +83,7 @@ def why_no_hopper_pass(problem: Problem, gpu: Gpu | None) -> str | None:
         alibi=problem.alibi,
         bias=problem.bias_shape is not None,
         bounds=problem.by_rows,
+        backward=backward,
     )
     return why_not_hopper(dtype, head_dim, gpu) or (lack and f"{lack}; triton's do")
 
@@ -95,10 +98,8 @@ def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
 
     Results have the inputs' columns, in rows that lie one behind the other.
     """
-    if scale <= 0:
-        return "the scale is not positive"
     if scale < TINY_SCALE:
-        return "the scale is tiny: lse / scale may overflow"
+        return f"the scale is {scale:g}, not positive or so small that lse / scale may overflow"
     different = set(inputs)  # often one
     if any(0 in x.shape for x in different):
         return "there is nothing to do"

@@ -51,7 +51,7 @@ class ClauseError(AssertionError):
 def usual(impl: Impl, device: torch.device) -> Problem:
     """Return a small problem without anything unusual, in the first dtype that ``impl`` takes."""
     problems = [Problem(heads=2, seq_q=SEQ_Q, head_dim=64, dtype=dtype) for dtype in DTYPES]
-    taken = (problem for problem in problems if impl.why_not(problem, device) is None)
+    taken = (x for x in problems if impl.why_not(x, device, grad=impl.grad) is None)
     return next(taken, problems[-1])
 
 
@@ -117,7 +117,7 @@ def _same(got: Outputs, wanted: Outputs, what: str) -> None:
 def _form(impl: Impl, device: torch.device) -> None:
     for dtype in DTYPES:
         problem = replace(usual(impl, device), dtype=dtype, causal=True, seq_kv=SEQ_KV)
-        if impl.why_not(problem, device) is None:
+        if impl.why_not(problem, device, grad=impl.grad) is None:
             inputs = make_inputs(problem, device=device)
             check_form(inputs, _outputs(impl, problem, inputs))
 

@@ -19,7 +19,7 @@ from flashattn.registry import Impl
 from flashattn.testing.examples import Check, Count
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.seed import chance
-from flashattn.testing.strategies import KINDS, samples
+from flashattn.testing.strategies import KINDS, SCALES, samples
 
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,14 +49,15 @@ def share(impl: Impl, device: torch.device, profile: str | None = None) -> int:
     return max(1, most // SHARES[device.type].get(impl.name, others))
 
 
-def kinds_of(name: str, impl: Impl) -> list[int]:
-    """Return the kinds of problems that a law asks an implementation on a GPU.
+def kinds_of(name: str, impl: Impl) -> list[list[int]]:
+    """Return groups of kinds of problems: on a GPU a law asks the first that can be solved.
 
-    Of ours, which take all, it asks one and the next law another; the thorough profile asks all.
+    Of ours it asks one kind and the next law another; the thorough profile asks all.
     """
     ours = not impl.excused and not impl.origin
     few = ours and hypothesis.settings().max_examples <= QUICKER
-    return chance("kinds", name).sample(range(KINDS), 1 if few else KINDS)
+    drawn = chance("kinds", name).sample(range(KINDS), KINDS)
+    return [[kind] for kind in drawn] if few else [drawn]
 
 
 def law(
@@ -64,7 +65,7 @@ def law(
     asked: dict[str, Any] | None = None,
     needs: str = "",
     drawn: dict[str, st.SearchStrategy[Any]] | None = None,
-    **fixed: object,
+    **fixed: Any,
 ) -> Callable[[Check], Callable[[Impl, torch.device], None]]:
     """Make a test of ``check(impl, sample)``: run it on samples that the implementation takes.
 
@@ -96,18 +97,16 @@ def law(
                 "groups": (1, 2),
                 "batches": (1,) if few else (1, 2),
             }
-            sample = samples(
+            sampled = partial(
+                samples,
                 device,
                 solves,
                 asked=limits | LIMITS[device.type] | (asked or {}),
                 strict=impl.strict,
-                kinds=kinds_of(check.__name__, impl) if device.type == "cuda" else (),
+                scales=[scale for scale in SCALES if impl.takes_scale(scale)],
                 denormals=impl.denormals,
                 **fixed | {"grad": grad, "lse": impl.lse and bool(fixed.get("lse", True))},
             )
-            held = hypothesis.given(sample=sample, **drawn or {})(Count.of(check))
-            if not impl.excused:
-                held = hypothesis.seed(chance(check.__name__).getrandbits(64))(held)
             phases = set(hypothesis.settings().phases)
             settings = hypothesis.settings(
                 # An expected failure is shrunk, but nobody waits for what else could be varied.
@@ -117,11 +116,18 @@ def law(
                 derandomize=impl.excused,  # or peers would fail in one run and not in the next
                 suppress_health_check=list(hypothesis.HealthCheck),
             )
-            try:
-                with excusing(impl):
-                    settings(held)(impl)
-            except hypothesis.errors.Unsatisfiable:
-                pytest.skip(f"{impl.name} takes no problem that this law is about")
+            for kinds in kinds_of(check.__name__, impl) if device.type == "cuda" else ((),):
+                given = hypothesis.given(sample=sampled(kinds=kinds), **drawn or {})
+                held = given(Count.of(check))
+                if not impl.excused:
+                    held = hypothesis.seed(chance(check.__name__).getrandbits(64))(held)
+                try:
+                    with excusing(impl):
+                        settings(held)(impl)
+                except hypothesis.errors.Unsatisfiable:
+                    continue
+                return
+            pytest.skip(f"{impl.name} takes no problem that this law is about")
 
         return _named(test, check, why_not)
 
@@ -185,7 +191,7 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
     }
     lacking = {fact for fact in missing if not getattr(impl, fact, not impl.compiles)}
     reasons = [missing[fact] for fact in needs.split() if fact in lacking]
-    unsolved = [impl.why_not(problem, device) for problem in ORDINARY]
+    unsolved = [impl.why_not(problem, device, grad=impl.grad) for problem in ORDINARY]
     return next(iter([*reasons, *([] if None in unsolved else unsolved)]), None)
 
 

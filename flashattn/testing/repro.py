@@ -55,7 +55,8 @@ def smallest(impl: registry.Impl, sample: Sample) -> tuple[str, str] | None:
 
     def fails(other: Sample) -> bool:
         try:
-            solved = impl.why_not(other.problem, other.device) is None
+            reason = impl.why_not(other.problem, other.device, grad=other.grad)
+            solved = reason is None and impl.takes_scale(other.scale)
             return solved and ask(impl, other) is not None
         except Exception:  # noqa: BLE001 - falling over is another bug than being wrong
             return False
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
             denormals=impl.denormals,
             **asked_for,
         )
-        reason = impl.why_not(problem, device)
+        reason = impl.why_not(problem, device, grad=impl.grad)
         failure = ask(impl, sample) if reason is None else None
         print(f"{impl.name}: {reason or failure or f'{problem}: within its budgets'}")
         wrong |= failure is not None

@@ -51,7 +51,8 @@ def ask(impl: Impl, sample: Sample, change: Change = lambda case: case) -> Resul
     """
     case = change(sample.draw())
     grad = case.grad_o is not None
-    if impl.why_not(case.problem, case.inputs[0].device, grad=grad) is not None:
+    reason = impl.why_not(case.problem, case.inputs[0].device, grad=grad)
+    if reason is not None or not impl.takes_scale(case.scale):
         hypothesis.reject()
     call = partial(impl, **case.problem.keywords, scale=case.scale)
     return Result(sample, change, case, run_guarded(call, case))

@@ -185,6 +185,7 @@ def samples(
     *,
     asked: dict[str, Any],
     strict: bool = True,
+    scales: Sequence[float | None] = SCALES,
     kinds: Sequence[int] = (),
     **fixed: Any,
 ) -> Sample:
@@ -203,7 +204,7 @@ def samples(
     if strict:
         drawn |= {
             "values": draw(one_of(*VALUES), label="values"),
-            "scale": choose("scale", SCALES),
+            "scale": choose("scale", tuple(scales)),
             "layout": choose("layout", tuple(LAYOUTS)),
             "grad_layout": choose("grad_layout", tuple(GRAD_LAYOUTS)),
         }

@@ -80,7 +80,7 @@ dq_accum [1, 32, 4096, 64] float32; dq_semaphore [1024] int32
         ({"deterministic": False}, ("sm90", "sm90"), "one pass: "),
         ({"softcap": 50.0}, ("sm90", "sm90"), "one pass: "),
         ({"softcap": 50.0, "dtype": "float32"}, ("portable", "portable"), "fp32 have no softcap"),
-        ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is not positive"),
+        ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is -1"),
         ({"seq_q": 0}, ("none", "none"), "there is no query"),
     ],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hypothesis
+import pytest
 import torch
 from hypothesis import strategies as st
 
-from flashattn.plan.spec import TensorSpec
+from flashattn.plan.spec import TensorSpec, rewrite
+from flashattn.testing.layouts import LAYOUTS
 
 SIZES = st.lists(st.integers(1, 3), min_size=4, max_size=4)
 
@@ -41,3 +43,17 @@ def test_contiguous_is_of_pytorch(sizes, step, order):
     expanded = x[:1].expand(3 if sizes[0] else 0, *x.shape[1:])
     for each in (x, x.permute(order.sample(range(x.ndim), x.ndim)), expanded):
         assert TensorSpec.of(each).contiguous == each.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("like_rows", [True, False])
+def test_what_is_rewritten_is_aligned(layout, like_rows):
+    """A copy has the values, lies as its spec says, and TMA reaches it; rows' numbers are dense."""
+    x = LAYOUTS[layout](torch.randn(2, 3, 5, 72, dtype=torch.float16))
+    x = x if like_rows else x[..., 0]
+    copy, spec = rewrite(x), TensorSpec.of(x).rewritten()
+    assert torch.equal(copy, x)
+    assert TensorSpec.of(copy) == spec._replace(offset=copy.data_ptr() % 16)
+    assert spec.tma_compatible if like_rows else spec.contiguous
+    if like_rows and x.stride(-1) == 1:
+        assert spec.strides == torch.empty_like(x).stride()

@@ -1,8 +1,8 @@
-"""flashattn_hopper_bwd_fp32_dkdv, flashattn_hopper_bwd_fp32_dq: gradients of D = 65 to 128 in fp32.
+"""flashattn_hopper_bwd_fp32_dkdv, flashattn_hopper_bwd_fp32_dq: gradients of D up to 128 in fp32.
 
 The portable passes by bf16 terms, shared by two consumer warpgroups as in ``backward_d256``: one
 computes P, the other takes it and computes dS; dv is summed by the first, dk and dq by the second.
-Each has one accumulator of 64 x 128 in registers, and one tile that stays, whose addresses it
+Each has one accumulator of 64 rows in registers, and one tile that stays, whose addresses it
 keeps; a single warpgroup would have to spill. While one waits, the tensor cores have the other's
 products.
 """
@@ -22,7 +22,6 @@ from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import acc_layout
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
 
-COLUMNS = gl.constexpr(128)
 OWNED = gl.constexpr(64)  # rows of a program's own tile
 STAGES = gl.constexpr(2)
 
@@ -95,8 +94,9 @@ def consumer_dv(out, inputs, kv_heads, splits, shape, scale_log2, TERMS: gl.cons
     lse_log2, lse_rows, keys, queries, grads, sP = inputs
     start_kv, batch, split_batch, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
     rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
-    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     k = keys.consumer_wait(0)
+    COLUMNS: gl.constexpr = k[0].shape[1]
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     n = 0
     for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
         at = lse_log2 + (batch * kv_heads * shape.group + head).to(gl.int64) * lse_rows
@@ -126,8 +126,9 @@ def consumer_dk(out, inputs, kv_heads, splits, shape, scale, TERMS: gl.constexpr
     delta, lse_rows, values, queries, grads, sP = inputs
     start_kv, batch, split_batch, kv_head, first, end = own_keys(kv_heads, splits, shape, TERMS)
     rows = gl.arange(0, WALKED, layout=gl.SliceLayout(0, S))
-    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     v = values.consumer_wait(0)
+    COLUMNS: gl.constexpr = v[0].shape[1]
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     n = 0
     for head in range(kv_head * shape.group, kv_head * shape.group + shape.group):
         at = delta + (batch * kv_heads * shape.group + head).to(gl.int64) * lse_rows
@@ -255,8 +256,9 @@ def consumer_dq(out, inputs, heads, splits, shape, scale, TERMS: gl.constexpr):
     start_q, batch, split_batch, head, first, end = own_queries(heads, splits, shape, TERMS)
     rows = start_q + gl.arange(0, OWNED, layout=gl.SliceLayout(1, S))
     delta_rows = gl.load(delta + (batch * heads + head).to(gl.int64) * lse_rows + rows)
-    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     do = grads.consumer_wait(0)
+    COLUMNS: gl.constexpr = do[0].shape[1]
+    acc = gl.zeros([OWNED, COLUMNS], gl.float32, acc_layout(COLUMNS))
     for n in range(end - first):
         v = values.consumer_wait(n)
         dp = mma_terms(do, transpose_terms(v, TERMS), TERMS)

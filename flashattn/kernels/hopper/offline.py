@@ -28,8 +28,7 @@ from flashattn.plan.tables.hopper import (
     DETERMINISTIC,
     FORWARD,
     FP32_BACKWARD,
-    FP32_BACKWARD_D,
-    FP32_FORWARD_D,
+    FP32_D,
     NARROW_FORWARD,
     WIDEST_OF_NARROW,
 )
@@ -264,11 +263,11 @@ def variants() -> list[HopperVariant]:
         ),
         *(
             HopperVariant("hopper_fwd_fp32", d, None, causal)
-            for d, causal in product(FP32_FORWARD_D, (False, True))
+            for d, causal in product(FP32_D, (False, True))
         ),
         *(
-            HopperVariant(f"hopper_bwd_fp32_{kernel}", FP32_BACKWARD_D, None, causal)
-            for kernel, causal in product(("dkdv", "dq"), (False, True))
+            HopperVariant(f"hopper_bwd_fp32_{kernel}", d, None, causal)
+            for kernel, d, causal in product(("dkdv", "dq"), FP32_D, (False, True))
         ),
     ]
     modes = [

@@ -67,7 +67,8 @@ BACKWARD_D256 = {
 SECTION_BYTES = 32 << 20
 FP32_FORWARD = HopperFp32Tile(128, 64)
 FP32_BACKWARD = {3: HopperFp32Tile(64, 32), 2: HopperFp32Tile(64, 64)}  # by bf16 terms
-FP32_FORWARD_D, FP32_BACKWARD_D = (64, 128), 128  # BLOCK_D that these kernels take
+FP32_D = 64, 128  # BLOCK_D that these kernels take
+FP32_BACKWARD_D = 128  # where they are the faster ones for gradients
 HEAD_DIMS = range(33, 257)  # smaller ones the portable kernels take without padding
 FP32_HEAD_DIMS = range(33, 129)
 

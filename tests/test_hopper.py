@@ -197,7 +197,8 @@ def test_windows(device, head_dim, shape, window, corner):
         problem = replace(asked, dtype=dtype)
         sample = sample_of(problem, device)
         verify(windowed(problem, deterministic=True), sample)
-        assert_accurate(windowed(problem, deterministic=False), sample)
+        if alternately((True, False), WIDTHS.index(head_dim), bounded[0]):
+            assert_accurate(windowed(problem, deterministic=False), sample)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window70+30", "full"])
@@ -248,12 +249,12 @@ def test_softcap(device, head_dim, cap, mask, values):
     verify(attend, Sample(problem=problem, device=device, values=values))
 
 
-@pytest.mark.parametrize("packed", [None, "uneven"])
 @pytest.mark.parametrize("mask", [*KINDS, "causal_br"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
-def test_sinks(device, head_dim, mask, packed):
-    """So are rows that share their softmax with a sink, its gradient, and the same bits again."""
+def test_sinks(device, head_dim, mask):
+    """So are rows, packed or not, that share their softmax with a sink, and its gradient."""
+    packed = alternately((None, "uneven"), WIDTHS.index(head_dim), mask in ("causal", "full"))
     facts = {"documents": packed and DOCUMENTS[packed], "sink": True}
     full = ("float32",) if head_dim == 96 and packed is None else ()
     for dtype in (half_of(head_dim, mask), *full):

@@ -217,7 +217,7 @@ def test_under_transforms(name, device):
     def far(q, k, v, vector, sink, slopes):
         return call(q, k, v, relative(vector), sink, slopes)
 
-    graphs = (False,) if name == "reference" else (False, True)  # dynamic or not
+    graphs = {"reference": (False,), "triton": (False, True), "auto": (True,)}[name]  # dynamic?
     for f, x, kinds in ((call, bias, graphs), (far, vector, graphs[-1:])):
         given = q, k, v, x, sink, slopes
         wanted = f(*given)

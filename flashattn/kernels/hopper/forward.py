@@ -40,9 +40,6 @@ from flashattn.kernels.hopper.registers import acc_layout, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score, with_sink
 
-# Columns beyond which a loop stays that is empty without a mask, when only the last tile of keys
-# may need one: without the loop the forward is slower there, and faster below (docs/tuning-log.md).
-MASKED_LOOP_ABOVE_D = gl.constexpr(128)
 # Columns of values beyond which o is rescaled one step later (docs/tuning-log.md).
 RESCALE_LATER_ABOVE_D = gl.constexpr(128)
 # Growth of a row's maximum, in base 2, up to which it stays and o with it: P is 256 at most.
@@ -205,7 +202,7 @@ def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
     else:
         for run in range(2 if mask.two_sided else 1):  # the second: tiles that the left bound masks
             start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
-            if mask.masked or t.d_lo > MASKED_LOOP_ABOVE_D:
+            if mask.masked:
                 for i in range(start - 1, stop - 1, -1):
                     start_kv = i * t.block_kv
                     state = mainloop_step(

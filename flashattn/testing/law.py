@@ -37,7 +37,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "cpu": {"longest": 80},
     # As many of a GPU's; each further head dimension and dtype has its kernels compiled, and the
     # accuracy tests have them all.
-    "cuda": {"longest": 300, "head_dims": (64,), "dtypes": ("bfloat16", "float32")},
+    "cuda": {"longest": 160, "head_dims": (64,), "dtypes": ("bfloat16", "float32")},
 }
 
 

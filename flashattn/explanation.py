@@ -64,7 +64,8 @@ def explain(
         bias: likewise; its gradient is wanted.
         sink: likewise.
         scale: likewise.
-        impl: "triton", "hopper", or "auto", for each pass the faster one.
+        impl: "triton", "hopper", or "auto", for each pass the faster one. Where Hopper has no
+            backward, the kernel of that plan is "none", and its ``why`` says so.
         precision: likewise.
         deterministic: likewise.
         gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None is that of

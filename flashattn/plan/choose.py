@@ -235,7 +235,7 @@ def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
 
 
 def _not_read(specs: Sequence[TensorSpec], options: Options) -> tuple[str, ...]:
-    """Return the names of tensors that no kernel reads as they are, or not those asked for."""
+    """Return the names of tensors that must be copied: no kernel, or not Hopper's, reads them."""
     tma = options.family == "hopper" and specs[0].dtype != torch.float32
     names = [
         name

@@ -16,7 +16,7 @@ from flashattn.plan.precision import TERMS
 from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import cdiv, dq_accumulators, equal_sections, gqa_splits
-from flashattn.plan.support import SMALLEST_SCALE, why_not_hopper, why_not_tma
+from flashattn.plan.support import why_not_hopper, why_not_scale, why_not_tma
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import (
     NARROW_VALUES,
@@ -187,8 +187,9 @@ def _forward_fp32(
     terms = _terms("fwd", (q, k, v), gpu, options)
     if isinstance(terms, str):
         return terms
-    if options.scale < SMALLEST_SCALE:
-        return f"the scale is {options.scale:g}, not positive or denormal"
+    reason = why_not_scale(options.scale)
+    if reason is not None:
+        return reason
     tile, (batch, heads, seq_q, _) = rows.FP32_FORWARD, q.shape
     return ForwardPlan(
         kernel="sm90_fp32",

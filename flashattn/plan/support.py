@@ -93,13 +93,21 @@ def _within(head_dim: int, allowed: range) -> bool:
     return allowed[0] <= head_dim <= allowed[-1]
 
 
+def why_not_scale(scale: float) -> str | None:
+    """Return why Hopper's kernels cannot take a scale, or None."""
+    if scale < TINY_SCALE:
+        return f"the scale is {scale:g}, not positive or so small that lse / scale may overflow"
+    return None
+
+
 def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
     """Return why Hopper's half-precision kernels cannot take these inputs, or None.
 
     Results have the inputs' columns, in rows that lie one behind the other.
     """
-    if scale < TINY_SCALE:
-        return f"the scale is {scale:g}, not positive or so small that lse / scale may overflow"
+    reason = why_not_scale(scale)
+    if reason is not None:
+        return reason
     different = set(inputs)  # often one
     if any(0 in x.shape for x in different):
         return "there is nothing to do"

@@ -82,6 +82,11 @@ dq_accum [1, 32, 4096, 64] float32; dq_semaphore [1024] int32
         ({"softcap": 50.0, "dtype": "float32"}, ("portable", "portable"), "fp32 have no softcap"),
         ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is -1"),
         ({"seq_q": 0}, ("none", "none"), "there is no query"),
+        (
+            {"impl": "hopper", "head_dim": 192, "alibi_slopes": torch.empty(32, device="meta")},
+            ("sm90", "none"),
+            "Hopper's kernels for more than 128 columns have no ALiBi; triton's do",
+        ),
     ],
 )
 def test_why(how, kernels, sentence):

@@ -54,12 +54,18 @@ def pytest_configure(config):
         )
 
 
-def pytest_collection_finish():
-    """Let the collector pass over modules and items, a million objects, and look more rarely."""
-    gc.collect()
-    gc.freeze()
-    if not torch.cuda.is_available():  # of whose memory cycles may hold much
-        gc.set_threshold(10_000, 10, 50)  # without it one second in twelve is the collector's
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Let the collector rest, then pass over modules and items, a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        if not torch.cuda.is_available():  # of whose memory cycles may hold much
+            gc.set_threshold(10_000, 10, 50)  # without it one second in twelve is the collector's
 
 
 def pytest_unconfigure():

@@ -33,7 +33,7 @@ eps. So it is in fp16 where naive overflows, as dS times a softcap does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ def relative_errors(call: Call, case: Case) -> dict[str, float]:
 
 def all_finite(x: torch.Tensor) -> bool:
     """Return whether no element is infinite or NaN: its extremes say so in one pass."""
-    return x.numel() == 0 or all(end.isfinite() for end in x.aminmax())
+    return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())
 
 
 class Error(NamedTuple):
@@ -87,13 +87,7 @@ class Error(NamedTuple):
     @classmethod
     def of(cls, got: torch.Tensor, exact: torch.Tensor) -> Error:
         """Compare where ``exact`` is finite."""
-        errors = got.double() - exact
-        if not all_finite(exact):
-            errors = errors[exact.isfinite()]
-        if errors.numel() == 0:
-            return cls()
-        sizes = errors.abs()
-        return cls(sizes.max().item(), sizes.mean().item(), errors.mean().item())
+        return errors_of({"": got}, {"": exact})[""]
 
     def joined(self, other: Error) -> Error:
         """Return the larger of each."""
@@ -102,6 +96,22 @@ class Error(NamedTuple):
     def scaled(self, factor: float) -> Error:
         """Return each times ``factor``."""
         return Error(*(x * factor for x in self))
+
+
+def errors_of(got: Outputs, exact: Outputs) -> dict[str, Error]:
+    """Compare each output where ``exact`` is finite.
+
+    All numbers are read at once: on a GPU that others use, too, each read waits for a turn.
+    """
+    numbers = []
+    for name, x in got.items():
+        finite = exact[name].isfinite()
+        errors = (x.double() - exact[name]).where(finite, 0.0)
+        sizes, count = errors.abs(), finite.sum().clamp(min=1)
+        most = sizes.max() if sizes.numel() else sizes.sum()
+        numbers.append(torch.stack([most, sizes.sum() / count, errors.sum() / count]))
+    found = torch.stack(numbers).tolist() if numbers else []
+    return {name: Error(*row) for name, row in zip(got, found, strict=True)}
 
 
 def one_by_one(case: Case) -> Outputs:
@@ -141,13 +151,13 @@ def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
     if dtype == torch.float64:
         return _errors_of_fp32(case, exact)
     outputs = run_reference(case)
-    odd = {name: x.isfinite().logical_not() for name, x in outputs.items() if not all_finite(x)}
-    if any((x & exact[name].isfinite()).any() for name, x in odd.items()):
+    live = {name: x.isfinite() for name, x in exact.items()}
+    if torch.stack([(live[n] & ~x.isfinite()).any() for n, x in outputs.items()]).any():
         return _errors_of_fp32(case, exact)
-    errors = {name: Error.of(x, exact[name]) for name, x in outputs.items()}
+    errors = errors_of(outputs, exact)
     if dtype == torch.float32:
         others = {name: x for name, x in one_by_one(case).items() if name in errors}
-        errors |= {n: errors[n].joined(Error.of(x, exact[n])) for n, x in others.items()}
+        errors |= {n: errors[n].joined(error) for n, error in errors_of(others, exact).items()}
     return errors
 
 
@@ -155,7 +165,7 @@ def _errors_of_fp32(case: Case, exact: Outputs) -> dict[str, Error]:
     """Return how wrong the reference is in fp32, scaled by the ratio of eps."""
     eps = (torch.finfo(x).eps for x in (case.problem.torch_dtype, torch.float32))
     ratio, narrow = next(eps) / next(eps), run_reference(case, torch.float32)
-    return {name: Error.of(x, exact[name]).scaled(ratio) for name, x in narrow.items()}
+    return {name: error.scaled(ratio) for name, error in errors_of(narrow, exact).items()}
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:
@@ -166,8 +176,9 @@ def last_place(dtype: torch.dtype, size: float) -> float:
 
 def largest(outputs: Outputs) -> dict[str, float]:
     """Return the largest finite magnitude of each output."""
-    finite = {n: x if all_finite(x) else x[x.isfinite()] for n, x in outputs.items()}
-    return {name: x.abs().max().item() if x.numel() else 0.0 for name, x in finite.items()}
+    finite = [x.nan_to_num(0.0, 0.0, 0.0).abs() for x in outputs.values()]
+    sizes = torch.stack([x.max() if x.numel() else x.sum() for x in finite]).tolist()
+    return dict(zip(outputs, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -204,37 +215,53 @@ class Expected:
 
     def failures(self, got: Outputs) -> list[str]:
         """Return a sentence for each budget that ``got`` breaks."""
-        return [sentence for name, x in got.items() for sentence in self._failures(name, x)]
-
-    def _failures(self, name: str, x: torch.Tensor) -> list[str]:
-        exact = self.exact[name]
-        if x.shape != exact.shape:
-            return [f"{name}: shape {list(x.shape)}, wanted {list(exact.shape)}"]
-        finite = exact.isfinite()
-        if not torch.equal(x.double()[~finite], exact[~finite]) or not x[finite].isfinite().all():
-            return [f"{name}: infinite or NaN where the exact result is not, or the reverse"]
-        if not finite.any():
-            return []
-        error = Error.of(x, exact)._asdict()
-        return [
-            f"{name}: {which} error {error[which]:.3g}, budget {budget:.3g}"
-            f" (naive={self.naive[name]})"
-            for which, budget in self.budgets(name, x).items()
-            if not error[which] <= budget
+        exact = {name: self.exact[name] for name in got}
+        shapes = [
+            f"{name}: shape {list(x.shape)}, wanted {list(exact[name].shape)}"
+            for name, x in got.items()
+            if x.shape != exact[name].shape
         ]
+        if shapes:
+            return shapes
+        odd = torch.stack([_is_odd(x, exact[name]) for name, x in got.items()]).tolist()
+        failures = [
+            f"{name}: infinite or NaN where the exact result is not, or the reverse"
+            for name, is_odd in zip(got, odd, strict=True)
+            if is_odd
+        ]
+        sound = {n: x for (n, x), is_odd in zip(got.items(), odd, strict=True) if not is_odd}
+        for name, error in errors_of(sound, exact).items():
+            failures += [
+                f"{name}: {which} error {size:.3g}, budget {budget:.3g} (naive={self.naive[name]})"
+                for which, budget in self.budgets(name, sound[name]).items()
+                if not (size := getattr(error, which)) <= budget
+            ]
+        return failures
+
+    @cached_property
+    def _typical(self) -> dict[str, list[float]]:
+        """The mean finite magnitude of each output; what is stored at the most, and on average."""
+        numbers = []
+        for name, exact in self.exact.items():
+            finite, stored = exact.isfinite(), self.stored.get(name, exact.new_zeros(1))
+            typical = exact.abs().where(finite, 0.0).sum() / finite.sum()
+            most = stored.max() if stored.numel() else stored.sum()
+            numbers.append(torch.stack([typical, most, stored.mean()]))
+        return dict(zip(self.exact, torch.stack(numbers).tolist(), strict=True))
 
     def budgets(self, name: str, x: torch.Tensor) -> dict[str, float]:
         """Return how large the largest and, of a sample, the mean error of output x may be."""
-        exact, naive = self.exact[name], self.naive[name]
-        stored = self.stored.get(name, exact.new_zeros(1))
-        budgets = {"max": 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + self.flushed}
-        if stored.numel():
-            budgets["max"] += stored.max().item()
-        if x.numel() >= MEAN_SAMPLE:
-            typical = exact[exact.isfinite()].abs().mean().item()
-            rounding = last_place(x.dtype, typical)
-            budgets["mean"] = 1.1 * naive.mean + rounding + stored.mean().item() + self.flushed
-        return budgets
+        naive, (typical, stored, mean_stored) = self.naive[name], self._typical[name]
+        most = 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + stored + self.flushed
+        if x.numel() < MEAN_SAMPLE:
+            return {"max": most}
+        mean = 1.1 * naive.mean + last_place(x.dtype, typical) + mean_stored + self.flushed
+        return {"max": most, "mean": mean}
+
+
+def _is_odd(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return whether x is infinite or NaN where the exact result is not, or the reverse."""
+    return torch.where(exact.isfinite(), ~x.isfinite(), x.double() != exact).any()
 
 
 def _of_one_sample(

@@ -6,6 +6,7 @@ in one process, and so does everything under ``--pdb``, ``--lf``, ``--stepwise``
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import sys
@@ -23,6 +24,7 @@ GPU_BYTES = 8 * 2**30  # of GPU memory for each worker: its context, kernels and
 ON_GPU = torch.cuda.is_available()
 CHUNK = 1 if ON_GPU else 4  # tests that a worker is given at most: neighbours share a reference
 CACHED_BYTES = 2**30  # that a worker may keep between tests
+CU_CTX_SCHED_BLOCKING_SYNC = 4  # cuda.h
 ONE_PROCESS = ("usepdb", "collectonly", "lf", "stepwise")
 LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
@@ -31,6 +33,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "alone: looks at a clock, so other workers wait")
     config.addinivalue_line("markers", "gpu_memory: wants much of a GPU's memory, so one at a time")
+    if hasattr(config, "workerinput") and ON_GPU and torch.version.cuda:
+        _sleep_while_waiting()
+
+
+def _sleep_while_waiting() -> None:
+    """Leave a core to others while a worker waits for its GPU; CUDA's default is to spin."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuInit(0)
+    cuda.cuDevicePrimaryCtxSetFlags_v2(0, CU_CTX_SCHED_BLOCKING_SYNC)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashattn.report.runs import Row
 
+Unit = Callable[[Any], str]  # of a fact, which may be None
 KIBI, MEBI, GIBI, TERA = 2.0**10, 2.0**20, 2.0**30, 1e12
 MARKS = {"unsupported": "-", "oom": "OOM", "failed": "FAILED"}  # instead of a number
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
@@ -62,7 +63,7 @@ def digits(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
-def _in(unit: float) -> Callable[[float | None], str]:
+def _in(unit: float) -> Unit:
     return lambda value: digits(None if value is None else value / unit)
 
 
@@ -102,6 +103,6 @@ def spread(row: Row) -> str:
     return f"{ms(row['mean'])} ± {ms(row['std'])}" if known else ""
 
 
-def or_mark(row: Row | None, unit: Callable[[float | None], str], fact: str = "seconds") -> str:
+def or_mark(row: Row | None, unit: Unit, fact: str = "seconds") -> str:
     """Return a fact of a row, or the mark of its status; "" for no row."""
     return "" if row is None else MARKS.get(row["status"], unit(row.get(fact)))

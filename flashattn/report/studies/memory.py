@@ -56,7 +56,7 @@ def tables(run: Run) -> list[Table]:
             "The largest blocks at the peak, and the line that allocated them",
             known(rows, "largest"),
             blocks,
-            lambda row: [row | block for block in row["largest"]],
+            [row | block for row in known(rows, "largest") for block in row["largest"]],
         ),
     )
 

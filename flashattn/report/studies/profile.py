@@ -102,7 +102,7 @@ def _parts(rows: list[Row]) -> Table:
         "TB/s": lambda part: tera(part["bytes"] / part["seconds"] if part.get("bytes") else None),
     }
     caption = "Inside naive attention: time in ms, and shares of time and FLOPs"
-    return Table.of(caption, rows, columns, _pieces)
+    return Table.of(caption, rows, columns, [piece for row in rows for piece in _pieces(row)])
 
 
 def _kernels(rows: list[Row]) -> Table:
@@ -115,7 +115,7 @@ def _kernels(rows: list[Row]) -> Table:
             "time": lambda row: ms(row["seconds"]),
             "of step": lambda row: percent(row["seconds"] / _total(row)),
         },
-        lambda row: [row | kernel for kernel in (row.get("kernels") or [])[:LONGEST]],
+        [row | kernel for row in rows for kernel in (row.get("kernels") or [])[:LONGEST]],
     )
 
 

@@ -29,10 +29,9 @@ class Excerpt:
     def table(self, run: Run) -> Table:
         """Return the table, without lines and columns that nothing was measured for."""
         rows = [row for row in ok(run.study(self.study)) if _matches(row, self.where)]
-        case = self.lines.values()
-        columns = dict(zip(self.lines, shared(*case).values(), strict=True)) | dict(self.cells)
-        made = Table.of(self.note, rows, columns, groups(rows, *case).values())
-        lines = [line for line in made.lines if any(line[len(case) :])]
+        columns = shared(**self.lines) | dict(self.cells)
+        made = Table.of(self.note, rows, columns, groups(rows, *self.lines.values()).values())
+        lines = [line for line in made.lines if any(line[len(self.lines) :])]
         kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
         header = [made.header[i] for i in kept]
         return replace(made, header=header, lines=[[line[i] for i in kept] for line in lines])

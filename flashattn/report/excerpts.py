@@ -27,7 +27,7 @@ from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE, share
 from flashattn.report.studies import compile as compiling
 from flashattn.report.studies.integrations import ACTIVATED, DIRECT, FATTN, LENGTHS, UNITS
 from flashattn.report.studies.integrations import PEERS as ATTENTIONS
-from flashattn.report.units import digits, gib, mib, microseconds, ms, percent, times
+from flashattn.report.units import MASKS, digits, gib, mib, microseconds, ms, percent, times
 
 CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex", "sdpa"
 EFFICIENT = "sdpa_efficient"
@@ -51,17 +51,17 @@ def _speeds(peers: Mapping[str, str], **where: Any) -> Excerpt:
     )
 
 
-def _ratios(name: str, peer: str) -> Excerpt:
+def _ratios(who: str, peer: str) -> Excerpt:
     return Excerpt(
         study="flash",
         where={"protocol": "tokens", "dtype": "bfloat16"},
         lines={"D": "head_dim"},
         cells={
-            f"{passes}, {mask}": mean_ratio(peer, **{"pass": passes}, **causal)
-            for passes in PASSES
-            for mask, causal in (("full", _FULL), ("causal", _CAUSAL))
+            f"{name}, {MASKS[mask]}": mean_ratio(peer, **{"pass": name}, causal=mask)
+            for name in PASSES
+            for mask in (False, "top_left")
         },
-        note=f"Our speed over {name}'s, geometric mean (least to greatest) over the lengths, bf16,"
+        note=f"Our speed over {who}'s, geometric mean (least to greatest) over the lengths, bf16,"
         " 16 384 tokens, hidden size 2048.",
     )
 
@@ -92,12 +92,9 @@ def _model(**where: Any) -> dict[str, Any]:
     return {"size": "2.7B", "context": 1024, "batch": 4, **where}
 
 
-_FULL = {"causal": False}
-_CAUSAL = {"causal": "top_left"}
-
 EXCERPTS: dict[str, Excerpt] = {
     "speed": _speeds(
-        {name: PEERS[name] for name in ("cuDNN", "FA-4")},
+        {"cuDNN": CUDNN, "FA-4": FA4},
         seq_q=16384,
         head_dim=(64, 128, 256),
     ),

@@ -64,8 +64,9 @@ def best(rows: Iterable[Row], *, ours: bool) -> Row | None:
 
 
 def gain(slow: Row | None, fast: Row | None) -> float | None:
-    """Return the speed of one row over that of another, or None without both."""
-    return float(slow["seconds"] / fast["seconds"]) if slow and fast else None
+    """Return the speed of one row over that of another, or None without both times."""
+    both = timed(row for row in (slow, fast) if row)
+    return float(both[0]["seconds"] / both[1]["seconds"]) if both[1:] else None
 
 
 def over_peer(rows: Iterable[Row]) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from flashattn.report.plot import Picture
 from flashattn.report.rows import by, over_peer, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.units import Unit, notes, or_mark, times, word
+from flashattn.report.units import NOTES, Unit, or_mark, times, word
 
 Cell = Callable[[Row], str]
 Cells = Callable[[list[Row]], str]  # from the rows of a line
@@ -29,7 +29,8 @@ class Table:
     @property
     def notes(self) -> list[str]:
         """The meanings of the marks in the cells."""
-        return notes(self.lines)
+        cells = [cell for line in self.lines for cell in line if cell[:1].isdigit()]
+        return [note for mark, note in NOTES.items() if any(mark in cell for cell in cells)]
 
     @classmethod
     def of(
@@ -47,22 +48,23 @@ class Table:
         return cls(caption=caption, header=[*columns], lines=lines, rows=rows)
 
 
-def facts(*names: str) -> dict[str, Cell]:
-    """Return a column for each fact of a row."""
+def facts(*names: str, **named: str) -> dict[str, Cell]:
+    """Return a column for each fact of a row, under the fact's name or another one."""
 
-    def cell(name: str, row: Row) -> str:
-        return word(name, row.get(name))
+    def cell(fact: str, row: Row) -> str:
+        return word(fact, row.get(fact))
 
-    return {name: partial(cell, name) for name in names}
+    found = {name: name for name in names} | named
+    return {name: partial(cell, fact) for name, fact in found.items()}
 
 
-def shared(*names: str) -> dict[str, Cells]:
-    """Return a column for each fact that the rows of a line share."""
+def shared(*names: str, **named: str) -> dict[str, Cells]:
+    """Return a column for each fact that the rows of a line share; see ``facts``."""
 
     def cell(of: Cell, rows: list[Row]) -> str:
         return of(rows[0])
 
-    return {name: partial(cell, of) for name, of in facts(*names).items()}
+    return {name: partial(cell, of) for name, of in facts(*names, **named).items()}
 
 
 def sides(rows: Iterable[Row], axis: str, unit: Unit) -> dict[str, Cells]:

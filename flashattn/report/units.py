@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from flashattn.report.runs import Row
@@ -24,12 +24,6 @@ NOTES = {
     " ~": f"~ the quartiles are further apart than {UNSTEADY:.0%} of the median",
     " +": "+ the peer was measured in another run",
 }
-
-
-def notes(lines: Iterable[Iterable[str]]) -> list[str]:
-    """Return the meaning of every mark in the cells."""
-    cells = [cell for line in lines for cell in line if cell[:1].isdigit()]
-    return [note for mark, note in NOTES.items() if any(mark in cell for cell in cells)]
 
 
 def word(fact: str, value: Any) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flashattn.report.answer import cards, explorer
+from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import Run
 from flashattn.report.studies import STUDIES, accuracy, attention, flash, launch, lm, memory
 from flashattn.report.units import GIBI
@@ -23,6 +24,7 @@ CHANGES = {
     "unsteady": (flash, {"problem": "h16-q512", "impl": "hopper"}, {"q1": 0.001, "q3": 0.01}),
     "a peer of another run": (flash, {"impl": "sdpa"}, {"run": Run(machine={})}),
     "tiled is no peer": (flash, {"impl": "sdpa"}, {"impl": "tiled"}),
+    "nor is ours in any order": (flash, {"impl": "sdpa"}, {"impl": ANY_ORDER}),
     "naive is faster": (flash, {"impl": "naive", **OK}, {"seconds": 1e-4}),
     "above the roof": (flash, OK, FAST),
     "above the roof of fp32": (flash, OK, FAST | {"dtype": "float32"}),

@@ -63,5 +63,4 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         for (problem,), cases in groups(own, "problem").items()
         if (ratio := over_peer(cases))
     ]
-    made = plot.bars("Speed over that of the fastest peer", records)
-    return {"heads-speeds": made} if records else {}
+    return plot.shown("heads-speeds", plot.bars("Speed over that of the fastest peer", records))

@@ -5,17 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from flashattn.report import plot
-from flashattn.report.rows import (
-    attempted,
-    by,
-    gain,
-    groups,
-    known,
-    label,
-    ordered,
-    quickest,
-    timed,
-)
+from flashattn.report.rows import attempted, gain, groups, known, label, ordered, quickest, timed
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table, filled, shared, sides
 from flashattn.report.units import microseconds, ms, times
@@ -68,7 +58,7 @@ def tables(run: Run) -> list[Table]:
     columns = {"step": lambda own: label(own[0], *STEP)} | sides(rows, "attention", ms)
     columns |= {f"speed / {x}": partial(_speed, x) for x in PEERS if x in columns}
     columns["waits"] = lambda own: ", ".join(
-        f"{row['waits']} ({x})" for x, row in by(known(own, "waits"), "attention").items()
+        f"{row['waits']} ({row['attention']})" for row in known(own, "waits")
     )
     caption = "Forward and backward of a model: ms, and how often the host waits for the device"
     return filled(*found, Table.of(caption, rows, columns, groups(rows, *STEP).values()))
@@ -102,5 +92,5 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         | {"value": 1e3 * row["seconds"], "ours": row["attention"] not in PEERS}
         for row in ordered(timed(_steps(run)), *STEP, "attention")
     ]
-    made = plot.bars("Forward and backward of a model", records, columns=2) if records else None
-    return {"integrations-steps": made} if made else {}
+    made = plot.bars("Forward and backward of a model", records, columns=2)
+    return plot.shown("integrations-steps", made)

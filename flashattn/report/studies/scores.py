@@ -86,4 +86,4 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         if (ratio := _over_plain(rows, cases, ours=ours))
     ]
     made = plot.bars("Time over that of our kernels for plain scores", records, columns=2)
-    return {"scores-times": made} if records else {}
+    return plot.shown("scores-times", made)

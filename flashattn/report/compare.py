@@ -50,27 +50,16 @@ class Limit(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The change of one case.
+    """The change of one case."""
 
-    Args:
-        a: its row in the first run, or None.
-        b: its row in the second run, or None.
-        same_versions: whether driver, torch, Triton and so on are the same.
-        same_code: whether the sources are the same too.
-        verdict: faster, slower, same, control, timed once, new, gone, or still or now a status.
-        shift: log of the median ratio of its controls.
-        noise: log of the largest ratio explained by noise; 0 if nothing is compared.
-        controls: number of controls behind the noise.
-    """
-
-    a: Row | None
-    b: Row | None
-    same_versions: bool = False
-    same_code: bool = False
-    verdict: str = SAME
-    shift: float = 0.0
-    noise: float = 0.0
-    controls: int = 0
+    a: Row | None  # its row in the first run
+    b: Row | None  # its row in the second run
+    same_versions: bool = False  # of driver, torch, Triton and so on
+    same_code: bool = False  # the sources are the same too
+    verdict: str = SAME  # or FASTER, SLOWER, CONTROL, ONCE, new, gone, still or now a status
+    shift: float = 0.0  # log of the median ratio of its controls
+    noise: float = 0.0  # log of the largest ratio explained by noise; 0 if nothing is compared
+    controls: int = 0  # how many are behind the noise
 
     @property
     def row(self) -> Row:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashattn.report.excerpt import Excerpt
 from flashattn.report.excerpts import EXCERPTS
 from flashattn.report.runs import Run
 from flashattn.report.table import markdown
@@ -35,17 +34,14 @@ def render(text: str, run: Run) -> str:
         begin, name, end = found.groups()
         if name not in EXCERPTS:
             raise ValueError(f"table: wanted one of {', '.join(EXCERPTS)}, got {name}")
-        return f"{begin}\n{_table(EXCERPTS[name], run)} {end}"
+        table = EXCERPTS[name].table(run)
+        command = f"pytest benchmarks/bench_{EXCERPTS[name].study}.py"
+        made = f"*No kept run has this table yet; `{command}` measures it.*"
+        if table.lines:
+            made = f"{markdown(table)}\n\n*{table.caption} {_origin(run, table.rows)}.*"
+        return f"{begin}\n{made} {end}"
 
     return TABLE.sub(filled, text)
-
-
-def _table(excerpt: Excerpt, run: Run) -> str:
-    table = excerpt.table(run)
-    if not table.lines:
-        command = f"pytest benchmarks/bench_{excerpt.study}.py"
-        return f"*No kept run has this table yet; `{command}` measures it.*"
-    return f"{markdown(table)}\n\n*{table.caption} {_origin(run, table.rows)}.*"
 
 
 def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:

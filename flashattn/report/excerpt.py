@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
 
-from flashattn.report.rows import KERNELS, groups, ok, speed, timed
+from flashattn.report.rows import KERNELS, gain, groups, ok, quickest, speed
 from flashattn.report.runs import Row, Run
 from flashattn.report.studies import accuracy
-from flashattn.report.study import Table
-from flashattn.report.units import gib, percent, spread, tera, word
+from flashattn.report.study import Cells, Table, shared
+from flashattn.report.units import Unit, gib, percent, spread, tera
 
-Unit = Callable[[Any], str]  # of a fact, which may be None
-Cell = Callable[[list[Row]], str]  # from the rows of a line
 PASSES = ("forward", "backward")
 
 
@@ -25,26 +23,18 @@ class Excerpt:
     study: str
     where: Mapping[str, Any]  # values of facts of its rows; several in a tuple, or a predicate
     lines: Mapping[str, str]  # the facts that name a line, by column
-    cells: Mapping[str, Cell]  # the other columns
+    cells: Mapping[str, Cells]  # the other columns
     note: str  # what the numbers are, and in which unit
 
     def table(self, run: Run) -> Table:
         """Return the table, without lines and columns that nothing was measured for."""
         rows = [row for row in ok(run.study(self.study)) if _matches(row, self.where)]
-        lines = []
-        for case, own in groups(rows, *self.lines.values()).items():
-            names = map(word, self.lines.values(), case)
-            cells = [cell(own) for cell in self.cells.values()]
-            if any(cells):
-                lines.append([*names, *cells])
-        header = [*self.lines, *self.cells]
-        kept = [i for i in range(len(header)) if any(line[i] for line in lines)]
-        return Table(
-            caption=self.note,
-            header=[header[i] for i in kept],
-            lines=[[line[i] for i in kept] for line in lines],
-            rows=rows,
-        )
+        columns = shared(**self.lines) | dict(self.cells)
+        made = Table.of(self.note, rows, columns, groups(rows, *self.lines.values()).values())
+        lines = [line for line in made.lines if any(line[len(self.lines) :])]
+        kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+        header = [made.header[i] for i in kept]
+        return replace(made, header=header, lines=[[line[i] for i in kept] for line in lines])
 
 
 def _matches(row: Row, where: Mapping[str, Any]) -> bool:
@@ -60,11 +50,10 @@ def _matches(row: Row, where: Mapping[str, Any]) -> bool:
 
 def _fastest(rows: list[Row], **where: Any) -> Row | None:
     """Return the fastest of the rows that have these facts."""
-    found = (row for row in timed(rows) if _matches(row, where))
-    return min(found, key=lambda row: float(row["seconds"]), default=None)
+    return quickest(row for row in rows if _matches(row, where))
 
 
-def fastest(say: Callable[[Row], str], **where: Any) -> Cell:
+def fastest(say: Callable[[Row], str], **where: Any) -> Cells:
     """Return a cell that says something of the fastest row that has these facts."""
 
     def cell(rows: list[Row]) -> str:
@@ -74,37 +63,36 @@ def fastest(say: Callable[[Row], str], **where: Any) -> Cell:
     return cell
 
 
-def number(unit: Unit, fact: str = "seconds", **where: Any) -> Cell:
+def number(unit: Unit, fact: str = "seconds", **where: Any) -> Cells:
     """Return a cell with one fact of the fastest row that has these facts."""
     return fastest(lambda row: unit(row.get(fact)), **where)
 
 
-def rate(**where: Any) -> Cell:
+def rate(**where: Any) -> Cells:
     """Return a cell with the TFLOP/s of the fastest row that has these facts."""
     return fastest(lambda row: tera(speed(row)), **where)
 
 
-def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cell:
+def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cells:
     """Return a cell with the speed of one row over that of another."""
 
     def cell(rows: list[Row]) -> str:
-        a, b = _fastest(rows, **slow), _fastest(rows, **fast)
-        return f"{a['seconds'] / b['seconds']:.2f}" if a and b else ""
+        found = gain(_fastest(rows, **slow), _fastest(rows, **fast))
+        return f"{found:.2f}" if found else ""
 
     return cell
 
 
 def _over(peers: str | tuple[str, ...], rows: list[Row]) -> dict[str, float]:
     """Return our speed over that of the fastest of some peers, by problem."""
-    found = {}
-    for (problem,), cases in groups(rows, "problem").items():
-        peer, ours = _fastest(cases, impl=peers), _fastest(cases, impl=KERNELS)
-        if peer and ours:
-            found[problem] = peer["seconds"] / ours["seconds"]
-    return found
+    return {
+        problem: found
+        for (problem,), own in groups(rows, "problem").items()
+        if (found := gain(_fastest(own, impl=peers), _fastest(own, impl=KERNELS)))
+    }
 
 
-def mean_ratio(peer: str, **where: Any) -> Cell:
+def mean_ratio(peer: str, **where: Any) -> Cells:
     """Return a cell with mean and range over problems of our speed over a peer's."""
 
     def cell(rows: list[Row]) -> str:
@@ -123,9 +111,9 @@ def worst(peers: tuple[str, ...], rows: list[Row]) -> str:
     return f"{ratios[problem]:.2f} ({problem})" if ratios and ratios[problem] < 1 else ""
 
 
-def both_passes(peers: Mapping[str, str], one: Callable[..., Cell]) -> dict[str, Cell]:
+def both_passes(peers: Mapping[str, str], one: Callable[..., Cells]) -> dict[str, Cells]:
     """Return, for each pass, a column of ours, one of each peer, and the ratio."""
-    made: dict[str, Cell] = {}
+    made: dict[str, Cells] = {}
     for name in PASSES:
         made[f"{name}: ours"] = one(impl=KERNELS, **{"pass": name})
         made |= {f"{name}: {x}": one(impl=y, **{"pass": name}) for x, y in peers.items()}
@@ -146,7 +134,7 @@ def unwarmed(rows: list[Row]) -> str:
     return "" if row is None else spread(row)
 
 
-def held(*names: str) -> Cell:
+def held(*names: str) -> Cells:
     """Return a cell with the measured GiB of these parts of the memory."""
 
     def cell(rows: list[Row]) -> str:

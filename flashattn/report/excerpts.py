@@ -27,11 +27,13 @@ from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE, share
 from flashattn.report.studies import compile as compiling
 from flashattn.report.studies.integrations import ACTIVATED, DIRECT, FATTN, LENGTHS, UNITS
 from flashattn.report.studies.integrations import PEERS as ATTENTIONS
-from flashattn.report.units import digits, gib, mib, microseconds, ms, percent, times
+from flashattn.report.units import MASKS, digits, gib, mib, microseconds, ms, percent, times
 
 CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex", "sdpa"
 EFFICIENT = "sdpa_efficient"
 PEERS = {"cuDNN": CUDNN, "FA-4": FA4, "FlexAttention": FLEX, "FA-2": FA2}
+TOKENS = {"protocol": "tokens", "dtype": "bfloat16"}
+SIZES = "bf16, 16 384 tokens, hidden size 2048"  # of these rows
 SPEED = (
     "TFLOP/s: operations of the pairs that the mask leaves, over the median device time with a"
     " cold L2 cache. Ratio: time of the fastest peer in the table over ours."
@@ -41,28 +43,28 @@ SPEED = (
 def _speeds(peers: Mapping[str, str], **where: Any) -> Excerpt:
     return Excerpt(
         study="flash",
-        where={"protocol": "tokens", "dtype": "bfloat16", **where},
+        where={**TOKENS, **where},
         lines={"N": "seq_q", "D": "head_dim", "mask": "causal"},
         cells={
             **both_passes(peers, rate),
             "backward: ours, any order": rate(impl=ANY_ORDER, **{"pass": "backward"}),
         },
-        note=f"bf16, 16 384 tokens, hidden size 2048. {SPEED} FA-4 adds in any order.",
+        note=f"{SIZES}. {SPEED} FA-4 adds in any order.",
     )
 
 
-def _ratios(name: str, peer: str) -> Excerpt:
+def _ratios(who: str, peer: str) -> Excerpt:
     return Excerpt(
         study="flash",
-        where={"protocol": "tokens", "dtype": "bfloat16"},
+        where=TOKENS,
         lines={"D": "head_dim"},
         cells={
-            f"{passes}, {mask}": mean_ratio(peer, **{"pass": passes}, **causal)
-            for passes in PASSES
-            for mask, causal in (("full", _FULL), ("causal", _CAUSAL))
+            f"{name}, {MASKS[mask]}": mean_ratio(peer, **{"pass": name}, causal=mask)
+            for name in PASSES
+            for mask in (False, "top_left")
         },
-        note=f"Our speed over {name}'s, geometric mean (least to greatest) over the lengths, bf16,"
-        " 16 384 tokens, hidden size 2048.",
+        note=f"Our speed over {who}'s, geometric mean (least to greatest) over the lengths,"
+        f" {SIZES}.",
     )
 
 
@@ -92,19 +94,16 @@ def _model(**where: Any) -> dict[str, Any]:
     return {"size": "2.7B", "context": 1024, "batch": 4, **where}
 
 
-_FULL = {"causal": False}
-_CAUSAL = {"causal": "top_left"}
-
 EXCERPTS: dict[str, Excerpt] = {
     "speed": _speeds(
-        {name: PEERS[name] for name in ("cuDNN", "FA-4")},
+        {"cuDNN": CUDNN, "FA-4": FA4},
         seq_q=16384,
         head_dim=(64, 128, 256),
     ),
     "speeds": _speeds(PEERS, seq_q=(4096, 16384), head_dim=(64, 128, 192, 256)),
     "gaps": Excerpt(
         study="flash",
-        where={"protocol": "tokens", "dtype": "bfloat16", "pass": PASSES},
+        where={**TOKENS, "pass": PASSES},
         lines={"pass": "pass", "D": "head_dim"},
         cells={
             "least speed over the fastest peer's (problem)": partial(worst, tuple(PEERS.values()))
@@ -115,14 +114,7 @@ EXCERPTS: dict[str, Excerpt] = {
     "ratios-fa4": _ratios("FlashAttention-4", FA4),
     "roofline": Excerpt(
         study="flash",
-        where={
-            "protocol": "tokens",
-            "dtype": "bfloat16",
-            "causal": False,
-            "seq_q": 4096,
-            "impl": KERNELS,
-            "pass": "forward",
-        },
+        where={**TOKENS, "causal": False, "seq_q": 4096, "impl": KERNELS, "pass": "forward"},
         lines={"D": "head_dim"},
         cells={
             "operations per byte": lambda rows: digits(rows[-1]["flops"] / rows[-1]["bytes"]),

@@ -25,7 +25,6 @@ def write(run: Run, folder: Path) -> Path:
 
     Raises:
         ValueError: the run has no row of any study.
-        ImportError: the library that draws is not installed.
     """
     studies = [study for study in STUDIES if run.study(study.NAME)]
     if not studies:

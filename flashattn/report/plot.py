@@ -267,23 +267,21 @@ def bars(title: str, records: Sequence[Record], **look: Any) -> Picture:
     return beside(made, [record["place"] for record in records])
 
 
+def shown(name: str, made: Picture) -> dict[str, Picture]:
+    """Return a picture by its file name, unless it shows nothing."""
+    return {name: made} if made["data"]["values"] else {}
+
+
 def beside(made: Picture, places: Iterable[str]) -> Picture:
     """Return a picture with room for names left of its panels."""
     left = int(LETTER * max(map(len, places), default=0)) + 12
     return made | {"usermeta": made["usermeta"] | {"left": left}}
 
 
-@cache
 def drawer() -> Any:
-    """Return the library that draws; it is needed for nothing else.
+    """Return the library that draws; it is needed for nothing else."""
+    import vl_convert  # noqa: PLC0415 - takes a second to start
 
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import vl_convert  # noqa: PLC0415 - takes a second to start
-    except ImportError as error:
-        raise ImportError("drawing needs vl-convert: pip install vl-convert-python") from error
     return vl_convert
 
 

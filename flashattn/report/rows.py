@@ -52,21 +52,27 @@ def timed(rows: Iterable[Row]) -> list[Row]:
     return [row for row in ok(rows) if row.get("seconds")]
 
 
+def quickest(rows: Iterable[Row]) -> Row | None:
+    """Return the row with the least time, or None."""
+    return min(timed(rows), key=lambda row: float(row["seconds"]), default=None)
+
+
 def best(rows: Iterable[Row], *, ours: bool) -> Row | None:
     """Return the row of the fastest of our kernels, or of the peers, or None."""
-    found = (
-        r
-        for r in known(timed(rows), "impl")
-        if (r["impl"] in KERNELS if ours else r["impl"] not in OWN)
-    )
-    return min(found, key=lambda row: float(row["seconds"]), default=None)
+    rows = known(rows, "impl")
+    return quickest(r for r in rows if (r["impl"] in KERNELS if ours else r["impl"] not in OWN))
+
+
+def gain(slow: Row | None, fast: Row | None) -> float | None:
+    """Return the speed of one row over that of another, or None without both times."""
+    both = timed(row for row in (slow, fast) if row)
+    return float(both[0]["seconds"] / both[1]["seconds"]) if both[1:] else None
 
 
 def over_peer(rows: Iterable[Row]) -> float | None:
     """Return the speed of the faster of our kernels over that of the fastest peer."""
     rows = list(rows)
-    ours, peer = best(rows, ours=True), best(rows, ours=False)
-    return peer["seconds"] / ours["seconds"] if ours and peer else None
+    return gain(best(rows, ours=False), best(rows, ours=True))
 
 
 def attempted(rows: Iterable[Row]) -> list[Row]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from flashattn.report.plot import Picture
+from flashattn.report.rows import by, over_peer, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.units import notes, word
+from flashattn.report.units import NOTES, Unit, or_mark, times, word
 
 Cell = Callable[[Row], str]
+Cells = Callable[[list[Row]], str]  # from the rows of a line
+RATIO: dict[str, Cells] = {"ours / best peer": lambda own: times(over_peer(own))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +29,51 @@ class Table:
     @property
     def notes(self) -> list[str]:
         """The meanings of the marks in the cells."""
-        return notes(self.lines)
+        cells = [cell for line in self.lines for cell in line if cell[:1].isdigit()]
+        return [note for mark, note in NOTES.items() if any(mark in cell for cell in cells)]
 
     @classmethod
     def of(
         cls,
         caption: str,
         rows: list[Row],
-        columns: Mapping[str, Cell],
-        parts: Callable[[Row], list[Row]] = lambda row: [row],
+        columns: Mapping[str, Callable[[Any], str]],
+        things: Iterable[Any] | None = None,
     ) -> Table:
-        """Return a table with a line for each row, or for each of its ``parts``."""
-        lines = [[cell(part) for cell in columns.values()] for row in rows for part in parts(row)]
+        """Return a table with a line for each row, or for each of the things made of the rows."""
+        lines = [
+            [cell(thing) for cell in columns.values()]
+            for thing in (rows if things is None else things)
+        ]
         return cls(caption=caption, header=[*columns], lines=lines, rows=rows)
 
 
-def facts(*names: str) -> dict[str, Cell]:
-    """Return a column for each fact."""
-    return {name: partial(_fact, name) for name in names}
+def facts(*names: str, **named: str) -> dict[str, Cell]:
+    """Return a column for each fact of a row, under the fact's name or another one."""
+
+    def cell(fact: str, row: Row) -> str:
+        return word(fact, row.get(fact))
+
+    found = {name: name for name in names} | named
+    return {name: partial(cell, fact) for name, fact in found.items()}
 
 
-def _fact(name: str, row: Row) -> str:
-    return word(name, row.get(name))
+def shared(*names: str, **named: str) -> dict[str, Cells]:
+    """Return a column for each fact that the rows of a line share; see ``facts``."""
+
+    def cell(of: Cell, rows: list[Row]) -> str:
+        return of(rows[0])
+
+    return {name: partial(cell, of) for name, of in facts(*names, **named).items()}
+
+
+def sides(rows: Iterable[Row], axis: str, unit: Unit) -> dict[str, Cells]:
+    """Return a column for each value of a fact, with the time of the row that has it."""
+
+    def cell(value: Any, own: list[Row]) -> str:
+        return or_mark(by(own, axis).get(value), unit)
+
+    return {word(axis, value): partial(cell, value) for value in values(rows, axis)}
 
 
 def filled(*tables: Table) -> list[Table]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from flashattn.report.runs import Row
 
+Unit = Callable[[Any], str]  # of a fact, which may be None
 KIBI, MEBI, GIBI, TERA = 2.0**10, 2.0**20, 2.0**30, 1e12
 MARKS = {"unsupported": "-", "oom": "OOM", "failed": "FAILED"}  # instead of a number
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
@@ -23,12 +24,6 @@ NOTES = {
     " ~": f"~ the quartiles are further apart than {UNSTEADY:.0%} of the median",
     " +": "+ the peer was measured in another run",
 }
-
-
-def notes(lines: Iterable[Iterable[str]]) -> list[str]:
-    """Return the meaning of every mark in the cells."""
-    cells = [cell for line in lines for cell in line if cell[:1].isdigit()]
-    return [note for mark, note in NOTES.items() if any(mark in cell for cell in cells)]
 
 
 def word(fact: str, value: Any) -> str:
@@ -62,7 +57,7 @@ def digits(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
-def _in(unit: float) -> Callable[[float | None], str]:
+def _in(unit: float) -> Unit:
     return lambda value: digits(None if value is None else value / unit)
 
 
@@ -102,6 +97,6 @@ def spread(row: Row) -> str:
     return f"{ms(row['mean'])} ± {ms(row['std'])}" if known else ""
 
 
-def or_mark(row: Row | None, unit: Callable[[float | None], str], fact: str = "seconds") -> str:
+def or_mark(row: Row | None, unit: Unit, fact: str = "seconds") -> str:
     """Return a fact of a row, or the mark of its status; "" for no row."""
     return "" if row is None else MARKS.get(row["status"], unit(row.get(fact)))

@@ -47,12 +47,6 @@ def test_accelerator_runs_and_output_are_options(folder, keep, capsys):
     assert "sdpa" not in (folder.parents[1] / "report" / "report.md").read_text()
 
 
-def test_show_prints_a_run(folder, keep, capsys):
-    """``show RUN`` prints the tables of that run."""
-    main(["show", str(keep(folder / "0001_x.json", row("triton")))])
-    assert ["triton", "forward", "p", "20"] in map(str.split, capsys.readouterr().out.splitlines())
-
-
 def test_compare_prints_verdicts(folder, keep, capsys):
     """``compare A B`` prints what became of A's cases in B."""
     runs = [keep(folder / f"000{i}_x.json", row("triton", i * 1e-5)) for i in (1, 2)]
@@ -87,12 +81,13 @@ def test_mistake_is_one_line(folder, keep, capsys, arguments, wanted):
     assert wanted in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_one_study_by_its_name(folder, keep, capsys):
-    """A study's name prints its tables alone, and draws its pictures beside."""
-    keep(folder / "0001_x.json", row("triton"), {**row("flex"), "study": "warmup"})
-    main(["launch", "--output", "page"])
-    said = capsys.readouterr().out
-    assert ["triton", "forward", "p", "20"] in map(str.split, said.splitlines())
-    assert "flex" not in said
+def test_tables_of_a_run_or_of_one_study(folder, keep, capsys):
+    """``show RUN`` prints all tables of a run; a study's name prints and draws its own."""
+    path = keep(folder / "0001_x.json", row("triton"), {**row("flex"), "study": "warmup"})
+    for arguments, others in ((["show", str(path)], True), (["launch", "--output", "page"], False)):
+        main(arguments)
+        said = capsys.readouterr().out
+        assert ["triton", "forward", "p", "20"] in map(str.split, said.splitlines())
+        assert ("flex" in said) == others
     assert said.endswith("Drawn: page/launch-host.png\n")
     assert [path.name for path in (folder.parents[1] / "page").iterdir()] == ["launch-host.png"]

@@ -14,7 +14,6 @@ from flashattn.report.docs import TABLE, pages, render, update
 from flashattn.report.excerpts import EXCERPTS
 from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import kept, merge
-from flashattn.report.studies import flash
 
 ROOT = Path(flashattn.__file__).parents[1]
 H200 = "nvidia-h200"
@@ -26,15 +25,9 @@ TABLES = "speed gaps ratios accuracy host long train sdpa-device sdpa-host steps
 LOG = "tuning-log.md"  # what was tried, with its figures and its date
 
 
-@pytest.fixture(scope="module")
-def record():
-    """Return the kept runs of an H200."""
-    return merge(kept(ROOT / ".benchmarks", H200))
-
-
-def test_tables_are_fresh(record):
+def test_tables_are_fresh():
     """``python -m flashattn.report docs`` would change nothing."""
-    assert update(ROOT, record, check=True) == []
+    assert update(ROOT, merge(kept(ROOT / ".benchmarks", H200)), check=True) == []
 
 
 def test_record_is_of_one_clean_commit():
@@ -76,13 +69,6 @@ def test_numbers(run, expected, name):
     """A made-up run whose answers a reader can check in the head."""
     table = EXCERPTS[name].table(run)
     assert ["|".join(line) for line in (table.header, *table.lines)] == expected[f"table: {name}"]
-
-
-def test_any_order_is_no_duel(run):
-    """It is neither ours as it is by default, nor a peer."""
-    duels = flash.duels(flash.usable(run))
-    assert duels
-    assert ANY_ORDER not in {row["impl"] for duel in duels for row in duel}
 
 
 def test_a_stale_table_is_seen(tmp_path, capsys, made_run, monkeypatch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from flashattn.report import plot
 from flashattn.report.rows import by, groups, label, ok, ordered, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
+from flashattn.report.study import Table, filled, shared
 from flashattn.report.units import digits
 
 NAME = "accuracy"
@@ -67,20 +68,17 @@ def tables(run: Run) -> list[Table]:
 
 
 def _table(rows: list[Row]) -> Table:
-    lines = []
-    for (kind, impl), own in groups(rows, "values", "impl").items():
-        outputs = {name: parts for (name,), parts in groups(own, "output").items()}
-        lines.append([kind, impl, *(_cell(outputs.get(name, [])) for name in OUTPUTS)])
-    return Table(
-        caption=f"{label(rows[0], 'dtype', 'head_dim')}: max / mean / bias of the error against "
+    return Table.of(
+        f"{label(rows[0], 'dtype', 'head_dim')}: max / mean / bias of the error against "
         "fp64, in ulps of the largest element; ! exceeds its budget",
-        header=["values", "impl", *OUTPUTS],
-        lines=lines,
-        rows=list({row["name"]: row for row in rows}.values()),
+        list({row["name"]: row for row in rows}.values()),
+        shared("values", "impl") | {name: partial(_cell, name) for name in OUTPUTS},
+        groups(rows, "values", "impl").values(),
     )
 
 
-def _cell(kinds: list[Row]) -> str:
+def _cell(output: str, rows: list[Row]) -> str:
+    kinds = [row for row in rows if row["output"] == output]
     told = [digits(row["error"]) + "!" * (share(row) > 1) for row in kinds]
     return " / ".join([*told, *(digits(row["bias"]) for row in kinds[:1])])
 
@@ -181,7 +179,8 @@ def _picture(kind: str, rows: list[Row]) -> plot.Picture:
     for row in ordered(rows, "head_dim", "dtype", "impl"):
         record = {"panel": label(row, "dtype", "head_dim"), "name": row["impl"]}
         record |= {"kind": row["kind"], "output": row["output"]}
-        drawn = [fact for fact in ("error", "budget") if _drawable(row[fact])]
+        # What a logarithmic axis can show.
+        drawn = [fact for fact in ("error", "budget") if 0 < (row[fact] or 0) < math.inf]
         record |= {fact: plot.exact(row[fact]) for fact in drawn}
         limit = (record["panel"], row["kind"], row["output"])
         if "budget" in drawn and limit not in told:  # all have the same
@@ -206,8 +205,3 @@ def _picture(kind: str, rows: list[Row]) -> plot.Picture:
     columns = len(values(rows, "dtype"))
     made = plot.picture(title, records, layers, columns=columns, least=240, note=note)
     return plot.named(made, names)
-
-
-def _drawable(value: float | None) -> bool:
-    """Return whether a logarithmic axis can show a value."""
-    return value is not None and 0 < value < math.inf

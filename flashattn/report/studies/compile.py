@@ -84,5 +84,4 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         for own in groups(rows, "subject").values()
         for row in ordered(own, *CASE, *DOING)[:MOST]
     ]
-    made = plot.bars("Speed over eager's by torch.compile", records)
-    return {"compile-speedups": made} if records else {}
+    return plot.shown("compile-speedups", plot.bars("Speed over eager's by torch.compile", records))

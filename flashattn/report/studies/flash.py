@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 from flashattn.report import plot
@@ -12,6 +13,7 @@ from flashattn.report.rows import (
     best,
     by,
     exponent,
+    gain,
     groups,
     in_words,
     known,
@@ -24,8 +26,8 @@ from flashattn.report.rows import (
     values,
 )
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
-from flashattn.report.units import MARKS, TERA, ms, of_roof, tera, word
+from flashattn.report.study import Cells, Table, filled
+from flashattn.report.units import TERA, ms, of_roof, or_mark, tera, word
 
 NAME = "flash"
 TITLE = "FlashAttention"
@@ -58,14 +60,21 @@ def _table(run: Run, protocol: str | None, name: str, rows: list[Row]) -> Table:
     where, unit = f"{name}, {sizes(rows)}", "TFLOP/s (share of the dtype's roof), no masked work"
     if protocol == ONE_HEAD:
         where, unit = f"{where}, D = {rows[0]['head_dim']}", "ms"
-    impls, lines = values(timed(rows), "impl"), []
-    for (*_, problem), cases in groups(rows, *SHAPE).items():
-        sides = by(cases, "impl")
-        cells = [_cell(run, protocol, sides.get(impl)) for impl in impls]
-        lines.append([problem, *cells, _ratio(cases)])
-    header = ["problem", *impls, "ours / best peer"]
-    caption = f"{where}: {unit}"
-    return Table(caption=caption, header=header, lines=lines, rows=rows)
+
+    def cell(impl: str, cases: list[Row]) -> str:
+        row = by(cases, "impl").get(impl)
+        if row is None or row["status"] != "ok":
+            return or_mark(row, ms)
+        unsteady = "" if steady(row) else " ~"
+        if protocol == ONE_HEAD:
+            return ms(row["seconds"]) + unsteady
+        part = of_roof(share(run, row, row["dtype"]))
+        return tera(speed(row)) + (f" ({part})" if part else "") + unsteady
+
+    columns: dict[str, Cells] = {"problem": lambda cases: str(cases[0]["problem"])}
+    columns |= {impl: partial(cell, impl) for impl in values(timed(rows), "impl")}
+    columns["ours / best peer"] = _ratio
+    return Table.of(f"{where}: {unit}", rows, columns, groups(rows, *SHAPE).values())
 
 
 def sizes(rows: list[Row]) -> str:
@@ -81,34 +90,18 @@ def sizes(rows: list[Row]) -> str:
     return "many heads"
 
 
-def _cell(run: Run, protocol: str | None, row: Row | None) -> str:
-    if row is None:
-        return ""
-    if row["status"] != "ok":
-        return MARKS[row["status"]]
-    unsteady = "" if steady(row) else " ~"
-    if protocol == ONE_HEAD:
-        return ms(row["seconds"]) + unsteady
-    part = of_roof(share(run, row, row["dtype"]))
-    return tera(speed(row)) + (f" ({part})" if part else "") + unsteady
-
-
 def duels(rows: list[Row]) -> list[Duel]:
-    """Return the fastest peer and ours for each problem where both have a time."""
-    return [duel for duel in map(_best_pair, groups(rows, *SHAPE).values()) if duel]
-
-
-def _best_pair(cases: list[Row]) -> Duel | None:
-    """Return the rows of the fastest peer and of ours for one problem, if both have a time.
+    """Return the fastest peer and ours for each problem where both have a time.
 
     Peers measured in the same run as ours take precedence over others.
     """
-    ours = best(cases, ours=True)
-    if ours is None:
-        return None
-    beside = [row for row in cases if same_run(row, ours)]
-    peer = best(beside, ours=False) or best(cases, ours=False)
-    return (peer, ours) if peer else None
+    found = []
+    for cases in groups(rows, *SHAPE).values():
+        ours = best(cases, ours=True)
+        beside = [row for row in cases if ours and same_run(row, ours)]
+        peer = best(beside, ours=False) or best(cases, ours=False)
+        found += [(peer, ours)] if peer and ours else []
+    return found
 
 
 def same_run(a: Row, b: Row) -> bool:
@@ -117,12 +110,10 @@ def same_run(a: Row, b: Row) -> bool:
 
 
 def _ratio(cases: list[Row]) -> str:
-    duel = _best_pair(cases)
-    if duel is None:
-        return ""
-    peer, ours = duel
-    mark = "" if same_run(peer, ours) else " +"
-    return f"{peer['seconds'] / ours['seconds']:.2f} x {peer['impl']}{mark}"
+    return "".join(
+        f"{gain(peer, ours):.2f} x {peer['impl']}" + " +" * (not same_run(peer, ours))
+        for peer, ours in duels(cases)
+    )
 
 
 def findings(run: Run) -> list[str]:
@@ -150,7 +141,7 @@ def _wins(rows: list[Row]) -> list[str]:
 
 def _wins_of(found: list[Duel]) -> str:
     """Return how often and by how much ours is faster than the best peer."""
-    ratios = {ours["problem"]: peer["seconds"] / ours["seconds"] for peer, ours in found}
+    ratios = {ours["problem"]: gain(peer, ours) or 0 for peer, ours in found}
     won = sum(ratio > 1 for ratio in ratios.values())
     first = f"ours is the fastest in {won} of {len(ratios)} problems"
     return f"{first}; its speed over the best peer's is {in_words(ratios)}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from flashattn.report import plot
-from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
+from flashattn.report.rows import attempted, best, groups, known, over_peer, timed
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
-from flashattn.report.units import microseconds, of_roof, or_mark, times
+from flashattn.report.study import RATIO, Table, filled, shared, sides
+from flashattn.report.units import microseconds, of_roof, times
 
 NAME = "heads"
 TITLE = "Grouped heads and decoding"
@@ -32,15 +34,11 @@ def tables(run: Run) -> list[Table]:
     """Return a table for each pass, and one for decoding: a line per problem."""
     found = []
     for (what,), own in groups(_rows(run), "what").items():
-        impls, lines = values(timed(own), "impl"), []
-        for (problem,), cases in groups(own, "problem").items():
-            sides = by(cases, "impl")
-            cells = [or_mark(sides.get(x), microseconds) for x in impls]
-            share = [of_copy(run, cases)] if what == "decoding" else []
-            lines.append([problem, *cells, times(over_peer(cases)), *share])
-        header = ["problem", *impls, "ours / best peer"]
-        header += ["of the copy's bandwidth"] if what == "decoding" else []
-        found.append(Table(caption=f"{what}: µs", header=header, lines=lines, rows=own))
+        columns = shared("problem") | sides(timed(own), "impl", microseconds) | RATIO
+        if what == "decoding":
+            columns["of the copy's bandwidth"] = partial(of_copy, run)
+        lines = groups(own, "problem").values()
+        found.append(Table.of(f"{what}: µs", own, columns, lines))
     return filled(*found)
 
 
@@ -65,5 +63,4 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         for (problem,), cases in groups(own, "problem").items()
         if (ratio := over_peer(cases))
     ]
-    made = plot.bars("Speed over that of the fastest peer", records)
-    return {"heads-speeds": made} if records else {}
+    return plot.shown("heads-speeds", plot.bars("Speed over that of the fastest peer", records))

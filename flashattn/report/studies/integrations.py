@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
 from flashattn.report import plot
-from flashattn.report.rows import attempted, by, groups, known, label, ordered, timed, values
+from flashattn.report.rows import attempted, gain, groups, known, label, ordered, quickest, timed
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
-from flashattn.report.units import microseconds, ms, or_mark, times
+from flashattn.report.study import Table, filled, shared, sides
+from flashattn.report.units import microseconds, ms, times
 
 NAME = "integrations"
 TITLE = "Drop-ins"
@@ -30,22 +30,19 @@ def _steps(run: Run) -> list[Row]:
     return attempted(known(run.study(NAME), "attention", *STEP))
 
 
-def _seconds(rows: list[Row], *names: str) -> float | None:
-    """Return the least seconds of these kinds of attention."""
-    found = [float(row["seconds"]) for row in timed(rows) if row["attention"] in names]
-    return min(found, default=None)
+def _fastest(rows: list[Row], *names: str) -> Row | None:
+    """Return the row with the least time of these kinds of attention."""
+    return quickest(row for row in rows if row["attention"] in names)
 
 
-def _gains(rows: list[Row]) -> Mapping[str, float]:
-    """Return the speed of a step with ours over that with each peer."""
-    ours, peers = _seconds(rows, FATTN, LENGTHS), {x: _seconds(rows, x) for x in PEERS}
-    return {x: peer / ours for x, peer in peers.items() if peer and ours}
+def _speed(peer: str, rows: list[Row]) -> str:
+    """Return the speed of a step with ours over that with a peer, or ""."""
+    return times(gain(_fastest(rows, peer), _fastest(rows, FATTN, LENGTHS)))
 
 
-def _cost(rows: list[Row]) -> tuple[float, float] | None:
-    """Return the seconds of SDPA on our kernels, and of the direct call."""
-    ours, direct = _seconds(rows, ACTIVATED), _seconds(rows, DIRECT)
-    return (ours, direct) if ours and direct else None
+def _cost(rows: list[Row]) -> float | None:
+    """Return the time of SDPA on our kernels over that of the direct call."""
+    return gain(_fastest(rows, ACTIVATED), _fastest(rows, DIRECT))
 
 
 def tables(run: Run) -> list[Table]:
@@ -53,29 +50,18 @@ def tables(run: Run) -> list[Table]:
     found = []
     for part, (what, unit, cell) in UNITS.items():
         rows = attempted(_calls(run, part))
-        names, lines = values(rows, "attention"), []
-        for case, own in groups(rows, *CALL).items():
-            sides, cost = by(own, "attention"), _cost(own)
-            ratio = times(cost[0] / cost[1] if cost else None)
-            lines.append([*case, *(or_mark(sides.get(x), cell) for x in names), ratio])
-        header = [*CALL, *names, f"{ACTIVATED} / {DIRECT}"]
+        columns = shared(*CALL) | sides(rows, "attention", cell)
+        columns[f"{ACTIVATED} / {DIRECT}"] = lambda own: times(_cost(own))
         caption = f"A call: {what} in {unit}"
-        found.append(Table(caption=caption, header=header, lines=lines, rows=rows))
-    return filled(*found, _of_steps(_steps(run)))
-
-
-def _of_steps(rows: list[Row]) -> Table:
-    names, lines = values(rows, "attention"), []
-    peers = [x for x in PEERS if x in names]
-    for own in groups(rows, *STEP).values():
-        sides, gains = by(own, "attention"), _gains(own)
-        cells = [or_mark(sides.get(x), ms) for x in names]
-        told = [f"{row['waits']} ({x})" for x, row in sides.items() if row.get("waits") is not None]
-        ratios = [times(gains.get(x)) for x in peers]
-        lines.append([label(own[0], *STEP), *cells, *ratios, ", ".join(told)])
-    header = ["step", *names, *(f"speed / {x}" for x in peers), "waits"]
+        found.append(Table.of(caption, rows, columns, groups(rows, *CALL).values()))
+    rows = _steps(run)
+    columns = {"step": lambda own: label(own[0], *STEP)} | sides(rows, "attention", ms)
+    columns |= {f"speed / {x}": partial(_speed, x) for x in PEERS if x in columns}
+    columns["waits"] = lambda own: ", ".join(
+        f"{row['waits']} ({row['attention']})" for row in known(own, "waits")
+    )
     caption = "Forward and backward of a model: ms, and how often the host waits for the device"
-    return Table(caption=caption, header=header, lines=lines, rows=rows)
+    return filled(*found, Table.of(caption, rows, columns, groups(rows, *STEP).values()))
 
 
 def findings(run: Run) -> list[str]:
@@ -83,18 +69,19 @@ def findings(run: Run) -> list[str]:
     said = []
     for part, (what, name, unit) in UNITS.items():
         for own in groups(_calls(run, part), *CALL).values():
-            if cost := _cost(own):
-                ours, direct = cost
-                bits = by(own, "attention")[ACTIVATED].get("same_bits")
+            ours, cost = _fastest(own, ACTIVATED), _cost(own)
+            if ours and cost:
+                bits = ours.get("same_bits")
                 end = {None: "", True: ", with the same bits", False: ", with other bits"}[bits]
                 said.append(
-                    f"{label(own[0], *CALL)}: SDPA on our kernels takes {unit(ours)} {name} of"
-                    f" {what}, {times(ours / direct)} that of attention{end}."
+                    f"{label(own[0], *CALL)}: SDPA on our kernels takes {unit(ours['seconds'])} "
+                    f"{name} of {what}, {times(cost)} that of attention{end}."
                 )
     for own in groups(_steps(run), *STEP).values():
-        if gains := _gains(own):
-            each = ", ".join(f"{times(gain)} that of {peer}" for peer, gain in gains.items())
-            said.append(f"{label(own[0], *STEP)}: the speed of a step with fattn is {each}.")
+        each = [f"{found} that of {x}" for x in PEERS if (found := _speed(x, own))]
+        if each:
+            where = label(own[0], *STEP)
+            said.append(f"{where}: the speed of a step with fattn is {', '.join(each)}.")
     return said
 
 
@@ -105,5 +92,5 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         | {"value": 1e3 * row["seconds"], "ours": row["attention"] not in PEERS}
         for row in ordered(timed(_steps(run)), *STEP, "attention")
     ]
-    made = plot.bars("Forward and backward of a model", records, columns=2) if records else None
-    return {"integrations-steps": made} if made else {}
+    made = plot.bars("Forward and backward of a model", records, columns=2)
+    return plot.shown("integrations-steps", made)

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from flashattn.report import plot
-from flashattn.report.rows import (
-    KERNELS,
-    OURS,
-    attempted,
-    by,
-    groups,
-    known,
-    label,
-    ordered,
-    timed,
-    values,
-)
+from flashattn.report.rows import KERNELS, OURS, attempted, groups, known, label, ordered, timed
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
-from flashattn.report.units import microseconds, or_mark, times, word
+from flashattn.report.study import Table, filled, shared, sides
+from flashattn.report.units import microseconds, times
 
 NAME = "launch"
 TITLE = "Launching"
@@ -36,13 +25,9 @@ def _rows(run: Run) -> list[Row]:
 def tables(run: Run) -> list[Table]:
     """Return a table with a line for each implementation and pass, and a column for each mode."""
     rows = attempted(known(run.study(NAME), "impl", "mode"))
-    modes, lines = values(rows, "mode"), []
-    for case, own in groups(rows, *CASE, "dtype").items():
-        sides = [by(own, "mode").get(mode) for mode in modes]
-        cells = [word("", fact) for fact in case[:-1]]
-        lines.append([*cells, *(or_mark(row, microseconds) for row in sides)])
-    caption = "The host's time for a call, in µs"
-    return filled(Table(caption=caption, header=[*CASE, *modes], lines=lines, rows=rows))
+    columns = shared(*CASE) | sides(rows, "mode", microseconds)
+    lines = groups(rows, *CASE, "dtype").values()
+    return filled(Table.of("The host's time for a call, in µs", rows, columns, lines))
 
 
 def findings(run: Run) -> list[str]:
@@ -75,6 +60,4 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         | {"ours": row["impl"] in KERNELS}
         for row in ordered(_rows(run), "dtype", "pass", "mode", "impl")
     ]
-    if not records:
-        return {}
-    return {"launch-host": plot.bars("The host's time for a call", records, columns=3)}
+    return plot.shown("launch-host", plot.bars("The host's time for a call", records, columns=3))

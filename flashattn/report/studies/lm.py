@@ -12,6 +12,7 @@ from flashattn.report.rows import (
     OURS,
     attempted,
     by,
+    gain,
     groups,
     in_words,
     known,
@@ -23,11 +24,10 @@ from flashattn.report.rows import (
     share,
     speed,
     timed,
-    values,
     worst,
 )
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, facts, filled
+from flashattn.report.study import Table, facts, filled, shared, sides
 
 NAME = "lm"
 TITLE = "The model, end to end"
@@ -43,16 +43,13 @@ CONTRASTS: dict[str, tuple[str, Any, Any]] = {
     f"{OURS} / {NAIVE}": ("impl", NAIVE, OURS),
     f"{OURS} / sdpa": ("impl", "sdpa", OURS),
 }
+NOUNS = {"precision": "precision", "compiled": "the compiler", "impl": "attention"}
 
 
-def steps(run: Run) -> list[Row]:
-    """Return the steps that keep their activations."""
-    return [row for row in known(run.study(NAME), "size", "step") if not row.get("checkpoint")]
-
-
-def long_steps(run: Run) -> list[Row]:
-    """Return the train steps of checkpointed blocks, at long contexts."""
-    return [row for row in known(run.study(NAME), "size", "step") if row.get("checkpoint")]
+def steps(run: Run, *, long: bool = False) -> list[Row]:
+    """Return the steps that keep their activations, or those of checkpointed blocks."""
+    rows = known(run.study(NAME), "size", "step")
+    return [row for row in rows if bool(row.get("checkpoint")) == long]
 
 
 def _other_facts(axis: str) -> list[str]:
@@ -61,7 +58,7 @@ def _other_facts(axis: str) -> list[str]:
 
 def tables(run: Run) -> list[Table]:
     """Return the sizes, a table for each setting, the gains, and the long contexts."""
-    rows, long = steps(run), long_steps(run)
+    rows, long = steps(run), steps(run, long=True)
     made = [_steps(run, own, SETTING, *CASE) for own in groups(rows, *SETTING).values()]
     gains = [_gains(rows, axis) for axis in ("precision", "compiled", "impl")]
     made_long = [
@@ -83,10 +80,10 @@ def _sizes(rows: list[Row]) -> Table:
     )
 
 
-def _steps(run: Run, rows: list[Row], shared: tuple[str, ...], *columns: str) -> Table:
+def _steps(run: Run, rows: list[Row], setting: tuple[str, ...], *columns: str) -> Table:
     what = "a checkpointed train step" if rows[0].get("checkpoint") else "a step"
     return Table.of(
-        f"{label(rows[0], *shared)}: {what} in ms, memory in GiB",
+        f"{label(rows[0], *setting)}: {what} in ms, memory in GiB",
         attempted(ordered(rows, *columns)),
         facts(*columns)
         | {
@@ -104,34 +101,21 @@ def _steps(run: Run, rows: list[Row], shared: tuple[str, ...], *columns: str) ->
 
 def _gains(rows: list[Row], axis: str) -> Table:
     """Return the times of rows that differ only in ``axis``, and their ratios."""
-    contrasts = {name: sides for name, (of, *sides) in CONTRASTS.items() if of == axis}
-    columns, lines, told = values(rows, axis), [], []
-    for own in groups(rows, *_other_facts(axis)).values():
-        sides, seconds = by(own, axis), by(timed(own), axis)
-        ratios = [
-            units.times(_gain((seconds[slow], seconds[fast])))
-            if {slow, fast} <= set(seconds)
-            else ""
-            for slow, fast in contrasts.values()
-        ]
-        if any(ratios):
-            cells = [cell(own[0]) for cell in facts(*_other_facts(axis)).values()]
-            cells += [units.or_mark(sides.get(column), units.ms) for column in columns]
-            lines.append([*cells, *ratios])
-            told += own
-    return Table(
-        caption=f"What {NOUNS[axis]} gains: a step in ms, and the speed-up",
-        header=[*_other_facts(axis), *(units.word(axis, column) for column in columns), *contrasts],
-        lines=lines,
-        rows=told,
+
+    def cell(slow: Any, fast: Any, own: list[Row]) -> str:
+        found = by(own, axis)
+        return units.times(gain(found.get(slow), found.get(fast)))
+
+    ratios = {x: partial(cell, a, b) for x, (of, a, b) in CONTRASTS.items() if of == axis}
+    others = _other_facts(axis)
+    found = groups(rows, *others).values()
+    told = [own for own in found if any(ratio(own) for ratio in ratios.values())]
+    return Table.of(
+        f"What {NOUNS[axis]} gains: a step in ms, and the speed-up",
+        [row for own in told for row in own],
+        shared(*others) | sides(rows, axis, units.ms) | ratios,
+        told,
     )
-
-
-NOUNS = {"precision": "precision", "compiled": "the compiler", "impl": "attention"}
-
-
-def _gain(pair: tuple[Row, Row]) -> float:
-    return float(pair[0]["seconds"] / pair[1]["seconds"])
 
 
 def _contrasted(rows: list[Row]) -> dict[str, list[tuple[Row, Row]]]:
@@ -145,11 +129,11 @@ def _contrasted(rows: list[Row]) -> dict[str, list[tuple[Row, Row]]]:
 
 def findings(run: Run) -> list[str]:
     """Return the gain of each choice, the fastest train step, and the error of predictions."""
-    rows, long = steps(run), long_steps(run)
+    rows, long = steps(run), steps(run, long=True)
     said = []
     for name, found in _contrasted(rows).items():
         ratios = {
-            label(fast, *_other_facts(CONTRASTS[name][0])): _gain((slow, fast))
+            label(fast, *_other_facts(CONTRASTS[name][0])): gain(slow, fast) or 0
             for slow, fast in found
         }
         said.append(f"Speed of a step, {name}: {in_words(ratios)}.")
@@ -200,12 +184,11 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
     records = []
     for name, found in _contrasted(steps(run)).items():
         for (size,), own in groups([fast for _, fast in found], "size").items():
-            gains = [_gain(pair) for pair in found if pair[1] in own]
+            gains = [gain(slow, fast) or 0 for slow, fast in found if fast in own]
             mean = geometric_mean(gains)
             records.append(
                 {"panel": name, "place": size, "value": plot.exact(mean), "cases": len(gains)}
                 | {"said": units.times(mean), "ours": name.startswith(OURS)}
             )
     title = "Speed-up of a step, geometric mean over contexts and steps"
-    made = plot.bars(title, records, columns=3)
-    return {"lm-speedups": made} if records else {}
+    return plot.shown("lm-speedups", plot.bars(title, records, columns=3))

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from flashattn.report import plot
-from flashattn.report.rows import (
-    attempted,
-    best,
-    by,
-    groups,
-    known,
-    ordered,
-    over_peer,
-    timed,
-    values,
-)
+from flashattn.report.rows import attempted, best, groups, known, ordered, timed, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
-from flashattn.report.units import digits, ms, or_mark, percent, times
+from flashattn.report.study import RATIO, Cells, Table, filled, sides
+from flashattn.report.units import digits, ms, percent
 
 NAME = "masks"
 TITLE = "Masks"
@@ -32,13 +22,13 @@ def tables(run: Run) -> list[Table]:
     """Return a table for each shape and pass: a line per mask, a column per implementation."""
     found = []
     for (*_, name), own in groups(_rows(run), *SHAPE).items():
-        impls, lines = values(timed(own), "impl"), []
-        for (pairs, problem), cases in groups(own, "pairs", "problem").items():
-            sides = by(cases, "impl")
-            cells = [or_mark(sides.get(x), ms) for x in impls]
-            lines.append([problem, digits(pairs / 1e6), *cells, times(over_peer(cases))])
-        header = ["problem", "million pairs", *impls, "ours / best peer"]
-        found.append(Table(caption=f"{name}: ms", header=header, lines=lines, rows=own))
+        columns: dict[str, Cells] = {
+            "problem": lambda cases: str(cases[0]["problem"]),
+            "million pairs": lambda cases: digits(cases[0]["pairs"] / 1e6),
+        }
+        columns |= sides(timed(own), "impl", ms) | RATIO
+        lines = groups(own, "pairs", "problem").values()
+        found.append(Table.of(f"{name}: ms", own, columns, lines))
     return filled(*found)
 
 

@@ -56,7 +56,7 @@ def tables(run: Run) -> list[Table]:
             "The largest blocks at the peak, and the line that allocated them",
             known(rows, "largest"),
             blocks,
-            lambda row: [row | block for block in row["largest"]],
+            [row | block for row in known(rows, "largest") for block in row["largest"]],
         ),
     )
 
@@ -88,7 +88,12 @@ def findings(run: Run) -> list[str]:
         for row in known(rows, "timeline", "peak_bytes")
     }
     said += worst("A timeline's highest point differs from the allocator's peak", tops)
-    return [*said, *_filled(rows), *_autocast(rows), *_residual(rows)]
+    said += [*_filled(rows), *_autocast(rows)]
+    for row in known(rows, "residual_bytes")[-1:]:
+        where = label(row, "size", "context", "batch")
+        took = binary(row["residual_bytes"])
+        said.append(f"One tensor of the residual stream takes {took} ({where}).")
+    return said
 
 
 def _filled(rows: list[Row]) -> list[str]:
@@ -110,14 +115,6 @@ def _autocast(rows: list[Row]) -> list[str]:
             ratio = times(bf16["peak_bytes"] / fp32["peak_bytes"])
             said.append(f"{label(fp32, *same)}: bf16 autocast peaks at {ratio} the bytes of fp32.")
     return said
-
-
-def _residual(rows: list[Row]) -> list[str]:
-    return [
-        f"One tensor of the residual stream takes {binary(row['residual_bytes'])} "
-        f"({label(row, 'size', 'context', 'batch')})."
-        for row in known(rows, "residual_bytes")[-1:]
-    ]
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
@@ -173,13 +170,6 @@ def _records(row: Row) -> list[plot.Record]:
         left, right = (1e3 * (second - start) for second in ends)
         wide = right - left > SHOWN * 1e3 * (end - start)
         facts = {"kind": "phase", "name": name, "label": name if wide else ""}
-        phases.append(
-            panel
-            | facts
-            | {
-                "x": plot.exact(left),
-                "end": plot.exact(right),
-                "middle": plot.exact((left + right) / 2),
-            }
-        )
+        places = {"x": left, "end": right, "middle": (left + right) / 2}
+        phases.append(panel | facts | {fact: plot.exact(ms) for fact, ms in places.items()})
     return [*phases, *points, panel | top]

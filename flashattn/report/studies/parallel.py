@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from flashattn.report import plot
-from flashattn.report.rows import attempted, by, groups, known, label, ordered, timed, values
+from flashattn.report.rows import attempted, by, gain, groups, known, label, ordered, timed, values
 from flashattn.report.runs import Row, Run
 from flashattn.report.study import Cell, Table, facts, filled
 from flashattn.report.units import binary, digits, ms, or_mark, percent, times
@@ -23,24 +23,21 @@ def _rows(run: Run) -> list[Row]:
     return attempted(known(run.study(NAME), "world", "method", "pass"))
 
 
-def _alone(rows: list[Row], method: str) -> float | None:
-    """Return the seconds of one GPU, by a method or, for the others of ours, by the same call."""
-    found = {row["method"]: row["seconds"] for row in timed(rows) if row["world"] == 1}
-    return found.get(method, None if method == PEER else found.get(OURS))
-
-
 def _share(rows: list[Row], row: Row) -> float | None:
-    """Return how many of its GPUs' speeds a row reaches; one is linear scaling."""
-    alone = _alone(rows, row["method"])
-    return alone / row["seconds"] / row["world"] if alone and timed([row]) else None
+    """Return how many of its GPUs' speeds a row reaches; one is linear scaling.
+
+    Of our methods that need several GPUs, one GPU's speed is that of ``OURS``.
+    """
+    alone = by(timed(x for x in rows if x["world"] == 1), "method")
+    other = None if row["method"] == PEER else alone.get(OURS)
+    found = gain(alone.get(row["method"], other), row)
+    return found / row["world"] if found else None
 
 
 def _against_peer(rows: list[Row], row: Row) -> float | None:
     """Return the speed of a row of ours over that of PyTorch's on as many GPUs."""
     peers = by(timed(x for x in rows if x["world"] == row["world"]), "method")
-    peer = peers.get(PEER)
-    ours = timed([row]) and row["method"] != PEER
-    return peer["seconds"] / row["seconds"] if peer and ours else None
+    return None if row["method"] == PEER else gain(peers.get(PEER), row)
 
 
 def tables(run: Run) -> list[Table]:
@@ -50,8 +47,7 @@ def tables(run: Run) -> list[Table]:
 
 def _table(rows: list[Row]) -> Table:
     columns: dict[str, Cell] = {
-        "GPUs": lambda row: str(row["world"]),
-        **facts("method"),
+        **facts(GPUs="world", method="method"),
         "ms": partial(or_mark, unit=ms),
         UNIT: lambda row: digits(_thousands(row) if known(timed([row]), "tokens") else None),
         "of linear": lambda row: percent(_share(rows, row)),
@@ -90,11 +86,9 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
     rows = known(timed(_rows(run)), "tokens")
     found = [own for own in groups(rows, *CASE).values() if len(values(own, "world")) > 1][:MOST]
     records = [record for own in found for record in _records(own)]
-    if not records:
-        return {}
     x, y = plot.lengths(values(rows, "world"), "GPUs"), plot.quantity("y", UNIT, log=True)
     title = "Tokens per second on several GPUs"
-    return {"parallel-tokens": plot.lines(title, records, x, y, columns=2, least=280)}
+    return plot.shown("parallel-tokens", plot.lines(title, records, x, y, columns=2, least=280))
 
 
 def _records(rows: list[Row]) -> list[plot.Record]:

@@ -133,11 +133,9 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
             end = {"x": done, "y": plot.exact(done * count * value / 100), "label": said}
             line: plot.Record = {"panel": _sum(row), "name": "exact", "kind": "reference"}
             records.append(line | end)
-    if not records:
-        return {}
     x, y = plot.quantity("x", "% of the addends"), plot.quantity("y", "partial sum")
     look: Any = {"dots": False, "columns": 2, "least": 280}
-    return {"precision-sums": plot.lines("Partial sums", records, x, y, **look)}
+    return plot.shown("precision-sums", plot.lines("Partial sums", records, x, y, **look))
 
 
 def _named(row: Row) -> str:

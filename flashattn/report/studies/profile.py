@@ -91,10 +91,8 @@ def _shares(rows: list[Row], fact: str) -> dict[str, Cell]:
 
 def _parts(rows: list[Row]) -> Table:
     columns: dict[str, Cell] = {"part": lambda part: str(PARTS.get(part["part"], part["part"]))}
-    columns |= facts("dtype", "heads")
+    columns |= facts("dtype", "heads", D="head_dim", N="seq")
     columns |= {
-        "D": lambda part: str(part["head_dim"]),
-        "N": lambda part: str(part["seq"]),
         "time": lambda part: ms(part["seconds"]),
         "of time": lambda part: percent(part["of_time"]),
         "of FLOPs": lambda part: percent(part["of_flops"]),
@@ -102,7 +100,7 @@ def _parts(rows: list[Row]) -> Table:
         "TB/s": lambda part: tera(part["bytes"] / part["seconds"] if part.get("bytes") else None),
     }
     caption = "Inside naive attention: time in ms, and shares of time and FLOPs"
-    return Table.of(caption, rows, columns, _pieces)
+    return Table.of(caption, rows, columns, [piece for row in rows for piece in _pieces(row)])
 
 
 def _kernels(rows: list[Row]) -> Table:
@@ -115,7 +113,7 @@ def _kernels(rows: list[Row]) -> Table:
             "time": lambda row: ms(row["seconds"]),
             "of step": lambda row: percent(row["seconds"] / _total(row)),
         },
-        lambda row: [row | kernel for kernel in (row.get("kernels") or [])[:LONGEST]],
+        [row | kernel for row in rows for kernel in (row.get("kernels") or [])[:LONGEST]],
     )
 
 
@@ -148,8 +146,6 @@ def findings(run: Run) -> list[str]:
 def pictures(run: Run) -> dict[str, plot.Picture]:
     """Plot the categories of each step as a stacked bar."""
     rows = _profiled(run)[-MOST:]
-    if not rows:
-        return {}
     found = dict.fromkeys(name for row in rows for name in row["categories"])
     names = [*(c for c in CATEGORIES if c in found), *(c for c in found if c not in CATEGORIES)]
     known = dict(zip(CATEGORIES, plot.CYCLE, strict=True))
@@ -167,4 +163,4 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
     made = plot.picture("Device time by category", records, [mark], height={"step": 17})
     made = plot.beside(made, [record["place"] for record in records])
     colours = [known.get(name, plot.colour(name)) for name in names]
-    return {"profile-categories": plot.named(made, names, colours)}
+    return plot.shown("profile-categories", plot.named(made, names, colours))

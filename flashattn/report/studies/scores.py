@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from flashattn.report import plot
-from flashattn.report.rows import attempted, best, by, groups, known, over_peer, timed, values
+from flashattn.report.rows import attempted, best, gain, groups, known, label, timed, values
 from flashattn.report.runs import Row, Run
-from flashattn.report.study import Table, filled
-from flashattn.report.units import ms, or_mark, times
+from flashattn.report.study import RATIO, Table, filled, shared, sides
+from flashattn.report.units import ms, times
 
 NAME = "scores"
 TITLE = "Scores"
@@ -39,47 +39,33 @@ def _rows(run: Run) -> list[Row]:
     return [_named(row) for row in attempted(known(run.study(NAME), "impl", "problem", "pass"))]
 
 
-def _best(rows: list[Row], *, ours: bool) -> float | None:
-    """Return the seconds of the fastest of our kernels, or of the peers."""
-    row = best(rows, ours=ours)
-    return row["seconds"] if row else None
-
-
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return one / other if one and other else None
-
-
-def _plain(rows: list[Row]) -> float | None:
-    """Return the seconds of ours for plain scores, of rows of one shape and pass."""
-    return _best([row for row in rows if row["scores"] == PLAIN], ours=True)
+def _over_plain(rows: list[Row], cases: list[Row], *, ours: bool = True) -> float | None:
+    """Return the least time of ours, or of peers, over ours for plain scores among the rows."""
+    plain = best((row for row in rows if row["scores"] == PLAIN), ours=True)
+    return gain(best(cases, ours=ours), plain)
 
 
 def tables(run: Run) -> list[Table]:
     """Return a table for each shape and pass: a line per kind of scores."""
-    found = []
-    for (shape, name), own in groups(_rows(run), "shape", "pass").items():
-        impls, plain, lines = values(timed(own), "impl"), _plain(own), []
-        for (said,), cases in groups(own, "scores").items():
-            sides, ours = by(cases, "impl"), _best(cases, ours=True)
-            cells = [or_mark(sides.get(x), ms) for x in impls]
-            lines.append([said, *cells, times(_ratio(ours, plain)), times(over_peer(cases))])
-        header = ["scores", *impls, "time / plain", "ours / best peer"]
-        caption = f"{shape}, {name}: ms"
-        found.append(Table(caption=caption, header=header, lines=lines, rows=own))
-    return filled(*found)
+    return filled(*map(_table, groups(_rows(run), "shape", "pass").values()))
+
+
+def _table(rows: list[Row]) -> Table:
+    columns = shared("scores") | sides(timed(rows), "impl", ms)
+    columns["time / plain"] = lambda cases: times(_over_plain(rows, cases))
+    caption = f"{label(rows[0], 'shape', 'pass')}: ms"
+    return Table.of(caption, rows, columns | RATIO, groups(rows, "scores").values())
 
 
 def findings(run: Run) -> list[str]:
     """Return, for each shape and pass, our time over that of plain scores."""
     said = []
     for (shape, name), own in groups(_rows(run), "shape", "pass").items():
-        plain = _plain(own)
-        ratios = {
-            scores: _ratio(_best(cases, ours=True), plain)
+        each = [
+            f"{times(ratio)} ({scores})"
             for (scores,), cases in groups(own, "scores").items()
-            if scores != PLAIN
-        }
-        each = [f"{times(ratio)} ({scores})" for scores, ratio in ratios.items() if ratio]
+            if scores != PLAIN and (ratio := _over_plain(own, cases))
+        ]
         if each:
             said.append(f"{shape}, {name}: ours takes {', '.join(each)} the time of plain scores.")
     return said
@@ -97,7 +83,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         for (name,), rows in groups(own, "pass").items()
         for (scores,), cases in groups(rows, "scores").items()
         for who, ours in (("ours", True), ("best peer", False))
-        if (ratio := _ratio(_best(cases, ours=ours), _plain(rows)))
+        if (ratio := _over_plain(rows, cases, ours=ours))
     ]
     made = plot.bars("Time over that of our kernels for plain scores", records, columns=2)
-    return {"scores-times": made} if records else {}
+    return plot.shown("scores-times", made)

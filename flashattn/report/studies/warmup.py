@@ -21,7 +21,7 @@ def tables(run: Run) -> list[Table]:
     """Return a table with a line for each case and number of warm-up steps."""
     columns: dict[str, Cell] = {
         "case": lambda row: label(row, *CASE),
-        "warm-up steps": facts("warm_steps")["warm_steps"],
+        **facts(**{"warm-up steps": "warm_steps"}),
         "first": lambda row: ms(row.get("first")),
         "second": lambda row: ms(row.get("second")),
         "mean ± std": spread,
@@ -61,8 +61,6 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
         for row in ordered(cases, "warm_steps")
         for i, seconds in enumerate(row["in_order"], start=1)
     ]
-    if not records:
-        return {}
     x, y = plot.quantity("x", "measured step"), plot.quantity("y", "ms", log=True)
     title = "Measured steps in their order"
-    return {"warmup-steps": plot.lines(title, records, x, y, columns=2, least=280)}
+    return plot.shown("warmup-steps", plot.lines(title, records, x, y, columns=2, least=280))

@@ -51,12 +51,7 @@ STDERR_TAIL = 2000  # characters of a dead worker's stderr in a message
 
 
 class WorkerError(RuntimeError):
-    """A worker has died or does not answer.
-
-    Args:
-        arm: the arm of the worker.
-        said: what happened, with the end of its stderr.
-    """
+    """A worker has died or does not answer."""
 
     def __init__(self, arm: str, said: str) -> None:
         """Keep the arm: only a failure of the new revision fails the gate."""
@@ -65,17 +60,10 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """The process of one revision.
-
-    Args:
-        name: name of the arm, for messages.
-        tree: folder that holds the revision's ``flashattn``.
-        device: where it runs.
-        seed: hash seed; it changes the memory layout.
-    """
+    """The process of one revision, whose ``flashattn`` is in the folder ``tree``."""
 
     def __init__(self, name: str, tree: Path, device: torch.device, seed: int = 0) -> None:
-        """Start the process; ``greet`` waits until it is ready."""
+        """Start the process, laid out by ``seed``; ``greet`` waits until it is ready."""
         self.name, self.tree = name, tree
         self._errors = tree.with_suffix(".stderr")
         python, settings = laid_out(device, seed)
@@ -106,9 +94,6 @@ class Worker:
 
     def answer(self, to: str) -> dict[str, Any]:
         """Wait for the reply to the last request.
-
-        Args:
-            to: the request.
 
         Raises:
             WorkerError: the worker has died, or does not answer.
@@ -146,21 +131,14 @@ class Worker:
 
 
 class Pair:
-    """The working tree and a revision, each arm in its own folder and process.
-
-    ``trees`` maps each arm to its folder, which processes read when they start.
-
-    Args:
-        root: root of the working tree.
-        revision: revision to compare with; None for the working tree itself.
-        device: where all arms run.
-
-    Raises:
-        ValueError: there is no such revision, or it has no ``flashattn``.
-    """
+    """The working tree and a revision, each arm in its own folder and process."""
 
     def __init__(self, root: Path, revision: str | None, device: torch.device) -> None:
-        """Write the trees; processes start on demand."""
+        """Write the trees, without a revision all the same; processes start on demand.
+
+        Raises:
+            ValueError: there is no such revision, or it has no ``flashattn``.
+        """
         self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
         self._workers: dict[str, Worker] = {}
         self._started_once, self._start_error = False, ""  # why the old revision does not start
@@ -196,10 +174,7 @@ class Pair:
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
         """Time a case until its verdict is settled, each collection in new processes.
 
-        Args:
-            case: the case to time.
-            rounds: rounds of the first collection.
-            injected: slowdown of the new revision, as a share of its time.
+        The first collection has ``rounds``; ``injected`` slows the new revision down by a share.
 
         Raises:
             WorkerError: the new revision cannot run the case, or its process has died.
@@ -275,9 +250,7 @@ def _one_line(error: WorkerError) -> str:
 def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:
     """Return a command that starts Python, and its environment: one seed, one memory layout.
 
-    Args:
-        device: where it will run; the driver lays out a GPU's memory.
-        seed: hash seed.
+    On a GPU the driver lays out the memory.
     """
     settings = {"PYTHONHASHSEED": str(seed)}
     if device.type == "cuda":

@@ -29,12 +29,6 @@ def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
 
     Everything compiled in this process is dropped first, so a version for another shape is neither
     reused nor counted as a recompile. Caches on disk stay, and make compilation faster.
-
-    Args:
-        call: the first call of a compiled function, including its backward to count that too.
-
-    Returns:
-        The compilation, and the result of ``call``.
     """
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
 

@@ -44,11 +44,7 @@ def cpu_model() -> str:
 
 
 def machine_info(device: torch.device) -> dict[str, Any]:
-    """Return the properties that a measurement on ``device`` depends on.
-
-    Returns:
-        Names and versions as strings, sizes in bytes, power in watts; None where unknown.
-    """
+    """Return the properties that a measurement on ``device`` depends on; None where unknown."""
     info: dict[str, Any] = {
         "accelerator": accelerator(device),
         "cpu": cpu_model(),
@@ -88,14 +84,9 @@ def sm_clock(device: torch.device) -> float | None:
 
 
 def nvml(device: torch.device, query: Callable[[Any, Any], T]) -> T | None:
-    """Query NVML about a GPU.
+    """Return ``query(pynvml, handle)`` with the NVML handle of a GPU.
 
-    Args:
-        device: any device.
-        query: called with the module ``pynvml`` and the NVML handle of ``device``.
-
-    Returns:
-        The result of ``query``; None on a CPU, without a driver, or for an unsupported query.
+    The result is None on a CPU, without a driver, or for an unsupported query.
     """
     if device.type != "cuda":
         return None

@@ -42,17 +42,10 @@ class _Saved:
 
 
 def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -> tuple[int, T]:
-    """Count the bytes that autograd holds for the backward pass when ``call`` returns.
+    """Return the bytes that autograd holds for the backward pass after ``call``, and its result.
 
-    Each storage counts once and in full, however many views of it are saved. Tensors that an
+    Each storage counts once and in full, except those of the tensors ``without``. Tensors that an
     autograd function keeps outside ``save_for_backward`` are not counted.
-
-    Args:
-        call: a forward pass; its result keeps the graph alive.
-        without: tensors whose storages do not count, such as parameters and inputs.
-
-    Returns:
-        Bytes, and the result of ``call``.
     """
     held: WeakSet[_Saved] = WeakSet()
 
@@ -102,37 +95,22 @@ def above(total: int | None, ground: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Block:
-    """Blocks live at the peak that share size, allocating line and phase.
+    """Blocks live at the peak that share size, allocating line and phase."""
 
-    Args:
-        bytes: size of one block.
-        line: innermost line outside torch, such as "lm.py:123 forward"; None if no Python frame was
-            recorded (autograd threads) or the block is older than the recording.
-        phase: innermost phase of the allocation; None outside every phase, ``BEFORE`` if older than
-            the recording.
-        count: number of blocks.
-    """
-
-    bytes: int
-    line: str | None
-    phase: str | None
+    bytes: int  # of one block
+    line: str | None  # by ``line_of``; None if older than the recording
+    phase: str | None  # the innermost; None outside every phase, ``BEFORE`` if older
     count: int = 1
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes over time.
+    """Live bytes over time."""
 
-    Args:
-        points: seconds since the start of the recording, and the bytes live from then on; at most
-            ``MOST_POINTS``, including the peak.
-        phases: name, start and end in seconds, sorted by start.
-        largest: blocks live at the peak, largest first, at most ``LARGEST`` kinds.
-    """
-
+    # Seconds since the start of the recording, and the bytes live from then on: ``thinned``.
     points: list[tuple[float, int]] = field(default_factory=list)
-    phases: list[tuple[str, float, float]] = field(default_factory=list)
-    largest: list[Block] = field(default_factory=list)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, start, end
+    largest: list[Block] = field(default_factory=list)  # live at the peak, largest first
 
 
 class Mark(NamedTuple):
@@ -146,13 +124,10 @@ class Mark(NamedTuple):
 def record(
     call: Callable[[], object], device: torch.device, path: Path | str | None = None
 ) -> Timeline:
-    """Run ``call`` while the allocator records its history.
+    """Run ``call`` while the allocator records its history; without a GPU it is empty.
 
-    Args:
-        call: the code to record; each ``phase`` in it is marked.
-        device: where it runs; the timeline is empty unless this is a GPU.
-        path: where to write a pickle for https://pytorch.org/memory_viz; it holds the full path of
-            every source file in a traceback.
+    ``path`` gets a pickle for https://pytorch.org/memory_viz; it holds the full path of every
+    source file in a traceback.
 
     Raises:
         RuntimeError: more than ``HISTORY`` events happened.
@@ -185,15 +160,10 @@ def record(
 
 
 def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> Timeline:
-    """Build a timeline from a snapshot of the CUDA allocator.
+    """Build a timeline from a snapshot of the CUDA allocator, of the device ``index``.
 
     The ends of phases are found by their mark blocks, not by the clock, so every block is assigned
-    to the right phase.
-
-    Args:
-        snapshot: the result of ``torch.cuda.memory._snapshot``.
-        marks: the start of the recording, then the ends of phases in order.
-        index: index of the device.
+    to the right phase. The first mark is the start of the recording.
 
     Raises:
         RuntimeError: a mark is missing from the history.
@@ -239,11 +209,8 @@ def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> 
 
 
 def _is_mark(event: Mapping[str, Any], mark: Mark) -> bool:
-    return (event["action"], event["size"], event.get("addr")) == (
-        "alloc",
-        MARK_BYTES,
-        mark.address,
-    )
+    found = event["action"], event["size"], event.get("addr")
+    return found == ("alloc", MARK_BYTES, mark.address)
 
 
 def _live_before(

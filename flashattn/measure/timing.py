@@ -32,16 +32,10 @@ INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
 
 
 class Clock:
-    """Times calls, on a device where nothing is queued.
+    """Times calls, on a device where nothing is queued."""
 
-    Attributes:
-        tells: the kind of time, in words.
-        late: number of late calls in the last ``samples``: calls that started before the host had
-            queued them, so their times may include host delays.
-    """
-
-    tells: ClassVar[str]
-    late = 0
+    tells: ClassVar[str]  # the kind of time, in words
+    late = 0  # calls of the last ``samples`` that started before the host had queued them
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -110,10 +104,7 @@ class HostTime(HostClock):
 class DeviceClock(Clock):
     """Times calls by pairs of events on an asynchronous device.
 
-    Args:
-        event: creates an event with timing enabled.
-        flush: queues a write larger than the device's cache.
-        synchronize: waits until the device is idle.
+    ``event`` creates an event; ``flush`` queues a write larger than the device's cache.
     """
 
     tells: ClassVar[str] = "device time, cold L2"
@@ -164,19 +155,6 @@ class DeviceClock(Clock):
             pairs.append((start, end))
         self._synchronize()
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs], result
-
-
-class Replayed(Clock):
-    """A clock that returns known times."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        """Take the times of the coming calls."""
-        self._seconds = iter(seconds)
-
-    def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Make the calls and return the next known times; see ``Clock``."""
-        results = [call() for _ in range(calls)]
-        return [next(self._seconds) for _ in range(calls)], results[-1]
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -248,11 +226,7 @@ class DeviceBenchmark(BenchmarkFixture):
             call: the call to time; the caller has checked its result.
             setup: makes the arguments of each call, untimed.
             rounds: number of calls to time, regardless of ``BUDGET``.
-            warm: the caller has warmed up; for calls of seconds, with ``rounds``. Late samples are
-                kept.
-
-        Returns:
-            The result of the last call.
+            warm: for calls of seconds, with ``rounds``: no warm-up, and late samples are kept.
         """
         if self.enabled and warm:
             self.clock.cover(0)
@@ -274,18 +248,20 @@ class DeviceBenchmark(BenchmarkFixture):
 
         ``tells`` is the kind of time; None keeps the kind in ``extra_info``.
         """
-        clock, self.clock = self.clock, Replayed(samples)
-        try:
-            self.pedantic(lambda: None, rounds=len(samples))
-        finally:
-            self.clock = clock
+        clock, known = self.clock, iter(samples)
+        self.clock = Clock()
+        self.clock.samples = lambda *_: ([next(known)], None)  # type: ignore[method-assign]
+        self.pedantic(lambda: None, rounds=len(samples))
+        self.clock = clock
         self._note(tells or self.extra_info["clock"])
 
     def _note(self, tells: str) -> None:
         """Record the statistics that every row has."""
         if self.enabled:
-            self.extra_info |= {"status": "ok", "reason": None, "clock": tells}
             self.extra_info |= {
+                "status": "ok",
+                "reason": None,
+                "clock": tells,
                 "seconds": self.stats["median"],
                 "mean": self.stats["mean"],
                 "std": self.stats["stddev"],
@@ -293,10 +269,7 @@ class DeviceBenchmark(BenchmarkFixture):
             }
 
     def _make_runner(
-        self,
-        function_to_benchmark: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, function_to_benchmark: Callable[..., Any], args: Any, kwargs: Any
     ) -> Callable[..., Any]:
         call = partial(function_to_benchmark, *args, **kwargs)
 

@@ -55,11 +55,10 @@ PARTICULARS = re.compile(
 
 
 def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> tuple[str, list[str]]:
-    """Evaluate the output and the exit status of a tool.
+    """Return a verdict on the output of a tool, and the distinct findings, or the error.
 
-    Returns:
-        "clean"; "findings" in our kernels or in unnamed ones; "others'" if all are in other
-        kernels; "failed" if not all wanted cases finished. And the distinct findings, or the error.
+    "findings" are in our kernels or in unnamed ones, "others'" in other kernels alone; "failed"
+    means that not all wanted cases finished.
     """
     found, done, case, ours = Counter[str](), set[str](), "between cases", False
     for began, ended, finding in PIECE.findall(output):
@@ -110,11 +109,7 @@ def ask(tool: str, text: str, limit: float, impl: str) -> tuple[str, list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tools; return the exit status.
-
-    Args:
-        arguments: command line (default: ``sys.argv``).
-    """
+    """Run the tools; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m flashattn.sanitize",
         description=__doc__,

@@ -9,7 +9,6 @@ from flashattn.measure import roofline
 from flashattn.measure.roofline import Sizes, measure_roofs
 
 SMALL = Sizes(side=64, copied=4096, kinds=("bfloat16", "tf32", "float32"))
-CPU = torch.device("cpu")
 
 
 class TwoSeconds:
@@ -36,7 +35,7 @@ def test_roofs_are_work_over_time(matmul, monkeypatch):
     monkeypatch.setattr(roofline.torch, "mm", lambda a, b: spreads.extend([a.std(), b.std()]))
     monkeypatch.setitem(roofline.SIZES, "cpu", SMALL)
     monkeypatch.setattr(roofline, "clock_of", lambda _: clock)
-    roofs = measure_roofs(CPU)
+    roofs = measure_roofs(torch.device("cpu"))
     assert roofs == {"bfloat16": 64**3, "tf32": 64**3, "float32": 64**3, "copy": 4096}
     warm_and_timed = 2
     modes = ["ieee", "tf32", "ieee", "tf32"]  # of the copy the one that was set before
@@ -44,12 +43,3 @@ def test_roofs_are_work_over_time(matmul, monkeypatch):
     assert matmul.fp32_precision == "tf32"
     assert [x.float() for x in spreads] == pytest.approx([1.0] * len(spreads), rel=0.1)
     assert len(spreads) >= 2 * len(SMALL.kinds)
-
-
-@pytest.mark.alone
-def test_cpu_roofs_are_plausible(monkeypatch):
-    """The real clock on this machine's processor gives a number above 0 for each of its roofs."""
-    monkeypatch.setitem(roofline.SIZES, "cpu", Sizes(side=128, copied=2**16, kinds=("float32",)))
-    roofs = measure_roofs(CPU)
-    assert set(roofs) == {"float32", "copy"}
-    assert min(roofs.values()) > 1e6

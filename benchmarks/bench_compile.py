@@ -95,6 +95,5 @@ def _eager(device_benchmark, call, setup):
 
 def _compiled(device_benchmark, call, setup):
     """Record the compilation of the first call, then time later calls."""
-    found, _ = compilation(lambda: call(*setup()))
-    device_benchmark.extra_info |= asdict(found)
+    device_benchmark.extra_info |= asdict(compilation(lambda: call(*setup())))
     device_benchmark.time(call, setup=setup, rounds=ROUNDS)

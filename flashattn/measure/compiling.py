@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Compilation:
     recompiles: int  # functions compiled again because no compiled version fit
 
 
-def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
+def compilation(call: Callable[[], object]) -> Compilation:
     """Count what ``call`` compiles, starting with nothing compiled.
 
     Everything compiled in this process is dropped first, so a version for another shape is neither
@@ -37,17 +35,16 @@ def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(sys.maxsize)  # the default keeps 64
     try:
-        result = call()
+        call()
         compiled = [each.compile_id or "" for each in utils.get_compilation_metrics()]
     finally:
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
-    done = Compilation(
+    return Compilation(
         compile_seconds=utils.calculate_time_spent()["total_wall_time"],
         graphs=utils.counters["stats"]["unique_graphs"],
         graph_breaks=sum(utils.counters["graph_break"].values()),
         recompiles=sum(_is_repeated(name) for name in set(compiled)),
     )
-    return done, result
 
 
 def _is_repeated(compile_id: str) -> bool:

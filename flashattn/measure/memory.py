@@ -63,34 +63,27 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
     return sum(sizes.values()), result
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Bytes allocated on a device before a call, and at most during it; None if not counted."""
+def peak_bytes(
+    call: Callable[[], object], device: torch.device, ground: int = 0
+) -> tuple[int | None, int | None]:
+    """Run ``call``; return the bytes above ``ground`` before it, and at most during it.
 
-    before: int | None = None
-    peak: int | None = None
-
-
-def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
-    """Run ``call``; return its peak memory and its result."""
+    They are None on a CPU, where nobody counts.
+    """
     if device.type != "cuda":
-        return Peak(), call()
+        call()
+        return None, None
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = call()
+    call()
     torch.cuda.synchronize(device)
-    return Peak(before, torch.cuda.max_memory_allocated(device)), result
+    return before - ground, torch.cuda.max_memory_allocated(device) - ground
 
 
-def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes in use on ``device`` now, or None if not counted."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-
-
-def above(total: int | None, ground: int | None) -> int | None:
-    """Return ``total - ground``, or None if either is not counted."""
-    return None if total is None or ground is None else total - ground
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes in use on ``device`` now, 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True)

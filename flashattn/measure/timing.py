@@ -37,8 +37,8 @@ class Clock:
     tells: ClassVar[str]  # the kind of time, in words
     late = 0  # calls of the last ``samples`` that started before the host had queued them
 
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
+    # Waits until the device is idle.
+    synchronize: Callable[[], Any] = staticmethod(tuple)
 
     def cover(self, launch: float) -> float:
         """Prepare for calls that take ``launch`` seconds to queue; return the lead in seconds."""
@@ -82,11 +82,7 @@ class HostTime(HostClock):
 
     def __init__(self, synchronize: Callable[[], Any]) -> None:
         """Store what waits until the device is idle."""
-        self._synchronize = synchronize
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        self._synchronize()
+        self.synchronize = synchronize
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
         """Return ``calls`` means of ``BATCH`` consecutive calls, and the result of the last."""
@@ -113,7 +109,7 @@ class DeviceClock(Clock):
         self, event: Callable[[], Any], flush: Callable[[], Any], synchronize: Callable[[], Any]
     ) -> None:
         """Queue nothing yet."""
-        self._event, self._flush, self._synchronize = event, flush, synchronize
+        self._event, self._flush, self.synchronize = event, flush, synchronize
         self._flushes = self._most = 1
 
     @classmethod
@@ -123,10 +119,6 @@ class DeviceClock(Clock):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         event = partial(torch.cuda.Event, enable_timing=True)
         return cls(event, buffer.zero_, partial(torch.cuda.synchronize, device))
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        self._synchronize()
 
     def cover(self, launch: float) -> float:
         """Queue flushes for twice ``launch`` seconds before each call; see ``Clock``."""
@@ -153,7 +145,7 @@ class DeviceClock(Clock):
                 self.late += 1
                 self._flushes = min(2 * self._flushes, self._most)
             pairs.append((start, end))
-        self._synchronize()
+        self.synchronize()
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs], result
 
 

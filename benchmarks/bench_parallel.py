@@ -126,7 +126,8 @@ def prediction(case, passes, alone, links):
     forward = alone.get((case.problem, "keys", "forward"))
     both = alone.get((case.problem, "keys", "forward+backward"))
     timed = forward if passes == "forward" else forward and both
-    known = case.method in ("keys", "keys, kept") and problem.documents is None  # bands
+    # The model knows bands of our own methods.
+    known = case.method in ("keys", "keys, kept") and problem.documents is None
     if case.world == 1 or not (known and timed):
         return None
     machine = Machine(

@@ -82,24 +82,18 @@ def simulated(monkeypatch):
 @pytest.fixture
 def ours(simulated):
     """Our fixture on the simulated device, as pytest-benchmark's plugin would make it."""
-    options = dict.fromkeys(
-        ("precision", "confidence", "logger", "warner", "cprofile", "cprofile_loops"), None
-    )
+    unset = ("precision", "confidence", "logger", "warner", "cprofile", "cprofile_loops")
+    unset += ("disable_gc", "warmup", "warmup_iterations", "disabled", "cprofile_dump")
     stats = []
     stock = BenchmarkFixture(
         SimpleNamespace(name="case", nodeid="case"),
-        disable_gc=False,
         timer=SimpleNamespace(target=timing.time.perf_counter),
         min_rounds=5,
         min_time=5e-6,
         max_time=1.0,
-        warmup=False,
-        warmup_iterations=0,
         calibration_precision=10,
         add_stats=stats.append,
-        disabled=False,
-        cprofile_dump=None,
-        **options,
+        **dict.fromkeys(unset),
     )
     ours = DeviceBenchmark.adopt(stock, simulated.clock())
     ours.kept = stats

@@ -15,13 +15,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -33,8 +34,7 @@ START = (  # sys.path[0] would otherwise be the folder of worker.py
     "import runpy, sys; sys.path[0] = sys.argv.pop(1);"
     " runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
-PATIENCE = {"hello": 120.0, "prepare": 600.0}  # seconds to wait for a reply to these requests
-PATIENCE_ELSE = 120.0
+PATIENCE = defaultdict(lambda: 120.0, prepare=600.0)  # seconds to wait for a reply, by request
 SAMPLE = 10e-3  # seconds of one arm in one round
 MOST_CALLS = 500
 # Fixed memory layout: without it the same code differs by up to 60% between processes, with it by
@@ -77,6 +77,8 @@ class Worker:
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the worker
                 env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
             )
+        pipes = self._process.stdin, self._process.stdout
+        self._requests, self._answers = cast("tuple[IO[str], IO[str]]", pipes)
 
     def greet(self) -> None:
         """Wait until the worker has imported ``flashattn``, and check where from."""
@@ -86,11 +88,9 @@ class Worker:
 
     def tell(self, do: str, **request: Any) -> None:
         """Send a request."""
-        if self._process.stdin is None:
-            raise WorkerError(self.name, "has no stdin")
         with suppress(BrokenPipeError):  # a dead worker is reported by ``answer``
-            self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps({"do": do, **request}) + "\n")
+            self._requests.flush()
 
     def answer(self, to: str) -> dict[str, Any]:
         """Wait for the reply to the last request.
@@ -98,14 +98,14 @@ class Worker:
         Raises:
             WorkerError: the worker has died, or does not answer.
         """
-        patience, answers = PATIENCE.get(to, PATIENCE_ELSE), self._process.stdout
-        if answers is None or not select.select([answers], [], [], patience)[0]:
+        patience = PATIENCE[to]
+        if not select.select([self._answers], [], [], patience)[0]:
             self._process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
             said = f"no answer to {to!r} in {patience:.0f} s; {self._stderr_tail()}"
             raise WorkerError(self.name, said)
-        line = answers.readline()
+        line = self._answers.readline()
         if not line.endswith("\n"):
             raise WorkerError(self.name, f"died at {to!r}; stderr: {self._stderr_tail()}")
         return json.loads(line)
@@ -121,10 +121,9 @@ class Worker:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        for pipe in (self._requests, self._answers):
+            with suppress(BrokenPipeError):
+                pipe.close()
 
     def _stderr_tail(self) -> str:
         return self._errors.read_text(encoding="utf-8", errors="replace")[-STDERR_TAIL:].strip()
@@ -142,10 +141,9 @@ class Pair:
         self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
         self._workers: dict[str, Worker] = {}
         self._started_once, self._start_error = False, ""  # why the old revision does not start
-        self._exits = ExitStack()
-        folder = Path(self._exits.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
+        self._folder = TemporaryDirectory(prefix="flashattn-gate-")
         # Paths of equal length: the length of a string shifts everything behind it in memory.
-        self.trees = {arm: folder / str(number) for number, arm in enumerate(ARMS)}
+        self.trees = {arm: Path(self._folder.name, str(i)) for i, arm in enumerate(ARMS)}
         try:
             for arm, tree in self.trees.items():
                 if arm == "new" or revision is None:
@@ -153,7 +151,7 @@ class Pair:
                 else:
                     export(root, revision, tree)
         except BaseException:
-            self._exits.close()
+            self._folder.cleanup()
             raise
         affinity = getattr(os, "sched_getaffinity", None)
         self._cores = sorted(affinity(0)) if affinity and device.type == "cpu" else [None]
@@ -163,7 +161,7 @@ class Pair:
     def close(self) -> None:
         """End the processes and remove the trees."""
         self.renew()
-        self._exits.close()
+        self._folder.cleanup()
 
     def renew(self) -> None:
         """End the processes; the next case gets new ones with another memory layout."""

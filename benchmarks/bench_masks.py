@@ -51,11 +51,7 @@ FULL = [
     ),
     *masks(16384, windows=[128], documents=[], dtype="bfloat16", heads=64, kv_heads=8, head_dim=64),
 ]
-BENCHMARKS = ("bench_forward", "bench_backward")
-SWEEPS = {
-    name: dict.fromkeys(BENCHMARKS, problems)
-    for name, problems in {"smoke": SMOKE, "default": DEFAULT, "full": FULL}.items()
-}
+SWEEPS = {"smoke": SMOKE, "default": DEFAULT, "full": FULL}
 
 
 @pytest.fixture(autouse=True)

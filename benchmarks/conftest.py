@@ -204,13 +204,12 @@ def trained(
             # The compiler decides what it holds; only what is written is predicted.
             predicted_bytes=None if compiled else of_case.bytes(case.step),
         )
-        left_out(impl.why_not(problem_of(of_case), device, grad=True))
-        left_out(interpreted(impl))
+        left_out(impl.why_not(problem_of(of_case), device, grad=True) or interpreted(impl))
         key = (*named.values(), case.impl, compiled, *how)
         if key not in MODELS:
             forget_models()
-            made = Trained(**named, impl=case.impl, device=device, compiled=compiled, **how)
-            MODELS[key] = made
+            named |= {"impl": case.impl, "device": device, "compiled": compiled}
+            MODELS[key] = Trained(**named, **how)
         return MODELS[key]
 
     return make
@@ -264,8 +263,7 @@ def time_pass(
         left_out(verifier.admit(passes))
         if any_order and impl.name != "hopper":
             left_out(f"{impl.name} has one order")
-        left_out(reason(passes))
-        left_out(interpreted(impl))
+        left_out(reason(passes) or interpreted(impl))
         facts["impl"] = ANY_ORDER if any_order else impl.name
         if passes == "forward":
             inputs = make_inputs(problem, device=device)

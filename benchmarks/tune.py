@@ -66,7 +66,6 @@ CUT = {
     "auto": Way(6, (1, 2, 3), range(4, 241), cut=True),
     "tf32": Way(4, (1, 2, 3), range(4, 241), cut=True),
 }
-LOADS = ("descriptors", "pointers", "cut")
 
 
 def way(dtype: str, precision: str, load: str) -> Way:
@@ -229,7 +228,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(RELATIVE))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--precision", default="auto", choices=("auto", "tf32"), help="of fp32")
-    parser.add_argument("--load", choices=LOADS, help="(default: cut in fp32, else descriptors)")
+    loads = ("descriptors", "pointers", "cut")
+    parser.add_argument("--load", choices=loads, help="(default: cut in fp32, else descriptors)")
     parser.add_argument("--registers", nargs="+", type=int, default=[0], help="limits; 0 is none")
     parser.add_argument("--show", type=int, default=4, help="rows printed for each search")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")

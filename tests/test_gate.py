@@ -29,17 +29,11 @@ def _quick(monkeypatch):
 
 
 def made(rounds=60, *, seed=0, shift=0.0, null=0.0, noise=0.04, tail=0.0, drift=1.0, shocks=1.0):
-    """Make rounds: normal noise of each arm, with a share of outliers, and what all arms share.
+    """Make rounds: normal noise of each arm's logarithm, and what all arms share.
 
-    Args:
-        rounds: of each arm.
-        seed: of the random numbers.
-        shift: by which the new revision is slower.
-        null: by which the old one's second process is slower than its first.
-        noise: standard deviation of an arm's logarithm.
-        tail: share of an arm's samples that take three times as long.
-        drift: factor from the first round to the last.
-        shocks: factor by which a third of all rounds is slower.
+    The new revision is slower by ``shift``, the old one's second process by ``null``, a share
+    ``tail`` of an arm's samples threefold, the last round ``drift``-fold, a third of all rounds
+    ``shocks``-fold.
     """
     draw = np.random.default_rng(seed)
     shared = drift ** np.linspace(0, 1, rounds) * np.where(draw.random(rounds) < 1 / 3, shocks, 1)

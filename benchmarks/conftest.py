@@ -82,7 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Peers compile inside torch; what torch says to itself there is no failure of theirs.
     config.addinivalue_line("filterwarnings", r"default:::torch\..*")
     config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch\..*")
-    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestCacheWarning")  # read-only
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

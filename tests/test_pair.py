@@ -89,11 +89,6 @@ def intervals(result):
     return [(float(low), float(high)) for low, high in found]
 
 
-def differs(low, high):
-    """Return whether an interval is surely outside of what counts as the same."""
-    return low > 100 * gate.MARGIN or high < -100 * (1 - 1 / (1 + gate.MARGIN))
-
-
 def unknown(result):
     """Return whether the gate says that it could not tell, and its null arm shows why."""
     _, (low, high) = intervals(result)
@@ -165,7 +160,9 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     assert len(starts) == 1 + sum(line.count(" + 30") for line in result.outlines)
     assert result.parseoutcomes()["failed"] == 1
     assert result.ret == 1
-    said = "UNPROVEN" if differs(*intervals(result)[1]) else "FASTER"
+    low, high = (1 + bound / 100 for bound in intervals(result)[1])
+    null = gate.Interval(low=low, median=1.0, high=high).verdict
+    said = "UNPROVEN" if null in ("SLOWER", "FASTER") else "FASTER"
     result.stdout.fnmatch_lines([f"| quick * {said} |"])
     result.stdout.fnmatch_lines(
         [

@@ -36,18 +36,14 @@ def compilation(call: Callable[[], object]) -> Compilation:
     utils.set_compilation_metrics_limit(sys.maxsize)  # the default keeps 64
     try:
         call()
-        compiled = [each.compile_id or "" for each in utils.get_compilation_metrics()]
+        compiled = {each.compile_id or "" for each in utils.get_compilation_metrics()}
     finally:
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
+    # An id is "frame/version" or "frame/version_attempt".
+    versions = [name.rpartition("/")[2].partition("_")[0] for name in compiled]
     return Compilation(
         compile_seconds=utils.calculate_time_spent()["total_wall_time"],
         graphs=utils.counters["stats"]["unique_graphs"],
         graph_breaks=sum(utils.counters["graph_break"].values()),
-        recompiles=sum(_is_repeated(name) for name in set(compiled)),
+        recompiles=sum(version not in {"", "0"} for version in versions),
     )
-
-
-def _is_repeated(compile_id: str) -> bool:
-    """Return whether an id, "frame/version" or "frame/version_attempt", is a recompile."""
-    version = compile_id.rpartition("/")[2].partition("_")[0]
-    return version not in {"", "0"}

@@ -194,10 +194,12 @@ def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> 
         )
     lives += [(start, len(points), block) for start, block in live.values()]
     peak = max(range(len(points)), key=lambda i: points[i][1])
+    kinds = Counter(block for start, end, block in lives if start <= peak < end)
+    counted = [replace(block, count=count) for block, count in kinds.items()]
     return Timeline(
         points=thinned(points, MOST_POINTS),
         phases=sorted(phases, key=lambda phase: (phase[1], -phase[2])),
-        largest=_largest(block for start, end, block in lives if start <= peak < end),
+        largest=sorted(counted, key=lambda kind: (-kind.bytes, -kind.count))[:LARGEST],
     )
 
 
@@ -234,12 +236,6 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str | None:
         if not file.startswith((TORCH, "<frozen", "??")):
             return f"{Path(file).name}:{frame['line']} {frame['name']}"
     return None
-
-
-def _largest(blocks: Iterable[Block]) -> list[Block]:
-    """Return the largest blocks, equal blocks merged and counted."""
-    kinds = [replace(block, count=count) for block, count in Counter(blocks).items()]
-    return sorted(kinds, key=lambda kind: (-kind.bytes, -kind.count))[:LARGEST]
 
 
 def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:

@@ -182,7 +182,7 @@ def summary(
     return Profile(
         kernels=[Kernel(*key, _each(counts[key], calls), times[key]) for key in longest],
         categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
-        phases={name: _inside(kernels, _spans(events, name)) / calls for name in phases},
+        phases={name: _inside(kernels, events, name) / calls for name in phases},
         device_seconds=sum(times.values()),
     )
 
@@ -198,22 +198,15 @@ def _each(count: int, calls: int) -> float:
     return count / calls if count % calls else count // calls
 
 
-def _spans(events: Iterable[Any], name: str) -> list[tuple[float, float]]:
-    return [
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.name == name and event.device_type == DeviceType.CPU
-    ]
-
-
-def _inside(kernels: Iterable[Any], spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of the kernels whose midpoint lies in a span.
+def _inside(kernels: Iterable[Any], events: Iterable[Any], name: str) -> float:
+    """Return the seconds of the kernels whose midpoint lies in a phase.
 
     Midpoints tolerate the few microseconds by which host and device clocks differ.
     """
+    spans = [e.time_range for e in events if e.name == name and e.device_type == DeviceType.CPU]
     inside = 0.0
     for kernel in kernels:
         middle = (kernel.time_range.start + kernel.time_range.end) / 2
-        if any(start <= middle <= end for start, end in spans):
+        if any(span.start <= middle <= span.end for span in spans):
             inside += _seconds(kernel)
     return inside

@@ -248,6 +248,13 @@ def test_a_warm_call_is_only_measured(simulated, ours):
     assert (ours.extra_info["late"], ours.extra_info["retaken"]) == (2, 0)
 
 
+def test_times_measured_before_are_rounds(ours):
+    """Replayed seconds are the samples, as they were, by the clock that is told."""
+    ours.replay([1.0, 3.0], tells="another clock")
+    assert ours.kept[0].stats.data == [1.0, 3.0]
+    assert (ours.extra_info["mean"], ours.extra_info["clock"]) == (2.0, "another clock")
+
+
 def test_looped_rounds_are_device_time(simulated, ours):
     """The plugin's own calibrated way of calling, several calls a round, tells device time."""
     cost = {"host": 7 * MICRO, "device": 1e-3}

@@ -70,10 +70,11 @@ def bench_attention(device_benchmark, case, facts, device):
         def backward(o):
             return torch.autograd.grad(o, inputs, grad_o)
 
-        both = lambda: backward(*graph())  # noqa: E731
-        return {"forward": (graph, tuple), "backward": (backward, graph)}.get(
-            facts["pass"], (both, tuple)
-        )
+        return {
+            "forward": (graph, tuple),
+            "backward": (backward, graph),
+            "forward+backward": (lambda: backward(*graph()), tuple),
+        }[facts["pass"]]
 
     compiled = torch.compile(call, dynamic=False, fullgraph=True)
     facts["eager_seconds"] = _eager(device_benchmark, *timed(call))

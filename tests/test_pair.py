@@ -319,7 +319,6 @@ def wait_until(holds, seconds=60):
     return holds()
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="lists processes in /proc")
 def test_an_interrupted_run_leaves_nothing(repository):
     """When a run is terminated its processes end and its trees are gone."""
     scratch = repository.path / "scratch"

@@ -153,8 +153,7 @@ class Pair:
         except BaseException:
             self._folder.cleanup()
             raise
-        affinity = getattr(os, "sched_getaffinity", None)
-        self._cores = sorted(affinity(0)) if affinity and device.type == "cpu" else [None]
+        self._cores = sorted(os.sched_getaffinity(0)) if device.type == "cpu" else [None]
         # Other programs share the CPU and only ever slow a call down; the GPU is exclusive.
         self._reduce = min if device.type == "cpu" else median
 

@@ -96,8 +96,10 @@ SWEEPS = {"smoke": SMOKE, "default": DEFAULT, "full": DEFAULT}
 
 def plain(q, k, v, *, causal, scale=None):
     """Call PyTorch's SDPA as a model does."""
-    how = {"is_causal": bool(causal), "enable_gqa": q.shape[1] != k.shape[1]}
-    return scaled_dot_product_attention(q, k, v, scale=scale, **how)
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(
+        q, k, v, is_causal=bool(causal), scale=scale, enable_gqa=grouped
+    )
 
 
 ENTRIES = {ACTIVATED: plain, "attention": attention, "sdpa": plain}

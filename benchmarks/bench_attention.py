@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from flashattn.measure.memory import above, allocated_bytes, held_bytes, peak_bytes
+from flashattn.measure.memory import allocated_bytes, held_bytes, peak_bytes
 from flashattn.problem import DTYPES, Problem
 from flashattn.registry import get
-from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.graph import Graph
 from flashattn.testing.sweep import grid
 
 PASSES = ["forward", "backward"]
@@ -61,15 +59,13 @@ def bench_pass(device_benchmark, case, facts, device, left_out, interpreted):
     }
     left_out(impl.why_not(problem, device, grad=True))
     ground = allocated_bytes(device)
-    inputs = [x.requires_grad_() for x in make_inputs(problem, device=device)]
-    grad_o, _ = make_grads(problem, device=device)
-    forward = partial(impl, *inputs, **problem.keywords, scale=problem.head_dim**-0.5)
-    facts["held_bytes"], (o, _) = held_bytes(forward, without=inputs)
+    graph = Graph(impl, problem, device)
+    facts["held_bytes"], o = held_bytes(graph.forward, without=graph.inputs)
     left_out(interpreted(impl))  # its bytes are real, its time is no speed
-
-    def backward():
-        return torch.autograd.grad(o, inputs, grad_o, retain_graph=True)
-
-    call = backward if facts["pass"] == "backward" else forward
-    facts["peak_bytes"] = above(peak_bytes(call, device)[0].peak, ground)
-    device_benchmark.time(call)
+    forward = facts["pass"] == "forward"
+    call = graph.forward if forward else partial(graph.backward, *o)
+    facts["peak_bytes"] = peak_bytes(call, device, ground)[1]
+    if forward or graph.keep:
+        device_benchmark.time(call)
+    else:
+        device_benchmark.time(graph.backward, setup=graph.forward)

@@ -70,10 +70,11 @@ def bench_attention(device_benchmark, case, facts, device):
         def backward(o):
             return torch.autograd.grad(o, inputs, grad_o)
 
-        both = lambda: backward(*graph())  # noqa: E731
-        return {"forward": (graph, tuple), "backward": (backward, graph)}.get(
-            facts["pass"], (both, tuple)
-        )
+        return {
+            "forward": (graph, tuple),
+            "backward": (backward, graph),
+            "forward+backward": (lambda: backward(*graph()), tuple),
+        }[facts["pass"]]
 
     compiled = torch.compile(call, dynamic=False, fullgraph=True)
     facts["eager_seconds"] = _eager(device_benchmark, *timed(call))
@@ -95,6 +96,5 @@ def _eager(device_benchmark, call, setup):
 
 def _compiled(device_benchmark, call, setup):
     """Record the compilation of the first call, then time later calls."""
-    found, _ = compilation(lambda: call(*setup()))
-    device_benchmark.extra_info |= asdict(found)
+    device_benchmark.extra_info |= asdict(compilation(lambda: call(*setup())))
     device_benchmark.time(call, setup=setup, rounds=ROUNDS)

@@ -26,20 +26,16 @@ def tokens(
     ]
 
 
-def one_head(*, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[Problem]:
-    """Return causal problems with one head and one sequence."""
+def one_head(batch: int, *, seq: list[int], head_dim: list[int], dtype: list[str]) -> list[Problem]:
+    """Return causal problems with one head."""
     return [
-        Problem(seq_q=n, head_dim=d, causal=True, dtype=name)
+        Problem(batch=batch, seq_q=n, head_dim=d, causal=True, dtype=name)
         for name, d, n in product(dtype, head_dim, seq)
     ]
 
 
-def eight(*, seq: list[int], head_dim: list[int]) -> list[Problem]:
-    """Return causal fp32 problems with one head and eight sequences."""
-    return [Problem(batch=8, seq_q=n, head_dim=d, causal=True) for d, n in product(head_dim, seq)]
-
-
 community = partial(tokens, 16384, 2048)
+eight = partial(one_head, 8, dtype=["float32"])
 HALF, BOTH = ["bfloat16"], ["bfloat16", "float32"]
 ROWS = [1 << n for n in range(7, 17)]  # of one head
 SMOKE = tokens(256, 256, seq=[64, 256], head_dim=[64], dtype=["float32"])
@@ -47,7 +43,7 @@ CELLS = community(seq=[1024, 4096, 8192, 16384], head_dim=[64, 128], dtype=HALF)
 DEFAULT = [
     *CELLS,
     *community(seq=[4096, 16384], head_dim=[192, 256], dtype=HALF),
-    *one_head(seq=[512, 4096, 32768], head_dim=[64, 128], dtype=HALF),
+    *one_head(1, seq=[512, 4096, 32768], head_dim=[64, 128], dtype=HALF),
     *eight(seq=[16384], head_dim=[64, 128]),
 ]
 FULL = [
@@ -57,7 +53,7 @@ FULL = [
     *community(seq=[512, 4096, 16384], head_dim=[256], dtype=HALF),
     *community(seq=[4096], head_dim=[64, 128, 256], dtype=["float16"]),
     *community(seq=[4096], head_dim=[64, 128], dtype=["float32"]),
-    *one_head(seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
+    *one_head(1, seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
     *eight(seq=[4096, 8192, 16384], head_dim=[16, 32, 64, 128]),
 ]
 
@@ -78,64 +74,58 @@ SWEEPS = {
         FULL,
         [
             *community(seq=[512, 4096, 16384], head_dim=[64, 128], dtype=HALF),
-            *one_head(seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
+            *one_head(1, seq=ROWS, head_dim=[16, 32, 64, 128], dtype=BOTH),
         ],
         CELLS,
     ),
 }
 # Compiling a shape takes 10 s or more, so only these are: (queries, head dimension, dtype).
-COMPILED = {
-    (4096, 64, "bfloat16"),
-    (4096, 128, "bfloat16"),
-    (16384, 128, "bfloat16"),
-}
+COMPILED = {(4096, 64, "bfloat16"), (4096, 128, "bfloat16"), (16384, 128, "bfloat16")}
 TOGETHER = {(4096, 64, "bfloat16")}
-STUDIES = {"tiled": 1024}  # most queries; it loops over tiles in Python
+MOST_TILED = 1024  # queries; it loops over tiles in Python
 HOLDS_SCORES = ("reference", "naive", "compiled", "sdpa_math")
 SCORE_MATRICES = 4  # score matrices that these hold at once, at least
 
 
-def left_out_because(impl, problem, device, passes):
-    """Return why a supported case is not timed, or None."""
+@pytest.fixture
+def reason(impl, problem, device, facts):
+    """Return what tells why passes are not timed, or None; note the protocol."""
+    one = problem.heads == 1
+    facts["protocol"] = "tokens" if not one else "one_head" if problem.batch == 1 else "batch"
     rows = problem.batch * problem.heads * problem.seq_q
     scores = DTYPES[problem.dtype] * rows * problem.seq_kv
     shape = (problem.seq_q, problem.head_dim, problem.dtype)
-    reasons = {
-        f"is for study: timed up to {STUDIES.get(impl.name)} queries": problem.seq_q
-        > STUDIES.get(impl.name, problem.seq_q),
-        "would hold more scores than there is memory": impl.name in HOLDS_SCORES
-        and SCORE_MATRICES * scores > memory_bytes(device),
-        "compiles every shape for seconds: timed at few": impl.compiles
-        and shape not in (TOGETHER if passes == "forward+backward" else COMPILED),
-        "is the definition, not a way to compute: naive is timed": impl.name == "reference",
-    }
-    return next((f"{impl.name} {reason}" for reason, holds in reasons.items() if holds), None)
+
+    def tell(passes):
+        reasons = {
+            f"is for study: timed up to {MOST_TILED} queries": impl.name == "tiled"
+            and problem.seq_q > MOST_TILED,
+            "would hold more scores than there is memory": impl.name in HOLDS_SCORES
+            and SCORE_MATRICES * scores > memory_bytes(device),
+            "compiles every shape for seconds: timed at few": impl.compiles
+            and shape not in (TOGETHER if passes == "forward+backward" else COMPILED),
+            "is the definition, not a way to compute: naive is timed": impl.name == "reference",
+        }
+        return next((f"{impl.name} {why}" for why, holds in reasons.items() if holds), None)
+
+    return tell
 
 
-@pytest.fixture
-def because(impl, problem, device, facts):
-    """Return what tells why a pass is not timed, or None; note the protocol."""
-    one = problem.heads == 1
-    facts["protocol"] = "tokens" if not one else "one_head" if problem.batch == 1 else "batch"
-    return partial(left_out_because, impl, problem, device)
-
-
-def bench_forward(time_pass, because):
+def bench_forward(time_pass):
     """Time the forward pass without gradients."""
-    time_pass("forward", because("forward"))
+    time_pass("forward")
 
 
-def bench_backward(time_pass, because):
+def bench_backward(time_pass):
     """Time the backward pass alone."""
-    time_pass("backward", because("backward"))
+    time_pass("backward")
 
 
-def bench_forward_backward(time_pass, because):
+def bench_forward_backward(time_pass):
     """Time both passes together."""
-    time_pass("forward+backward", because("forward+backward"))
+    time_pass("forward+backward")
 
 
-def bench_backward_any_order(time_pass, because, impl):
+def bench_backward_any_order(time_pass):
     """Time the backward pass that adds up dq in any order, as FlashAttention-4's does."""
-    of_others = None if impl.name == "hopper" else f"{impl.name} has one order"
-    time_pass("backward", of_others or because("backward"), any_order=True)
+    time_pass("backward", any_order=True)

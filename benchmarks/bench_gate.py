@@ -28,15 +28,9 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("timed", timed, ids=ids)
 
 
-@pytest.fixture
-def gate(pytestconfig):
-    """Return the plugin that compares two revisions."""
-    return pytestconfig.pluginmanager.get_plugin("gate")
-
-
-def bench_gate(gate, timed):
+def bench_gate(pytestconfig, timed):
     """Time a case in both revisions until the verdict is settled; fail if it is SLOWER."""
-    outcome = gate.judge(*timed)
+    outcome = pytestconfig.pluginmanager.get_plugin("gate").judge(*timed)
     if outcome.verdict in FAILED:
         pytest.fail(str(outcome), pytrace=False)
     if outcome.verdict in UNSETTLED:

@@ -47,11 +47,11 @@ SWEEPS = {
 }
 
 
-def bench_forward(time_pass, reason):
+def bench_forward(time_pass):
     """Time the forward pass without gradients."""
-    time_pass("forward", reason)
+    time_pass("forward")
 
 
-def bench_backward(time_pass, reason):
+def bench_backward(time_pass):
     """Time the backward pass alone."""
-    time_pass("backward", reason)
+    time_pass("backward")

@@ -106,13 +106,13 @@ ENTRIES = {ACTIVATED: plain, "attention": attention, "sdpa": plain}
 
 
 def call_of(name, problem, device, passes):
-    """Return a pass as a call, and the names of its results."""
+    """Return an implementation, a pass of it as a call, and the names of its results."""
     impl = Impl(name=name, call=ENTRIES[name], limits=lambda *_: None)
     if passes == "forward":
         inputs, scale = make_inputs(problem, device=device), problem.head_dim**-0.5
-        return (lambda: impl(*inputs, **problem.keywords, scale=scale)[:1]), ["o"]
+        return impl, lambda: impl(*inputs, **problem.keywords, scale=scale)[:1], ["o"]
     graph = Graph(impl, problem, device)
-    return partial(graph.backward, *graph.forward()), graph.grads
+    return impl, partial(graph.backward, *graph.forward()), graph.grads
 
 
 @pytest.fixture
@@ -133,8 +133,7 @@ def bench_device(device_benchmark, case, facts, device, kernels):
     problem, passes = Problem.parse(case.problem), facts["pass"]
     facts["part"] = "device"
     with kernels():
-        call, names = call_of(case.attention, problem, device, passes)
-        impl = Impl(name=case.attention, call=call, limits=lambda *_: None)
+        impl, call, names = call_of(case.attention, problem, device, passes)
         verifier = Verifier(impl, problem, device, facts)
         verifier.admit(passes)
         got = dict(zip(names, call(), strict=True))
@@ -144,7 +143,7 @@ def bench_device(device_benchmark, case, facts, device, kernels):
             if case.attention != "sdpa":
                 raise
             pytest.xfail(str(error))
-        ours = call_of("attention", problem, device, passes)[0]()
+        ours = call_of("attention", problem, device, passes)[1]()
         facts["same_bits"] = all(map(torch.equal, got.values(), ours))
         device_benchmark.time(call)
 
@@ -216,12 +215,6 @@ def gradients(model, case, device):
     return [x.grad for x in model.parameters()]
 
 
-def error_of(got, wanted):
-    """Return the largest relative error of a parameter's gradient."""
-    errors = [(x - y).float().norm() / y.float().norm() for x, y in zip(got, wanted, strict=True)]
-    return torch.stack(errors).max().item()
-
-
 def ready(case, facts, device, trained_by):
     """Return a model with the attention of a case, after a step whose gradients are right.
 
@@ -239,10 +232,11 @@ def ready(case, facts, device, trained_by):
         expected.clear()
         reference = case.replace(attention=MODELS[case.model][2])
         expected[asked] = gradients(model, reference, device)
-    got = gradients(model, case, device)
-    facts["gradient_error"] = error = error_of(got, expected[asked])
-    if not error <= TOLERANCE[case.dtype]:
-        allowed = TOLERANCE[case.dtype]
+    both = zip(gradients(model, case, device), expected[asked], strict=True)
+    errors = [(x - y).float().norm() / y.float().norm() for x, y in both]
+    facts["gradient_error"] = error = torch.stack(errors).max().item()
+    allowed = TOLERANCE[case.dtype]
+    if not error <= allowed:
         raise AssertionError(f"{case.attention}: gradients are off by {error:.2g} of {allowed}")
     return model
 

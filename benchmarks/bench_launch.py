@@ -52,8 +52,7 @@ def bench_call(device_benchmark, case, facts, device, left_out, interpreted):
         left_out("a kernel needs CUDA")
     if case.impl not in FLOORS:
         impl = get(case.impl)
-        left_out(impl.why_not(problem, device, grad=True))
-        left_out(interpreted(impl))
+        left_out(impl.why_not(problem, device, grad=True) or interpreted(impl))
     if case.mode == "graph" and device.type != "cuda":
         left_out("a CUDA graph needs CUDA")
     inputs = make_inputs(problem, device=device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from flashattn.measure.memory import above, peak_bytes
+from flashattn.measure.memory import peak_bytes
 from flashattn.testing.sweep import grid
 
 STEPS = ["forward", "backward", "forward+backward", "train"]
@@ -85,10 +85,7 @@ def bench_step(device_benchmark, case, facts, device, trained):
     call, setup = model.timed(case.step)
     for _ in range(WARM):
         call(*setup())
-    arguments = setup()
-    peak = peak_bytes(partial(call, *arguments), device)[0]
-    facts["peak_bytes"] = above(peak.peak, model.ground)
-    del arguments
+    _, facts["peak_bytes"] = peak_bytes(partial(call, *setup()), device, model.ground)
     device_benchmark.time(call, setup=setup, rounds=ROUNDS)
 
 
@@ -99,4 +96,4 @@ def bench_long_step(device_benchmark, case, facts, device, trained):
     call(*setup())
     rounds = LONG_ROUNDS if case.context >= LONG else ROUNDS // 2
     timed = partial(device_benchmark.time, call, setup=setup, rounds=rounds, warm=True)
-    facts["peak_bytes"] = above(peak_bytes(timed, device)[0].peak, model.ground)
+    _, facts["peak_bytes"] = peak_bytes(timed, device, model.ground)

@@ -51,11 +51,7 @@ FULL = [
     ),
     *masks(16384, windows=[128], documents=[], dtype="bfloat16", heads=64, kv_heads=8, head_dim=64),
 ]
-BENCHMARKS = ("bench_forward", "bench_backward")
-SWEEPS = {
-    name: dict.fromkeys(BENCHMARKS, problems)
-    for name, problems in {"smoke": SMOKE, "default": DEFAULT, "full": FULL}.items()
-}
+SWEEPS = {"smoke": SMOKE, "default": DEFAULT, "full": FULL}
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +60,11 @@ def pairs(problem, facts):
     facts["pairs"] = problem.pairs
 
 
-def bench_forward(time_pass, reason):
+def bench_forward(time_pass):
     """Time the forward pass without gradients."""
-    time_pass("forward", reason)
+    time_pass("forward")
 
 
-def bench_backward(time_pass, reason):
+def bench_backward(time_pass):
     """Time the backward pass alone."""
-    time_pass("backward", reason)
+    time_pass("backward")

@@ -125,11 +125,10 @@ def prediction(case, passes, alone, links):
     problem, keep = Problem.parse(case.problem), case.method == "keys, kept"
     forward = alone.get((case.problem, "keys", "forward"))
     both = alone.get((case.problem, "keys", "forward+backward"))
-    if case.method not in ("keys", "keys, kept") or forward is None or case.world == 1:
-        return None
-    if problem.documents is not None:  # the model knows bands
-        return None
-    if passes != "forward" and both is None:
+    timed = forward if passes == "forward" else forward and both
+    # The model knows bands of our own methods.
+    known = case.method in ("keys", "keys, kept") and problem.documents is None
+    if case.world == 1 or not (known and timed):
         return None
     machine = Machine(
         forward=problem.flops("forward") / forward,

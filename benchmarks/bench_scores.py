@@ -54,16 +54,16 @@ SWEEPS = {
 }
 
 
-def bench_forward(time_pass, reason):
+def bench_forward(time_pass):
     """Time the forward pass without gradients."""
-    time_pass("forward", reason)
+    time_pass("forward")
 
 
-def bench_backward(time_pass, reason):
+def bench_backward(time_pass):
     """Time the gradients of q, k and v alone."""
-    time_pass("backward", reason)
+    time_pass("backward")
 
 
-def bench_backward_learned(time_pass, reason):
+def bench_backward_learned(time_pass):
     """Time the same with those of a bias and of sinks."""
-    time_pass("backward", reason, learned=True)
+    time_pass("backward", learned=True)

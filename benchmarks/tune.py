@@ -51,20 +51,13 @@ Outputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Way:
-    """How a kernel receives its operands.
+    """How a kernel receives its operands."""
 
-    Args:
-        loaded: bytes per element, of all bf16 terms if pre-split.
-        stages: pipeline stages to try.
-        registers: accumulator registers per thread; fewer leave threads idle, more spill. bf16x6
-            without pre-splitting needs registers for the terms.
-        cut: whether operands are pre-split.
-    """
-
-    loaded: int
-    stages: tuple[int, ...]
+    loaded: int  # bytes per element, of all bf16 terms if pre-split
+    stages: tuple[int, ...]  # pipeline stages to try
+    # Of accumulators per thread: fewer leave threads idle, more spill; bf16x6 needs some for terms.
     registers: range
-    cut: bool = False
+    cut: bool = False  # whether operands are pre-split
 
 
 HALF = Way(2, (1, 2, 3, 4), range(24, 241))
@@ -73,7 +66,6 @@ CUT = {
     "auto": Way(6, (1, 2, 3), range(4, 241), cut=True),
     "tf32": Way(4, (1, 2, 3), range(4, 241), cut=True),
 }
-LOADS = ("descriptors", "pointers", "cut")
 
 
 def way(dtype: str, precision: str, load: str) -> Way:
@@ -98,14 +90,9 @@ def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Probl
 def candidates(
     kernel: Kernel, head_dim: int, given: Way, *, descriptors: bool, limits: Sequence[int] = (0,)
 ) -> list[Tile]:
-    """Return the tiles that fit in registers and shared memory.
+    """Return the tiles that fit in registers and shared memory, with each limit of registers.
 
-    Args:
-        kernel: name of the kernel.
-        head_dim: D.
-        given: how the kernel receives its operands.
-        descriptors: whether tiles are loaded through tensor descriptors (TMA).
-        limits: register limits to try.
+    ``descriptors`` says whether they are loaded through tensor descriptors (TMA).
     """
     of_forward, short = kernel.startswith("fwd"), kernel == "fwd_short_kv"
     owned, scores = (1, 1) if of_forward else (1, 2) if kernel == "bwd_dq" else (2, 2)
@@ -165,8 +152,7 @@ def check(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> None:
     for got, exact in zip(call(tile), wanted, strict=True):
         error = ((got[:1, :1] - exact).norm() / exact.norm()).item()
         if not error < most:
-            msg = f"relative error {error:.1e}"
-            raise ValueError(msg)
+            raise ValueError(f"relative error {error:.1e}")
 
 
 def fault(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> str | None:
@@ -224,7 +210,7 @@ def tune(
     found = faults([(kernel, asked, tile, precision) for tile in tiles for asked in (full, causal)])
     rows = []
     for tile, *reasons in zip(tiles, found[::2], found[1::2], strict=True):
-        reason = next((x for x in reasons if x), None)
+        reason = reasons[0] or reasons[1]
         rates = [] if reason else [rate(kernel, asked, tile, precision) for asked in (full, causal)]
         row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "precision": precision}
         row |= asdict(tile)
@@ -242,7 +228,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(RELATIVE))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--precision", default="auto", choices=("auto", "tf32"), help="of fp32")
-    parser.add_argument("--load", choices=LOADS, help="(default: cut in fp32, else descriptors)")
+    loads = ("descriptors", "pointers", "cut")
+    parser.add_argument("--load", choices=loads, help="(default: cut in fp32, else descriptors)")
     parser.add_argument("--registers", nargs="+", type=int, default=[0], help="limits; 0 is none")
     parser.add_argument("--show", type=int, default=4, help="rows printed for each search")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")

@@ -62,36 +62,20 @@ FORWARD = {
 
 @dataclass(frozen=True)
 class Way:
-    """A candidate.
-
-    Args:
-        tile: tile of the kernels.
-        deterministic: whether gradients are accumulated in a fixed order.
-    """
+    """A candidate."""
 
     tile: HopperTile | HopperBackward
-    deterministic: bool = True
+    deterministic: bool = True  # whether gradients are accumulated in a fixed order
 
     def __str__(self) -> str:
         """Return the tile as a row of the table."""
-        plain = type(self.tile)()
-        changed = {
-            name: value
-            for name, value in asdict(self.tile).items()
-            if value != getattr(plain, name)
-        }
-        numbers = ", ".join(f"{name}={value}" for name, value in changed.items())
+        plain, given = asdict(type(self.tile)()), asdict(self.tile)
+        numbers = ", ".join(f"{name}={x}" for name, x in given.items() if x != plain[name])
         return f"{type(self.tile).__name__}({numbers})" + " any order" * (not self.deterministic)
 
 
 def ways(direction: str, head_dim: int, *, causal: bool) -> list[Way]:
-    """Return the candidates.
-
-    Args:
-        direction: "forward" or "backward".
-        head_dim: D, from 33 to 256.
-        causal: whether there is a mask.
-    """
+    """Return the candidates for a ``head_dim`` from 33 to 256."""
     width = sum(head_dim_split(head_dim))
     if direction == "forward":
         return [Way(config) for config in FORWARD[width]]
@@ -223,25 +207,14 @@ def main() -> None:
             print(*job[:3], job[3], "is left out:", why, flush=True)
     rows = []
     for (direction, head_dim, causal), length in itertools.product(searches, options.lengths):
-        sound = [
-            way
-            for way in ways(direction, head_dim, causal=causal)
-            if faults[direction, head_dim, causal, way] is None
-        ]
+        search = direction, head_dim, causal
+        sound = [job[3] for job, why in faults.items() if job[:3] == search and why is None]
         row = compare(direction, head_dim, length, sound, causal=causal)
         rows.append(row)
         rates = sorted(row["tflops"].items(), key=lambda item: -item[1])
         shown = [f"{name}: {x:.0f}" for name, x in rates if name != "cudnn"][: options.show]
-        mask = "causal" if causal else "full"
-        print(
-            direction,
-            head_dim,
-            mask,
-            length,
-            f"cudnn {row['tflops']['cudnn']:.0f} |",
-            "; ".join(shown),
-            flush=True,
-        )
+        case = f"{direction} {head_dim} {'causal' if causal else 'full'} {length}"
+        print(f"{case} cudnn {row['tflops']['cudnn']:.0f} |", "; ".join(shown), flush=True)
         if options.save:
             said = {"machine": machine_info(torch.device("cuda")), "rows": rows}
             options.save.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

@@ -92,16 +92,3 @@ def test_a_wait_of_ours_fails(bench, monkeypatch):
     row = bench(f"{PLAIN} and fattn")["step", "fattn"]
     assert row["status"] == "failed"
     assert "fattn: the host waits in" in row["reason"]
-
-
-def test_attention_of_one_case_stays_together(bench, pytester):
-    """Parts of a sweep do not divide what is compared."""
-    del bench
-    parts = [
-        pytester.runpytest_inprocess(
-            "benchmarks", "--sweep", "smoke", "--collect-only", "-q", "--part", f"{part}/3"
-        ).outlines
-        for part in (1, 2, 3)
-    ]
-    found = [[x for x in lines if "bench_step[tiny Llama-plain" in x] for lines in parts]
-    assert sorted(map(len, found)) == [0, 0, 3]

@@ -376,8 +376,9 @@ def test_other_code_is_not_resumed(bench, pytester):
     result.stderr.fnmatch_lines(["*--resume: unfinished-*.jsonl has another sources*"])
 
 
-def test_parts_make_a_whole(bench):
-    """Each case is in one part; implementations of a case are neighbours, in the same part."""
+def test_parts_make_a_whole(bench, laid_out):
+    """Each case is in one part; what is compared in it are neighbours, in the same part."""
+    laid_out("benchmarks/bench_integrations.py")
 
     def names(*arguments):
         lines = bench({"a": good, "b": good}, "--collect-only", "-q", *arguments).outlines
@@ -386,5 +387,8 @@ def test_parts_make_a_whole(bench):
     parts = [names("--part", f"{i}/3") for i in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(names())
     for part in parts:
-        assert part
-        assert [name.replace("-a]", "-b]") for name in part[::2]] == part[1::2]
+        impls = [name for name in part if "bench_flash.py" in name]
+        assert impls
+        assert [name.replace("-a]", "-b]") for name in impls[::2]] == impls[1::2]
+        # Attentions of a model's step.
+        assert sum("bench_step[tiny Llama-plain" in name for name in part) in (0, 3)

@@ -28,18 +28,17 @@ def test_graphs_breaks_and_recompiles_are_counted(function, breaks):
     """
     compiled = torch.compile(function, backend="eager", dynamic=False)
     for sizes in ([4], [4], [5, 6, 7]):
-        done, results = compilation(lambda at=sizes: [compiled(torch.ones(n)) for n in at])
+        done = compilation(lambda at=sizes: [compiled(torch.ones(n)) for n in at])
         assert done.graph_breaks == breaks * len(sizes)
         assert done.graphs == (breaks + 1) * len(sizes)
         assert done.recompiles == done.graphs - (breaks + 1)
         assert done.compile_seconds > 0
-        assert results == [pytest.approx(function(torch.ones(n)).item()) for n in sizes]
 
 
 def test_nothing_compiled_is_nothing():
     """A call that compiles nothing took no seconds and made no graph, whatever was done before."""
     torch.compile(broken, backend="eager")(torch.ones(4))
-    assert compilation(lambda: 7) == (Compilation(0, 0, 0, 0), 7)
+    assert compilation(lambda: None) == Compilation(0, 0, 0, 0)
 
 
 def test_the_backward_is_compiled_in_its_seconds():
@@ -48,14 +47,15 @@ def test_the_backward_is_compiled_in_its_seconds():
 
     compiled = torch.compile(whole, backend="aot_eager", dynamic=False)
 
+    forward = []
+
     def step():
         loss = compiled(torch.ones(4, requires_grad=True))
-        forward = utils.calculate_time_spent()["total_wall_time"]
+        forward.append(utils.calculate_time_spent()["total_wall_time"])
         loss.backward()
-        return forward
 
-    done, forward = compilation(step)
-    assert done.compile_seconds > forward > 0
+    done = compilation(step)
+    assert done.compile_seconds > forward[0] > 0
     assert (done.graphs, done.recompiles) == (1, 0)
 
 
@@ -65,6 +65,6 @@ def test_more_versions_than_torch_remembers():
 
     compiled = torch.compile(whole, backend="eager", dynamic=False)
     utils.set_compilation_metrics_limit(2)
-    done, _ = compilation(lambda: [compiled(torch.ones(size)) for size in (4, 5, 6, 7)])
+    done = compilation(lambda: [compiled(torch.ones(size)) for size in (4, 5, 6, 7)])
     assert done.recompiles == 3
     assert utils._compilation_metrics.maxlen == utils.DEFAULT_COMPILATION_METRICS_LIMIT

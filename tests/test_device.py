@@ -20,6 +20,8 @@ from flashattn.measure.monitor import Monitor, Reading, Sample
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UNKNOWN = {"driver": None, "power_limit_watts": None}
+VISIBLE = {"gpu": "NVIDIA H200", "driver": "580.1", "power_limit_watts": 700}
+VISIBLE |= {"sm_count": 132, "l2_bytes": 60 << 20, "memory_bytes": 139 << 30}
 
 
 class FakeNvml:
@@ -86,28 +88,22 @@ def test_folder_is_named_by_the_accelerator():
     assert slug("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-r-xeon-r-cpu-2-20ghz"
 
 
-@pytest.mark.usefixtures("nvidia")
-def test_facts_are_those_of_the_visible_gpu():
-    """Of several GPUs the facts are the visible one's, in watts, bytes and hertz."""
-    info = machine_info(CUDA)
-    assert (info["gpu"], info["driver"], info["power_limit_watts"]) == ("NVIDIA H200", "580.1", 700)
-    assert (info["sm_count"], info["l2_bytes"], info["memory_bytes"]) == (132, 60 << 20, 139 << 30)
-    assert sm_clock(CUDA) == 1.98e9
-    assert Sample.of(CUDA)[1:] == (1.98e9, 0x5)
-
-
 @pytest.mark.parametrize(
     ("change", "clock", "known"),
     [
+        ({}, 1.98e9, VISIBLE),
         ({"gpus": ["GPU-aaaa-1111"]}, 1.2e9, {"driver": "580.1", "power_limit_watts": 300}),
         ({"gpus": ["GPU-aaaa-1111", "GPU-cccc-3333"]}, None, UNKNOWN),
         ({"facts": {}}, None, {"driver": "580.1", "power_limit_watts": None}),
         ({"driver": False}, None, UNKNOWN),
     ],
-    ids=["the only GPU needs no UUID", "hidden", "not supported", "no driver"],
+    ids=["of two", "the only GPU needs no UUID", "hidden", "not supported", "no driver"],
 )
-def test_what_is_not_known_is_none(nvidia, change, clock, known):
-    """What the driver does not say of this device is None; without one nothing is sampled."""
+def test_facts_are_those_of_the_visible_gpu(nvidia, change, clock, known):
+    """In watts, bytes and hertz; what the driver does not say of this device is None.
+
+    Without one nothing is sampled.
+    """
     vars(nvidia).update(change)
     info, threads = machine_info(CUDA), threading.active_count()
     assert {name: info[name] for name in known} == known

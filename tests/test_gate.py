@@ -29,17 +29,11 @@ def _quick(monkeypatch):
 
 
 def made(rounds=60, *, seed=0, shift=0.0, null=0.0, noise=0.04, tail=0.0, drift=1.0, shocks=1.0):
-    """Make rounds: normal noise of each arm, with a share of outliers, and what all arms share.
+    """Make rounds: normal noise of each arm's logarithm, and what all arms share.
 
-    Args:
-        rounds: of each arm.
-        seed: of the random numbers.
-        shift: by which the new revision is slower.
-        null: by which the old one's second process is slower than its first.
-        noise: standard deviation of an arm's logarithm.
-        tail: share of an arm's samples that take three times as long.
-        drift: factor from the first round to the last.
-        shocks: factor by which a third of all rounds is slower.
+    The new revision is slower by ``shift``, the old one's second process by ``null``, a share
+    ``tail`` of an arm's samples threefold, the last round ``drift``-fold, a third of all rounds
+    ``shocks``-fold.
     """
     draw = np.random.default_rng(seed)
     shared = drift ** np.linspace(0, 1, rounds) * np.where(draw.random(rounds) < 1 / 3, shocks, 1)
@@ -78,26 +72,22 @@ def test_truth_is_found(machine, shift, verdict):
     assert settled(1, shift=shift, **MACHINES[machine]) == verdict
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_unchanged_code_is_never_slower(machine):
-    """Of 40 runs of unchanged code none is SLOWER, and three in four are SAME."""
-    found = [settled(seed, **MACHINES[machine]) for seed in range(40)]
-    assert "SLOWER" not in found
-    assert found.count("SAME") >= 30
-
-
-@pytest.mark.parametrize("shift", [0.02, 0.03])
-def test_what_is_within_the_margin_fails_nobody(shift):
-    """Of 40 runs of code that is slower by no more than the margin none is SLOWER."""
-    assert "SLOWER" not in [settled(seed, shift=shift) for seed in range(40)]
-
-
-@pytest.mark.parametrize("machine", ["noisy", "drifting", "interrupted"])
-def test_seven_percent_are_seen(machine):
-    """Of 40 runs of code that is 7% slower nine in ten are SLOWER, and none is SAME."""
-    found = [settled(seed, shift=0.07, **MACHINES[machine]) for seed in range(40)]
-    assert found.count("SLOWER") >= 36
-    assert "SAME" not in found
+@pytest.mark.parametrize(
+    ("machine", "shift", "verdict", "least", "never"),
+    [
+        *[(machine, 0.0, "SAME", 30, "SLOWER") for machine in MACHINES],
+        *[("usual", shift, "SAME", 0, "SLOWER") for shift in (0.02, 0.03)],  # within the margin
+        *[
+            (machine, 0.07, "SLOWER", 36, "SAME")
+            for machine in ("noisy", "drifting", "interrupted")
+        ],
+    ],
+)
+def test_of_forty_runs_few_are_open_and_none_is_wrong(machine, shift, verdict, least, never):
+    """What is not slower by more than the margin is never SLOWER; 7% are never SAME."""
+    found = [settled(seed, shift=shift, **MACHINES.get(machine, {})) for seed in range(40)]
+    assert found.count(verdict) >= least
+    assert never not in found
 
 
 @pytest.mark.parametrize(("confidence", "least", "most"), [(0.99, 295, 300), (0.8, 235, 270)])
@@ -117,12 +107,6 @@ def test_second_process_counts_as_much_as_the_first():
     swapped = Collection(new=rounds.new, ref=rounds.again, again=rounds.ref)
     assert read(rounds) == read(rounds)
     assert read(rounds).change == read(swapped).change
-
-
-def test_what_the_null_arm_shows_is_not_the_codes_doing():
-    """Where the old revision differs from itself nothing is proven, however slow the new one is."""
-    for shift in (0.0, 0.2):
-        assert settled(2, shift=shift, null=0.1) == "UNPROVEN"
 
 
 @pytest.mark.parametrize(
@@ -179,8 +163,9 @@ def test_only_twice_slower_is_slower(shown, verdict, collections):
     assert asked == [60, 120, 120][:collections]
 
 
-def outcome(verdict, injected=0.0):
+def outcome(verdict):
     """Return an outcome with that verdict."""
+    injected = 0.1 if verdict in ("MISSED", "SEEN") else 0.0
     if verdict in ("NEW", "DEAD"):
         return Outcome(case="a", reason="there was no such thing", dead=verdict == "DEAD")
     sign = {"SLOWER": "S", "MISSED": "=", "SEEN": "S", "SAME": "=", "FASTER": "F"}
@@ -192,28 +177,24 @@ def outcome(verdict, injected=0.0):
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "status"),
+    ("verdicts", "pytests", "status"),
     [
-        (["SAME", "FASTER", "NEW"], 0),
-        ([], 0),
-        (["SLOWER", "SAME", "UNPROVEN"], 1),
-        (["AMBIGUOUS", "SAME"], 10),
-        (["AMBIGUOUS", "UNPROVEN"], 11),
-        (["SAME", "DEAD"], 11),
+        (["SAME", "FASTER", "NEW", "SEEN"], 0, 0),
+        ([], 0, 0),
+        (["SLOWER", "SAME", "UNPROVEN"], 1, 1),
+        (["AMBIGUOUS", "SAME"], 0, 10),
+        (["AMBIGUOUS", "UNPROVEN"], 0, 11),
+        (["SAME", "DEAD"], 0, 11),
+        (["SLOWER", "MISSED", "SEEN"], 1, 12),
+        (["MISSED"], 2, 2),  # interrupted
     ],
 )
-def test_exit_status_tells(verdicts, status):
-    """A run that fails nobody still tells by its status that something was not proven."""
-    pytests = int("SLOWER" in verdicts)
+def test_exit_status_tells(verdicts, pytests, status):
+    """A run that fails nobody still tells by its status that something was not proven.
+
+    A slow-down made on purpose and missed outranks all else, but for pytest's own errors.
+    """
     assert exit_status(pytests, [outcome(verdict) for verdict in verdicts]) == status
-
-
-def test_a_gate_that_sees_nothing_is_broken():
-    """A slow-down made on purpose and missed outranks all else, but for pytest's own errors."""
-    missed, seen = outcome("MISSED", injected=0.1), outcome("SEEN", injected=0.1)
-    assert exit_status(1, [outcome("SLOWER"), missed, seen]) == 12
-    assert exit_status(0, [seen]) == 0
-    assert exit_status(2, [missed]) == 2  # interrupted
 
 
 @pytest.mark.parametrize(
@@ -237,7 +218,7 @@ def test_a_slow_down_is_missed_only_where_it_had_to_be_seen(how, injected, verdi
 
 def test_table_has_what_a_verdict_rests_on():
     """A line has the case, both intervals, the rounds of every collection and the verdict."""
-    seen = replace(outcome("SEEN", 0.1), attempts=2)
+    seen = replace(outcome("SEEN"), attempts=2)
     lines = table([outcome("SLOWER"), outcome("NEW"), seen], "v1").splitlines()
     assert "v1, ms" in lines[0]
     assert all(word in lines[2] for word in ("| a ", "+10.", "60 + 120", "SLOWER"))

@@ -13,7 +13,6 @@ from flashattn.testing import train_case
 from flashattn.testing.sweep import UNEQUAL
 from flashattn.testing.train_case import (
     Trained,
-    attend,
     cold_steps,
     costs,
     documents_of,
@@ -27,14 +26,6 @@ TINY = {"size": "tiny", "context": 16, "batch": 2, "precision": "fp32"}
 def model(device):
     """Return a tiny model."""
     return Trained(**TINY, impl="sdpa", device=device)
-
-
-def test_attend_is_causal(device):
-    """The attention that a model gets by a name hides the future."""
-    q, k, v = (torch.randn(1, 2, 8, 16, device=device) for _ in range(3))
-    o = attend("reference")(q, k, v)
-    v[:, :, -1] += 1
-    assert torch.equal(attend("reference")(q, k, v)[:, :, :-1], o[:, :, :-1])
 
 
 def test_steps_do_what_they_are_called(model):
@@ -91,7 +82,7 @@ def test_documents_fill_the_context():
 
 
 def test_packed_documents_are_apart(device):
-    """A model gives each document the logits that it has alone, where it does not see the rest."""
+    """A causal model gives each document the logits that it has alone, where it sees no other."""
     facts = TINY | {"context": 64, "batch": 1}
     packed, whole = (
         Trained(**facts, impl="tiled", device=device, packed=p).trainer for p in (True, False)

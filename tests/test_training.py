@@ -158,13 +158,6 @@ def test_compiled(monkeypatch):
     torch.testing.assert_close(weights_of(trainer), weights_of(eager))
 
 
-def test_checkpoint_reaches_the_model():
-    """Checkpointing is the model's, and changes no number."""
-    trainer = trainer_of(checkpoint=True)
-    assert trainer.model.checkpoint
-    assert torch.equal(trainer.train(), trainer_of().train())
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -9,17 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time.
+    """A call to time."""
 
-    Args:
-        name: unique on a device; a test's id.
-        impl: a registered name, or "auto" for the public function with its checks.
-        step: "forward" or "backward" of attention; "forward" or "train" of a model.
-    """
-
-    name: str
-    impl: str
-    step: str
+    name: str  # unique on a device; a test's id
+    impl: str  # a registered name, or "auto" for the public function with its checks
+    step: str  # "forward" or "backward" of attention; "forward" or "train" of a model
 
     def __str__(self) -> str:
         """Return the name."""
@@ -32,16 +26,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Attend(Case):
-    """One attention pass on random normal inputs, of T = S.
+    """One attention pass on random normal inputs, of T = S."""
 
-    Args:
-        shape: (B, H, G, T, D) with G key/value heads.
-        causal: whether to apply the top-left causal mask.
-        dtype: name of a torch.dtype.
-    """
-
-    shape: tuple[int, int, int, int, int]
-    causal: bool = False
+    shape: tuple[int, int, int, int, int]  # (B, H, G, T, D) with G key/value heads
+    causal: bool = False  # top-left
     dtype: str = "float32"
 
 

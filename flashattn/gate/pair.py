@@ -15,13 +15,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -33,8 +34,7 @@ START = (  # sys.path[0] would otherwise be the folder of worker.py
     "import runpy, sys; sys.path[0] = sys.argv.pop(1);"
     " runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
-PATIENCE = {"hello": 120.0, "prepare": 600.0}  # seconds to wait for a reply to these requests
-PATIENCE_ELSE = 120.0
+PATIENCE = defaultdict(lambda: 120.0, prepare=600.0)  # seconds to wait for a reply, by request
 SAMPLE = 10e-3  # seconds of one arm in one round
 MOST_CALLS = 500
 # Fixed memory layout: without it the same code differs by up to 60% between processes, with it by
@@ -51,12 +51,7 @@ STDERR_TAIL = 2000  # characters of a dead worker's stderr in a message
 
 
 class WorkerError(RuntimeError):
-    """A worker has died or does not answer.
-
-    Args:
-        arm: the arm of the worker.
-        said: what happened, with the end of its stderr.
-    """
+    """A worker has died or does not answer."""
 
     def __init__(self, arm: str, said: str) -> None:
         """Keep the arm: only a failure of the new revision fails the gate."""
@@ -65,17 +60,10 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """The process of one revision.
-
-    Args:
-        name: name of the arm, for messages.
-        tree: folder that holds the revision's ``flashattn``.
-        device: where it runs.
-        seed: hash seed; it changes the memory layout.
-    """
+    """The process of one revision, whose ``flashattn`` is in the folder ``tree``."""
 
     def __init__(self, name: str, tree: Path, device: torch.device, seed: int = 0) -> None:
-        """Start the process; ``greet`` waits until it is ready."""
+        """Start the process, laid out by ``seed``; ``greet`` waits until it is ready."""
         self.name, self.tree = name, tree
         self._errors = tree.with_suffix(".stderr")
         python, settings = laid_out(device, seed)
@@ -89,6 +77,8 @@ class Worker:
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the worker
                 env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
             )
+        pipes = self._process.stdin, self._process.stdout
+        self._requests, self._answers = cast("tuple[IO[str], IO[str]]", pipes)
 
     def greet(self) -> None:
         """Wait until the worker has imported ``flashattn``, and check where from."""
@@ -98,29 +88,24 @@ class Worker:
 
     def tell(self, do: str, **request: Any) -> None:
         """Send a request."""
-        if self._process.stdin is None:
-            raise WorkerError(self.name, "has no stdin")
         with suppress(BrokenPipeError):  # a dead worker is reported by ``answer``
-            self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps({"do": do, **request}) + "\n")
+            self._requests.flush()
 
     def answer(self, to: str) -> dict[str, Any]:
         """Wait for the reply to the last request.
 
-        Args:
-            to: the request.
-
         Raises:
             WorkerError: the worker has died, or does not answer.
         """
-        patience, answers = PATIENCE.get(to, PATIENCE_ELSE), self._process.stdout
-        if answers is None or not select.select([answers], [], [], patience)[0]:
+        patience = PATIENCE[to]
+        if not select.select([self._answers], [], [], patience)[0]:
             self._process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
             said = f"no answer to {to!r} in {patience:.0f} s; {self._stderr_tail()}"
             raise WorkerError(self.name, said)
-        line = answers.readline()
+        line = self._answers.readline()
         if not line.endswith("\n"):
             raise WorkerError(self.name, f"died at {to!r}; stderr: {self._stderr_tail()}")
         return json.loads(line)
@@ -136,38 +121,29 @@ class Worker:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        for pipe in (self._requests, self._answers):
+            with suppress(BrokenPipeError):
+                pipe.close()
 
     def _stderr_tail(self) -> str:
         return self._errors.read_text(encoding="utf-8", errors="replace")[-STDERR_TAIL:].strip()
 
 
 class Pair:
-    """The working tree and a revision, each arm in its own folder and process.
-
-    ``trees`` maps each arm to its folder, which processes read when they start.
-
-    Args:
-        root: root of the working tree.
-        revision: revision to compare with; None for the working tree itself.
-        device: where all arms run.
-
-    Raises:
-        ValueError: there is no such revision, or it has no ``flashattn``.
-    """
+    """The working tree and a revision, each arm in its own folder and process."""
 
     def __init__(self, root: Path, revision: str | None, device: torch.device) -> None:
-        """Write the trees; processes start on demand."""
+        """Write the trees, without a revision all the same; processes start on demand.
+
+        Raises:
+            ValueError: there is no such revision, or it has no ``flashattn``.
+        """
         self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
         self._workers: dict[str, Worker] = {}
         self._started_once, self._start_error = False, ""  # why the old revision does not start
-        self._exits = ExitStack()
-        folder = Path(self._exits.enter_context(TemporaryDirectory(prefix="flashattn-gate-")))
+        self._folder = TemporaryDirectory(prefix="flashattn-gate-")
         # Paths of equal length: the length of a string shifts everything behind it in memory.
-        self.trees = {arm: folder / str(number) for number, arm in enumerate(ARMS)}
+        self.trees = {arm: Path(self._folder.name, str(i)) for i, arm in enumerate(ARMS)}
         try:
             for arm, tree in self.trees.items():
                 if arm == "new" or revision is None:
@@ -175,17 +151,16 @@ class Pair:
                 else:
                     export(root, revision, tree)
         except BaseException:
-            self._exits.close()
+            self._folder.cleanup()
             raise
-        affinity = getattr(os, "sched_getaffinity", None)
-        self._cores = sorted(affinity(0)) if affinity and device.type == "cpu" else [None]
+        self._cores = sorted(os.sched_getaffinity(0)) if device.type == "cpu" else [None]
         # Other programs share the CPU and only ever slow a call down; the GPU is exclusive.
         self._reduce = min if device.type == "cpu" else median
 
     def close(self) -> None:
         """End the processes and remove the trees."""
         self.renew()
-        self._exits.close()
+        self._folder.cleanup()
 
     def renew(self) -> None:
         """End the processes; the next case gets new ones with another memory layout."""
@@ -196,10 +171,7 @@ class Pair:
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
         """Time a case until its verdict is settled, each collection in new processes.
 
-        Args:
-            case: the case to time.
-            rounds: rounds of the first collection.
-            injected: slowdown of the new revision, as a share of its time.
+        The first collection has ``rounds``; ``injected`` slows the new revision down by a share.
 
         Raises:
             WorkerError: the new revision cannot run the case, or its process has died.
@@ -275,9 +247,7 @@ def _one_line(error: WorkerError) -> str:
 def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:
     """Return a command that starts Python, and its environment: one seed, one memory layout.
 
-    Args:
-        device: where it will run; the driver lays out a GPU's memory.
-        seed: hash seed.
+    On a GPU the driver lays out the memory.
     """
     settings = {"PYTHONHASHSEED": str(seed)}
     if device.type == "cuda":

@@ -34,27 +34,14 @@ FAILED, UNSETTLED = {SLOWER, MISSED}, {AMBIGUOUS, UNPROVEN, NEW}  # all others p
 
 
 class Gate:
-    """Compares the working tree with a revision, and with itself slowed down.
-
-    Args:
-        root: root of the working tree.
-        revision: revision to compare with; None skips the comparison.
-        device: where to time.
-        rounds: rounds of the first collection of a case.
-        selftest: whether to inject slowdowns and check that they are detected.
+    """Compares the working tree with a revision, if any, and with itself slowed down, if asked.
 
     Raises:
         pytest.UsageError: there is no such revision, or there are too few rounds.
     """
 
     def __init__(
-        self,
-        root: Path,
-        revision: str | None,
-        device: torch.device,
-        *,
-        rounds: int,
-        selftest: bool,
+        self, root: Path, revision: str | None, device: torch.device, *, rounds: int, selftest: bool
     ) -> None:
         """Check the revision; start nothing."""
         self._root, self._revision, self._device = root, revision, device
@@ -77,12 +64,7 @@ class Gate:
         return compared + [(cases[name], share) for name, share in injected.items()]
 
     def judge(self, case: Case, injected: float) -> Outcome:
-        """Time a case until its verdict is settled; repeat while an injected slowdown is missed.
-
-        Args:
-            case: the case to time.
-            injected: slowdown of the new revision, as a share of its time.
-        """
+        """Time a case until its verdict is settled; repeat while an injected slowdown is missed."""
         pair = self._open(None if injected else self._revision)
         # 5% is close to the margin, so a shared CPU needs more precision to detect it.
         disturbed = self._device.type == "cpu"

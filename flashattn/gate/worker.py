@@ -9,15 +9,16 @@ the process ends at the end of stdin.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import math
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,11 +80,7 @@ MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"Attend": attend, "M
 def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) -> Call:
     """Return ``call`` followed by a busy wait for a share of the time of that call.
 
-    Args:
-        call: the call to slow down.
-        share: length of the wait relative to the call.
-        now: returns seconds of CPU time.
-        cost: seconds that the clock readings add.
+    ``now`` returns seconds of CPU time; its readings add ``cost``.
     """
 
     def slowed() -> Any:
@@ -110,12 +107,7 @@ def repeated(call: Call, times: int) -> Call:
 
 
 class Worker:
-    """Prepares and times one case at a time.
-
-    Args:
-        device: where the case runs.
-        timing: the module ``flashattn.measure.timing`` of the working tree.
-    """
+    """Prepares and times one case at a time, by the module ``timing`` of the working tree."""
 
     def __init__(self, device: torch.device, timing: Any) -> None:
         """Use one thread: two would wait for each other when another program takes a core."""
@@ -208,16 +200,6 @@ class Worker:
         return median(seconds) if self.device.type == "cuda" else min(seconds)
 
 
-def clocks() -> Any:
-    """Load ``measure/timing.py`` of this tree, not of the revision."""
-    spec = importlib.util.spec_from_file_location("gate_timing", TIMING)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{TIMING} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
@@ -227,7 +209,8 @@ def main() -> None:
         answers.write(json.dumps(facts) + "\n")
         answers.flush()
 
-    worker = Worker(torch.device(sys.argv[1]), clocks())
+    timing = SimpleNamespace(**runpy.run_path(str(TIMING)))
+    worker = Worker(torch.device(sys.argv[1]), timing)
     import flashattn  # noqa: PLC0415 - the revision's
 
     answer({"flashattn": flashattn.__file__})

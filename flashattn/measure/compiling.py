@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,17 +22,11 @@ class Compilation:
     recompiles: int  # functions compiled again because no compiled version fit
 
 
-def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
+def compilation(call: Callable[[], object]) -> Compilation:
     """Count what ``call`` compiles, starting with nothing compiled.
 
     Everything compiled in this process is dropped first, so a version for another shape is neither
     reused nor counted as a recompile. Caches on disk stay, and make compilation faster.
-
-    Args:
-        call: the first call of a compiled function, including its backward to count that too.
-
-    Returns:
-        The compilation, and the result of ``call``.
     """
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
 
@@ -43,20 +35,15 @@ def compilation(call: Callable[[], T]) -> tuple[Compilation, T]:
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(sys.maxsize)  # the default keeps 64
     try:
-        result = call()
-        compiled = [each.compile_id or "" for each in utils.get_compilation_metrics()]
+        call()
+        compiled = {each.compile_id or "" for each in utils.get_compilation_metrics()}
     finally:
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
-    done = Compilation(
+    # An id is "frame/version" or "frame/version_attempt".
+    versions = [name.rpartition("/")[2].partition("_")[0] for name in compiled]
+    return Compilation(
         compile_seconds=utils.calculate_time_spent()["total_wall_time"],
         graphs=utils.counters["stats"]["unique_graphs"],
         graph_breaks=sum(utils.counters["graph_break"].values()),
-        recompiles=sum(_is_repeated(name) for name in set(compiled)),
+        recompiles=sum(version not in {"", "0"} for version in versions),
     )
-    return done, result
-
-
-def _is_repeated(compile_id: str) -> bool:
-    """Return whether an id, "frame/version" or "frame/version_attempt", is a recompile."""
-    version = compile_id.rpartition("/")[2].partition("_")[0]
-    return version not in {"", "0"}

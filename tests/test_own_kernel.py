@@ -159,15 +159,6 @@ def test_a_file_of_one_function(pytester):
     assert registry.get("other")(1, 2, 3, causal=False, scale=1.0) == (2, None)
 
 
-def test_one_of_several(pytester):
-    """All that a file registers takes part, or the one that is named."""
-    path = pytester.makepyfile(kernels=KERNELS)
-    assert choose(str(path)) == ["right", "wrong", "forward_only", "hangs", "unlawful"]
-    assert choose(f"{path}:wrong") == ["wrong"]
-    assert asked(registry.get("wrong")) == f"{path}:wrong"
-    assert choose("tiled") == ["tiled"]
-
-
 @pytest.mark.parametrize(
     ("source", "option", "words"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from flashattn.testing import interned, patching
@@ -130,7 +131,7 @@ def test_conversions_are_pytorchs(device, dtypes):
         assert torch.allclose(out, x.to(dtypes[1]), rtol=0, atol=0, equal_nan=True)
 
 
-SEMANTIC = interned._SEMANTIC
+SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
 DTYPES = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
 
 

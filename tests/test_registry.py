@@ -11,9 +11,8 @@ import torch
 
 from flashattn import registry
 from flashattn.impls.flash_attn import MODULES, NO_BOUND
-from flashattn.mask import UNBOUNDED, Mask
+from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
-from flashattn.reference import reference_attention
 
 
 @pytest.fixture(autouse=True)
@@ -29,20 +28,6 @@ def test_everyone_is_registered():
     assert {"naive", "compiled"} < set(names)
     assert {"sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex"} < set(names)
     assert {"flash_attn_2", "flash_attn_3", "flash_attn_4"} < set(names)
-
-
-def test_register_and_get():
-    """A decorated callable is found by its name, and returns o alone or (o, lse)."""
-
-    @registry.register("mine", lse=True)
-    def mine(q, k, v, *, causal, scale):
-        return reference_attention(q, k, v, mask=Mask.of(causal), scale=scale)
-
-    impl = registry.get("mine")
-    q = torch.randn(1, 1, 3, 2)
-    assert impl.call is mine
-    assert impl(q, q, q, causal=False, scale=1.0)[1].shape == (1, 1, 3)
-    assert registry.names()[-1] == "mine"
 
 
 @pytest.mark.parametrize("name", ["triton", "auto"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -37,8 +39,9 @@ def test_jobs():
         )
         assert found["losses"][-1] < found["losses"][0]
         assert ranks.ask(60, job="link", rounds=2)["link"] > 0
+        os.kill(ranks._processes[0].pid, signal.SIGSTOP)  # as if it waited for the other
         with pytest.raises(RuntimeError, match=r"(?s)a process of 2 died: .*KeyError: 'none'"):
-            ranks.ask(60, job="none")
+            ranks.ask(20, job="none")
         assert not ranks.alive
     finally:
         ranks.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -134,13 +132,8 @@ def test_contexts_beyond_the_table(device):
     assert len(model.trainer.model.rope.cos) == model.costs.config.longest == 9000
 
 
-def test_cold_steps(monkeypatch):
-    """A new process gives as many seconds as asked, and its failure is told with what it said."""
-    facts = TINY | {"warm_steps": 1, "measured": 3, "device": "cpu"}
-    seconds = cold_steps(**facts)
+def test_cold_steps():
+    """A new process gives as many seconds as asked."""
+    seconds = cold_steps(**TINY, warm_steps=1, measured=3, device="cpu")
     assert len(seconds) == 3
     assert all(second > 0 for second in seconds)
-    failed = SimpleNamespace(returncode=1, stdout="", stderr="ValueError: precision")
-    monkeypatch.setattr(train_case.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(RuntimeError, match="cold steps failed: ValueError: precision"):
-        cold_steps(**facts)

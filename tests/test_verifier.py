@@ -70,22 +70,20 @@ def test_facts_are_noted(device):
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW, SUNK, BIASED], ids=str)
-def test_right_results_are_admitted(device, problem):
-    """The reference's own results pass, those of a long problem by its last queries and keys."""
-    Verifier(registry.get("reference"), problem, device, {}).check(**outputs(problem, device))
-
-
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW, SUNK, BIASED], ids=str)
 def test_one_wrong_row_is_seen(device, problem, name):
-    """One row of the last head, wrong by a hundredth, fails, whichever output it is of."""
+    """One row of the last head, wrong by a hundredth, fails, whichever output it is of.
+
+    Of a long problem it is one of the last queries and keys. Right results are admitted.
+    """
     found = {key: x.detach().clone() for key, x in outputs(problem, device).items()}
+    verifier = Verifier(registry.get("reference"), problem, device, {})
+    verifier.check(**found)
     row = found[name][-1, -1, -20]  # there every gradient has terms
     row += 0.01 * found[name].abs().max()
     with pytest.raises(AssertionError, match=f"reference: {name}: max error"):
-        Verifier(registry.get("reference"), problem, device, {}).check(**found)
+        verifier.check(**found)
 
 
 @pytest.mark.usefixtures("short")

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -23,6 +23,7 @@ JOURNAL = pytest.StashKey[Journal]()
 HEADER = pytest.StashKey[dict[str, Any]]()
 MADE_BEFORE = pytest.StashKey[dict[str, dict[str, Any]]]()
 TOLD = pytest.StashKey[list[str]]()  # sentences for the end
+_machine = cache(partial(machine_info, DEVICE))
 STOCK_STORAGE = "file://./.benchmarks"
 
 
@@ -106,11 +107,6 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
 def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
     """Replace the plugin's own, which names the host."""
     return _machine()
-
-
-@cache
-def _machine() -> dict[str, Any]:
-    return machine_info(DEVICE)
 
 
 def _commit(info: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from flashattn.testing.seed import chance
 from flashattn.testing.strategies import KINDS, SCALES, samples
 
 DTYPES = ("bfloat16", "float16", "float32")
+Test = Callable[[Impl, torch.device], None]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ORDINARY = [
     *(Problem(seq_q=64, head_dim=64, dtype=dtype, causal=True) for dtype in DTYPES),
@@ -66,7 +67,7 @@ def law(
     needs: str = "",
     drawn: dict[str, st.SearchStrategy[Any]] | None = None,
     **fixed: Any,
-) -> Callable[[Check], Callable[[Impl, torch.device], None]]:
+) -> Callable[[Check], Test]:
     """Make a test of ``check(impl, sample)``: run it on samples that the implementation takes.
 
     One that does not claim the contract (``strict``) is asked ordinary values only; and if it
@@ -81,10 +82,7 @@ def law(
         fixed: attributes of ``Sample`` that are not drawn.
     """
 
-    def decorate(check: Check) -> Callable[[Impl, torch.device], None]:
-        def why_not(impl: Impl) -> str | None:
-            return unasked(impl, DEVICE, f"{needs} eager")
-
+    def decorate(check: Check) -> Test:
         def test(impl: Impl, device: torch.device) -> None:
             grad = impl.grad and bool(fixed.get("grad", True))
 
@@ -92,11 +90,7 @@ def law(
                 return impl.why_not(problem, device, grad=grad) is None
 
             few = impl.name in SHARES[device.type]
-            limits: dict[str, Any] = {
-                "shortest": 1,
-                "groups": (1, 2),
-                "batches": (1,) if few else (1, 2),
-            }
+            limits = {"shortest": 1, "groups": (1, 2), "batches": (1,) if few else (1, 2)}
             sampled = partial(
                 samples,
                 device,
@@ -129,36 +123,33 @@ def law(
                 return
             pytest.skip(f"{impl.name} takes no problem that this law is about")
 
-        return _named(test, check, why_not)
+        return _named(test, check, needs)
 
     return decorate
 
 
-def clause(needs: str = "") -> Callable[[Check], Callable[[Impl, torch.device], None]]:
+def clause(needs: str = "") -> Callable[[Check], Test]:
     """Make a test of ``check(impl, device)``, which is asked once and may draw by ``chance``.
 
     Needs are as for ``law``; one that does not claim the contract is excused as in a law.
     """
 
-    def decorate(check: Check) -> Callable[[Impl, torch.device], None]:
+    def decorate(check: Check) -> Test:
         def test(impl: Impl, device: torch.device) -> None:
             with excusing(impl):
                 check(impl, device)
 
-        return _named(test, check, lambda impl: unasked(impl, DEVICE, f"{needs} eager"))
+        return _named(test, check, needs)
 
     return decorate
 
 
-def _named(
-    test: Callable[[Impl, torch.device], None],
-    check: Check,
-    why_not: Callable[[Impl], str | None],
-) -> Callable[[Impl, torch.device], None]:
+def _named(test: Test, check: Check, needs: str) -> Test:
+    """Return ``test`` as pytest should see it, left out where the implementation is not asked."""
     test.__name__, test.__qualname__ = check.__name__, check.__qualname__
     test.__doc__, test.__module__ = check.__doc__, check.__module__
     test.is_law = True  # type: ignore[attr-defined]
-    return pytest.mark.why_not.with_args(why_not)(test)
+    return pytest.mark.why_not.with_args(lambda impl: unasked(impl, DEVICE, f"{needs} eager"))(test)
 
 
 @contextmanager
@@ -189,10 +180,10 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
         "repeats": f"{impl.name} does not promise the same bits every time",
         "strict": f"{impl.name} does not claim the contract beyond ordinary inputs",
     }
-    lacking = {fact for fact in missing if not getattr(impl, fact, not impl.compiles)}
-    reasons = [missing[fact] for fact in needs.split() if fact in lacking]
+    lacking = [fact for fact in needs.split() if not getattr(impl, fact, not impl.compiles)]
     unsolved = [impl.why_not(problem, device, grad=impl.grad) for problem in ORDINARY]
-    return next(iter([*reasons, *([] if None in unsolved else unsolved)]), None)
+    reasons = [missing[fact] for fact in lacking] + ([] if None in unsolved else unsolved)
+    return reasons[0] if reasons else None
 
 
 @cache

@@ -1,21 +1,19 @@
 """What processes of a group measure together: attention, a training step, and the links.
 
-    python -m flashattn.testing.parallel_case RANK WORLD DEVICE STORE
-
-reads a job from each line of its input; the first rank prints the answers (see ``ranks``). Meshes
-have one dimension; rounds are numbers of samples.
+``ranks`` starts the processes, each with ``main``. Meshes have one dimension; rounds are numbers of
+samples.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,6 @@ from flashattn.problem import Problem
 from flashattn.resolve import cumulative
 from flashattn.testing.accuracy import OF_KEYS, Expected
 from flashattn.testing.inputs import make_grads, make_inputs
-from flashattn.testing.ranks import ANSWER
 from flashattn.testing.results import unlike
 from flashattn.testing.sample import Case
 from flashattn.training import Trainer
@@ -47,6 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "heads": {"exchange": "heads"},
     "pytorch": {},
 }
+SAID = "rank{}.txt"
 VERIFIED = 64  # of a rank's rows, the last
 PIECE = {"cuda": 1 << 26, "cpu": 1 << 20}  # bytes that each rank sends when links are measured
 Tensors = tuple[torch.Tensor, ...]
@@ -281,23 +279,26 @@ def _gathered(mesh: DeviceMesh, x: Any) -> list[Any]:
 JOBS: dict[str, Callable[..., Any]] = {"attention": attention, "train": train, "link": link}
 
 
-def main(rank: int, world: int, device: str, store: str) -> None:
-    """Do each job that comes."""
+def main(rank: int, world: int, device: str, folder: Path, link: Connection[Any, Any]) -> None:
+    """Do each job that comes by the link; the first rank answers.
+
+    In the folder the ranks meet, and what they print is kept.
+    """
+    with (folder / SAID.format(rank)).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
     limit, backend = timedelta(seconds=300), "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
     distributed.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit
     )
     mesh = init_device_mesh(device, (world,))
-    for line in sys.stdin:
-        job = json.loads(line)
-        answer = JOBS[job.pop("job")](mesh, **job)
-        if rank == 0:
-            sys.stdout.write(f"{ANSWER}{json.dumps(answer)}\n")
-            sys.stdout.flush()
+    with suppress(EOFError):  # whoever asks has ended
+        while True:
+            job = link.recv()
+            answer = JOBS[job.pop("job")](mesh, **job)
+            if rank == 0:
+                link.send(answer)
     os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

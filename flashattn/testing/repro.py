@@ -37,11 +37,10 @@ def ask(impl: registry.Impl, sample: Sample) -> str | None:
         Exception: whatever the implementation itself raises.
     """
     scale = check_scale(sample.scale, sample.problem.head_dim)
-    masked = sample.problem.keywords
     if impl.compiles:
         torch.compiler.reset()  # or it gives up compiling after some shapes
     try:
-        assert_accurate(partial(impl, **masked, scale=scale), sample)
+        assert_accurate(partial(impl, **sample.problem.keywords, scale=scale), sample)
     except InaccurateError as error:
         return str(error)
     return None
@@ -72,11 +71,11 @@ def line(impl: registry.Impl, sample: Sample) -> str:
     words = ["python", "-m", "flashattn.testing.repro", "--impl", asked(impl)]
     words += ["--problem", str(sample.problem)]
     usual = Sample(problem=sample.problem)
-    for name in ("values", "layout", "grad_layout", "scale", "seed"):
-        if getattr(sample, name) != getattr(usual, name):
-            words.append(
-                f"--{name.replace('_', '-')}={getattr(sample, name)}"
-            )  # one word: a scale may be below 0
+    words += [
+        f"--{name.replace('_', '-')}={getattr(sample, name)}"  # one word: a scale may be below 0
+        for name in ("values", "layout", "grad_layout", "scale", "seed")
+        if getattr(sample, name) != getattr(usual, name)
+    ]
     return shlex.join(words)
 
 

@@ -100,12 +100,8 @@ class Case:
 
     @property
     def bounds(self) -> Bounds | None:
-        """The bounds of packed documents or of a prefix, None if there are neither."""
-        p = self.problem
-        if not p.by_rows or p.documents == "unknown":
-            return None
-        rows = p.seq_q, p.seq_kv, self.inputs[0].device
-        return bounds_of_lengths(p.documents, p.prefix, p.mask, *rows)
+        """See ``bounds_of``."""
+        return bounds_of(self.problem, self.inputs[0].device)
 
     @property
     def seen(self) -> torch.Tensor:
@@ -115,6 +111,13 @@ class Case:
         t, s = (torch.arange(x.shape[2], device=x.device) for x in self.inputs[:2])
         seen: torch.Tensor = self.problem.band.sees(t[:, None], s).expand(len(t), -1)
         return seen
+
+
+def bounds_of(p: Problem, device: torch.device) -> Bounds | None:
+    """Return the bounds of packed documents or of a prefix, None if there are neither."""
+    if not p.by_rows or p.documents == "unknown":
+        return None
+    return bounds_of_lengths(p.documents, p.prefix, p.mask, p.seq_q, p.seq_kv, device)
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:

@@ -37,11 +37,10 @@ def _attribute(holder: Any, name: str, values: tuple[object, ...] = ()) -> Switc
 
 def _sdp(name: str) -> Switch:
     cuda = torch.backends.cuda
-    switch = "enable_cudnn_sdp" if name == "cudnn" else f"enable_{name}_sdp"
     return Switch(
         f"torch.backends.cuda.{name}_sdp_enabled",
         getattr(cuda, f"{name}_sdp_enabled"),
-        getattr(cuda, switch),
+        getattr(cuda, f"enable_{name}_sdp"),
         (True,) if name == "math" else (True, False),
     )
 

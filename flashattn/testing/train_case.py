@@ -1,20 +1,14 @@
-"""Training as benchmarks ask for it: a Trainer by names, its costs, and its steps as callables.
-
-    python -m flashattn.testing.train_case JSON
-
-is the process of its own in which ``cold_steps`` measures what a first step costs.
-"""
+"""Training as benchmarks ask for it: a Trainer by names, its costs, and its steps as callables."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -27,7 +21,7 @@ from flashattn.lm import SIZES, Attention
 from flashattn.measure.memory import allocated_bytes
 from flashattn.measure.timing import clock_of
 from flashattn.problem import Problem
-from flashattn.resolve import bounds_of_lengths
+from flashattn.testing.sample import bounds_of
 from flashattn.testing.sweep import UNEQUAL
 from flashattn.training import Trainer
 
@@ -72,7 +66,7 @@ class Trained:
         self.costs = costs(**asked)
         self.trainer = Trainer(
             self.costs.config,
-            attention=attend(asked["impl"], _bounds(problem_of(self.costs), device)),
+            attention=attend(asked["impl"], bounds_of(problem_of(self.costs), device)),
             device=device,
             compiled=compiled,
             phase=phase,
@@ -162,14 +156,6 @@ def problem_of(costs: Costs) -> Problem:
     )
 
 
-def _bounds(problem: Problem, device: torch.device) -> Bounds | None:
-    """Return the mask of packed documents."""
-    if not isinstance(problem.documents, tuple):
-        return None
-    rows = problem.seq_q, problem.seq_kv, device
-    return bounds_of_lengths(problem.documents, None, problem.mask, *rows)
-
-
 def _bytes(tensors: Iterable[object]) -> int:
     return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
 
@@ -182,15 +168,9 @@ def cold_steps(**facts: Any) -> list[float]:
     Args:
         facts: size, context, batch, precision, see ``Trained``; ``device``, its type;
             ``warm_steps``, taken before the clock starts; ``measured``, how many steps are timed.
-
-    Raises:
-        RuntimeError: the process failed; the message has the end of what it said.
     """
-    command = [sys.executable, "-m", "flashattn.testing.train_case", json.dumps(facts)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    if done.returncode != 0:
-        raise RuntimeError(f"a new process for cold steps failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as new:
+        return new.submit(_steps, **facts).result()
 
 
 def _steps(*, warm_steps: int, measured: int, device: str, **facts: Any) -> list[float]:
@@ -207,7 +187,3 @@ def _steps(*, warm_steps: int, measured: int, device: str, **facts: Any) -> list
         wait()
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_steps(**json.loads(sys.argv[1]))) + "\n")

@@ -1,0 +1,107 @@
+"""Says at the end what implementations keep and fail on, the latter small and to be repeated."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+
+from flashattn import registry
+from flashattn.problem import Problem
+from flashattn.testing import repro
+from flashattn.testing.plugin_file import asked
+from flashattn.testing.sample import Sample
+from flashattn.testing.seed import Seed
+
+
+@dataclass
+class Verdict:
+    """What the tests said of one implementation: clauses are test functions."""
+
+    impl: registry.Impl
+    clauses: dict[str, bool] = field(default_factory=dict)
+    examples: int = 0
+    failed: list[str] = field(default_factory=list)  # tests
+    samples: list[Sample] = field(default_factory=list)  # on which it failed
+
+    def line(self) -> str:
+        """Return the result in one line."""
+        failed = [clause for clause, kept in self.clauses.items() if not kept]
+        drawn = f"{len(self.clauses)} clauses, {self.examples} examples, seed {Seed.value}"
+        if failed:
+            return f"{self.impl.name} does not conform: {', '.join(sorted(failed))}; of {drawn}"
+        return f"{self.impl.name} conforms: {drawn}"
+
+    def small(self) -> tuple[str, str]:
+        """Return what is wrong with the smallest case that was found, and the line that repeats it.
+
+        Where no sample fails as it stands, because a test asks for more than accuracy, that is
+        the first test that failed.
+        """
+        if self.samples:
+            least = min(self.samples, key=lambda sample: sample.problem.flops())
+            found = repro.smallest(self.impl, least)
+            if found is not None:
+                return found
+        words = ["pytest", self.failed[0], "--impl", asked(self.impl)]
+        return self.failed[0], shlex.join([*words, f"--hypothesis-seed={Seed.value}"])
+
+
+class Verdicts:
+    """Adds up reports, of all workers; at the end shrinks one failure of each implementation."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._found = dict[str, Verdict]()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note in the report, which a worker sends, who was asked, and what it failed on."""
+        report = yield
+        impl = getattr(item, "funcargs", {}).get("impl")
+        if report.when == "call" and isinstance(impl, registry.Impl):
+            error = call.excinfo and call.excinfo.value
+            # Hypothesis may find several.
+            causes: Iterable[Any] = getattr(error, "exceptions", (error,))
+            samples = [_plain(cause.sample) for cause in causes if hasattr(cause, "sample")]
+            report.user_properties.append(("asked", {"impl": impl.name, "samples": samples}))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add it up; what was skipped or excused is kept by nobody."""
+        told: dict[str, Any] = dict(report.user_properties)
+        if "asked" not in told or report.skipped:
+            return
+        impl = registry.get(told["asked"]["impl"])
+        verdict = self._found.setdefault(impl.name, Verdict(impl))
+        clause = report.nodeid.partition("[")[0].rpartition("::")[2]
+        verdict.clauses[clause] = verdict.clauses.get(clause, True) and report.passed
+        verdict.examples += told.get("examples", 1)
+        if report.failed:
+            verdict.failed.append(report.nodeid)
+            verdict.samples += _samples(told["asked"]["samples"])
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
+        """Say it: with ``--impl`` a line for each, and for each that failed a section."""
+        for verdict in self._found.values():
+            if config.option.impl:
+                terminalreporter.write_line(verdict.line())
+        for name, verdict in self._found.items():
+            if verdict.failed:
+                terminalreporter.section(f"{name}: what fails, made small")
+                terminalreporter.write_line("\n".join(verdict.small()))
+
+
+def _plain(sample: Sample) -> dict[str, Any]:
+    return asdict(sample) | {"device": str(sample.device)}
+
+
+def _samples(plain: Iterable[dict[str, Any]]) -> list[Sample]:
+    return [Sample(**facts | {"problem": Problem(**facts["problem"])}) for facts in plain]

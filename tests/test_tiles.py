@@ -82,35 +82,6 @@ def test_find():
     assert rows_of(Gpu((9, 0), 132, (3, 7))) is h200.ROWS_LATER
 
 
-@pytest.mark.parametrize("kernel", ["fwd_small_grid", "fwd_short_kv"])
-def test_small_grids_have_a_tile_where_they_were_measured(kernel):
-    """On Hopper, of half precision; not for a single column, nor for fp32."""
-    how = {"causal": True, "large": True}
-    hopper, others = rows_of(GPUS["H200"]), rows_of(GPUS["A100"])
-    for head_dim in HEAD_DIMS:
-        assert find(hopper, kernel, 2, head_dim, **how)
-        assert find(hopper, kernel, 4, head_dim, **how) is None
-        assert find(others, kernel, 2, head_dim, **how) is None
-    assert find(hopper, kernel, 2, 1, **how) is None
-
-
-def test_fused_passes_have_a_tile_where_they_were_measured():
-    """On Hopper, to D = 128; not for a single column, nor for fp32 that is not decomposed."""
-
-    def found(size, head_dim, gpu="H200", *, large=True):
-        return find(rows_of(GPUS[gpu]), "bwd_fused", size, head_dim, causal=True, large=large)
-
-    for head_dim in HEAD_DIMS:
-        assert (found(2, head_dim) is not None) == (head_dim <= 128)
-        assert (found(4, head_dim) is not None) == (head_dim <= 64)
-        assert found(4, head_dim, large=False) is None
-        assert found(2, head_dim, "A100") is None
-    assert found(2, 1) is None
-    assert found(2, 32) == found(2, 32, large=False)  # by pointers, whatever there is
-    assert found(2, 64).descriptors
-    assert not found(2, 64, large=False).descriptors
-
-
 def test_tf32_has_tiles_of_its_own():
     """On Hopper, where one was faster than that of six products and can be loaded."""
     rows = rows_of(GPUS["H200"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Container
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +19,7 @@ from triton import knobs
 from flashattn.counts import resources as counted
 from flashattn.counts import stale as judged
 from flashattn.counts.expect import SOURCE, Rows
-from flashattn.counts.offline import Variant, compiled_kernel, digest, front_end
+from flashattn.counts.offline import Variant, compiled_kernel, front_end
 from flashattn.counts.resources import Resources, resources_of, sass_of
 from flashattn.counts.stale import stale_addresses, stale_operands
 from flashattn.counts.variants import ARCHITECTURES, variants
@@ -96,13 +97,6 @@ def unsteady(variant: Variant | HopperVariant, minor: str = MINOR) -> bool:
     return (variant.kernel, variant.size, variant.head_dim) in UNSTEADY.get(minor, ())
 
 
-def _complaint(variant: Variant | HopperVariant, resources: Resources) -> str | None:
-    """Return what is wrong with a variant, whatever is expected of it."""
-    if may_spill(variant, resources.stack):
-        resources = replace(resources, stack=0)  # all but that is still judged
-    return resources.complaint(variant.arch)
-
-
 def _stale(variant: Variant | HopperVariant, compiled: Any, resources: Resources) -> str | None:
     """Return what is wrong with the operands of a kernel's products, which only its code tells.
 
@@ -137,24 +131,22 @@ def _idle(ttgir: str) -> str | None:
 
 
 def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a row and a complaint."""
+    """Return a row, and what is wrong with a variant, whatever is expected of it."""
     try:
         compiled = compiled_kernel(variant)
         resources = resources_of(compiled)
     except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
         return None, f"does not compile: {error}"
-    complaints = filter(
-        None,
-        (
-            _complaint(variant, resources),
-            _stale(variant, compiled, resources),
-            _idle(compiled.asm["ttgir"]),
-        ),
+    excused = may_spill(variant, resources.stack)  # all but that is still judged
+    complaints = (
+        (replace(resources, stack=0) if excused else resources).complaint(variant.arch),
+        _stale(variant, compiled, resources),
+        _idle(compiled.asm["ttgir"]),
     )
     row = {"tile": variant.launch, **asdict(resources)}
     if unsteady(variant):
         row = {name: value for name, value in row.items() if name not in VARYING}
-    return row, "; ".join(complaints) or None
+    return row, "; ".join(filter(None, complaints)) or None
 
 
 def source_hash(variant: Variant | HopperVariant) -> str:
@@ -167,7 +159,8 @@ def source_hash(variant: Variant | HopperVariant) -> str:
     options = vars(front.options) | {"extern_libs": None}  # paths; these come with Triton
     version = triton.__version__, _assemblers()[variant.arch]
     how = *version, variant.arch, variant.launch, sorted(options.items()), COUNTERS
-    return digest(f"{how} {front.module.str_nodebug()}")
+    made_of = f"{how} {front.module.str_nodebug()}"
+    return hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
 
 def _row(

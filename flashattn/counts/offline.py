@@ -5,7 +5,6 @@ It needs a process in which Triton is not interpreted.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -253,8 +252,10 @@ def _operand(variant: Variant, rows: int) -> Type:
     return Type(f"tensordesc<{element}[1, 1, {rows}, {block_d(variant.head_dim)}]>")
 
 
-def _source(variant: Variant) -> ASTSource:
+def source_of(variant: Variant | HopperVariant) -> ASTSource:
     """Return the kernel with the argument types that a launch on aligned tensors gives it."""
+    if isinstance(variant, HopperVariant):
+        return variant.source
     fn = KERNELS[variant.kernel]
     known = variant.constants if variant.tile is None else {"CONFIG": variant.config}
     types = _types(variant) | dict.fromkeys(known)
@@ -275,11 +276,6 @@ def _source(variant: Variant) -> ASTSource:
     names = enumerate(fn.arg_names)
     arguments = {name: signature(types.get(name, INT), (i,), known.get(name)) for i, name in names}
     return ASTSource(fn, arguments, constants, attributes)
-
-
-def source_of(variant: Variant | HopperVariant) -> ASTSource:
-    """Return the kernel of one variant with its arguments' types, as Triton compiles it."""
-    return _source(variant) if isinstance(variant, Variant) else variant.source
 
 
 class FrontEnd(NamedTuple):
@@ -318,11 +314,6 @@ def front_end(variant: Variant | HopperVariant) -> FrontEnd:
         if stage in ("ttir", "ttgir"):
             break
     return FrontEnd(options, context, module)
-
-
-def digest(text: str) -> str:
-    """Return a hash of 64 bits."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def compiled_kernel(variant: Variant | HopperVariant) -> Any:

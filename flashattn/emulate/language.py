@@ -17,6 +17,7 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 int32, int64 = torch.int32, torch.int64
 static_range = range
 exp2, log2, permute, reshape = torch.exp2, torch.log2, torch.permute, torch.reshape
+store = Pointer.store
 
 
 class Number(int):
@@ -189,11 +190,6 @@ def load(pointer: Pointer) -> Any:
     if isinstance(pointer.at, torch.Tensor) or pointer.elements.is_floating_point():
         return pointer.load()
     return Number(pointer.cell)
-
-
-def store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write to memory where the mask says so."""
-    pointer.store(x, mask)
 
 
 def atomic_add(pointer: Pointer, x: int) -> Number:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -124,8 +122,7 @@ class Schedule:
         if not ready and not self._events:
             raise DeadlockError("all wait: " + "; ".join(map(str, self.warps)))
         speeds = [warps.speed for warps in ready] + [speed for speed, _ in self._events]
-        total = list(accumulate(speeds))
-        at = bisect(total, self.random.random() * total[-1], 0, len(total) - 1)
+        (at,) = self.random.choices(range(len(speeds)), speeds)
         return ready[at] if at < len(ready) else self._events.pop(at - len(ready))[1]
 
 

@@ -148,7 +148,3 @@ def as_contiguous(x):
     if x.numel() > room:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     return x.as_strided(x.shape, dense)
-
-
-__all__ = ["ROWS", "UNBOUNDED", "Row", "as_contiguous", "fused", "gradients", "inputs_in_fp32"]
-__all__ += ["kernel", "masked", "right", "seen_by", "wide"]

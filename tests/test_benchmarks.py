@@ -237,7 +237,7 @@ def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester, monkeypatch):
     assert inside.ret == EXIT_INSIDE_NOISE
     inside.stdout.fnmatch_lines(["--benchmark-compare-fail: the limit on the median lies inside*"])
     before = kept(pytester)
-    slow = "    __import__('time').sleep(0.3)\n    return answer(q"
+    slow = "    __import__('time').sleep(0.1)\n    return answer(q"
     mine.write_text(mine.read_text().replace("    return answer(q", slow))
     for _ in range(3):
         result = run(*compare, "--benchmark-compare-fail=median:900%")

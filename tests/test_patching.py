@@ -9,7 +9,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from flashattn.testing import interned, patching
@@ -131,7 +130,7 @@ def test_conversions_are_pytorchs(device, dtypes):
         assert torch.allclose(out, x.to(dtypes[1]), rtol=0, atol=0, equal_nan=True)
 
 
-SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
+SEMANTIC = interned._SEMANTIC
 DTYPES = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
 
 

@@ -16,6 +16,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 # There is no public way to any of these.
+_SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
+_BUILTIN = tl.core.full.__code__  # of the wrapper of every builtin
 _PLAIN = {int, float, bool, str, type(None), tl.dtype, tl.pointer_type, tl.block_type, tl.tensor}
 _NUMBERS = {"fp32", "fp64", *tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES}
 _CASTS = {(a, b) for a in _NUMBERS for b in (_NUMBERS | {"fp16", "bf16"}) - {"int1"}}
@@ -25,6 +27,10 @@ _unwrap = tl.core._unwrap_if_constexpr  # noqa: SLF001
 _item = tl.tuple.__getitem__
 _cast, _broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
 _find_operands = TritonSemantic.binary_op_type_checking_impl
+_BYTES = {
+    name: max(8, tl.dtype(name).primitive_bitwidth) // 8
+    for name in (*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, *tl.dtype.FP_TYPES)
+}
 _TYPES: dict[Any, Any] = {x.name: x for x in vars(tl).values() if type(x) is tl.dtype}
 _OPERANDS: dict[Any, tuple[Any, Any]] = {}
 
@@ -43,7 +49,9 @@ def intern_types() -> None:
     tl.tuple.__getitem__ = lambda self, i: self.values[i] if type(i) is int else _item(self, i)
     for module in (tl, tl.core):
         module._unwrap_if_constexpr = _unwrap_fast  # noqa: SLF001
+    interpreter._validate_np_data_size = _fits  # noqa: SLF001
     interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # noqa: SLF001
+    interpreter._patch_attr = _replace_builtin  # noqa: SLF001
     InterpreterBuilder.create_splat = _splat
     TritonSemantic.make_tensor = staticmethod(tl.tensor)
     TritonSemantic.cast = _cast_unlike
@@ -90,6 +98,27 @@ def _unwrap_fast(x: Any) -> Any:
     if kind is tl.constexpr:
         return x.value
     return x if kind in _PLAIN else _unwrap(x)
+
+
+@cache
+def _interpreted(builtin: Any) -> Any:
+    """Return a builtin as the interpreter calls it."""
+    inner = builtin.__wrapped__ if getattr(builtin, "__code__", None) is _BUILTIN else builtin
+
+    def call(*given: Any, **options: Any) -> Any:
+        options["_semantic"] = _SEMANTIC
+        return inner(*given, **options)
+
+    return call
+
+
+def _replace_builtin(owner: Any, name: str, builtin: Any, _: Any, scope: Any) -> None:
+    scope.set_attr(owner, name, _interpreted(builtin))
+
+
+def _fits(numbers: Any, dtype: Any) -> bool:
+    """Return whether numpy's numbers are no wider than Triton's, or are pointers."""
+    return numbers.itemsize <= _BYTES.get(dtype.name, numbers.itemsize)
 
 
 def _splat(_: Any, wanted: Any, x: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.reference import reference_attention
+from flashattn.registry import get
 from flashattn.testing.accuracy import (
     Error,
     Expected,
@@ -157,6 +158,13 @@ def test_rounding_denormals_twice_is_within():
     assert_accurate(partial(attend, places=1), asked)
     with pytest.raises(AssertionError, match="o: "):
         assert_accurate(partial(attend, places=4), asked)
+
+
+def test_rows_that_see_nothing_are_right():
+    """So many that their mean would be judged have a lse that is no number, and no budget."""
+    problem = Problem(seq_q=1100, seq_kv=8, head_dim=16, documents=((1100, 0), (0, 8)))
+    call = partial(get("reference"), **problem.keywords, scale=0.25)
+    assert_accurate(call, Sample(problem=problem))
 
 
 def test_rows_that_are_alike_count_as_one():

@@ -224,12 +224,12 @@ class Expected:
         if shapes:
             return shapes
         odd = torch.stack([_is_odd(x, exact[name]) for name, x in got.items()]).tolist()
+        sound = {n: x for (n, x), is_odd in zip(got.items(), odd, strict=True) if not is_odd}
         failures = [
             f"{name}: infinite or NaN where the exact result is not, or the reverse"
-            for name, is_odd in zip(got, odd, strict=True)
-            if is_odd
+            for name in got
+            if name not in sound
         ]
-        sound = {n: x for (n, x), is_odd in zip(got.items(), odd, strict=True) if not is_odd}
         for name, error in errors_of(sound, exact).items():
             failures += [
                 f"{name}: {which} error {size:.3g}, budget {budget:.3g} (naive={self.naive[name]})"
@@ -239,19 +239,19 @@ class Expected:
         return failures
 
     @cached_property
-    def _typical(self) -> dict[str, list[float]]:
+    def _numbers(self) -> dict[str, list[float]]:
         """The mean finite magnitude of each output; what is stored at the most, and on average."""
         numbers = []
         for name, exact in self.exact.items():
             finite, stored = exact.isfinite(), self.stored.get(name, exact.new_zeros(1))
-            typical = exact.abs().where(finite, 0.0).sum() / finite.sum()
+            typical = exact.abs().where(finite, 0.0).sum() / finite.sum().clamp(min=1)
             most = stored.max() if stored.numel() else stored.sum()
             numbers.append(torch.stack([typical, most, stored.mean()]))
         return dict(zip(self.exact, torch.stack(numbers).tolist(), strict=True))
 
     def budgets(self, name: str, x: torch.Tensor) -> dict[str, float]:
         """Return how large the largest and, of a sample, the mean error of output x may be."""
-        naive, (typical, stored, mean_stored) = self.naive[name], self._typical[name]
+        naive, (typical, stored, mean_stored) = self.naive[name], self._numbers[name]
         most = 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + stored + self.flushed
         if x.numel() < MEAN_SAMPLE:
             return {"max": most}

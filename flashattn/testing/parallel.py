@@ -30,7 +30,7 @@ LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
+    """Declare the markers; let a worker sleep while it waits for its GPU."""
     config.addinivalue_line("markers", "alone: looks at a clock, so other workers wait")
     config.addinivalue_line("markers", "gpu_memory: wants much of a GPU's memory, so one at a time")
     if hasattr(config, "workerinput") and ON_GPU and torch.version.cuda:
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _sleep_while_waiting() -> None:
-    """Leave a core to others while a worker waits for its GPU; CUDA's default is to spin."""
+    """Leave the core to other workers meanwhile; CUDA's default is to spin."""
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuInit(0)
     cuda.cuDevicePrimaryCtxSetFlags_v2(0, CU_CTX_SCHED_BLOCKING_SYNC)

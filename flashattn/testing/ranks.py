@@ -27,10 +27,12 @@ class Ranks:
     def __init__(self, world: int, device: str) -> None:
         """Start them; they meet while the first job waits."""
         self.world, self._folder = world, TemporaryDirectory()
-        self._links, self._processes, spawn = [], [], get_context("spawn")
+        folder, spawn = Path(self._folder.name), get_context("spawn")
+        self._links, self._processes = [], []
         for rank in range(world):
             ours, theirs = spawn.Pipe()
-            given = rank, world, device, Path(self._folder.name), theirs
+            given = rank, world, device, folder, theirs
+            (folder / parallel_case.SAID.format(rank)).touch()  # it may die before it says anything
             process = spawn.Process(target=parallel_case.main, args=given, daemon=True)
             process.start()
             theirs.close()  # or the end of the process would not show
@@ -71,6 +73,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        for link in self._links:
+            link.close()
         self._folder.cleanup()
 
 

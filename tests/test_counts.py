@@ -75,7 +75,7 @@ NO_FIRST_QUERY = (MASK, "first = first // BLOCK_Q * BLOCK_Q", "first = 0")
 FORWARD = "sm_90 hopper_fwd bf16 d128 causal 128x128 s2 dynamic"
 BARRIERS = "values = new_pipeline(v, t.stages, {}, high=v_high)"
 IDLE = ("kernels/hopper/forward.py", BARRIERS.format(0), BARRIERS.format("t.groups"))
-END_OF_PASS = "    row = out_at[0] * heads + head\n"
+END_OF_PASS = "    store_state(o, lse, partial, layout"
 ONE_MORE = """\
         at = batch, head // group, again
         load_tile({x}, layout.{x}, at, seq_kv, layout.head_dim, CONFIG.BLOCK_KV, False, CONFIG)
@@ -250,7 +250,7 @@ def move(x, y, n, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):  # noqa: N803 - as
     tl.store(y + offsets, tl.load(x + offsets, mask=offsets < n), mask=offsets < n)
     tl.store(y + n, tl.load(x + n))
     if ATOMIC:
-        tl.atomic_add(y, 1.0)
+        tl.atomic_cas(y, 1.0, 2.0)
 
 
 @pytest.mark.interpreter
@@ -272,7 +272,7 @@ def test_what_is_not_counted_is_refused():
     """A kernel whose work would go uncounted is an error, and the interpreter is left as it was."""
     x, y = torch.ones(16), torch.zeros(16)
     with (
-        pytest.raises(triton.runtime.errors.InterpreterError, match="atomic_rmw is not counted"),
+        pytest.raises(triton.runtime.errors.InterpreterError, match="atomic_cas is not counted"),
         counting(),
     ):
         move[(1,)](x, y, 5, BLOCK=8, ATOMIC=True)

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -116,8 +117,13 @@ def check(asked, *, seed=0, edit=None, call=None, layout="contiguous", drawn=0):
     problem, config, how, at_once, values = asked
     grad = how is not None
     sample = Sample(problem=problem, values=values, grad=grad, layout=layout, seed=drawn)
-    with emulated(seed=seed, num_sms=at_once, edit=edit) as launched:
+    shared = torch.zeros(1, dtype=torch.int32)
+    with (
+        emulated(seed=seed, num_sms=at_once, edit=edit) as launched,
+        mock.patch.object(execute, "counters", return_value=shared),
+    ):
         assert_accurate(call or attend(problem, config, how), sample)
+    assert not shared.any()  # the next kernel draws from the first tile on
     return launched
 
 
@@ -853,6 +859,15 @@ PLANTED = {
             "gl.num_programs(0) + gl.atomic_add(tile_counter, 1)",
             "gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1)",
             "nobody takes the first tile that is drawn",
+        ),
+    ],
+    ("drawn", AssertionError): [
+        Mutant(
+            "counter_kept",
+            FORWARD,
+            "mask=tile == last",
+            "mask=tile > last",
+            "the next kernel finds no tile to draw",
         ),
     ],
     ("full", UNFINISHED): [

@@ -25,6 +25,7 @@ from flashattn.counts.single_kernel import Recomputation
 from flashattn.gpus import gpu_of
 from flashattn.kernels import execute, launch
 from flashattn.kernels.constants import HALF_BIT
+from flashattn.kernels.counters import MOST
 from flashattn.kernels.descriptor import TileLoads
 from flashattn.kernels.portable import mma, steps
 from flashattn.plan import portable, tables
@@ -393,6 +394,19 @@ def test_split_keys(device, problem, num_splits, limited):
     """However many splits the keys have, o and lse, and their gradients, are right."""
     limited(splits=num_splits)
     assert_accurate(triton(problem.causal), Sample(problem=problem, device=device))
+
+
+@pytest.mark.parametrize("num_splits", [2, 1000])
+@pytest.mark.parametrize("problem", SPLITS, ids=str)
+def test_splits_leave_counters_zero(device, problem, num_splits, limited, monkeypatch):
+    """The next kernel of the stream counts from zero again."""
+    limited(splits=num_splits)
+    shared = torch.zeros(MOST, dtype=torch.int32, device=device)
+    monkeypatch.setattr(execute, "counters", lambda *_: shared)
+    sample = Sample(problem=problem, device=device, grad=False)
+    for _ in range(2):
+        assert_accurate(triton(problem.causal), sample)
+        assert not shared.any()
 
 
 @pytest.mark.parametrize(("apart", "num_splits"), [(0, 1), (1, 2), (4, 1), (4, 2)])

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language import constexpr
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from flashattn import gpus
+from flashattn import attention, explain, gpus
 from flashattn.kernels import descriptor, execute, launch
+from flashattn.kernels.counters import counters
 from flashattn.kernels.descriptor import TileLoads
 from flashattn.kernels.hopper.backward_dq import Lines
 from flashattn.kernels.hopper.tma import Numbers, RowTerms, Tiles
@@ -32,6 +33,7 @@ from flashattn.plan.gpu import CARDS
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.results import assert_same_bits
 
 
 class Compiled(CompiledKernel):
@@ -635,3 +637,25 @@ def test_our_kernels_start_as_triton_would_start_them(monkeypatch):
     shared = dict(line.split() for line in done.stdout.splitlines())
     assert len(shared) >= 15
     assert all(int(times) > 0 for times in shared.values()), shared
+
+
+@pytest.mark.gpu
+def test_kernels_that_may_meet_share_no_counters(device):
+    """Each stream keeps some, for its next kernel, and a captured graph has its own."""
+    kept = counters(device, 1)
+    assert counters(device, 2) is kept
+    other = torch.cuda.Stream(device)
+    with torch.cuda.stream(other):
+        assert counters(device, 1) is not kept
+    q, k, v = (torch.randn(1, 2, n, 64, device=device) for n in (1, 4096, 4096))
+    options = {"causal": False, "impl": "triton"}
+    assert explain(q, k, v, **options).forward.counters
+    expected = attention(q, k, v, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attention(q, k, v, **options)
+    for _ in range(2):
+        got.zero_()
+        graph.replay()
+        assert_same_bits("o", got, expected)
+    assert not kept.any()

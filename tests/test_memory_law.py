@@ -14,6 +14,7 @@ import torch
 from flashattn import tiled
 from flashattn.gpus import gpu_of
 from flashattn.impls.naive import naive_attention
+from flashattn.kernels.counters import counters
 from flashattn.kernels.execute import backward, forward
 from flashattn.plan import tables
 from flashattn.plan.choose import choose_backward, choose_forward
@@ -179,16 +180,19 @@ def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
 
 @pytest.mark.parametrize("seq_kv", [300, 1200])
 def test_split_keys_take_a_bounded_scratch(device, seq_kv):
-    """Each part has o and two numbers a row in fp32, and no more are than programs fill the GPU."""
+    """Each part of a tile has o and two numbers a row in fp32, and programs just fill the GPU."""
     problem = problem_of(64, heads=1, seq_kv=seq_kv, causal=False)
     specs, gpu = map(TensorSpec.of, make_inputs(problem, device=device)), gpu_of(device)
     plan = choose_forward(list(specs), gpu, Options(None, 0.25, "bf16x6"))
     parts, most = plan.split.num, tables.rows_of(gpu).limits.split["fwd"][0][0]
     assert 1 < plan.programs <= most * gpu.num_sms
     o, lse, _, _ = sizes(problem)
+    counters(device, 1)  # which a GPU keeps
     _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
-    scratch = parts * (o + 2 * lse)
+    tiles = -(-problem.seq_q // plan.tile.block_q)
+    scratch = parts * (o + 2 * lse) * tiles * plan.tile.block_q // problem.seq_q
+    scratch += 4 * plan.counters * (device.type == "cpu")
     assert after_forward == o + lse + scratch + decomposed(problem, device, queries, keys, keys)
 
 

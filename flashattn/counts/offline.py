@@ -38,7 +38,7 @@ KERNELS: dict[str, Any] = {
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
-    "combine": (combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
+    "combine": (combine.COMBINE_ROWS, combine.COMBINE_WARPS),
     "decompose": (bf16x3.BLOCK, bf16x3.WARPS),
     "bwd_preprocess": (preprocess.BLOCK, preprocess.WARPS),
     "bwd_reduce": (combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
@@ -141,6 +141,7 @@ class Variant:
             "BLOCK": self._fixed[0],
             "BLOCK_D": block_d(self.head_dim),
             "COUNTERS": 0,
+            "BLOCK_Q": 64,
             "TERMS": TERMS.get(precision, 0),
             "SHARED": True,
             "sink_stride": None,
@@ -174,7 +175,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         return {
             **dict.fromkeys(("o", "grad_o"), given),
             **dict.fromkeys(("o_strides", "grad_o_strides"), strides),
-            **dict.fromkeys(("o_partial", "lse_partial", "lse", "grad_lse"), FP32),
+            **dict.fromkeys(("lse", "grad_lse"), FP32),
             **dict.fromkeys(("lse_log2", "delta"), FP32),
             **dict.fromkeys(("counters", "scale_log2")),
             "seq_q_rounded": Type("i32", aligned=True),
@@ -184,16 +185,16 @@ def _types(variant: Variant) -> dict[str, Any]:
             "partials": (FP32,) * 3,
             "grads": (given,) * 3,
             "strides": (strides,) * (4 if variant.kernel == "decompose" else 3),
-            "partial": FP32,
+            "partial": FP32 if variant.kernel == "bwd_dsink" else (FP32, FP32),
             "dsink": FP32,
             "sinks": (None, None),
         }
-    written = FP32 if variant.split else given
     types: dict[str, Any] = {
         **dict.fromkeys(("q", "grad_o"), _operand(variant, variant.tile.block_q)),
         **dict.fromkeys(("k", "v"), _operand(variant, variant.tile.block_kv)),
-        "o": written,
+        "o": given,
         "lse": FP32,
+        "partial": (FP32, FP32, INTS) if variant.split else (None, None, None),
         "left": INT if variant.window else None,
         "right": INT if variant.causal and not variant.rows else None,
         "bounds": (INTS, INTS) if variant.rows else (None, None),
@@ -217,7 +218,7 @@ def _types(variant: Variant) -> dict[str, Any]:
     )
     return types | {
         "stats": (FP32, FP32, given if o else None),
-        "grads": (written,) * len(grads),
+        "grads": (FP32 if variant.split else given,) * len(grads),
         "layout": layout,
         "scale": Scale(FLOAT, FLOAT, None, cap),
     }

@@ -113,14 +113,14 @@ class Pointer:
         """The element that it points to."""
         return self.elements[int(self.at)]
 
-    def store(self, x: Any, mask: torch.Tensor) -> None:
+    def store(self, x: Any, mask: Any) -> None:
         """Write where the mask says so.
 
         Raises:
             IndexError: outside of the tensor.
         """
-        at = self._within(self.at[mask])
-        self.elements[at] = x[mask].to(self.elements.dtype)
+        at, x, mask = map(torch.as_tensor, (self.at, x, mask))
+        self.elements[self._within(at[mask])] = x[mask].to(self.elements.dtype)
 
     def load(self) -> torch.Tensor:
         """Read.

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from flashattn.gpus import gpu_of
+from flashattn.kernels.counters import counters
 from flashattn.kernels.launch import Name, Step, check_device, on_device
 from flashattn.kernels.portable import steps as portable
 from flashattn.plan.choose import NAMES, choose_backward, choose_forward, copied, padded_specs
@@ -71,7 +72,9 @@ class Bound:
         for name, size, dtype, zeroed in (*outputs, *plan.workspaces):
             names.append(name)
             self._make.append((zeroed, {"size": size, "dtype": dtype, "device": device}))
-        given = *names, None
+        count = plan.counters if isinstance(plan, ForwardPlan) else 0
+        self._counters = (device, count) if count else None
+        given = *names, *["counters"] * (count > 0), None
         self._steps = [(launch, _gather(operands, given)) for launch, operands in steps]
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
@@ -85,6 +88,8 @@ class Bound:
                 tensors.append(torch.empty_like(like))
             for zeroed, how in self._make:  # by torch.empty of the moment: tests replace it
                 tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
+            if self._counters is not None:
+                tensors.append(counters(*self._counters))
             tensors.append(None)
             for launch, operands in self._steps:
                 launch(*operands(tensors))

@@ -163,7 +163,7 @@ def forward(
         precision=options.precision,
         programs=programs,
         scheduler=scheduler,
-        workspaces=(Workspace("tile_counter", (1,), torch.int32, zeroed=True),) if dynamic else (),
+        counters=int(dynamic),
         why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
     )
 

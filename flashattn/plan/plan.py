@@ -72,6 +72,7 @@ class ForwardPlan(NamedTuple):
         scheduler: the order of tiles.
         copies: inputs that are copied first.
         padded: whether values, narrower than keys, are padded with zeros to their width.
+        counters: zeros that programs share, and leave zero: of tiles that are drawn, or of splits.
         workspaces: memory besides the outputs.
         why: one sentence a decision.
     """
@@ -87,6 +88,7 @@ class ForwardPlan(NamedTuple):
     scheduler: Scheduler = Scheduler()
     copies: tuple[str, ...] = ()
     padded: bool = False
+    counters: int = 0
     workspaces: tuple[Workspace, ...] = ()
     why: tuple[str, ...] = ()
 
@@ -108,6 +110,7 @@ class ForwardPlan(NamedTuple):
             "operands": operands(self.precision, self.terms),
             "num_splits": f"{self.split.num} of {self.split.length} keys" * (self.split.num > 1),
             "pack_gqa": f"{self.keys} keys" * self.pack_gqa,
+            "counters": str(self.counters) * bool(self.counters),
         }
         if self.kernel == "none":
             facts = {"kernel": "none"}

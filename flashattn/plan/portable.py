@@ -24,6 +24,7 @@ from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
 
 TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
+COMBINED_BY_LAST = 4096  # numbers of a tile up to which its last split combines all
 ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
 STATS_BLOCK = 64  # rows of o and dO that a program of the preprocess reduces
 
@@ -153,7 +154,10 @@ def kv_splits(
         several = causal and block_d(q.shape[3]) < limits.one_per_sm
         fill = limits.small_grid_split_causal if several else limits.small_grid_split
         return num_splits(fill, programs, k.shape[2], gpu.num_sms)
-    return num_splits(limits.split[row], programs, cdiv(k.shape[2], tile.block_kv), gpu.num_sms)
+    tiles, fill = cdiv(k.shape[2], tile.block_kv), limits.split["fwd"]
+    if row == "decode":
+        fill = ((max(1, limits.decode_warps // tile.warps), 2),)
+    return num_splits(fill, programs, tiles, gpu.num_sms)
 
 
 def forward(
@@ -179,10 +183,13 @@ def forward(
     keys = split(k.shape[2], tile.block_kv, most)
     terms = terms_of(tile, q.dtype, precision)
     workspaces = (*terms_workspaces(terms, q=q, k=k, v=v), *bias_workspaces(options))
+    tiles, counters = programs_of(q, tile), 0
     if keys.num > 1:
-        shape = (keys.num * q.shape[0], *q.shape[1:3])
+        shape = tiles, keys.num, tile.block_q
+        few = tile.block_q * block_d(q.shape[3]) <= COMBINED_BY_LAST
+        counters = tiles if few else 0
         workspaces += (
-            Workspace("o_partial", (*shape, q.shape[3])),
+            Workspace("o_partial", (*shape, block_d(q.shape[3]))),
             Workspace("lse_partial", (2, *shape)),
         )
     return ForwardPlan(
@@ -191,8 +198,9 @@ def forward(
         precision=precision,
         terms=terms,
         split=keys,
-        programs=programs_of(q, tile) * keys.num,
+        programs=tiles * keys.num,
         scheduler=Scheduler("lpt" if causal else "linear"),
+        counters=counters,
         workspaces=workspaces,
         why=(why, *_split_why(keys, "keys")),
     )

@@ -48,9 +48,9 @@ forward
   kernel          sm90
   tile            128x128 s2, tma
   operands        native
+  counters        1
   programs        132
   scheduler       lpt, persistent, dynamic, sections of 32 heads
-  workspaces      tile_counter [1] int32, zeros
   - Hopper's kernel: 512 tiles for 132 SMs, Hopper's needs 0.67 each
   - 512 tiles of 128 queries on 132 SMs
 backward

@@ -93,6 +93,8 @@ def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape,
         n += 1
         if next_tile is not None:
             next_tile.write(tile_n, tile)
+            last = gl.num_programs(0) + scheduler.tiles - 1  # each tile's CTA draws once
+            gl.store(tile_counter, 0, mask=tile == last)
         tile_n += 1
 
 

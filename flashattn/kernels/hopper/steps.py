@@ -81,7 +81,7 @@ def forward(
         {"t": forward_config(tile, (head_dim, v.shape[3]), before=before)},
         [*low, *high],
     )
-    counter, bounds = "tile_counter" if dynamic else None, bounds_names(options)[0]
+    counter, bounds = "counters" if dynamic else None, bounds_names(options)[0]
     names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
     return [Step(launch, names)]
 

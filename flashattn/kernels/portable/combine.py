@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.memory import multiple, tile_mask
+from flashattn.kernels.portable.memory import multiple, store_rows, store_tile, tile_mask
 from flashattn.kernels.portable.softmax import finite_max, normalized
 
-COMBINE_BLOCK, COMBINE_WARPS = 4, 1  # rows of a program of flashattn_combine
-REDUCE_BLOCK, REDUCE_WARPS = 16, 4  # likewise of flashattn_bwd_reduce
+COMBINE_ROWS, COMBINE_WARPS = 4, 1  # of a program of flashattn_combine
+UNROLL = tl.constexpr(4)  # splits that are loaded at the same time
+REDUCE_BLOCK, REDUCE_WARPS = 16, 4  # rows of a program of flashattn_bwd_reduce
 
 
 @triton.jit
@@ -23,44 +24,102 @@ def store_dense(x, strides, row, heads, size, cols, tile, mask, PADDED: tl.const
     tl.store(x + origin[:, None] + cols, tile.to(x.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def split_pointers(partial, grid, split, at, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers to acc [ROWS, BLOCK_D], m and l of a split.
+
+    Args:
+        partial: acc [tiles, splits, block, BLOCK_D], and m and l [2, tiles, splits, block].
+        grid: (splits, tiles, block).
+        split: which.
+        at: (tile, first row).
+        ROWS: how many.
+        BLOCK_D: columns.
+    """
+    splits, tiles, block = grid
+    tile, first = at
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    start = (tl.cast(tile, tl.int64) * splits + split) * block + first
+    m = partial[1] + start + rows
+    acc = partial[0] + start * BLOCK_D + rows[:, None] * BLOCK_D + columns[None, :]
+    return acc, m, m + tl.cast(tiles, tl.int64) * splits * block
+
+
+@triton.jit
+def store_split(partial, grid, split, tile, rows, state):
+    """Store acc, m and l of the first rows, apart: a logsumexp would round a split's weight."""
+    acc, m, l = state
+    acc_at, m_at, l_at = split_pointers(partial, grid, split, (tile, 0), acc.shape[0], acc.shape[1])
+    there = tl.arange(0, acc.shape[0]) < rows
+    tl.store(m_at, m, mask=there)
+    tl.store(l_at, l, mask=there)
+    tl.store(acc_at, acc, mask=there[:, None])
+
+
+@triton.jit
+def is_last(counter, splits):
+    """Return whether all splits of a tile are stored; the counter is then zero again."""
+    tl.debug_barrier()  # all threads have stored theirs
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
+    tl.store(counter, 0, mask=last)
+    return last
+
+
+@triton.jit
+def combined(partial, grid, at, rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return acc, m and l of all splits, always in this order; ``rows`` there are from there on."""
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    there = tl.arange(0, ROWS) < rows
+    for split in tl.range(0, grid[0], loop_unroll_factor=UNROLL):
+        acc_at, m_at, l_at = split_pointers(partial, grid, split, at, ROWS, BLOCK_D)
+        m_split = tl.load(m_at, mask=there, other=float("-inf"))
+        l_split = tl.load(l_at, mask=there, other=0.0)
+        acc_split = tl.load(acc_at, mask=there[:, None], other=0.0)
+        m_new = tl.maximum(m, m_split)
+        finite = finite_max(m_new)
+        alpha, weight = tl.exp2(m - finite), tl.exp2(m_split - finite)
+        l = l * alpha + l_split * weight
+        acc = acc * alpha[:, None] + acc_split * weight[:, None]
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def store_output(o, lse, strides, at, heads, seq_q, head_dim, state, PADDED: tl.constexpr):
+    """Store a tile of o and lse, of acc, m and l."""
+    batch, head, start_q = at
+    acc, m, l = state
+    acc, m = normalized(acc, m, l)
+    store_rows(lse, batch * heads + head, seq_q, start_q, seq_q, m)
+    store_tile(o, strides, at, seq_q, acc, head_dim, PADDED)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def flashattn_combine(
-    o_partial,
-    lse_partial,
+    partial,
     o,
     lse,
     o_strides,
     num_splits,
-    rows,
+    tiles,
     heads,
     seq_q,
     head_dim,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
-    """Combine o [num_splits, rows, head_dim], not divided by l; lse is m and l of each split."""
-    start = tl.program_id(0) * BLOCK
-    row = start + tl.arange(0, BLOCK)
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    mask = tile_mask(start, rows, head_dim, PADDED, BLOCK, BLOCK_D, False)
-    m = tl.full([BLOCK], float("-inf"), tl.float32)
-    for split in range(num_splits):
-        m_split = tl.load(lse_partial + split * rows + row, mask=row < rows, other=float("-inf"))
-        m = tl.maximum(m, m_split)
-    finite = finite_max(m)
-    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    l = tl.zeros([BLOCK], tl.float32)
-    for split in range(num_splits):
-        at = split * rows + row
-        m_split = tl.load(lse_partial + at, mask=row < rows, other=float("-inf"))
-        weight = tl.exp2(m_split - finite)
-        l += weight * tl.load(lse_partial + num_splits * rows + at, mask=row < rows, other=0.0)
-        origin = at.to(tl.int64)[:, None] * multiple(head_dim, PADDED)
-        acc += weight[:, None] * tl.load(o_partial + origin + cols, mask=mask, other=0.0)
-    acc, lse_rows = normalized(acc, m, l)
-    store_dense(o, o_strides, row, heads, seq_q, cols, acc, mask, PADDED)
-    tl.store(lse + row, lse_rows, mask=row < rows)
+    """Combine BLOCK rows of a tile of BLOCK_Q queries."""
+    part, tile = tl.program_id(0) % (BLOCK_Q // BLOCK), tl.program_id(0) // (BLOCK_Q // BLOCK)
+    blocks, first = tl.cdiv(seq_q, BLOCK_Q), part * BLOCK
+    row, start_q = tile // blocks, tile % blocks * BLOCK_Q + first
+    grid = num_splits, tiles, BLOCK_Q
+    state = combined(partial, grid, (tile, first), seq_q - start_q, BLOCK, BLOCK_D)
+    at = row // heads, row % heads, start_q
+    store_output(o, lse, o_strides, at, heads, seq_q, head_dim, state, PADDED)
 
 
 @triton.jit

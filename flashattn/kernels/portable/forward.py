@@ -1,8 +1,8 @@
 """flashattn_fwd: algorithm 1 of FlashAttention-2 (Dao, 2023), one tile of queries per program.
 
 Where that makes fewer programs than the GPU has room for, the keys are split as well, as in
-Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program takes one split of the keys, and
-flashattn_combine weighs the splits by their largest scores, always in the same order.
+Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program takes one split of the keys, and the
+one that ends last weighs the splits by their largest scores, always in the same order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import HALF_BIT, SIZES
+from flashattn.kernels.portable.combine import combined, is_last, store_output, store_split
 from flashattn.kernels.portable.mask import (
     apply_mask,
     clean_keys,
@@ -20,7 +21,7 @@ from flashattn.kernels.portable.mask import (
     of_batch,
     seen_keys,
 )
-from flashattn.kernels.portable.memory import load_tile, store_rows, store_tile
+from flashattn.kernels.portable.memory import load_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
 from flashattn.kernels.portable.scheduler import own_tile, split_begin
 from flashattn.kernels.portable.score import (
@@ -31,7 +32,7 @@ from flashattn.kernels.portable.score import (
     in_base_2,
     slope_of,
 )
-from flashattn.kernels.portable.softmax import add_compensated, finite_max, normalized
+from flashattn.kernels.portable.softmax import add_compensated, finite_max
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, -inf * scale is NaN on the GPU
 
@@ -106,6 +107,7 @@ def flashattn_fwd(
     lse,
     bounds,
     scored,
+    partial,
     lies,
     layout,
     heads,
@@ -121,8 +123,8 @@ def flashattn_fwd(
 ):
     """Compute o and lse; a program owns one tile of queries of one head.
 
-    With split_len it sees only the keys of its split; o has a batch for each split, not divided by
-    l, and lse holds m of each split, and then l of each.
+    With split_len it sees only the keys of its split. ``partial`` is (o of the splits, not divided
+    by l, their m and then their l, counters).
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     MASKED: tl.constexpr = left is not None or right is not None or bounds[0] is not None
@@ -168,13 +170,29 @@ def flashattn_fwd(
             state = mainloop(
                 state, q_tile, kv, layout, at, lo, hi, sizes, band, score, lies, True, CONFIG, False
             )
-    acc, m, l, _ = state
-    row = out_at[0] * heads + head
-    if split_len is None:
-        acc, m = normalized(acc, m, l)
-        store_rows(lse, row, seq_q, start_q, seq_q, m)
-    else:  # m and l apart: a logsumexp in fp32 would round the weight of a split
-        rows = tl.num_programs(0) // tl.cdiv(seq_q, BLOCK_Q)
-        store_rows(lse, row, seq_q, start_q, seq_q, m)
-        store_rows(lse, row + rows, seq_q, start_q, seq_q, l)
-    store_tile(o, layout.o, out_at, seq_q, acc, layout.head_dim, CONFIG.PADDED)
+    store_state(o, lse, partial, layout, q_at, out_at[0], heads, sizes, split, state, CONFIG)
+
+
+@triton.jit
+def store_state(
+    o, lse, partial, layout, at, out_batch, heads, sizes, split, state, CONFIG: tl.constexpr
+):
+    """Store a tile of o and lse, or a split's part of it.
+
+    Where there are counters, the last split of a tile to be stored combines all.
+    """
+    batch, head, start_q = at
+    seq_q, seq_kv = sizes
+    batches, split_len = split
+    state, head_dim = (state[0], state[1], state[2]), layout.head_dim
+    if split_len is not None:
+        blocks, splits = tl.cdiv(seq_q, CONFIG.BLOCK_Q), tl.cdiv(seq_kv, split_len)
+        tile = (batch * heads + head) * blocks + start_q // CONFIG.BLOCK_Q
+        grid, rows = (splits, batches * heads * blocks, CONFIG.BLOCK_Q), seq_q - start_q
+        store_split(partial, grid, out_batch // batches, tile, rows, state)
+        if partial[2] is not None:
+            if is_last(partial[2] + tile, splits):
+                whole = combined(partial, grid, (tile, 0), rows, CONFIG.BLOCK_Q, CONFIG.BLOCK_D)
+                store_output(o, lse, layout.o, at, heads, seq_q, head_dim, whole, CONFIG.PADDED)
+    else:
+        store_output(o, lse, layout.o, at, heads, seq_q, head_dim, state, CONFIG.PADDED)

@@ -34,6 +34,7 @@ KERNELS: dict[Kernel, Any] = {
     "bwd_dq": flashattn_bwd_dq,
 }
 BOUNDS, SCORED = Extras._fields[:2], Extras._fields[2:]
+PARTIAL = ("o_partial", "lse_partial")
 BACKWARD_SCORED = (*SCORED[:2], "dbias")
 INPUTS, GRADS = ("q", "k", "v", "grad_o"), ("dk", "dv", "dq")
 WRITTEN: dict[str, tuple[str, ...]] = {  # in the order of each kernel's arguments
@@ -54,9 +55,13 @@ def forward(
     steps, inputs, names = terms(plan.terms, q=q, k=k, v=v)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     split = plan.split.num > 1
-    o_strides = dense_strides(q.shape) if split else o.strides
-    strides = [*[x.strides[:3] for x in inputs], o_strides[:3]]
+    strides = [x.strides[:3] for x in (*inputs, o)]
     extras, absent = extra_names(options)
+    if split:
+        counted = "counters" if plan.counters else None
+        extras, absent = (*extras, *absent, (*PARTIAL, counted)), ()
+    else:
+        absent += ((None, None, None),)
     launch = Launch(
         flashattn_fwd,
         plan.programs,
@@ -77,21 +82,24 @@ def forward(
         _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv)),
     )
     steps += copies(options)
-    if not split:
-        return [*steps, Step(launch, (*names, "o", "lse", *extras))]
-    rows = batch * heads * seq_q
-    combining = Launch(
+    steps.append(Step(launch, (*names, "o", "lse", *extras)))
+    if split and not plan.counters:
+        steps.append(_combine(plan, q, o))
+    return steps
+
+
+def _combine(plan: ForwardPlan, q: TensorSpec, o: TensorSpec) -> Step:
+    """Return the launch that combines the splits of all tiles."""
+    (_, heads, seq_q, head_dim), rows = q.shape, combine.COMBINE_ROWS
+    block_q, tiles = cast("Tile", plan.tile).block_q, plan.programs // plan.split.num
+    options = _row_options(head_dim, [o.strides[:3]], rows, combine.COMBINE_WARPS)
+    launch = Launch(
         combine.flashattn_combine,
-        cdiv(rows, combine.COMBINE_BLOCK),
-        (o.strides[:3], plan.split.num, rows, heads, seq_q),
-        _row_options(head_dim, [o.strides[:3]], combine.COMBINE_BLOCK, combine.COMBINE_WARPS),
+        tiles * (block_q // rows),
+        (o.strides[:3], plan.split.num, tiles, heads, seq_q),
+        options | {"BLOCK_Q": block_q},
     )
-    partial = ("o_partial", "lse_partial")
-    return [
-        *steps,
-        Step(launch, (*names, *partial, *extras)),
-        Step(combining, (*partial, "o", "lse")),
-    ]
+    return Step(launch, (PARTIAL, "o", "lse"))
 
 
 def extra_names(

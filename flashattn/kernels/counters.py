@@ -1,0 +1,42 @@
+"""Counters: zeros that the kernels of a stream share, each of which leaves them zero."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+MOST = 4096  # of a stream; plans that fill a GPU need fewer
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no object
+_KEPT: dict[tuple[torch.device, int], torch.Tensor] = {}  # by GPU and stream
+
+
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """Return zeros in int32, ``count`` at least, for a kernel that leaves them zero.
+
+    The kernels of a stream run one after another, so none is disturbed, and nobody clears the
+    counters. What a CUDA graph launches may run beside others later, so it clears its own. An
+    interpreted kernel may end early, by an exception: it gets new ones.
+
+    Args:
+        device: of the kernel.
+        count: MOST at most, where they are kept.
+    """
+    alone = device.type != "cuda" or count > MOST
+    if alone or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, device=device, dtype=torch.int32)
+    key = device, _stream(device.index)
+    found = _KEPT.get(key)
+    if found is None:
+        # This thread may be allocating in a pool of memory that others expect back.
+        with ThreadPoolExecutor(1) as thread:
+            stream = torch.cuda.current_stream(device)
+            found = _KEPT[key] = thread.submit(_zeros, device, stream).result()
+    return found
+
+
+def _zeros(device: torch.device, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Return zeros, written on a stream."""
+    with torch.cuda.stream(stream):
+        return torch.zeros(MOST, device=device, dtype=torch.int32)

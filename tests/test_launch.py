@@ -642,12 +642,11 @@ def test_our_kernels_start_as_triton_would_start_them(monkeypatch):
 @pytest.mark.gpu
 def test_kernels_that_may_meet_share_no_counters(device):
     """Each stream keeps some, for its next kernel, and a captured graph has its own."""
-    kept = counters(device, 1)
-    assert counters(device, 2) is kept
-    other = torch.cuda.Stream(device)
-    with torch.cuda.stream(other):
-        assert counters(device, 1) is not kept
     q, k, v = (torch.randn(1, 2, n, 64, device=device) for n in (1, 4096, 4096))
+    kept = counters(q.device, 1)
+    assert counters(q.device, 2) is kept
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        assert counters(q.device, 1) is not kept
     options = {"causal": False, "impl": "triton"}
     assert explain(q, k, v, **options).forward.counters
     expected = attention(q, k, v, **options)

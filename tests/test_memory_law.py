@@ -182,12 +182,12 @@ def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
 def test_split_keys_take_a_bounded_scratch(device, seq_kv):
     """Each part of a tile has o and two numbers a row in fp32, and programs just fill the GPU."""
     problem = problem_of(64, heads=1, seq_kv=seq_kv, causal=False)
-    specs, gpu = map(TensorSpec.of, make_inputs(problem, device=device)), gpu_of(device)
-    plan = choose_forward(list(specs), gpu, Options(None, 0.25, "bf16x6"))
+    specs, gpu = [TensorSpec.of(x) for x in make_inputs(problem, device=device)], gpu_of(device)
+    plan = choose_forward(specs, gpu, Options(None, 0.25, "bf16x6"))
     parts, most = plan.split.num, tables.rows_of(gpu).limits.split["fwd"][0][0]
     assert 1 < plan.programs <= most * gpu.num_sms
     o, lse, _, _ = sizes(problem)
-    counters(device, 1)  # which a GPU keeps
+    counters(specs[0].device, 1)  # which a GPU keeps
     _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
     tiles = -(-problem.seq_q // plan.tile.block_q)

@@ -156,7 +156,8 @@ def kv_splits(
         return num_splits(fill, programs, k.shape[2], gpu.num_sms)
     tiles, fill = cdiv(k.shape[2], tile.block_kv), limits.split["fwd"]
     if row == "decode":
-        fill = ((max(1, limits.decode_warps // tile.warps), 2),)
+        in_flight = 2 * tile.stages * tile.block_kv * block_d(k.shape[3]) * k.dtype.itemsize
+        fill = ((1 if in_flight > limits.decode_shared else 2, 2),)
     return num_splits(fill, programs, tiles, gpu.num_sms)
 
 

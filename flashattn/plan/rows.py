@@ -77,7 +77,8 @@ class Limits:
         decompose_backward: likewise in the backward, where both passes then share a launch.
         one_launch: scores up to which the backward is one launch.
         decode_q: queries up to which the tiles for decoding are taken.
-        decode_warps: of all programs on an SM, for which keys are then split, two tiles or more.
+        decode_shared: bytes of the tiles in flight up to which two such programs share an SM; keys
+            are then split for as many, in two tiles or more.
         short_kv: keys up to which nobody splits them, if all programs run at once.
         small_grid: forward programs for each SM up to which a grid is small.
         small_grid_narrow: likewise of heads up to ``narrow`` columns under a mask.
@@ -97,7 +98,7 @@ class Limits:
     decompose_backward: int = 1 << 15
     one_launch: int = 1 << 16
     decode_q: int = 16
-    decode_warps: int = 8
+    decode_shared: int = 112 << 10
     short_kv: int = 768
     small_grid: int = 2
     small_grid_narrow: int = 4

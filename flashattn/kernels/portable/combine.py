@@ -67,7 +67,7 @@ def is_last(counter, splits):
 
 @triton.jit
 def combined(partial, grid, at, rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return acc, m and l of all splits, always in this order; ``rows`` there are from there on."""
+    """Return acc, m and l of ROWS rows, of which ``rows`` exist: of all splits, in this order."""
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)

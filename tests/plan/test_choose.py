@@ -206,3 +206,22 @@ def test_narrow_values(how, padded):
     assert (plan.forward.padded, plan.backward.padded) == padded
     for one in (plan.forward, plan.backward):
         assert one.padded is any("values are padded" in sentence for sentence in one.why)
+
+
+@pytest.mark.parametrize(("head_dim", "on_an_sm"), [(16, 2), (32, 2), (64, 1), (128, 1), (256, 1)])
+def test_decoding_splits_for_as_many_programs_as_share_an_sm(head_dim, on_an_sm):
+    """Two, or one where its tiles in flight take more than half of the shared memory."""
+
+    def decoding(seq_kv):
+        how = {"heads": 12, "kv_heads": 4, "seq_q": 1, "causal": False}
+        return explain(**how, seq_kv=seq_kv, head_dim=head_dim).forward
+
+    plan = decoding(33 << 12)
+    tile = plan.tile
+    in_flight = 2 * tile.stages * tile.block_kv * head_dim * 2
+    assert (2 * in_flight > 227 << 10) == (on_an_sm == 1)
+    assert plan.programs == 132 * on_an_sm
+    for keys in range(64, 2048, 64):
+        few = decoding(keys)
+        tiles, of_split = (-(-n // few.tile.block_kv) for n in (keys, few.split.length))
+        assert of_split >= 2 if tiles >= 4 else few.split.num == 1

@@ -30,13 +30,12 @@ MINOR = ".".join(triton.__version__.split(".")[:2])
 FILE = f"compiled-triton-{MINOR}.json"
 # fp32 at BLOCK_D 128 and 256: six bf16 products decompose operands that wide in registers, three
 # terms a number, and hardly a tile of the search has room for that; on sm_100 bwd_preprocess's two
-# tiles of 256, 128 a thread each, and combine's do not fit either. Where operands come decomposed,
-# dk and dv have many addresses, and the fastest tile of 64 columns no room for all. Expected to the
-# byte, not held against the table.
+# tiles of 256, 128 a thread each, do not fit either. Where operands come decomposed, dk and dv have
+# many addresses, and the fastest tile of 64 columns no room for all. Expected to the byte, not held
+# against the table.
 KNOWN_TO_SPILL = {
     *product(("fwd", "bwd_dkdv", "bwd_dq"), (4,), (128, 256)),
     *product(("decode", "bwd_preprocess"), (4,), (256,)),
-    ("combine", 2, 256),
     ("bwd_dq", 2, 64),  # by bounds of rows, 208 bytes on sm_80 with Triton 3.6
     ("bwd_dkdv", 2, 128),  # under a mask, 8 bytes with Triton 3.6, which cost no time
     *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),

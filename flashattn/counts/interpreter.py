@@ -104,9 +104,11 @@ def counting() -> Iterator[Counts]:
     def store(_: object, pointers: TensorHandle, __: object, mask: TensorHandle, *___: Any) -> None:
         counts.stored += _touched(pointers, mask)
 
-    def atomic(_: object, __: object, pointers: TensorHandle, *rest: TensorHandle) -> None:
-        load(None, pointers, rest[1])
-        store(None, pointers, *rest[:2])
+    def atomic(
+        _: object, __: object, pointers: TensorHandle, ___: object, mask: TensorHandle, *____: Any
+    ) -> None:
+        counts.loaded += _touched(pointers, mask)
+        counts.stored += _touched(pointers, mask)
 
     def dot(_: object, a: TensorHandle, b: TensorHandle, *__: object) -> None:
         counts.dots += 1

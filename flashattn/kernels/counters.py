@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
+from triton.runtime import driver
 
 MOST = 4096  # of a stream; plans that fill a GPU need fewer
-_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no object
 _KEPT: dict[tuple[torch.device, int], torch.Tensor] = {}  # by GPU and stream
 
 
@@ -26,7 +25,7 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     alone = device.type != "cuda" or count > MOST
     if alone or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, device=device, dtype=torch.int32)
-    key = device, _stream(device.index)
+    key = device, driver.active.get_current_stream(device.index)
     found = _KEPT.get(key)
     if found is None:
         # This thread may be allocating in a pool of memory that others expect back.

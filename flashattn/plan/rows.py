@@ -66,7 +66,8 @@ def rows(
 class Limits:
     """Thresholds between ways to launch the portable kernels, as measured on an H200.
 
-    A count of scores takes a head to have ``least_q`` queries.
+    ``decode_shared`` was measured on an H100: about half of its shared memory. A count of scores
+    takes a head to have ``least_q`` queries.
 
     Args:
         least_q: likewise.

@@ -7,7 +7,8 @@ from flashattn.plan.tile import Tile
 
 MEASURED_TRITON = (3, 6)
 # Measured: one H200, 700 W, driver 580.159.04, torch 2.11, triton 3.6, bf16, N = 4096, 2026-11-21;
-# those of limited registers at N = 1024 to 16 384, 2026-11-22.
+# those of limited registers at N = 1024 to 16 384, 2026-11-22. "decode" from 64 columns on: one
+# H100, S = 1024 to 131 072, 2026-11-28.
 DESCRIPTORS = rows(
     {
         ("fwd", 2, 32): (64, 128, 4, 3, 128),

@@ -69,10 +69,10 @@ def why_not(problem: Problem, device: torch.device) -> str | None:
     return support.why_not_gpu(gpu_of(device))
 
 
-def why_not_hopper(problem: Problem, device: torch.device, *, backward: bool = False) -> str | None:
-    """Return why the Hopper kernels of a pass cannot solve ``problem`` on ``device``, or None."""
+def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
+    """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
     gpu = gpu_of(device) if device.type == "cuda" else None
-    return support.why_not_hopper_pass(problem, gpu, backward=backward)
+    return support.why_not_hopper_for(problem, gpu)
 
 
 def fastest_family(problem: Problem, device: torch.device) -> Family | None:

@@ -12,7 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn import api, attention, explain, gpus, registry
+from flashattn import attention, explain, gpus, registry
 from flashattn.api import FASTEST_FIRST
 from flashattn.checks import check_scale
 from flashattn.kernels import execute
@@ -26,7 +26,7 @@ from flashattn.plan.gpu import CARDS
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import dq_accumulators, gqa_splits
-from flashattn.plan.support import why_not_hopper_pass, why_not_tma
+from flashattn.plan.support import why_not_hopper_for, why_not_tma
 from flashattn.plan.tables.hopper import (
     BACKWARD,
     BACKWARD_D256,
@@ -138,12 +138,6 @@ def masked(mask, dtype, **facts):
     return Problem(**(sizes | facts), causal=asked.causal, window=asked.window, dtype=dtype)
 
 
-def sample_of(problem, device, **how):
-    """Return a sample, with gradients where Hopper's kernels have them."""
-    grad = why_not_hopper_pass(problem, H200, backward=True) is None
-    return Sample(problem=problem, device=device, grad=grad, **how)
-
-
 def half_of(head_dim, mask):
     """Return a dtype for a width and a mask, so that each width and each mask meets both."""
     return alternately(HALF, WIDTHS.index(head_dim), mask in (False, "full"))
@@ -195,7 +189,7 @@ def test_windows(device, head_dim, shape, window, corner):
     full = ("float32",) if head_dim <= 128 and shape in ("ragged", "tall") else ()
     for dtype in (alternately(HALF, WIDTHS.index(head_dim), *bounded), *full):
         problem = replace(asked, dtype=dtype)
-        sample = sample_of(problem, device)
+        sample = Sample(problem=problem, device=device)
         verify(windowed(problem, deterministic=True), sample)
         if alternately((True, False), WIDTHS.index(head_dim), bounded[0]):
             assert_accurate(windowed(problem, deterministic=False), sample)
@@ -231,7 +225,7 @@ def test_documents(device, head_dim, packed, mask):
     """So are packed documents, with rows behind the last."""
     sizes = {"seq_q": 900, "seq_kv": 1000, "head_dim": head_dim}
     problem = masked(mask, half_of(head_dim, mask), **sizes, documents=DOCUMENTS[packed])
-    sample = sample_of(problem, device)
+    sample = Sample(problem=problem, device=device)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
     verify(partial(attend, deterministic=True), sample)
     assert_accurate(partial(attend, deterministic=False), sample)
@@ -249,6 +243,16 @@ def test_softcap(device, head_dim, cap, mask, values):
     verify(attend, Sample(problem=problem, device=device, values=values))
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+@on_hopper
+def test_slopes(device, head_dim, mask):
+    """So are scores with ALiBi, of two batches with shared heads, and the same again."""
+    problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, alibi=True)
+    attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+    verify(attend, Sample(problem=problem, device=device))
+
+
 @pytest.mark.parametrize("mask", [*KINDS, "causal_br"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
@@ -260,7 +264,7 @@ def test_sinks(device, head_dim, mask):
     for dtype in (half_of(head_dim, mask), *full):
         problem = masked(mask, dtype, seq_q=1000, head_dim=head_dim, **facts)
         attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-        verify(attend, sample_of(problem, device))
+        verify(attend, Sample(problem=problem, device=device))
 
 
 @gluon.jit
@@ -322,7 +326,7 @@ CUTS = {
 def test_cut(device, head_dim, shape, causal, values):
     """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
-    sample = sample_of(problem, device, values=values)
+    sample = Sample(problem=problem, device=device, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
     assert_accurate(attend, sample)
     case = sample.draw()
@@ -427,26 +431,6 @@ def test_scales_that_it_refuses(scale):
     plan = explain(*inputs, **how)
     assert (plan.forward.kernel, plan.backward.kernel) == ("portable", "portable")
     assert explain(*inputs, **how | {"scale": 2.0**-64}).forward.kernel == "sm90"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"head_dim": 192, "alibi": True}, "for more than 128 columns have no ALiBi"),
-        ({"head_dim": 256, "prefix": 7}, "for more than 128 columns take no bounds"),
-    ],
-)
-def test_gradients_that_it_refuses(change, words, monkeypatch):
-    """Where Hopper's kernels have a forward alone, gradients are an error; not for "auto"."""
-    monkeypatch.setattr(gpus, "gpu_of", lambda _: H200)
-    problem = replace(Problem(heads=40, seq_q=4096, head_dim=64, dtype="bfloat16"), **change)
-    impl, cuda = get("hopper"), torch.device("cuda")
-    assert impl.why_not(problem, cuda) is None
-    assert words in impl.why_not(problem, cuda, grad=True)
-    assert api._choose("auto", problem, cuda, grad=True, lse=True) == (
-        get("triton"),
-        {"family": "auto"},
-    )
 
 
 @on_hopper
@@ -798,7 +782,7 @@ def test_auto_is_traced_with_symbolic_sizes(monkeypatch):
 
     def limits(problem, device):
         del device
-        return why_not_hopper_pass(problem, H200)
+        return why_not_hopper_for(problem, H200)
 
     monkeypatch.setitem(FASTEST_FIRST, "cpu", ("hopper",))
     monkeypatch.setitem(registry._impls, "hopper", replace(get("hopper"), limits=limits))

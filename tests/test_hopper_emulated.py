@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from flashattn import masks
 from flashattn.checks import check_scale
 from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import Program, emulated, run
@@ -23,6 +24,7 @@ from flashattn.kernels import execute
 from flashattn.kernels.hopper import compat, score
 from flashattn.kernels.hopper.tma import Tiles
 from flashattn.kernels.portable import steps
+from flashattn.mask import Mask
 from flashattn.plan import hopper
 from flashattn.plan import portable as plan_portable
 from flashattn.plan.plan import BackwardPlan
@@ -32,7 +34,7 @@ from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tables.hopper import NARROW_FORWARD
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperTile
 from flashattn.problem import Problem
-from flashattn.resolve import bounds_of_lengths
+from flashattn.resolve import bounds_of, bounds_of_lengths
 from flashattn.testing.accuracy import (
     InaccurateError,
     Sample,
@@ -51,11 +53,11 @@ THREE = HopperTile(block_kv=64, consumers=3, registers=160)
 UNSTAGED = HopperTile(own_o=False, stages=3)
 
 
-def attend(problem, config, how=None, precision="auto"):
+def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
     """Return what attends to the problem's inputs, with a backward unless that has no config."""
     how = {"deterministic": False} | (how or {})
-    bounds, band, query_offset = (None, None), problem.band, problem.seq_kv - problem.seq_q
-    if problem.by_rows:
+    band, query_offset = problem.band, problem.seq_kv - problem.seq_q
+    if problem.by_rows and bounds[0] is None:
         rows_of = problem.seq_q, problem.seq_kv, torch.device("cpu")
         bounds = bounds_of_lengths(problem.documents, problem.prefix, problem.mask, *rows_of)
     options = Options(
@@ -161,6 +163,7 @@ WIDE_PASSES = {"tile": HopperD256Tile()}
 PACKED = ((90, 90), (0, 0), (38, 38), (130, 130))  # an empty one, and rows behind the last
 # More keys than queries, queries that see no key, keys that no query sees, and two short ones.
 UNEVEN = ((40, 200), (70, 0), (0, 60), (1, 1), (90, 100))
+SPARSE = ((64, 0), (200, 290))
 FORWARDS = [
     Asked(bf16(heads=2, seq_q=140, seq_kv=200)),
     Asked(fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=130, causal=True)),
@@ -225,7 +228,7 @@ WINDOWS = [
     {"heads": 2, "seq_q": 300, "causal": True, "documents": PACKED},
     {"seq_q": 250, "seq_kv": 400, "causal": "bottom_right", "documents": UNEVEN},
     {"seq_q": 700, "window": (150, 40), "documents": ((600, 600), (80, 80))},
-    {"heads": 4, "kv_heads": 2, "seq_q": 330, "seq_kv": 300, "documents": ((64, 0), (200, 290))},
+    {"heads": 4, "kv_heads": 2, "seq_q": 330, "seq_kv": 300, "documents": SPARSE},
     {"heads": 2, "seq_q": 300, "seq_kv": 390, "window": (150, None), "prefix": 130},
 ]
 
@@ -253,6 +256,12 @@ WIDE_BACKWARDS = [
         (2, 3, fp16(heads=2, kv_heads=1, seq_q=200, seq_kv=140, window=(0, None), head_dim=256)),
         (2, 1, bf16(seq_q=70, seq_kv=330, window=(9, None), causal="bottom_right", head_dim=256)),
         (2, 1, bf16(seq_q=200, seq_kv=330, window=(9, 0), head_dim=256)),  # keys nobody sees
+        (2, 2, bf16(heads=2, seq_q=300, causal=True, documents=PACKED, head_dim=256)),
+        (3, 2, fp16(seq_q=250, seq_kv=400, causal="bottom_right", documents=UNEVEN, head_dim=168)),
+        (3, 1, bf16(seq_q=700, window=(150, 40), documents=((600, 600), (80, 80)), head_dim=136)),
+        (2, 3, bf16(heads=4, kv_heads=2, seq_q=330, seq_kv=300, documents=SPARSE, head_dim=200)),
+        (3, 2, bf16(seq_q=300, documents=PACKED, head_dim=192, value_dim=128)),
+        (2, 1, fp16(heads=2, seq_q=300, seq_kv=390, window=(150, None), prefix=130, head_dim=136)),
     )
 ]
 FP32 = [
@@ -293,14 +302,13 @@ SCORES = [
     {"softcap": 50.0, "sink": True},  # hardly one is
     {"softcap": 5.0, "alibi": True},
 ]
-WIDE_SCORES = [x for x in SCORES if "alibi" not in x]
 SCORED = [
     (asked._replace(problem=replace(asked.problem, **score)), seed)
     for of, scores in (
         (FORWARDS, SCORES),
         (of_windows(UNTURNED, TURNS), SCORES[::-1]),
         (BACKWARDS, SCORES),
-        (WIDE_BACKWARDS, WIDE_SCORES),
+        (WIDE_BACKWARDS, SCORES),
         (FP32[:3], [{"sink": True}]),
     )
     for asked, score, seed in zip(of, cycle(scores), cycle((1, 0)))
@@ -323,25 +331,24 @@ def test_scores(asked, seed):
     assert first.startswith("flashattn_hopper_fwd")
 
 
-@pytest.mark.parametrize("head_dim", [128, 168], ids=["one piece", "two pieces"])
-def test_what_is_in_no_document(head_dim):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("head_dim", [128, 168, 256], ids=["one pass", "two pieces", "two passes"])
+def test_what_is_in_no_document(head_dim, softcap):
     """Queries, keys, values and dO behind the last document may be NaN; gradients there are 0.
 
-    Tiles of 168 columns are in two pieces of memory, and Hopper has no backward for them.
+    Tiles of 168 columns are in two pieces of memory.
     """
-    problem = bf16(
-        heads=2, kv_heads=1, seq_q=290, seq_kv=270, head_dim=head_dim, documents=((100, 150),)
-    )
+    sizes = {"heads": 2, "kv_heads": 1, "seq_q": 290, "seq_kv": 270, "head_dim": head_dim}
+    problem = bf16(**sizes, documents=((100, 150),), softcap=softcap)
     case, results = Sample(problem=problem).draw(), []
     for value in (0.0, float("nan")):
         q, k, v, grad_o = (x.clone() for x in (*case.inputs, case.grad_o))
         q[:, :, 100:], k[:, :, 150:], v[:, :, 150:], grad_o[:, :, 100:] = (value,) * 4
         inputs = [x.requires_grad_() for x in (q, k, v)]
         with emulated(num_sms=2):
-            o, _ = attend(problem, WIDE, TURNS)(*inputs)
-            grads = torch.autograd.grad(o, inputs, grad_o) if head_dim == 128 else ()
-        results.append([o, *grads])
-    for name, one, other, end in zip("oqkv", *results, (100, 100, 150, 150), strict=False):
+            o, _ = attend(problem, WIDE, TURNS if head_dim == 128 else WIDE_PASSES)(*inputs)
+            results.append([o, *torch.autograd.grad(o, inputs, grad_o)])
+    for name, one, other, end in zip("oqkv", *results, (100, 100, 150, 150), strict=True):
         assert_same_bits(name, one, other)
         assert other[:, :, :end].any()
         assert not other[:, :, end:].any()
@@ -406,6 +413,7 @@ SHARES = [
     (bf16(heads=3, kv_heads=1, seq_q=260, window=(70, 0), head_dim=256), 3, {}),
     (bf16(heads=3, kv_heads=1, seq_q=70, seq_kv=130, head_dim=256, causal=True), 3, {}),
     (bf16(heads=4, kv_heads=1, seq_q=70, seq_kv=130, head_dim=136, **CAPPED), 2, {}),  # 128 + 64
+    (bf16(heads=4, kv_heads=1, seq_q=300, documents=PACKED, head_dim=136, **SLOPED), 2, {}),
 ]
 
 
@@ -454,6 +462,22 @@ def test_sinks_of_each_batch(dtype, head_dim, config, how):
                 assert torch.equal(x[part], one)
                 assert torch.equal(x[part, batch], none[:, batch])
     assert torch.equal(dsink == 0, sinks.isinf())
+
+
+@pytest.mark.parametrize(("head_dim", "how"), [(64, TURNS), (168, WIDE_PASSES)])
+def test_bounds_of_each_batch(head_dim, how):
+    """Batches may see other keys each: the bits are those of each alone."""
+    problem = bf16(batch=2, heads=2, seq_q=200, head_dim=head_dim, documents="unknown")
+    case, results = Sample(problem=problem).draw(), []
+    for part in (slice(0, 1), slice(1, 2), slice(None)):
+        given = [x[part].detach().requires_grad_() for x in case.inputs]
+        mask = masks.padding(torch.tensor([70, 190])[part])
+        bounds = bounds_of(*given[:2], Mask(), None, mask)
+        with emulated(num_sms=2):
+            o, _ = attend(problem, WIDE, how, bounds=bounds)(*given)
+            results.append([o, *torch.autograd.grad(o, given, case.grad_o[part])])
+    for one, other, both in zip(*results, strict=True):
+        assert torch.equal(torch.cat([one, other]), both)
 
 
 def promised(x):
@@ -624,6 +648,29 @@ ASKED = {
     ),
     "packed": Asked(
         bf16(heads=2, kv_heads=1, seq_q=290, seq_kv=270, documents=((100, 150),)), WIDE, TURNS
+    ),
+    "wide packed": Asked(
+        bf16(
+            heads=2,
+            kv_heads=1,
+            seq_q=290,
+            seq_kv=270,
+            head_dim=136,
+            documents=((100, 150),),
+            softcap=5.0,
+        ),
+        WIDE,
+        WIDE_PASSES,
+    ),
+    "wide short": Asked(
+        bf16(seq_q=100, seq_kv=270, head_dim=136, documents=((0, 30), (40, 120)), softcap=5.0),
+        WIDE,
+        WIDE_PASSES,
+    ),
+    "wide sloped": Asked(
+        bf16(heads=4, kv_heads=2, seq_q=200, seq_kv=130, head_dim=136, causal=True, alibi=True),
+        WIDE,
+        WIDE_PASSES,
     ),
     "wide window": Asked(bf16(seq_q=330, window=(150, 3), head_dim=136), WIDE, WIDE_PASSES),
     "growing": Asked(fp16(seq_q=500, window=(200, 3)), THREE, values="extreme"),
@@ -1238,6 +1285,29 @@ PLANTED = {
             "dq and dk have the wrong sizes",
         ),
     ],
+    ("wide sloped", WRONG): [
+        Mutant(
+            "slopes_forgotten_in_dk",
+            WIDE_BACKWARD,
+            "p = gl.exp2(score.sloped(x, start_q, start_kv, True))",
+            "p = gl.exp2(x)",
+            "dk and dv have the P of scores without slopes",
+        ),
+        Mutant(
+            "slopes_forgotten_in_dq",
+            WIDE_DQ,
+            "seen, log2, _ = score.in_base_2(s, start_q, start_kv)",
+            "seen, log2 = s, score.log2",
+            "so has dq",
+        ),
+        Mutant(
+            "slope_of_a_group",
+            WIDE_BACKWARD,
+            "own = score.of_head(batch, split_head * shape.group + run // RUNS)",
+            "own = score.of_head(batch, split_head * shape.group)",
+            "all heads of a group have the first one's slope",
+        ),
+    ],
     ("wide capped", WRONG): [
         Mutant(
             "slope_not_shared",
@@ -1256,8 +1326,8 @@ PLANTED = {
         Mutant(
             "slope_forgotten_in_dq",
             WIDE_DQ,
-            "score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)",
-            "gl.exp2(seen * score.log2 - lse_log2[:, None])",
+            "score.with_slope(gl.exp2(seen * log2 - lse_log2[:, None]), s)",
+            "gl.exp2(seen * log2 - lse_log2[:, None])",
             "dq is too large where scores are capped",
         ),
     ],

@@ -196,8 +196,7 @@ def test_keys_that_a_mask_visits(band, block_kv, wide):
     some, every = pairs(band, block_q, block_kv)
     for block in range(len(some)):
         mask = mask_of(band)
-        asked = SimpleNamespace(mask=mask) if wide else mask
-        first, *full, end = NAMES(module.__name__)[name](Number(block), asked, *tile)
+        first, *full, end = NAMES(module.__name__)[name](Number(block), mask, *tile)
         last = end - 1
         full[1] = min(full[1], last)
         order, descending_run = [(last, True)], NAMES(device_mask.__name__)["descending_run"]
@@ -227,15 +226,15 @@ def test_queries_that_a_mask_visits(band, block_q):
     assert {i for i, sees in enumerate(some.any(0).tolist()) if sees} <= set(turns)
 
 
-@given(band=bands())
-def test_queries_that_a_window_visits_in_wide_heads(band):
+@given(band=bands() | rows())
+def test_queries_that_a_mask_visits_in_wide_heads(band):
     """So without turns, where each tile of keys has at least one."""
     some, every = (x.mT for x in pairs(band, 64, 64))
-    names, asked = NAMES(backward_d256.__name__), SimpleNamespace(mask=mask_of(band))
+    names, mask = NAMES(backward_d256.__name__), mask_of(band)
     for block in range(len(some)):
-        visited = runs_of(*names["visited_query_tiles"](Number(block), asked))
+        visited = runs_of(*names["visited_query_tiles"](Number(block), mask))
         assert visited
         inside = {i: masked for i, masked in visited.items() if i < some.shape[1]}
-        padded = every[block] | torch.tensor(block * 64 + 64 > band.seq_kv)  # not stored
+        padded = every[block] | torch.tensor(block * 64 + 64 > mask.seq_kv)  # not stored
         agrees(inside, some[block], padded)
         assert all(masked for i, masked in visited.items() if i >= some.shape[1])

@@ -78,7 +78,7 @@ END, NOBODY = (".L_x_1:", BOTH, "EXIT"), "nothing"
         # An indirect branch goes to each label of its table, and nowhere else.
         ((*START, TABLE, *START, ".L_x_1:", "NOP", ".L_x_2:", BOTH, "EXIT"), []),
         (
-            (*START, TABLE, ".L_x_1:", *B, ".L_x_2:", BOTH, "EXIT"),
+            (*START, TABLE.replace("BRX R4", "BRXU UR6"), ".L_x_1:", *B, ".L_x_2:", BOTH, "EXIT"),
             [(6, [B[0], B[0]]), (7, [B[1], B[1]])],
         ),
         # Of numbers in registers the first two have no address.
@@ -219,6 +219,7 @@ def test_what_comes_next(jump, behind):
         "CALL.REL.NOINC `(.L_x_1)",
         "RET.REL.NODEC R2 `(some_kernel)",
         "BRX R4 -0x1b0",  # nobody has said where to
+        "BRXU UR6 -0x83a0",
         "JMP 0x80",
         "BSYNC B0",  # in front of no label
         "IADD UR4, R2, R3",  # does it write UR4, or is it of those that read it?

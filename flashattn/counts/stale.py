@@ -44,8 +44,9 @@ READERS = re.compile(r"BRA$")
 VECTOR_READERS = re.compile(r"ST|RED|BRX|SYNCS|DEPBAR|UTMA|R2UR")
 RELOAD = "R2UR"
 WIDTHS = {"64": 2, "128": 4, "WIDE": 2, "2": 2, "4": 4}  # of a result, by a word of the kind
-JUMPS = ("BRA", "BRX", "EXIT")  # and what goes where no label says, which no kernel here does:
-UNKNOWN = re.compile(r"(?:CALL|RET|JMP|JMX|BRXU|JMXU|RTT)$")
+BRANCHES = ("BRA", "BRX", "BRXU")
+JUMPS = (*BRANCHES, "EXIT")  # and what goes where no label says, which no kernel here does:
+UNKNOWN = re.compile(r"(?:CALL|RET|JMP|JMX|JMXU|RTT)$")
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,10 @@ def _instruction(at: str, text: str) -> Instruction:
 def _after(i: int, instruction: Instruction, labels: dict[str, int]) -> list[int]:
     """Return where an instruction may go."""
     name, text = instruction.name, instruction.text
-    targets = [labels[label] for label in LABEL.findall(text)] if name in ("BRA", "BRX") else []
+    targets = [labels[label] for label in LABEL.findall(text)] if name in BRANCHES else []
     # BSYNC goes to where its BSSY says, which is behind it or, if not, somewhere else.
     elsewhere = name == "BSYNC" and i + 1 not in labels.values()
-    if UNKNOWN.match(name) or elsewhere or (name in ("BRA", "BRX") and not targets):
+    if UNKNOWN.match(name) or elsewhere or (name in BRANCHES and not targets):
         raise ValueError(f"wanted to know where it goes: {text!r}")
     # A branch may have its condition as an operand: BRA.U UP0, `(.L_x_1).
     if name not in JUMPS or instruction.conditional or (name == "BRA" and instruction.operands[1:]):

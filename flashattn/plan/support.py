@@ -51,41 +51,30 @@ def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | 
 
 
 def hopper_lacks(
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    softcap: bool,
-    alibi: bool,
-    bias: bool,
-    bounds: bool,
-    backward: bool = False,
+    dtype: torch.dtype, *, softcap: bool, alibi: bool, bias: bool, bounds: bool
 ) -> str | None:
-    """Return what the Hopper kernels of a pass lack of what is asked, or None."""
-    fp32, wide = dtype == torch.float32, backward and head_dim > hopper.ONE_PASS
+    """Return what the Hopper kernels lack of what is asked, or None."""
+    fp32 = dtype == torch.float32
     lacks = {
         "Hopper's kernels in fp32 have no softcap": fp32 and softcap,
         "Hopper's kernels add no bias to scores": bias,
         "Hopper's kernels in fp32 have no ALiBi": fp32 and alibi,
-        "Hopper's kernels for more than 128 columns have no ALiBi": wide and alibi,
         "Hopper's kernels in fp32 take no bounds of rows": fp32 and bounds,
-        "Hopper's kernels for more than 128 columns take no bounds of rows": wide and bounds,
     }
     return next((sentence for sentence, holds in lacks.items() if holds), None)
 
 
-def why_not_hopper_pass(problem: Problem, gpu: Gpu | None, *, backward: bool = False) -> str | None:
-    """Return why the Hopper kernels of a pass cannot solve a problem on a GPU, or None."""
-    dtype, head_dim = problem.torch_dtype, problem.head_dim
+def why_not_hopper_for(problem: Problem, gpu: Gpu | None) -> str | None:
+    """Return why the Hopper kernels cannot solve a problem on a GPU, or None."""
+    dtype = problem.torch_dtype
     lack = hopper_lacks(
         dtype,
-        head_dim,
         softcap=problem.softcap is not None,
         alibi=problem.alibi,
         bias=problem.bias_shape is not None,
         bounds=problem.by_rows,
-        backward=backward,
     )
-    return why_not_hopper(dtype, head_dim, gpu) or (lack and f"{lack}; triton's do")
+    return why_not_hopper(dtype, problem.head_dim, gpu) or (lack and f"{lack}; triton's do")
 
 
 def _within(head_dim: int, allowed: range) -> bool:

@@ -24,6 +24,7 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POINTERS = "misaligned"  # not TMA-compatible, so the kernels load by pointers
 HALF: dict[str, Any] = {"dtype": "float16"}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
+PACKED = ((90, 90), (0, 0), (160, 160))
 PROBLEMS = {
     # Several tiles in each dimension, the last one partial; pipeline stages overlap.
     Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=401, head_dim=64, **BF16): "contiguous",
@@ -48,6 +49,9 @@ PROBLEMS = {
     Problem(heads=2, seq_q=300, head_dim=64, causal=True, window=(70, None), **BF16): "contiguous",
     Problem(seq_q=70, seq_kv=400, head_dim=64, causal="bottom_right", window=(20, None)): POINTERS,
     Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=200, window=(20, 33), **HALF): "packed",
+    # Packed documents, and rows behind the last.
+    Problem(heads=2, seq_q=300, head_dim=64, causal=True, documents=PACKED, **BF16): "contiguous",
+    Problem(heads=4, kv_heads=2, seq_q=300, head_dim=200, documents=PACKED, **HALF): "packed",
     # Fully masked rows.
     Problem(heads=2, seq_q=129, seq_kv=65, head_dim=64, causal="bottom_right"): "contiguous",
     Problem(batch=3, heads=8, seq_q=70, seq_kv=45, head_dim=40, **BF16): "packed",  # padded to 64

@@ -45,7 +45,7 @@ from flashattn.kernels.hopper.mma import (
     zero_acc,
 )
 from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
-from flashattn.kernels.hopper.registers import pack
+from flashattn.kernels.hopper.registers import acc_layout, pack
 from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score
 
@@ -55,14 +55,14 @@ LOWER = gl.constexpr(2.0**-14)
 
 
 @gluon.jit
-def visited_query_tiles(block, shape):
+def visited_query_tiles(block, mask):
     """Return (first, full_begin, full_end, end) of query tiles; there is at least one."""
-    first, full_begin, full_end, end = shape.mask.query_tiles(block * BLOCK, BLOCK, BLOCK)
-    if shape.mask.two_sided:
+    first, full_begin, full_end, end = mask.query_tiles(block * BLOCK, BLOCK, BLOCK)
+    if mask.two_sided:
         end = gl.maximum(end, first + 1)
         first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     else:
-        if shape.mask.right is not None:
+        if mask.right is not None:
             first = gl.minimum(first, end - 1)
         full_begin = gl.minimum(gl.maximum(full_begin, first), end)
     return first, full_begin, full_end, end
@@ -78,7 +78,7 @@ def producer_dkdv(inputs, pipeline, own_pipeline, scheduler, splits, shape):
     x, row_stats, own, x_high, own_high = inputs
     n = 0
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
-    first, _, _, end = visited_query_tiles(block, shape)
+    first, _, _, end = visited_query_tiles(block, shape.mask_of(batch))
     begin = split_head * shape.group
     for head in range(begin, begin + shape.group):
         row = batch * (scheduler.heads * shape.group) + head
@@ -91,22 +91,46 @@ def producer_dkdv(inputs, pipeline, own_pipeline, scheduler, splits, shape):
 
 
 @gluon.jit
-def compute_p(n, s, lse_log2, sP, start_q, start_kv, mask, score, DTYPE: gl.constexpr):
-    """Return 2^14 P of the n-th tile of queries, packed, and share it; mask may be None."""
+def clean_keys(pipeline, n, start_kv, mask):
+    """Write zeros to the n-th keys or values that no query sees, by bounds: they may be NaN."""
+    if mask.rows:
+        begin, end = mask.seen_keys()
+        pipeline.keep_rows(n, start_kv, begin, end)
+
+
+@gluon.jit
+def clean_queries(pipeline, n, start_q, mask, live):
+    """Write zeros to the n-th queries or dO from row ``live`` on, by bounds: they may be NaN.
+
+    Both warpgroups may do so at once: they write the same.
+    """
+    if mask.rows:
+        pipeline.keep_rows(n, start_q, 0, live)
+
+
+@gluon.jit
+def compute_p(n, s, lse_log2, sP, start_q, start_kv, masked, score, DTYPE: gl.constexpr):
+    """Return 2^14 P of the n-th tile of queries, packed, and share it; masked may be None."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     s = score.capped(s)
-    p = gl.exp2(s * score.log2 - rows[None, :])
-    if mask is not None:
-        p = mask.apply_transposed(p, start_q, start_kv, (0, 0), True)
+    x = s * score.log2 - rows[None, :]
+    p = gl.exp2(score.sloped(x, start_q, start_kv, True))
+    if masked is not None:
+        mask, bounds, _ = masked
+        p = mask.apply_transposed(p, start_q, start_kv, bounds, True)
     # The n-th queries lie where the stages before them did, which dk released after it read P.
     sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
 
 @gluon.jit
-def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, mask, score, t):
+def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, masked, score, t):
     """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
     p, dv = state
+    if masked is not None:
+        mask, _, live = masked
+        clean_queries(queries, n, start_q, mask, live)
+        clean_queries(grads, n, start_q, mask, live)
     do = grads.consumer_wait(n - 1)
     dv = mma_packed(p, do, dv, t.v_lo, t.v_hi)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
@@ -114,7 +138,7 @@ def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, mask, score, t):
     dv = acc_wait(dv, products(t.d_hi), t.v_hi)
     grads.consumer_release(n - 1)
     s = mma_wait(s, 0)
-    p = compute_p(n, s, lse_log2, sP, start_q, start_kv, mask, score, do.dtype)
+    p = compute_p(n, s, lse_log2, sP, start_q, start_kv, masked, score, do.dtype)
     return p, dv
 
 
@@ -154,37 +178,44 @@ def store_grad(
 @gluon.jit
 def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t):
     """Compute P, and dv; the keys are this warpgroup's own."""
-    mask = shape.mask
-    RUNS: gl.constexpr = 2 if shape.mask.two_sided else 1
     n = 0
-    coord = scheduler.tile_coord(gl.program_id(0))
-    block = coord[0]
+    block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     start_kv = block * BLOCK
-    first, full_begin, full_end, end = visited_query_tiles(block, shape)
+    mask = shape.mask_of(batch)
+    RUNS: gl.constexpr = 2 if mask.two_sided else 1
+    first, full_begin, full_end, end = visited_query_tiles(block, mask)
+    live = mask.live_queries()
+    masked = mask, mask.query_bounds(start_kv, BLOCK, acc_layout(BLOCK)), live
+    own = score.of_head(batch, split_head * shape.group)
+    clean_keys(keys, 0, start_kv, mask)
+    clean_queries(queries, n, first * BLOCK, mask, live)
+    clean_queries(grads, n, first * BLOCK, mask, live)
     k = keys.consumer_wait(0)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_wait(mma_qk(k, q, t.d_lo, t.d_hi), 0)
-    masked = mask if mask.masked else None
-    p = compute_p(n, s, lse_log2, sP, first * BLOCK, start_kv, masked, score, k.dtype)
+    first_masked = masked if mask.masked else None
+    p = compute_p(n, s, lse_log2, sP, first * BLOCK, start_kv, first_masked, own, k.dtype)
     n += 1
     state = p, zero_acc(t.v_lo, t.v_hi)
     for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
+        own = score.of_head(batch, split_head * shape.group + run // RUNS)
         begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
-        if shape.mask.two_sided:  # ... and then the others, which left masks
+        if mask.two_sided:  # ... and then the others, which left masks
             begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)
             masked_end = gl.where(run % 2 > 0, end, full_begin)
-        if shape.mask.masked:
+        if mask.masked:
             for i in range(begin, masked_end):
                 start_q = i * BLOCK
-                state = dv_step(n, state, k, queries, grads, sP, start_q, start_kv, mask, score, t)
+                state = dv_step(n, state, k, queries, grads, sP, start_q, start_kv, masked, own, t)
                 n += 1
         for i in range(gl.maximum(begin, masked_end), full_end):
             start_q = i * BLOCK
-            state = dv_step(n, state, k, queries, grads, sP, start_q, start_kv, None, score, t)
+            state = dv_step(n, state, k, queries, grads, sP, start_q, start_kv, None, own, t)
             n += 1
     p, acc = state
     acc = mma_packed(p, grads.consumer_wait(n - 1), acc, t.v_lo, t.v_hi)
     acc = acc_wait(acc, 0, t.v_hi)
+    coord = block, batch, split_head
     store_grad(dv, acc, LOWER, keys, 0, coord, scheduler, splits, mask.seq_kv, t.v_lo, t.v_hi)
 
 
@@ -217,9 +248,12 @@ def dk_step(n, state, v, queries, grads, sP, t):
 def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale, t):
     """Compute dS, and dk; the values are this warpgroup's own."""
     n = 0
-    coord = scheduler.tile_coord(gl.program_id(0))
-    block = coord[0]
-    first, _, _, end = visited_query_tiles(block, shape)
+    block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
+    mask = shape.mask_of(batch)
+    first, _, _, end = visited_query_tiles(block, mask)
+    live = mask.live_queries()
+    clean_keys(values, 0, block * BLOCK, mask)
+    clean_queries(grads, n, first * BLOCK, mask, live)
     v = values.consumer_wait(0)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_wait(mma_qk(v, do, t.v_lo, t.v_hi), 0)
@@ -227,15 +261,15 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     n += 1
     state = ds, zero_acc(t.d_lo, t.d_hi)
     for _ in range(1, shape.group * (end - first)):
+        clean_queries(grads, n, (first + n % (end - first)) * BLOCK, mask, live)
         state = dk_step(n, state, v, queries, grads, sP, t)
         n += 1
     ds, acc = state
     acc = mma_packed(ds, queries.consumer_wait(n - 1), acc, t.d_lo, t.d_hi)
     acc = acc_wait(acc, 0, t.d_hi)
     # dv has read the last queries: their P came from it. The tile of values may be too narrow.
-    at = (n - 1) % queries.stages
-    seq_kv = shape.mask.seq_kv
-    store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, seq_kv, t.d_lo, t.d_hi)
+    at, coord = (n - 1) % queries.stages, (block, batch, split_head)
+    store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, mask.seq_kv, t.d_lo, t.d_hi)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -254,6 +288,9 @@ def flashattn_hopper_bwd_d256_dkdv(
     grad_o_high,
     dk_high,
     dv_high,
+    key_bounds,
+    query_bounds,
+    slopes,
     tiles,
     blocks,
     split_heads,
@@ -266,18 +303,24 @@ def flashattn_hopper_bwd_d256_dkdv(
     seq_kv,
     left,
     right,
+    keys_stride,
+    queries_stride,
+    slopes_stride,
+    query_offset,
     scale,
     scale_log2,
     cap,
     t: gl.constexpr,
 ):
-    """Compute dk and dv; all tensors are descriptors, but for these where heads are split.
+    """Compute dk and dv.
 
-    Tiles are as in ``flashattn_hopper_fwd``.
+    All tensors but bounds and slopes are descriptors, and dk and dv are none where heads are split.
+    Tiles are as in ``flashattn_hopper_fwd``, and bounds as in ``flashattn_hopper_bwd``.
     """
-    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
-    score = Score(scale_log2, cap, q.dtype == gl.float16)
-    ORDER: gl.constexpr = ASCENDING if shape.mask.masked else LINEAR
+    mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
+    shape = Shape(group, mask, keys_stride, queries_stride)
+    score = Score(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset)
+    ORDER: gl.constexpr = ASCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ORDER)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     keys = new_pipeline(k, 1, 1, high=k_high)

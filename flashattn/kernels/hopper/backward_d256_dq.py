@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashattn.kernels.hopper.backward_d256 import BLOCK
+from flashattn.kernels.hopper.backward_d256 import BLOCK, clean_queries
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
@@ -34,11 +34,11 @@ PAIR = gl.constexpr(128)  # queries of both warpgroups
 
 
 @gluon.jit
-def visited_key_tiles(block, shape):
+def visited_key_tiles(block, mask):
     """Return (first, full_begin, full_end, end) of key tiles; there is at least one."""
-    first, full_begin, full_end, end = shape.mask.key_tiles(block * PAIR, PAIR, BLOCK)
+    first, full_begin, full_end, end = mask.key_tiles(block * PAIR, PAIR, BLOCK)
     end = gl.maximum(end, first + 1)
-    if shape.mask.two_sided:
+    if mask.two_sided:
         first, full_begin, full_end, end = ordered_runs(first, full_begin, full_end, end)
     return first, full_begin, full_end, end
 
@@ -52,7 +52,7 @@ def producer_dq(inputs, high, pipelines, scheduler, shape):
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     kv_head = head // shape.group
-    first, _, _, end = visited_key_tiles(block, shape)
+    first, _, _, end = visited_key_tiles(block, shape.mask_of(batch))
     for w in gl.static_range(2):
         queries.load(w, q, batch, head, block * PAIR + w * BLOCK, high=q_high)
     keys.load(n, k, batch, kv_head, (end - 1) * BLOCK, high=k_high)
@@ -76,27 +76,42 @@ def opaque_tile(pipeline, n):
 
 
 @gluon.jit
-def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, mask, score, t):
+def clean_keys(n, keys, values, start_kv, mask, seen):
+    """Write zeros to the n-th keys and values that no query sees, by bounds: they may be NaN."""
+    if mask.rows:
+        begin, end = seen
+        keys.keep_rows(n, start_kv, begin, end)
+        values.keep_rows(n, start_kv, begin, end)
+
+
+@gluon.jit
+def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, masked, score, t):
     """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun.
 
-    The mask may be None.
+    masked may be None.
     """
     lse_log2, delta = stats
     s = score.capped(mma_wait(s, products(t.v_hi)))
-    seen = s
-    if mask is not None:
-        seen = mask.apply(s, start_q, start_kv, (0, 0), float("-inf"))
-    p = score.with_slope(gl.exp2(seen * score.log2 - lse_log2[:, None]), s)
+    seen, log2, _ = score.in_base_2(s, start_q, start_kv)
+    if masked is not None:
+        mask, bounds, _ = masked
+        seen = mask.apply(seen, start_q, start_kv, bounds, float("-inf"))
+    p = score.with_slope(gl.exp2(seen * log2 - lse_log2[:, None]), s)
     dp = mma_wait(dp, 0)
     values.consumer_release(n)
     return pack(p * (dp - delta[:, None]), values.tiles.dtype)
 
 
 @gluon.jit
-def dq_step(WARPGROUP: gl.constexpr, n, state, pipelines, stats, start_q, start_kv, mask, score, t):
+def dq_step(
+    WARPGROUP: gl.constexpr, n, state, pipelines, stats, start_q, start_kv, masked, score, t
+):
     """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
     queries, grads, keys, values = pipelines
     ds, dq = state
+    if masked is not None:
+        mask, _, seen = masked
+        clean_keys(n, keys, values, start_kv, mask, seen)
     k = keys.tile(n - 1)
     dq = mma_packed(ds, k, dq, t.d_lo, t.d_hi)
     q = opaque_tile(queries, WARPGROUP)
@@ -105,7 +120,8 @@ def dq_step(WARPGROUP: gl.constexpr, n, state, pipelines, stats, start_q, start_
     dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)
     dq = acc_wait(dq, products(t.d_hi) + products(t.v_hi), t.d_hi)
     keys.consumer_release(n - 1)
-    return compute_p_ds(n, s, dp, values, stats, start_q, start_kv, mask, score, t), dq
+    ds = compute_p_ds(n, s, dp, values, stats, start_q, start_kv, masked, score, t)
+    return ds, dq
 
 
 @gluon.jit
@@ -125,23 +141,29 @@ def consumer_dq(
     dq, dq_high = descriptors
     lse_log2, delta = stats
     queries, grads, keys, values = pipelines
-    mask = shape.mask
     n = 0
     block, batch, head = scheduler.tile_coord(gl.program_id(0))
     start_q = block * PAIR + WARPGROUP * BLOCK
+    mask = shape.mask_of(batch)
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
-    first, full_begin, full_end, end = visited_key_tiles(block, shape)
+    first, full_begin, full_end, end = visited_key_tiles(block, mask)
+    seen, live = mask.seen_keys(), mask.live_queries()
+    masked = mask, mask.key_bounds(start_q, BLOCK, acc_layout(BLOCK)), seen
+    own = score.of_head(batch, head)
     at = (batch * scheduler.heads + head).to(gl.int64) * lse_rows + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
     row_stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
+    start_kv = (end - 1) * BLOCK
+    clean_queries(queries, WARPGROUP, start_q, mask, live)
     queries.consumer_wait(WARPGROUP)
     q = opaque_tile(queries, WARPGROUP)
+    clean_keys(n, keys, values, start_kv, mask, seen)
     s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi)
+    clean_queries(grads, WARPGROUP, start_q, mask, live)
     grads.consumer_wait(WARPGROUP)
     do = opaque_tile(grads, WARPGROUP)
     dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)
-    start_kv = (end - 1) * BLOCK
-    ds = compute_p_ds(n, s, dp, values, row_stats, start_q, start_kv, mask, score, t)
+    ds = compute_p_ds(n, s, dp, values, row_stats, start_q, start_kv, masked, own, t)
     n += 1
     state = ds, zero_acc(t.d_lo, t.d_hi)
     full_end = gl.minimum(full_end, end - 1)
@@ -151,13 +173,13 @@ def consumer_dq(
             for i in range(start - 1, stop - 1, -1):
                 start_kv = i * BLOCK
                 state = dq_step(
-                    WARPGROUP, n, state, pipelines, row_stats, start_q, start_kv, mask, score, t
+                    WARPGROUP, n, state, pipelines, row_stats, start_q, start_kv, masked, own, t
                 )
                 n += 1
         for i in range(stop - 1, low - 1, -1):
             start_kv = i * BLOCK
             state = dq_step(
-                WARPGROUP, n, state, pipelines, row_stats, start_q, start_kv, None, score, t
+                WARPGROUP, n, state, pipelines, row_stats, start_q, start_kv, None, own, t
             )
             n += 1
     ds, acc = state
@@ -184,6 +206,9 @@ def flashattn_hopper_bwd_d256_dq(
     v_high,
     grad_o_high,
     dq_high,
+    key_bounds,
+    query_bounds,
+    slopes,
     tiles,
     blocks,
     heads,
@@ -194,18 +219,23 @@ def flashattn_hopper_bwd_d256_dq(
     lse_rows,
     left,
     right,
+    keys_stride,
+    queries_stride,
+    slopes_stride,
+    query_offset,
     scale,
     scale_log2,
     cap,
     t: gl.constexpr,
 ):
-    """Compute dq; all tensors but lse_log2 and delta are descriptors.
+    """Compute dq; all tensors but lse_log2, delta, bounds and slopes are descriptors.
 
-    Tiles are as in ``flashattn_hopper_fwd``.
+    Tiles are as in ``flashattn_hopper_fwd``, and bounds as in ``flashattn_hopper_bwd``.
     """
-    shape = Shape(group, Mask(seq_q, seq_kv, left, right))
-    score = Score(scale_log2, cap, q.dtype == gl.float16)
-    ORDER: gl.constexpr = DESCENDING if shape.mask.masked else LINEAR
+    mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
+    shape = Shape(group, mask, keys_stride, queries_stride)
+    score = Score(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset)
+    ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)
     queries = new_pipeline(q, 2, 1, high=q_high)
     grads = new_pipeline(grad_o, 2, 1, high=grad_o_high)

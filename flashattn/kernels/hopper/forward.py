@@ -178,21 +178,18 @@ def mainloop_step(
 
 
 @gluon.jit
-def clean_values(mask, v, start_kv, WHOLE: gl.constexpr):
-    """Write zeros to values that no query sees: they may be NaN. WHOLE: v is in one piece."""
-    if WHOLE:
-        mask.clean_keys(v, start_kv)
-    else:
-        mask.clean_keys(v.low, start_kv)
-        mask.clean_keys(v.high, start_kv)
+def clean_values(values, n, start_kv, mask):
+    """Write zeros to the n-th values where no query sees them, by bounds: they may be NaN."""
+    if mask.rows:
+        begin, end = mask.seen_keys()
+        values.keep_rows(n, start_kv, begin, end)
 
 
 @gluon.jit
 def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
     """Visit all key tiles but the last, of which P is known; return the state and n."""
     first, full_begin, full_end, end = tiles
-    if mask.rows:
-        clean_values(mask, kv[1].consumer_wait(n), end * t.block_kv, kv[1].high is None)
+    clean_values(kv[1], n, end * t.block_kv, mask)
     if one_loop(mask, t):
         for i in range(end - 1, first - 1, -1):
             start_kv = i * t.block_kv
@@ -259,10 +256,8 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         )
         acc, alpha, p, m, l = state
         acc = rescale(acc, alpha, mask, t, LATER=True)
-        v = values.consumer_wait(n)
-        if mask.rows:
-            clean_values(mask, v, first * t.block_kv, values.high is None)
-        acc = mma_packed(p, v, acc, t.v_lo, t.v_hi)
+        clean_values(values, n, first * t.block_kv, mask)
+        acc = mma_packed(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
         if next_tile is not None:
             tile = next_tile.read(tile_n)
             tile_n += 1

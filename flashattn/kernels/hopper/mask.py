@@ -105,20 +105,20 @@ class Mask:
 
     @gluon.jit
     def seen_keys(self):
-        """Return the first key that any query sees, and one past the last, by bounds of rows."""
-        return gl.load(self.keys), gl.load(self.keys + (2 * self.seq_q - 1))
-
-    @gluon.jit
-    def clean_keys(self, tile, start_kv):
-        """Write zeros to keys or values in shared memory that no query sees: they may be NaN."""
-        begin, end = self.seen_keys()
-        keep_rows(tile, start_kv, begin, end)
+        """Return the first key that any query sees, and one past the last, if bounds say so."""
+        seen = 0, self.seq_kv
+        if self.rows:
+            seen = gl.load(self.keys), gl.load(self.keys + (2 * self.seq_q - 1))
+        return seen
 
     @gluon.jit
     def live_queries(self):
-        """Return one past the last query that sees a key, by bounds of rows."""
-        _, end = self.seen_keys()
-        return gl.load(self.queries + (2 * gl.maximum(end, 1) - 1))
+        """Return one past the last query that sees a key, by bounds of rows if there are any."""
+        live = self.seq_q
+        if self.rows:
+            _, end = self.seen_keys()
+            live = gl.load(self.queries + (2 * gl.maximum(end, 1) - 1))
+        return live
 
     @gluon.jit
     def key_tiles(self, start_q, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr):

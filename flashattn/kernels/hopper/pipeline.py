@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn.kernels.hopper.compat import aggregate, load_tile
+from flashattn.kernels.hopper.mask import keep_rows
 from flashattn.kernels.hopper.registers import opaque
 
 
@@ -161,6 +162,17 @@ class Pipeline:
             at = opaque(n % self.stages * 3)
             tile = self.term(at), self.term(at + 1), self.term(at + 2)  # type: ignore[assignment]
         return tile
+
+    @gluon.jit
+    def keep_rows(self, n, start, begin, end):
+        """Write zeros to rows of the n-th tile that nobody sees, see ``mask.keep_rows``."""
+        if (start < begin) | (start + self.tiles.shape[3] > end):
+            tile = self.consumer_wait(n)
+            if self.high is None:
+                keep_rows(tile, start, begin, end)
+            else:
+                keep_rows(tile.low, start, begin, end)
+                keep_rows(tile.high, start, begin, end)
 
     @gluon.jit
     def term(self, at):

@@ -320,7 +320,7 @@ def _d256_dkdv(
     """Return the launch of flashattn_hopper_bwd_d256_dkdv."""
     q, k, v, *_ = specs
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    dims = head_dim, v.shape[3]
+    dims, lies = (head_dim, v.shape[3]), ScoreLayout.of(options, heads)
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
     split_heads, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
@@ -334,12 +334,14 @@ def _d256_dkdv(
         (
             *(blocks * batch * split_heads, blocks, split_heads, *splits, tile.section),
             *(heads // split_heads, seq_q, seq_kv, options.left, options.right),
-            *(scale.factor, scale.log2, scale.cap),
+            *bounds_strides(options, seq_q, seq_kv),
+            *(lies.slopes, lies.query_offset, scale.factor, scale.log2, scale.cap),
         ),
         {"t": d256_config(tile, dims)},
         [*low[:4], numbers, numbers, *low[4:], *high],
     )
-    return Step(launch, (*INPUTS, *grads, *others))
+    names = *INPUTS, *grads, *others, *bounds_names(options), scored_names(options)[0]
+    return Step(launch, names)
 
 
 def _d256_dq(
@@ -348,7 +350,7 @@ def _d256_dq(
     """Return the launch of flashattn_hopper_bwd_d256_dq."""
     q, k, v, *_ = specs
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    dims = head_dim, v.shape[3]
+    dims, lies = (head_dim, v.shape[3]), ScoreLayout.of(options, heads)
     blocks, scale = cdiv(seq_q, tile.BLOCK_Q), Scale.of(options, forward=False)
     (*low, stored), high, others = tiles_of(dims, **dict.fromkeys((*INPUTS[:4], "dq"), WARPGROUP_Q))
     launch = _launch(
@@ -357,12 +359,14 @@ def _d256_dq(
         (
             *(blocks * batch * heads, blocks, heads, tile.section, heads // kv_heads),
             *(seq_q, seq_kv, padded_rows(seq_q), options.left, options.right),
-            *(scale.factor, scale.log2, scale.cap),
+            *bounds_strides(options, seq_q, seq_kv),
+            *(lies.slopes, lies.query_offset, scale.factor, scale.log2, scale.cap),
         ),
         {"t": d256_config(tile, dims)},
         [*low, None, None, stored, *high],
     )
-    return Step(launch, (*INPUTS, "dq", *others))
+    names = *INPUTS, "dq", *others, *bounds_names(options), scored_names(options)[0]
+    return Step(launch, names)
 
 
 def d256_config(tile: HopperD256Tile, dims: tuple[int, int]) -> D256Config:

@@ -69,14 +69,12 @@ def why_not(problem: Problem, device: torch.device) -> str | None:
     return support.why_not_gpu(gpu_of(device))
 
 
-def why_not_hopper(problem: Problem, device: torch.device) -> str | None:
-    """Return why the Hopper kernels cannot solve ``problem`` on ``device``, or None."""
+def why_not_hopper(problem: Problem, device: torch.device, *, backward: bool = False) -> str | None:
+    """Return why the Hopper kernels of a pass cannot solve ``problem`` on ``device``, or None."""
     gpu = gpu_of(device) if device.type == "cuda" else None
-    return support.why_not_hopper_for(problem, gpu)
+    return support.why_not_hopper_pass(problem, gpu, backward=backward)
 
 
 def fastest_family(problem: Problem, device: torch.device) -> Family | None:
     """Return which kernels are the fastest for ``problem``, or None where none can solve it."""
-    if why_not_hopper(problem, device) is None:
-        return "auto"
-    return "triton" if why_not(problem, device) is None else None
+    return "auto" if why_not(problem, device) is None else None

@@ -68,6 +68,7 @@ class Impl(Claims):
             arguments is given the lengths of packed documents in place of their bounds.
         limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
             or None.
+        grad_limits: likewise, why it cannot differentiate what it can solve.
         fastest: the options with which ``attention`` takes it by itself where it can, or None: one
             that is made for some problems leaves others to the next.
         prepares: ``call`` returns no result but a callable of q, k and v, and by their names of
@@ -88,6 +89,7 @@ class Impl(Claims):
     name: str
     call: Callable[..., Any]
     limits: WhyNot
+    grad_limits: WhyNot = _never
     fastest: Fastest = _always
     prepares: bool = False
     any_length: bool = False
@@ -123,7 +125,8 @@ class Impl(Claims):
         unclaimed = self.unclaimed(problem, device)
         if unclaimed is not None:
             return f"{self.name} {unclaimed}"
-        return self.limits(problem, device)
+        reason = self.limits(problem, device)
+        return self.grad_limits(problem, device) if grad and reason is None else reason
 
     def __call__(
         self,
@@ -198,13 +201,14 @@ _broken: dict[str, str] = {}
 
 
 def register(
-    name: str, *, why_not: WhyNot = _never, **facts: Any
+    name: str, *, why_not: WhyNot = _never, why_no_grad: WhyNot = _never, **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated callable known as ``name``.
 
     Args:
         name: not "auto", and not taken.
         why_not: ``Impl.limits``, where the flags do not say it all.
+        why_no_grad: ``Impl.grad_limits``, likewise.
         facts: the flags of ``Claims``, ``fastest``, ``prepares``, ``any_length``, ``compiles``.
 
     Raises:
@@ -223,7 +227,7 @@ def register(
         if name == "auto" or name in _impls:
             msg = f"name: wanted one that is not taken, got {name!r}"
             raise ValueError(msg)
-        _impls[name] = Impl(name=name, call=call, limits=why_not, **facts)
+        _impls[name] = Impl(name=name, call=call, limits=why_not, grad_limits=why_no_grad, **facts)
         return call
 
     return decorate

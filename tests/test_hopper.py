@@ -12,7 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn import attention, explain, gpus, registry
+from flashattn import api, attention, explain, gpus, registry
 from flashattn.api import FASTEST_FIRST
 from flashattn.checks import check_scale
 from flashattn.kernels import execute
@@ -26,7 +26,7 @@ from flashattn.plan.gpu import CARDS
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import dq_accumulators, gqa_splits
-from flashattn.plan.support import why_not_hopper_for, why_not_tma
+from flashattn.plan.support import why_not_hopper_pass, why_not_tma
 from flashattn.plan.tables.hopper import (
     BACKWARD,
     BACKWARD_D256,
@@ -253,6 +253,28 @@ def test_slopes(device, head_dim, mask):
     verify(attend, Sample(problem=problem, device=device))
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@on_hopper
+def test_biases(device, head_dim, mask):
+    """So are biased scores, by a matrix or by distance, in any dtype and layout, and the same."""
+    bias = alternately(("bhts", "1hr"), WIDTHS.index(head_dim), mask == "full")
+    problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, bias=bias)
+    attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
+    for seed in range(4):
+        verify(attend, Sample(problem=problem, device=device, grad=False, seed=seed))
+
+
+@on_hopper
+def test_a_learned_bias(device):
+    """Its gradient is the portable kernels', from Hopper's forward."""
+    problem = Problem(heads=40, seq_q=300, head_dim=128, dtype="bfloat16", bias="1hts")
+    plan = explain(*make_inputs(problem, device=device), bias=torch.ones(300, 300, device=device))
+    assert (plan.forward.kernel, plan.backward.kernel) == ("sm90", "portable")
+    attend = partial(get("triton"), family="auto", **problem.keywords, scale=128**-0.5)
+    verify(attend, Sample(problem=problem, device=device))
+
+
 @pytest.mark.parametrize("mask", [*KINDS, "causal_br"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
@@ -431,6 +453,19 @@ def test_scales_that_it_refuses(scale):
     plan = explain(*inputs, **how)
     assert (plan.forward.kernel, plan.backward.kernel) == ("portable", "portable")
     assert explain(*inputs, **how | {"scale": 2.0**-64}).forward.kernel == "sm90"
+
+
+def test_gradients_that_it_refuses(monkeypatch):
+    """Where Hopper's kernels have a forward alone, gradients are an error; not for "auto"."""
+    monkeypatch.setattr(gpus, "gpu_of", lambda _: H200)
+    problem = Problem(heads=40, seq_q=4096, head_dim=64, dtype="bfloat16", bias="1hts")
+    impl, cuda = get("hopper"), torch.device("cuda")
+    assert impl.why_not(problem, cuda) is None
+    assert "Hopper's backward adds no bias" in impl.why_not(problem, cuda, grad=True)
+    assert api._choose("auto", problem, cuda, grad=True, lse=True) == (
+        get("triton"),
+        {"family": "auto"},
+    )
 
 
 @on_hopper
@@ -644,7 +679,11 @@ def test_tiles_fit():
     assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # two stages of 128 keys fit no others
     stages = {(d, HopperBackwardTile(stages=tile.stages)) for d, tile, _ in BACKWARDS}
     stages |= {(d, HopperD256Tile(stages=tile.stages)) for d, tile, _ in WIDES}
-    assert compiled == {*CONFIGS, *stages, (WIDEST_OF_NARROW, NARROW_FORWARD)}
+    biased = hopper.tile_of_bias(FORWARD[128, True][0], 128)
+    assert compiled == {*CONFIGS, *stages, (WIDEST_OF_NARROW, NARROW_FORWARD), (128, biased)}
+    for head_dim, tile in CONFIGS:  # beside rows of 64 queries in fp32 for each warpgroup
+        beside = hopper.tile_of_bias(replace(tile, consumers=2), head_dim)
+        assert beside.shared(head_dim) + 2 * 64 * 4 * beside.block_kv <= SHARED - 1024
 
 
 @pytest.mark.parametrize("terms", FP32_BACKWARD)
@@ -782,7 +821,7 @@ def test_auto_is_traced_with_symbolic_sizes(monkeypatch):
 
     def limits(problem, device):
         del device
-        return why_not_hopper_for(problem, H200)
+        return why_not_hopper_pass(problem, H200)
 
     monkeypatch.setitem(FASTEST_FIRST, "cpu", ("hopper",))
     monkeypatch.setitem(registry._impls, "hopper", replace(get("hopper"), limits=limits))

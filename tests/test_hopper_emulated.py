@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashattn import masks
+from flashattn import attention, masks
 from flashattn.checks import check_scale
 from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import Program, emulated, run
@@ -73,9 +73,9 @@ def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
 
     class Attend(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, slopes, sink):
-            given = [x for x in (*bounds, slopes, sink) if x is not None]
-            ctx.extras = Extras(*bounds, alibi_slopes=slopes, sink=sink) if given else ()
+        def forward(ctx, q, k, v, *scored):
+            given = [x for x in (*bounds, *scored) if x is not None]
+            ctx.extras = Extras(*bounds, *scored) if given else ()
             ctx.options = options.given(ctx.extras)
             run = execute.prepare_forward(q, k, v, ctx.options, tile=config)
             o, lse = run(q, k, v, *ctx.extras)
@@ -87,9 +87,12 @@ def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
             (grad_o, grad_lse), (q, k, v, o, lse) = grads, ctx.saved_tensors
             run = execute.prepare_backward(grads, ctx.saved_tensors, ctx.options, **how)
             dq, dk, dv, *dsink = run(q, k, v, grad_o, o, lse, grad_lse, *ctx.extras)
-            return dq, dk, dv, None, *(dsink or [None])
+            return dq, dk, dv, None, None, *(dsink or [None])
 
-    return lambda q, k, v, alibi_slopes=None, sink=None: Attend.apply(q, k, v, alibi_slopes, sink)
+    def call(q, k, v, alibi_slopes=None, bias=None, sink=None):
+        return Attend.apply(q, k, v, alibi_slopes, bias, sink)
+
+    return call
 
 
 class Asked(NamedTuple):
@@ -302,10 +305,22 @@ SCORES = [
     {"softcap": 50.0, "sink": True},  # hardly one is
     {"softcap": 5.0, "alibi": True},
 ]
+# Of the forward: a matrix of each batch, of all, one row of it, one column; and by distance.
+BIASES = [
+    {"bias": "bhts"},
+    {"bias": "1hr", "sink": True},
+    {"bias": "11ts", "alibi": True},
+    {"bias": "b11s", "softcap": 5.0},
+    {"bias": "bhr", "alibi": True, "softcap": 5.0},
+    {"bias": "1ht1"},
+    {"bias": "11r"},
+]
 SCORED = [
     (asked._replace(problem=replace(asked.problem, **score)), seed)
     for of, scores in (
         (FORWARDS, SCORES),
+        (FORWARDS, BIASES),
+        (of_windows(None), BIASES[::-1]),
         (of_windows(UNTURNED, TURNS), SCORES[::-1]),
         (BACKWARDS, SCORES),
         (WIDE_BACKWARDS, SCORES),
@@ -464,6 +479,22 @@ def test_sinks_of_each_batch(dtype, head_dim, config, how):
     assert torch.equal(dsink == 0, sinks.isinf())
 
 
+@pytest.mark.parametrize("config", [SMALL, WIDE])
+def test_keys_that_a_bias_hides(config):
+    """A bias of -inf hides keys: tiles that are visited first, one among others, all of a row."""
+    problem = bf16(heads=2, seq_q=140, seq_kv=520, bias="11ts")
+    case = Sample(problem=problem, grad=False).draw()
+    bias = case.scored["bias"].clone()
+    bias[..., 300:], bias[..., 128:192], bias[..., 7:70, :] = (-torch.inf,) * 3
+    with emulated(num_sms=2):
+        o, lse = attend(problem, config)(*case.inputs, bias=bias)
+    wide = [x.double() for x in case.inputs]
+    exact = attention(*wide, bias=bias.double(), scale=case.scale, impl="reference")
+    assert (o - exact).abs().max() < 2**-6
+    assert not o[:, :, 7:70].any()
+    assert torch.equal(lse.isinf().nonzero()[:, 2].unique(), torch.arange(7, 70))
+
+
 @pytest.mark.parametrize(("head_dim", "how"), [(64, TURNS), (168, WIDE_PASSES)])
 def test_bounds_of_each_batch(head_dim, how):
     """Batches may see other keys each: the bits are those of each alone."""
@@ -604,6 +635,7 @@ WIDE_DQ = "kernels/hopper/backward_d256_dq.py"
 BACKWARD_TILE = "kernels/hopper/backward_tile.py"
 CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER, SCORE = "kernels/hopper/scheduler.py", "kernels/hopper/score.py"
+BIAS = "kernels/hopper/bias.py"
 PIPELINE = "kernels/hopper/pipeline.py"
 # What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
 PASSED = (
@@ -667,6 +699,10 @@ ASKED = {
         WIDE,
         WIDE_PASSES,
     ),
+    "biased": Asked(
+        bf16(batch=2, heads=2, seq_q=200, seq_kv=130, bias="bhts", softcap=5.0), HopperTile()
+    ),
+    "by distance": Asked(bf16(heads=2, seq_q=200, seq_kv=260, bias="1hr"), WIDE),
     "wide sloped": Asked(
         bf16(heads=4, kv_heads=2, seq_q=200, seq_kv=130, head_dim=136, causal=True, alibi=True),
         WIDE,
@@ -695,6 +731,45 @@ ASKED = {
 }
 WRONG, STUCK, UNFINISHED = InaccurateError, DeadlockError, (AttributeError, TypeError)
 PLANTED = {
+    ("biased", WRONG): [
+        Mutant(
+            "bias_of_the_first_batch",
+            BIAS,
+            "if self.batch is not None:",
+            "if False:",
+            "batches have the first one's bias",
+        ),
+        Mutant(
+            "bias_of_the_first_head",
+            BIAS,
+            "if self.head is not None:",
+            "if False:",
+            "heads have the first one's bias",
+        ),
+        Mutant(
+            "bias_from_the_first_query",
+            BIAS,
+            "rows = gl.minimum(start_q + rows, seq_q - 1)",
+            "rows = gl.minimum(rows, seq_q - 1)",
+            "all tiles of queries have the first one's bias",
+        ),
+        Mutant(
+            "bias_in_units_of_the_softcap",
+            SCORE,
+            "s = s * (log2 * LN2) + to_fp32(as_scores(bias))",
+            "s = s + to_fp32(as_scores(bias))",
+            "scores are divided by the softcap, and the bias is not",
+        ),
+    ],
+    ("by distance", WRONG): [
+        Mutant(
+            "distance_off_by_one",
+            BIAS,
+            "begin = seq_q - 1 - rows",
+            "begin = seq_q - rows",
+            "each score has its right neighbour's bias",
+        ),
+    ],
     ("growing", WRONG): [
         Mutant(
             "left_edge_not_masked",

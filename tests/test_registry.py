@@ -80,6 +80,15 @@ def test_sentences():
     assert poor.why_not(Problem(), "cpu") == "poor has no cpu"
 
 
+def test_what_is_not_differentiated():
+    """What an implementation solves and cannot differentiate is a sentence of its own."""
+    said = {"why_no_grad": lambda problem, device: f"half has no gradient on {device}"}
+    registry.register("half", **said)(print)
+    half = registry.get("half")
+    assert half.why_not(Problem(), "cpu") is None
+    assert half.why_not(Problem(), "cpu", grad=True) == "half has no gradient on cpu"
+
+
 def test_peers_say_why_not():
     """Every peer has a sentence, with its name in it, for a problem that nobody but ours takes."""
     dead = Problem(seq_q=9, seq_kv=0, head_dim=7, dtype="float64")

@@ -461,8 +461,12 @@ def test_plans_say_what_scores_are_made_with(device):
     each = explain(q, k, v, bias=torch.ones(2, 4, 20, 26, device=device), gpu=gpu_of(device))
     assert "bwd_dbias" not in str(each)
     half = [x.bfloat16() for x in tensors(device, head_dim=64)]
-    with pytest.raises(ValueError, match="Hopper's kernels add no bias to scores; triton's do"):
-        explain(*half, bias=torch.ones(20, 26, device=device), impl="hopper", gpu="H200")
+    bias = torch.ones(20, 26, device=device)
+    full = tensors(device, head_dim=64)
+    with pytest.raises(ValueError, match="Hopper's kernels in fp32 add no bias to scores"):
+        explain(*full, bias=bias, impl="hopper", gpu="H200")
+    biased = explain(*half, bias=bias, impl="hopper", gpu="H200")
+    assert (biased.forward.kernel, biased.backward.kernel) == ("sm90", "none")
     sloped = explain(*half, alibi_slopes=torch.ones(4, device=device), impl="hopper", gpu="H200")
     assert (sloped.forward.kernel, sloped.backward.kernel) == ("sm90", "sm90")
     sunk = explain(*half, sink=torch.ones(4, device=device), impl="hopper", gpu="H200")

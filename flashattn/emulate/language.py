@@ -185,10 +185,10 @@ def convert_layout(x: torch.Tensor, _: object, *, assert_trivial: bool = False) 
     return x
 
 
-def load(pointer: Pointer) -> Any:
+def load(pointer: Pointer, *, mask: Any = True, other: float = 0.0) -> Any:
     """Read from memory: an integer, another number, or what a tensor of pointers points to."""
     if isinstance(pointer.at, torch.Tensor) or pointer.elements.is_floating_point():
-        return pointer.load()
+        return pointer.load(mask, other)
     return Number(pointer.cell)
 
 

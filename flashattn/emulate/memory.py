@@ -122,13 +122,17 @@ class Pointer:
         at, x, mask = map(torch.as_tensor, (self.at, x, mask))
         self.elements[self._within(at[mask])] = x[mask].to(self.elements.dtype)
 
-    def load(self) -> torch.Tensor:
-        """Read.
+    def load(self, mask: Any, other: float) -> torch.Tensor:
+        """Read where the mask says so, and take another number elsewhere.
 
         Raises:
             IndexError: outside of the tensor.
         """
-        return self.elements[self._within(torch.as_tensor(self.at))]
+        at, mask = map(torch.as_tensor, (self.at, mask))
+        there = torch.broadcast_to(mask, at.shape)
+        found = torch.full(at.shape, other, dtype=self.elements.dtype)
+        found[there] = self.elements[self._within(at[there])]
+        return found
 
     def _within(self, at: torch.Tensor) -> torch.Tensor:
         at = at.long()

@@ -83,6 +83,11 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Te
     return packed
 
 
+def to_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Return 16-bit numbers in fp32."""
+    return x.float()
+
+
 def any_changes(factors: torch.Tensor) -> torch.Tensor:
     """Return which factors are other than 1, row by row: the emulator has no lanes."""
     return factors != 1

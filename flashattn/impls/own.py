@@ -35,11 +35,12 @@ register(
 register(
     "hopper",
     why_not=gpus.why_not_hopper,
+    why_no_grad=partial(gpus.why_not_hopper, backward=True),
     fastest=lambda *_: {"family": "auto"},  # as above; its gradients have an order to choose
     prepares=True,
     any_length=True,
     narrow_values=True,
-    **EVERYTHING | {"bias": False, "any_scale": False},
+    **EVERYTHING | {"any_scale": False},
 )(partial(prepare, family="hopper"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,15 @@ def shifted(bias: TensorSpec) -> TensorSpec:
     length = cdiv(size + BEHIND, 2 * VECTOR) * 2 * VECTOR  # of a multiple of 16 Triton knows it
     shape = torch.Size((batch, heads, VECTOR, length))
     return bias._replace(shape=shape, strides=dense_strides(shape), offset=0)
+
+
+def vector(bias: TensorSpec | None, seq_kv: int) -> int:
+    """Return how many keys of a bias a thread can load at once: as many as are there or are not."""
+    if bias is not None and is_relative(bias):
+        return VECTOR
+    if bias is None or bias.strides[-1] != 1:
+        return 1
+    return math.gcd(VECTOR, seq_kv, *bias.strides[:-1])
 
 
 def bias_workspaces(options: Options) -> tuple[Workspace, ...]:

@@ -18,7 +18,7 @@ from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
 from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import OF_VALUES, Family, Options, TensorSpec
-from flashattn.plan.support import hopper_lacks, why_not_hopper_for, why_not_portable
+from flashattn.plan.support import hopper_lacks, why_not_hopper_pass, why_not_portable
 from flashattn.plan.tile import HopperBackward, HopperTile, Tile
 from flashattn.problem import Problem
 
@@ -61,7 +61,7 @@ def choose(
     dtype = problem.torch_dtype
     reason = why_not_portable(dtype, problem.head_dim)
     if family == "hopper":
-        reason = why_not_hopper_for(problem, gpu)
+        reason = why_not_hopper_pass(problem, gpu)
     if reason is not None:
         raise ValueError(reason)
     scale = check_scale(scale, problem.head_dim)
@@ -79,6 +79,9 @@ def choose(
     forward = choose_forward(specs, gpu, options)
     o = (specs[0].copied() if "q" in forward.copies else specs[0]).like(specs[2].shape[3])
     lse = o._replace(shape=o.shape[:3], dtype=torch.float32).copied()
+    reason = why_not_hopper_pass(problem, gpu, backward=True) if family == "hopper" else None
+    if reason is not None:
+        return Plan(forward, BackwardPlan(kernel="none", why=(reason,)))
     return Plan(forward, choose_backward((*specs, o, o, lse), gpu, options))
 
 
@@ -113,7 +116,7 @@ def choose_forward(
         plan = choose_forward((q, k, v), gpu, options, tile=tile, row=row, num_splits=num_splits)
         return plan._replace(copies=copies, why=(COPIED, *plan.why))
     faster = partial(hopper.forward_pays, q, k, gpu, options)
-    pays, why = _hopper_first(q, options, faster)
+    pays, why = _hopper_first(q, options, faster, backward=False)
     if pays and hopper.takes_values(q, v):
         found = hopper.forward(q, k, v, gpu, options, tile)
         if not isinstance(found, str):
@@ -160,7 +163,7 @@ def choose_backward(
         return BackwardPlan(kernel="none", why=(NOTHING,))
     copies = _not_read(specs, options)
     faster = partial(hopper.backward_pays, q, k, gpu, causal=options.causal)
-    pays, why = _hopper_first(q, options, faster)
+    pays, why = _hopper_first(q, options, faster, backward=True)
     pays = pays and hopper.takes_values(q, v) and hopper.sums_values(q, k, v, gpu, options)
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
@@ -187,7 +190,7 @@ def choose_backward(
 
 
 def _hopper_first(
-    q: TensorSpec, options: Options, faster: Callable[[], tuple[bool, str]]
+    q: TensorSpec, options: Options, faster: Callable[[], tuple[bool, str]], *, backward: bool
 ) -> tuple[bool, list[str]]:
     """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
     pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
@@ -199,6 +202,7 @@ def _hopper_first(
         alibi=options.alibi > 0,
         bias=options.bias is not None,
         bounds=options.bounds > 0,
+        backward=backward,
     )
     return (False, [_portable_instead(lack, options)]) if lack else (True, why)
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from flashattn.plan import portable
+from flashattn.plan.bias import bias_workspaces
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
@@ -112,7 +113,7 @@ def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> in
 
 
 def forward_tile(
-    q: TensorSpec, gpu: Gpu, *, causal: bool, alibi: bool = False
+    q: TensorSpec, gpu: Gpu, *, causal: bool, added: bool = False
 ) -> HopperTile | None:
     """Return the forward's tile, or None where there is none."""
     batch, heads, seq_q, head_dim = q.shape
@@ -121,12 +122,18 @@ def forward_tile(
         return cdiv(batch * heads * cdiv(seq_q, tile.block_q), gpu.num_sms)
 
     few = rows.FEW_WAVES_FORWARD.get((columns(head_dim), causal))
-    if few and not alibi and waves(few[0]) < rows.FEW_WAVES:
+    if few and not added and waves(few[0]) < rows.FEW_WAVES:
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
         return min(few, key=lambda tile: waves(tile) * (tile.consumers + 1))
     found = _from(rows.FORWARD, q, causal=causal)
-    # Beside what ALiBi adds, three consumers have too few registers each.
-    return replace(found, consumers=2) if found and alibi else found
+    # Beside what is added to scores, three consumers have too few registers each.
+    return replace(found, consumers=2) if found and added else found
+
+
+def tile_of_bias(tile: HopperTile, head_dim: int) -> HopperTile:
+    """Return a tile that leaves shared memory for rows of a bias."""
+    keys = tile.block_kv if head_dim <= rows.ONE_PASS else WARPGROUP_Q
+    return replace(tile, block_kv=keys, own_o=False)
 
 
 def forward(
@@ -139,9 +146,11 @@ def forward(
     if isinstance(tile, HopperTile):
         found = tile
     elif v.shape[3] == q.shape[3]:
-        found = forward_tile(q, gpu, causal=options.causal, alibi=options.alibi > 0)
+        found = forward_tile(q, gpu, causal=options.causal, added=options.added)
     if found is None:
         return "no tile for so few columns"
+    if options.bias is not None:
+        found = tile_of_bias(found, q.shape[3])
     reason = why_not_tma(q, k, v, scale=options.scale)
     if reason is not None:
         return reason
@@ -164,6 +173,7 @@ def forward(
         programs=programs,
         scheduler=scheduler,
         counters=int(dynamic),
+        workspaces=bias_workspaces(options),
         why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
     )
 

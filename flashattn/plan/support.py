@@ -51,21 +51,22 @@ def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | 
 
 
 def hopper_lacks(
-    dtype: torch.dtype, *, softcap: bool, alibi: bool, bias: bool, bounds: bool
+    dtype: torch.dtype, *, softcap: bool, alibi: bool, bias: bool, bounds: bool, backward: bool
 ) -> str | None:
-    """Return what the Hopper kernels lack of what is asked, or None."""
+    """Return what the Hopper kernels of a pass lack of what is asked, or None."""
     fp32 = dtype == torch.float32
     lacks = {
         "Hopper's kernels in fp32 have no softcap": fp32 and softcap,
-        "Hopper's kernels add no bias to scores": bias,
+        "Hopper's backward adds no bias to scores": backward and bias,
+        "Hopper's kernels in fp32 add no bias to scores": fp32 and bias,
         "Hopper's kernels in fp32 have no ALiBi": fp32 and alibi,
         "Hopper's kernels in fp32 take no bounds of rows": fp32 and bounds,
     }
     return next((sentence for sentence, holds in lacks.items() if holds), None)
 
 
-def why_not_hopper_for(problem: Problem, gpu: Gpu | None) -> str | None:
-    """Return why the Hopper kernels cannot solve a problem on a GPU, or None."""
+def why_not_hopper_pass(problem: Problem, gpu: Gpu | None, *, backward: bool = False) -> str | None:
+    """Return why the Hopper kernels of a pass cannot solve a problem on a GPU, or None."""
     dtype = problem.torch_dtype
     lack = hopper_lacks(
         dtype,
@@ -73,6 +74,7 @@ def why_not_hopper_for(problem: Problem, gpu: Gpu | None) -> str | None:
         alibi=problem.alibi,
         bias=problem.bias_shape is not None,
         bounds=problem.by_rows,
+        backward=backward,
     )
     return why_not_hopper(dtype, problem.head_dim, gpu) or (lack and f"{lack}; triton's do")
 

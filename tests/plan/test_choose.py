@@ -83,6 +83,16 @@ dq_accum [1, 32, 4096, 64] float32; dq_semaphore [1024] int32
         ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is -1"),
         ({"seq_q": 0}, ("none", "none"), "there is no query"),
         (
+            {"bias": torch.empty(2048, 2048, device="meta")},
+            ("sm90", "portable"),
+            "Hopper's backward adds no bias to scores",
+        ),
+        (
+            {"impl": "hopper", "bias": torch.empty(2048, 2048, device="meta")},
+            ("sm90", "none"),
+            "Hopper's backward adds no bias to scores; triton's do",
+        ),
+        (
             {"head_dim": 192, "alibi_slopes": torch.empty(32, device="meta")},
             ("sm90", "sm90_d256"),
             "two passes: ",

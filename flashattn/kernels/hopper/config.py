@@ -36,6 +36,7 @@ class ForwardConfig:
         registers: of a consumer's thread.
         own_so: whether o leaves through shared memory of its own; else through that of q.
         before: whether no query sees a key behind the one that it stands at, see ``score``.
+        vector: keys of a bias that come together, see ``plan.bias.vector``.
     """
 
     block_q: gl.constexpr
@@ -49,6 +50,7 @@ class ForwardConfig:
     registers: gl.constexpr
     own_so: gl.constexpr
     before: gl.constexpr
+    vector: gl.constexpr
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn.kernels.constants import LN2
+from flashattn.kernels.hopper.bias import as_scores, new_bias
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
@@ -154,17 +155,20 @@ def mainloop_step(
     keys, values = kv
     acc, alpha, p, m, l = state
     s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi)
+    bias = score.load_bias(start_kv, mask.seq_kv, t.block_kv, not MASKED)
     acc = rescale(acc, alpha, mask, t, LATER=True)
     p = unpack(p, q.dtype, t.v_lo)
     acc = mma_pv(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
+    if bias is not None:
+        bias = as_scores(bias)
     s = score.capped(mma_wait(s, products(t.v_hi)))
-    s, log2, far = score.in_base_2(s, start_q, start_kv)
+    s, log2, far = score.in_base_2(s, start_q, start_kv, bias)
     if MASKED:  # noqa: SIM102 - when compiled; the next, when run
         if not whole:
             s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
     m_new = new_maxima(score.nearer(gl.max(s, 1) * log2, far), m, mask, t)
     finite = m_new
-    if MASKED:
+    if MASKED or bias is not None:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
     p_fp32 = gl.exp2(s * log2 - score.farther(finite, far)[:, None])
@@ -232,11 +236,12 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         bounds = mask.key_bounds(start_q, ROWS, S)
-        own = score.of_head(batch, head)
+        own = score.of_rows(batch, head, start_q, mask.seq_q, ROWS, t.block_kv)
+        bias = own.load_bias((end - 1) * t.block_kv, mask.seq_kv, t.block_kv, False)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi), 0)
         keys.consumer_release(n)
-        s, log2, far = own.in_base_2(own.capped(s), start_q, (end - 1) * t.block_kv)
+        s, log2, far = own.in_base_2(own.capped(s), start_q, (end - 1) * t.block_kv, bias)
         if mask.masked or full_end < end:
             s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
         p, m, l = softmax_first(s, log2, far, own, q.dtype)
@@ -325,6 +330,7 @@ def flashattn_hopper_fwd(
     tile_counter,
     key_bounds,
     slopes,
+    bias,
     sink,
     tiles,
     blocks,
@@ -338,6 +344,7 @@ def flashattn_hopper_fwd(
     keys_stride,
     slopes_stride,
     query_offset,
+    bias_strides,
     sink_stride,
     scale_log2,
     cap,
@@ -346,13 +353,14 @@ def flashattn_hopper_fwd(
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D] or [B, H, T, Dv].
 
     Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on, or V_LO. If
-    key_bounds is not None, it is all of the mask. Strides are from batch to batch.
+    key_bounds is not None, it is all of the mask. Strides but those of ``Bias`` are of batches.
     """
-    EXACT: gl.constexpr = q.dtype == gl.float16
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
     score = Score(
-        scale_log2, cap, EXACT, slopes, slopes_stride, query_offset, t.before, sink, sink_stride
+        *(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset, t.before),
+        *(sink, sink_stride),
+        new_bias(bias, bias_strides, t.vector),
     )
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -21,6 +21,7 @@ from flashattn.kernels.hopper import (
     steps,
 )
 from flashattn.kernels.hopper.tma import PRODUCT, SWIZZLE, WARPS
+from flashattn.plan.hopper import tile_of_bias
 from flashattn.plan.precision import TERMS
 from flashattn.plan.tables.hopper import (
     BACKWARD,
@@ -45,7 +46,7 @@ from flashattn.plan.tile import (
 FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
-    "hopper_fwd": ("dynamic", "window", "rows", "softcap", "alibi", "sink"),
+    "hopper_fwd": ("dynamic", "window", "rows", "softcap", "alibi", "bias", "relative", "sink"),
     "hopper_bwd": ("gqa_split", "window", "rows", "softcap", "alibi"),
     "hopper_bwd_postprocess": ("rows",),
     "hopper_bwd_d256_dkdv": ("gqa_split", "window", "rows", "softcap", "alibi"),
@@ -56,6 +57,12 @@ MODES = {
 }
 MODE_D = {"hopper_bwd_d256_dkdv": 256, "hopper_bwd_d256_dq": 256}  # others: 128
 ALIGNED = [["tt.divisibility", 16]]
+# Of batches, heads, queries and keys, and the length of copies; all batches share a bias, whose
+# keys lie one behind the other.
+BIAS_STRIDES: dict[str, dict[str, Any]] = {
+    "bias": {"bias_strides": (None, "i32", "i32", 1, None)},
+    "relative": {"bias_strides": (None, "i32", None, None, "i32")},
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,8 @@ class HopperVariant:
         mode: of the forward "dynamic", where CTAs draw their tiles; in fp32 "split", where a
             program visits a split of the rows, and "tf32", with two bf16 terms; of dk and dv
             "gqa_split", where query heads are split; of any "window", which a left bound masks,
-            "rows", by bounds of rows, "softcap", where scores are capped, "alibi", "sink", or
-            "narrow", where values have 128 columns.
+            "rows", by bounds of rows, "softcap", where scores are capped, "alibi", "bias",
+            "relative", "sink", or "narrow", where values have 128 columns.
     """
 
     kernel: str
@@ -132,8 +139,8 @@ class HopperVariant:
         if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)
-            before = self.mode == "alibi"
-            constants = {"t": steps.forward_config(self.config, dims, before=before)}
+            how = {"before": self.mode == "alibi", "vector": 8 if self.mode in BIAS_STRIDES else 1}
+            constants = {"t": steps.forward_config(self.config, dims, **how)}
         elif isinstance(self.config, HopperBackwardTile):
             function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
@@ -171,6 +178,7 @@ class HopperVariant:
             types["dq"] = _described("fp32", [1, 1, steps.box_lines(d), WARPGROUP_Q], 0)
         if self.kernel == "hopper_bwd_d256_dkdv":
             types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, WARPGROUP_Q], 0))
+        types |= BIAS_STRIDES.get(self.mode, {})
         absent += _absent(function, self.mode, causal=self.causal)
         constants |= dict.fromkeys(absent)
         return _source(function, types, constants, fp32=self.fp32 or not self.stored)
@@ -181,6 +189,7 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
     modes |= dict.fromkeys(("sink", "sink_stride"), "sink")
     modes |= dict.fromkeys(("slopes", "slopes_stride", "query_offset"), "alibi")
+    modes |= dict.fromkeys(("bias", "bias_strides"), "relative" if mode == "relative" else "bias")
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
@@ -191,7 +200,7 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
 
 def _tiles(
     function: Any, rows: dict[str, int], dims: tuple[int, int]
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Return the types of descriptors of tiles, and which second pieces there are none of."""
     apart = {name: name[:-5] for name in function.arg_names if name.endswith("_high")}
     pieces = {x: steps.pieces_of(x, dims) if apart else (block_d(dims[0]), 0) for x in rows}
@@ -214,11 +223,11 @@ def _described(element: str, block: list[int], swizzle: int) -> str:
 
 
 def _source(
-    function: Any, types: dict[str, str], constants: dict[str, Any], *, fp32: bool
+    function: Any, types: dict[str, Any], constants: dict[Any, Any], *, fp32: bool
 ) -> ASTSource:
     """Return a kernel with its arguments' types; of those that nobody names, by their names."""
     common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum", "slopes", "sink"), "*fp32")
-    common |= {"tile_counter": "*i32", "dq_semaphore": "*i32"}
+    common |= {"tile_counter": "*i32", "dq_semaphore": "*i32", "bias": "*bf16"}
     common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
     common |= dict.fromkeys(("o", "dq", "dk", "dv"), "*fp32" if fp32 else "*bf16")
     signature: dict[str, Any] = {}
@@ -226,6 +235,11 @@ def _source(
     for i, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif isinstance(types.get(name), tuple):
+            known = {j: kind for j, kind in enumerate(types[name]) if not isinstance(kind, str)}
+            signature[name] = tuple("constexpr" if x in known.values() else x for x in types[name])
+            constants |= {(i, j): kind for j, kind in known.items()}
+            attributes |= {(i, j): ALIGNED for j in range(len(types[name])) if j not in known}
         elif name in types:
             signature[name] = types[name]
         elif name in common:
@@ -239,6 +253,12 @@ def _source(
             signature[name] = "fp32" if name.startswith(("scale", "cap")) else "i32"
     kind = GluonASTSource if types else ASTSource
     return kind(function, signature, constants, attributes)
+
+
+def _beside(variant: HopperVariant, mode: str) -> Any:
+    """Return a variant's config in a mode."""
+    tile = cast("HopperTile", variant.config)
+    return tile_of_bias(tile, variant.head_dim) if mode in BIAS_STRIDES else variant.config
 
 
 def variants() -> list[HopperVariant]:
@@ -271,7 +291,7 @@ def variants() -> list[HopperVariant]:
         ),
     ]
     modes = [
-        replace(variant, mode=mode)
+        replace(variant, mode=mode, config=_beside(variant, mode))
         for variant in found
         if variant.causal and variant.head_dim == MODE_D.get(variant.kernel, 128)
         for mode in MODES.get(variant.kernel, ())

@@ -4,8 +4,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn.kernels.constants import LOG2E
+from flashattn.kernels.constants import LN2, LOG2E
+from flashattn.kernels.hopper.bias import Bias, as_scores
 from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.registers import to_fp32
 from flashattn.kernels.portable.score import capped
 
 TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
@@ -34,7 +36,7 @@ class Score:
     """The factors of ``kernels.portable.score.Scale`` that a kernel needs for its scores, and more.
 
     Slopes of ALiBi and sinks are those of the first batch, to which they point; after ``of_head``
-    those of a head, in base 2. Either may be None.
+    those of a head, in base 2. Each may be None, and so may the bias.
 
     Args:
         log2: on a score, where it enters exp2.
@@ -46,6 +48,7 @@ class Score:
         before: whether no query sees a key behind that.
         sink: of a row's softmax.
         sink_stride: from batch to batch.
+        bias: of all scores, or after ``of_rows`` of a tile's queries.
     """
 
     log2: gl.tensor
@@ -57,6 +60,7 @@ class Score:
     before: gl.constexpr
     sink: gl.tensor | gl.constexpr
     sink_stride: gl.tensor | gl.constexpr
+    bias: Bias | gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -70,6 +74,7 @@ class Score:
         before=None,
         sink=None,
         sink_stride=None,
+        bias=None,
     ):
         """Store the fields."""
         self.log2 = log2
@@ -81,18 +86,36 @@ class Score:
         self.before = gl.constexpr(before)
         self.sink = gl.constexpr(None) if sink is None else sink
         self.sink_stride = gl.constexpr(None) if sink_stride is None else sink_stride
+        self.bias = gl.constexpr(None) if bias is None else bias
 
     @gluon.jit
-    def of_head(self, batch, head):
-        """Return the scores of a head."""
+    def of_head(self, batch, head, bias=None):
+        """Return the scores of a head; ``bias`` is that of a tile's queries, or None."""
         slope, sink = self.slope, self.sink
         if slope is not None:
             slope = gl.load(slope + (batch * self.slopes_stride + head)) * LOG2E
         if sink is not None:
             sink = gl.load(sink + (batch * self.sink_stride + head)) * LOG2E
+        offset = self.query_offset
         return Score(
-            self.log2, self.cap, self.exact, slope, None, self.query_offset, self.before, sink, None
+            self.log2, self.cap, self.exact, slope, None, offset, self.before, sink, None, bias
         )
+
+    @gluon.jit
+    def of_rows(self, batch, head, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """Return the scores of a head with the bias of a tile's queries, if there is one."""
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.of_rows(batch, head, start_q, seq_q, ROWS, COLUMNS)
+        return self.of_head(batch, head, bias)
+
+    @gluon.jit
+    def load_bias(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
+        """Return the bias of a tile of keys, or None."""
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.load(start_kv, seq_kv, COLUMNS, ALL_KEYS)
+        return bias
 
     @gluon.jit
     def sloped(self, x, start_q, start_kv, TRANSPOSED: gl.constexpr):
@@ -108,14 +131,17 @@ class Score:
         return x
 
     @gluon.jit
-    def in_base_2(self, s, start_q, start_kv):
+    def in_base_2(self, s, start_q, start_kv, bias=None):
         """Return the scores of what ``capped`` returned [queries, keys], and their factor yet.
 
-        The last result is what ``farther`` adds to numbers of rows before these meet scores. Where
-        no query sees a key behind its own place, ALiBi is a number for each row, which that is,
-        and one for each key.
+        ``bias`` is that of the tile, or None. The last result is what ``farther`` adds to numbers
+        of rows before these meet scores. Where no query sees a key behind its own place, ALiBi is a
+        number for each row, which that is, and one for each key.
         """
         log2, far = self.log2, 0.0
+        if bias is not None:
+            s = s * (log2 * LN2) + to_fp32(as_scores(bias))
+            log2 = LOG2E
         if self.slope is not None:
             s = s * log2
             log2 = 1.0

@@ -24,6 +24,7 @@ from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
 from flashattn.kernels.launch import Launch, Step
 from flashattn.kernels.portable import steps as portable
 from flashattn.kernels.portable.score import Scale, ScoreLayout
+from flashattn.plan.bias import vector
 from flashattn.plan.hopper import row_names
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
@@ -63,9 +64,10 @@ def forward(
     if isinstance(plan.tile, HopperFp32Tile):
         return _forward_fp32(plan, q, k, v, options)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
+    dims = head_dim, v.shape[3]
     scale, tile = Scale.of(options, forward=True), cast("HopperTile", plan.tile)
     rows = {"q": WARPGROUP_Q, "k": tile.block_kv, "v": tile.block_kv, "o": WARPGROUP_Q}
-    low, high, others = tiles_of((head_dim, v.shape[3]), **rows)
+    low, high, others = tiles_of(dims, **rows)
     blocks, dynamic = cdiv(seq_q, tile.block_q), plan.scheduler.dynamic
     lies, right = ScoreLayout.of(options, heads), options.right
     before = options.alibi > 0 and right is not None and right <= options.query_offset
@@ -75,15 +77,17 @@ def forward(
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
-            *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.query_offset, lies.sink),
-            *(scale.log2, scale.cap),
+            *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.query_offset),
+            lies[2:7] if options.bias else None,  # of the bias
+            *(lies.sink, scale.log2, scale.cap),
         ),
-        {"t": forward_config(tile, (head_dim, v.shape[3]), before=before)},
+        {"t": forward_config(tile, dims, before=before, vector=vector(options.bias, seq_kv))},
         [*low, *high],
     )
     counter, bounds = "counters" if dynamic else None, bounds_names(options)[0]
-    names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
-    return [Step(launch, names)]
+    scored = portable.scored_names(options)
+    names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored
+    return [*portable.copies(options), Step(launch, names)]
 
 
 def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
@@ -130,12 +134,7 @@ def _forward_fp32(
         forward_fp32_constants(head_dim, terms=plan.terms),
         [Tiles(WARPGROUP_Q), keys, keys],
     )
-    return [*steps, Step(launch, (*names, "o", "lse", scored_names(options)[1]))]
-
-
-def scored_names(options: Options) -> tuple[str | None, str | None]:
-    """Return the names of the slopes of ALiBi and of the sinks; None where there are none."""
-    return "alibi_slopes" if options.alibi else None, "sink" if options.sink else None
+    return [*steps, Step(launch, (*names, "o", "lse", portable.scored_names(options)[-1]))]
 
 
 def bounds_names(options: Options) -> tuple[str | None, str | None]:
@@ -150,7 +149,7 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
 
 @cache
 def forward_config(
-    tile: HopperTile, dims: tuple[int, int], *, before: bool = False
+    tile: HopperTile, dims: tuple[int, int], *, before: bool = False, vector: int = 1
 ) -> ForwardConfig:
     """Return the constants of flashattn_hopper_fwd; ``before`` is ``Score``'s."""
     return config_of(
@@ -163,6 +162,7 @@ def forward_config(
         registers=tile.registers,
         own_so=tile.own_o,
         before=before,
+        vector=vector,
     )
 
 
@@ -267,7 +267,7 @@ def _one_pass(
         *grads,
         "dq_semaphore",
         *bounds_names(options),
-        scored_names(options)[0],
+        portable.scored_names(options)[0],
     )
     return Step(launch, names)
 
@@ -340,8 +340,8 @@ def _d256_dkdv(
         {"t": d256_config(tile, dims)},
         [*low[:4], numbers, numbers, *low[4:], *high],
     )
-    names = *INPUTS, *grads, *others, *bounds_names(options), scored_names(options)[0]
-    return Step(launch, names)
+    scored = portable.scored_names(options)[:1]
+    return Step(launch, (*INPUTS, *grads, *others, *bounds_names(options), *scored))
 
 
 def _d256_dq(
@@ -365,8 +365,8 @@ def _d256_dq(
         {"t": d256_config(tile, dims)},
         [*low, None, None, stored, *high],
     )
-    names = *INPUTS, "dq", *others, *bounds_names(options), scored_names(options)[0]
-    return Step(launch, names)
+    scored = portable.scored_names(options)[:1]
+    return Step(launch, (*INPUTS, "dq", *others, *bounds_names(options), *scored))
 
 
 def d256_config(tile: HopperD256Tile, dims: tuple[int, int]) -> D256Config:

@@ -28,7 +28,7 @@ class Config:
     DESCRIPTORS: tl.constexpr  # whether tiles are loaded by tensor descriptors
     PRECISION: tl.constexpr  # of fp32 products, as ``precision.input_precision`` returns it
     TERMS: tl.constexpr  # bf16 terms that the operands were decomposed into; 0: they were not
-    VECTOR: tl.constexpr  # keys of a bias that come together, see ``score.vector``
+    VECTOR: tl.constexpr  # keys of a bias that come together, see ``plan.bias.vector``
 
     @classmethod
     def of(

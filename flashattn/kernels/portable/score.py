@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +15,8 @@ from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.portable.memory import multiple
 from flashattn.kernels.portable.relative import load_shifted
 from flashattn.plan.bias import shifted
-from flashattn.plan.spec import Options, TensorSpec
+from flashattn.plan.spec import Options
 from flashattn.plan.support import SMALLEST_SCALE
-from flashattn.plan.tile import VECTOR
 from flashattn.score import is_relative
 
 
@@ -114,15 +112,6 @@ class Score(NamedTuple):
     slope: Any
     bias: Any
     dbias: Any
-
-
-def vector(bias: TensorSpec | None, seq_kv: int) -> int:
-    """Return how many keys of a bias a thread can load at once: as many as are there or are not."""
-    if bias is not None and is_relative(bias):
-        return VECTOR
-    if bias is None or bias.strides[-1] != 1:
-        return 1
-    return math.gcd(VECTOR, seq_kv, *bias.strides[:-1])
 
 
 @triton.jit

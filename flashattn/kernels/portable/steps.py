@@ -17,8 +17,8 @@ from flashattn.kernels.portable.backward import (
 )
 from flashattn.kernels.portable.config import BackwardLayout, Config, ForwardLayout
 from flashattn.kernels.portable.forward import flashattn_fwd
-from flashattn.kernels.portable.score import Scale, ScoreLayout, vector
-from flashattn.plan.bias import shares_bias, shifted
+from flashattn.kernels.portable.score import Scale, ScoreLayout
+from flashattn.plan.bias import shares_bias, shifted, vector
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Workspace
 from flashattn.plan.portable import decomposed, packed, packed_rows, padded_rows
 from flashattn.plan.rows import FUSED, Kernel
@@ -117,12 +117,20 @@ def extra_names(
     absent = (None,) * len(BOUNDS), (None,) * len(SCORED)
     if not options.extras:
         return (), absent
+    scored = scored_names(options, scored)
+    return (BOUNDS if options.bounds else absent[0], scored), ()
+
+
+def scored_names(
+    options: Options, scored: Sequence[str | None] | None = None
+) -> tuple[str | None, ...]:
+    """Return the names of what scores are made with, None where there is none; args as above."""
     if scored is None:
         given = zip(SCORED, options.scored, strict=True)
         scored = [name if there else None for name, there in given]
     if copies(options):
         scored = ["bias_copies" if name == "bias" else name for name in scored]
-    return (BOUNDS if options.bounds else absent[0], tuple(scored)), ()
+    return tuple(scored)
 
 
 def copies(options: Options) -> list[Step]:

@@ -1,0 +1,106 @@
+"""A bias on the device: what is added to the scores of a head.
+
+A warpgroup loads rows as they lie, and exchanges them through shared memory. In the layout of
+scores each load of a warp would touch eight rows, which takes the L1 cache eight cycles.
+"""
+
+# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn.kernels.hopper.compat import aggregate
+from flashattn.kernels.hopper.registers import acc_layout
+from flashattn.plan import tile
+
+COPIES = gl.constexpr(tile.VECTOR)  # of a relative bias, see ``portable.relative``
+
+
+@gluon.constexpr_function
+def rows_layout(columns):
+    """Return the layout in which a warpgroup loads rows of so many keys, 16 bytes a thread."""
+    across = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@aggregate
+class Bias:
+    """The bias of all heads, or after ``of_rows`` of a tile's queries.
+
+    Strides are None where all share it. ``length`` is that of each copy of a relative bias,
+    ``vector`` the keys that come together, and ``rows`` are where the queries begin.
+    """
+
+    start: gl.tensor
+    batch: gl.tensor | gl.constexpr
+    head: gl.tensor | gl.constexpr
+    query: gl.tensor | gl.constexpr
+    key: gl.tensor | gl.constexpr
+    length: gl.tensor | gl.constexpr
+    vector: gl.constexpr
+    rows: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, start, batch, head, query, key, length, vector, rows=None):
+        """Store the fields: a stride of 1 is an integer that the compiler knows."""
+        self.start = start
+        self.batch = gl.constexpr(batch) if batch is None or isinstance(batch, int) else batch
+        self.head = gl.constexpr(head) if head is None or isinstance(head, int) else head
+        self.query = gl.constexpr(query) if query is None or isinstance(query, int) else query
+        self.key = gl.constexpr(key) if key is None or isinstance(key, int) else key
+        self.length = gl.constexpr(length) if length is None or isinstance(length, int) else length
+        self.vector = gl.constexpr(vector)
+        self.rows = gl.constexpr(None) if rows is None else rows
+
+    @gluon.jit
+    def of_rows(self, batch, head, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """Return the bias of a tile's queries; those that only pad have the last one's."""
+        V: gl.constexpr = self.vector
+        start = self.start
+        if self.batch is not None:
+            start += batch.to(gl.int64) * (self.batch // V * V)
+        if self.head is not None:
+            start += head.to(gl.int64) * (self.head // V * V)
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout(COLUMNS)))
+        rows = gl.minimum(start_q + rows, seq_q - 1)
+        if self.length is not None:
+            begin = seq_q - 1 - rows
+            at = begin % COPIES * (self.length // COPIES * COPIES) + begin // COPIES * COPIES
+        elif self.query is not None:
+            at = rows.to(gl.int64) * (self.query // V * V)
+        else:
+            at = rows * 0
+        return Bias(start, None, None, None, self.key, self.length, V, at)
+
+    @gluon.jit
+    def load(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
+        """Load the bias of a tile of keys; ALL_KEYS says that all of them exist."""
+        V: gl.constexpr = self.vector
+        start_kv = start_kv // COLUMNS * COLUMNS  # that is a multiple of it the compiler knows now
+        keys = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, rows_layout(COLUMNS)))
+        there = keys // V < (seq_kv - start_kv) // V
+        if self.length is not None:
+            at = (self.rows + start_kv)[:, None] + keys[None, :]
+        elif self.key is not None:
+            at = self.rows[:, None] + ((start_kv + keys).to(gl.int64) * self.key)[None, :]
+        else:
+            at = self.rows[:, None] + (keys * 0)[None, :]
+        if ALL_KEYS or self.length is not None:  # behind a relative bias there are zeros
+            bias = gl.load(self.start + at)
+        else:
+            bias = gl.load(self.start + at, mask=there[None, :], other=0.0)
+        return bias
+
+
+@gluon.jit
+def new_bias(bias, strides, VECTOR: gl.constexpr):
+    """Return the bias of all heads, or None where there is none."""
+    found = None
+    if bias is not None:
+        found = Bias(bias, *strides, VECTOR)
+    return found
+
+
+@gluon.jit
+def as_scores(bias):
+    """Return a tile of a bias in the layout of scores."""
+    return gl.convert_layout(bias, acc_layout(bias.shape[1]))

@@ -99,4 +99,5 @@ def explain(
         precision=precision,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         family=FAMILIES[impl],
+        bias=TensorSpec.of(scored["bias"]) if "bias" in scored else None,
     )

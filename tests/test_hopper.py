@@ -268,8 +268,9 @@ def test_biases(device, head_dim, mask):
 @on_hopper
 def test_a_learned_bias(device):
     """Its gradient is the portable kernels', from Hopper's forward."""
-    problem = Problem(heads=40, seq_q=300, head_dim=128, dtype="bfloat16", bias="1hts")
-    plan = explain(*make_inputs(problem, device=device), bias=torch.ones(300, 300, device=device))
+    problem = Problem(heads=40, seq_q=300, head_dim=128, causal=True, dtype="bfloat16", bias="1hts")
+    bias = torch.ones(300, 300, device=device)
+    plan = explain(*make_inputs(problem, device=device), causal=True, bias=bias)
     assert (plan.forward.kernel, plan.backward.kernel) == ("sm90", "portable")
     attend = partial(get("triton"), family="auto", **problem.keywords, scale=128**-0.5)
     verify(attend, Sample(problem=problem, device=device))

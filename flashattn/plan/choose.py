@@ -42,6 +42,7 @@ def choose(
     precision: str = "auto",
     deterministic: bool = True,
     family: Family = "auto",
+    bias: TensorSpec | None = None,
 ) -> Plan:
     """Return how o, lse and the gradients of q, k and v are computed.
 
@@ -54,6 +55,7 @@ def choose(
         precision: of fp32 products, see ``precision.input_precision``.
         deterministic: see ``Options``.
         family: see ``Options``.
+        bias: where the problem has one; None is a dense one of q's dtype.
 
     Raises:
         ValueError: the kernels cannot solve the problem, or precision or scale is none.
@@ -72,7 +74,7 @@ def choose(
     options = Options(right, scale, precision, family, deterministic, left, problem.softcap, rows)
     options = options._replace(
         alibi=int(problem.alibi),
-        bias=_bias(problem, specs[0]),
+        bias=bias or _bias(problem, specs[0]),
         bias_grad=True,
         sink=int(problem.sink),
     )

@@ -64,6 +64,9 @@ def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tu
     window = math.inf if left is None or right is None else left + right + 1
     if window <= rows.SHORT_WINDOW and head_dim <= rows.SHORT_WINDOW_D:
         return False, f"the portable kernel, of smaller tiles: a window of {window} keys is short"
+    wide_bias = options.bias is not None and options.bias.dtype == torch.float32
+    if wide_bias and not causal and head_dim <= rows.ONE_PASS:
+        return False, "the portable kernel: a bias in fp32 takes long to exchange"
     if q.dtype == torch.float32:
         enough = rows.FORWARD_FP32_FROM[causal]
     else:

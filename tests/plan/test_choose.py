@@ -83,7 +83,17 @@ dq_accum [1, 32, 4096, 64] float32; dq_semaphore [1024] int32
         ({"scale": -1.0}, ("portable", "portable"), "not Hopper's: the scale is -1"),
         ({"seq_q": 0}, ("none", "none"), "there is no query"),
         (
+            {"bias": torch.empty(2048, 2048, device="meta", dtype=torch.bfloat16)},
+            ("sm90", "portable"),
+            "Hopper's backward adds no bias to scores",
+        ),
+        (
             {"bias": torch.empty(2048, 2048, device="meta")},
+            ("portable", "portable"),
+            "a bias in fp32 takes long to exchange",
+        ),
+        (
+            {"bias": torch.empty(2048, 2048, device="meta"), "causal": True},
             ("sm90", "portable"),
             "Hopper's backward adds no bias to scores",
         ),

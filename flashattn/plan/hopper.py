@@ -64,8 +64,8 @@ def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tu
     window = math.inf if left is None or right is None else left + right + 1
     if window <= rows.SHORT_WINDOW and head_dim <= rows.SHORT_WINDOW_D:
         return False, f"the portable kernel, of smaller tiles: a window of {window} keys is short"
-    wide_bias = options.bias is not None and options.bias.dtype == torch.float32
-    if wide_bias and not causal and head_dim <= rows.ONE_PASS:
+    fp32_bias = options.bias is not None and options.bias.dtype == torch.float32
+    if fp32_bias and not causal and head_dim <= rows.ONE_PASS:  # measured: H200 (tuning-log.md)
         return False, "the portable kernel: a bias in fp32 takes long to exchange"
     if q.dtype == torch.float32:
         enough = rows.FORWARD_FP32_FROM[causal]
@@ -146,14 +146,14 @@ def forward(
     if q.dtype == torch.float32:
         return _forward_fp32(q, k, v, gpu, options)
     found: HopperTile | None = rows.NARROW_FORWARD
+    if v.shape[3] == q.shape[3]:
+        found = forward_tile(q, gpu, causal=options.causal, added=options.added)
+    if found and options.bias is not None:
+        found = tile_of_bias(found, q.shape[3])
     if isinstance(tile, HopperTile):
         found = tile
-    elif v.shape[3] == q.shape[3]:
-        found = forward_tile(q, gpu, causal=options.causal, added=options.added)
     if found is None:
         return "no tile for so few columns"
-    if options.bias is not None:
-        found = tile_of_bias(found, q.shape[3])
     reason = why_not_tma(q, k, v, scale=options.scale)
     if reason is not None:
         return reason

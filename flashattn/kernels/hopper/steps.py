@@ -78,7 +78,7 @@ def forward(
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
             *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.query_offset),
-            lies[2:7] if options.bias else None,  # of the bias
+            (lies.batch, lies.head, lies.query, lies.key, lies.length) if options.bias else None,
             *(lies.sink, scale.log2, scale.cap),
         ),
         {"t": forward_config(tile, dims, before=before, vector=vector(options.bias, seq_kv))},

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.interpreter
 CALLS = {"wait", "arrive", "producer_acquire", "consumer_wait", "consumer_release", "store_wait"}
 CALLS |= {"fence_async_shared", "consumer_barrier", "wait_eq", "fence_acquire", "arrive_inc"}
 CALLS |= {"barrier_wait", "barrier_arrive", "producer_commit"}
-CALLS |= {"clean_keys", "clean_values", "clean_queries", "keep_rows"}
+CALLS |= {"clean_keys", "clean_queries", "keep_rows"}
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",

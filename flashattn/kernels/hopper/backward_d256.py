@@ -91,24 +91,6 @@ def producer_dkdv(inputs, pipeline, own_pipeline, scheduler, splits, shape):
 
 
 @gluon.jit
-def clean_keys(pipeline, n, start_kv, mask):
-    """Write zeros to the n-th keys or values that no query sees, by bounds: they may be NaN."""
-    if mask.rows:
-        begin, end = mask.seen_keys()
-        pipeline.keep_rows(n, start_kv, begin, end)
-
-
-@gluon.jit
-def clean_queries(pipeline, n, start_q, mask, live):
-    """Write zeros to the n-th queries or dO from row ``live`` on, by bounds: they may be NaN.
-
-    Both warpgroups may do so at once: they write the same.
-    """
-    if mask.rows:
-        pipeline.keep_rows(n, start_q, 0, live)
-
-
-@gluon.jit
 def compute_p(n, s, lse_log2, sP, start_q, start_kv, masked, score, DTYPE: gl.constexpr):
     """Return 2^14 P of the n-th tile of queries, packed, and share it; masked may be None."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
@@ -129,8 +111,8 @@ def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, masked, score, t
     p, dv = state
     if masked is not None:
         mask, _, live = masked
-        clean_queries(queries, n, start_q, mask, live)
-        clean_queries(grads, n, start_q, mask, live)
+        queries.keep_rows(n, start_q, mask, live)
+        grads.keep_rows(n, start_q, mask, live)
     do = grads.consumer_wait(n - 1)
     dv = mma_packed(p, do, dv, t.v_lo, t.v_hi)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
@@ -184,12 +166,12 @@ def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t
     mask = shape.mask_of(batch)
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     first, full_begin, full_end, end = visited_query_tiles(block, mask)
-    live = mask.live_queries()
+    live = 0, mask.live_queries()
     masked = mask, mask.query_bounds(start_kv, BLOCK, acc_layout(BLOCK)), live
     own = score.of_head(batch, split_head * shape.group)
-    clean_keys(keys, 0, start_kv, mask)
-    clean_queries(queries, n, first * BLOCK, mask, live)
-    clean_queries(grads, n, first * BLOCK, mask, live)
+    keys.keep_rows(0, start_kv, mask, mask.seen_keys())
+    queries.keep_rows(n, first * BLOCK, mask, live)
+    grads.keep_rows(n, first * BLOCK, mask, live)
     k = keys.consumer_wait(0)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_wait(mma_qk(k, q, t.d_lo, t.d_hi), 0)
@@ -251,9 +233,9 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     mask = shape.mask_of(batch)
     first, _, _, end = visited_query_tiles(block, mask)
-    live = mask.live_queries()
-    clean_keys(values, 0, block * BLOCK, mask)
-    clean_queries(grads, n, first * BLOCK, mask, live)
+    live = 0, mask.live_queries()
+    values.keep_rows(0, block * BLOCK, mask, mask.seen_keys())
+    grads.keep_rows(n, first * BLOCK, mask, live)
     v = values.consumer_wait(0)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_wait(mma_qk(v, do, t.v_lo, t.v_hi), 0)
@@ -261,7 +243,7 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     n += 1
     state = ds, zero_acc(t.d_lo, t.d_hi)
     for _ in range(1, shape.group * (end - first)):
-        clean_queries(grads, n, (first + n % (end - first)) * BLOCK, mask, live)
+        grads.keep_rows(n, (first + n % (end - first)) * BLOCK, mask, live)
         state = dk_step(n, state, v, queries, grads, sP, t)
         n += 1
     ds, acc = state

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashattn.kernels.hopper.backward_d256 import BLOCK, clean_queries
+from flashattn.kernels.hopper.backward_d256 import BLOCK
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
@@ -76,15 +76,6 @@ def opaque_tile(pipeline, n):
 
 
 @gluon.jit
-def clean_keys(n, keys, values, start_kv, mask, seen):
-    """Write zeros to the n-th keys and values that no query sees, by bounds: they may be NaN."""
-    if mask.rows:
-        begin, end = seen
-        keys.keep_rows(n, start_kv, begin, end)
-        values.keep_rows(n, start_kv, begin, end)
-
-
-@gluon.jit
 def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, masked, score, t):
     """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun.
 
@@ -111,7 +102,8 @@ def dq_step(
     ds, dq = state
     if masked is not None:
         mask, _, seen = masked
-        clean_keys(n, keys, values, start_kv, mask, seen)
+        keys.keep_rows(n, start_kv, mask, seen)
+        values.keep_rows(n, start_kv, mask, seen)
     k = keys.tile(n - 1)
     dq = mma_packed(ds, k, dq, t.d_lo, t.d_hi)
     q = opaque_tile(queries, WARPGROUP)
@@ -147,19 +139,20 @@ def consumer_dq(
     mask = shape.mask_of(batch)
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     first, full_begin, full_end, end = visited_key_tiles(block, mask)
-    seen, live = mask.seen_keys(), mask.live_queries()
+    seen, live = mask.seen_keys(), (0, mask.live_queries())
     masked = mask, mask.key_bounds(start_q, BLOCK, acc_layout(BLOCK)), seen
     own = score.of_head(batch, head)
     at = (batch * scheduler.heads + head).to(gl.int64) * lse_rows + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
     row_stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
     start_kv = (end - 1) * BLOCK
-    clean_queries(queries, WARPGROUP, start_q, mask, live)
+    queries.keep_rows(WARPGROUP, start_q, mask, live)
     queries.consumer_wait(WARPGROUP)
     q = opaque_tile(queries, WARPGROUP)
-    clean_keys(n, keys, values, start_kv, mask, seen)
+    keys.keep_rows(n, start_kv, mask, seen)
+    values.keep_rows(n, start_kv, mask, seen)
     s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi)
-    clean_queries(grads, WARPGROUP, start_q, mask, live)
+    grads.keep_rows(WARPGROUP, start_q, mask, live)
     grads.consumer_wait(WARPGROUP)
     do = opaque_tile(grads, WARPGROUP)
     dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)

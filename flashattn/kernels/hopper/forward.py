@@ -182,18 +182,10 @@ def mainloop_step(
 
 
 @gluon.jit
-def clean_values(values, n, start_kv, mask):
-    """Write zeros to the n-th values where no query sees them, by bounds: they may be NaN."""
-    if mask.rows:
-        begin, end = mask.seen_keys()
-        values.keep_rows(n, start_kv, begin, end)
-
-
-@gluon.jit
 def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
     """Visit all key tiles but the last, of which P is known; return the state and n."""
     first, full_begin, full_end, end = tiles
-    clean_values(kv[1], n, end * t.block_kv, mask)
+    kv[1].keep_rows(n, end * t.block_kv, mask, mask.seen_keys())
     if one_loop(mask, t):
         for i in range(end - 1, first - 1, -1):
             start_kv = i * t.block_kv
@@ -261,7 +253,7 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         )
         acc, alpha, p, m, l = state
         acc = rescale(acc, alpha, mask, t, LATER=True)
-        clean_values(values, n, first * t.block_kv, mask)
+        values.keep_rows(n, first * t.block_kv, mask, mask.seen_keys())
         acc = mma_packed(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
         if next_tile is not None:
             tile = next_tile.read(tile_n)

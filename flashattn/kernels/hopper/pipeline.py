@@ -164,15 +164,21 @@ class Pipeline:
         return tile
 
     @gluon.jit
-    def keep_rows(self, n, start, begin, end):
-        """Write zeros to rows of the n-th tile that nobody sees, see ``mask.keep_rows``."""
-        if (start < begin) | (start + self.tiles.shape[3] > end):
-            tile = self.consumer_wait(n)
-            if self.high is None:
-                keep_rows(tile, start, begin, end)
-            else:
-                keep_rows(tile.low, start, begin, end)
-                keep_rows(tile.high, start, begin, end)
+    def keep_rows(self, n, start, mask, seen):
+        """Write zeros to rows of the n-th tile that nobody sees, by bounds: they may be NaN.
+
+        ``seen`` is the first row that is seen, and one past the last. All warpgroups may do so at
+        once: they write the same.
+        """
+        if mask.rows:
+            begin, end = seen
+            if (start < begin) | (start + self.tiles.shape[3] > end):
+                tile = self.consumer_wait(n)
+                if self.high is None:
+                    keep_rows(tile, start, begin, end)
+                else:
+                    keep_rows(tile.low, start, begin, end)
+                    keep_rows(tile.high, start, begin, end)
 
     @gluon.jit
     def term(self, at):

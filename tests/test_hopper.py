@@ -21,7 +21,7 @@ from flashattn.kernels.hopper.offline import variants
 from flashattn.kernels.hopper.score import tanh_approx
 from flashattn.mask import Mask
 from flashattn.plan import hopper
-from flashattn.plan.choose import choose_backward, choose_forward
+from flashattn.plan.choose import choose, choose_backward, choose_forward
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Options, TensorSpec
@@ -262,17 +262,21 @@ def test_biases(device, head_dim, mask):
     problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, bias=bias)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
     for seed in range(4):
-        verify(attend, Sample(problem=problem, device=device, grad=False, seed=seed))
+        verify(attend, Sample(problem=problem, device=device, grad=head_dim <= 128, seed=seed))
 
 
+@pytest.mark.parametrize("seq_kv", [300, 304])
+@pytest.mark.parametrize("mask", ["causal", "full"])
 @on_hopper
-def test_a_learned_bias(device):
-    """Its gradient is the portable kernels', from Hopper's forward."""
-    problem = Problem(heads=40, seq_q=300, head_dim=128, causal=True, dtype="bfloat16", bias="1hts")
-    bias = torch.ones(300, 300, device=device)
-    plan = explain(*make_inputs(problem, device=device), causal=True, bias=bias)
-    assert (plan.forward.kernel, plan.backward.kernel) == ("sm90", "portable")
-    attend = partial(get("triton"), family="auto", **problem.keywords, scale=128**-0.5)
+def test_a_learned_bias(device, mask, seq_kv):
+    """Its gradient is stored by TMA where rows allow that; where not, "auto" is portable."""
+    how = {"heads": 120, "seq_q": 300, "seq_kv": seq_kv, "dtype": "bfloat16", "bias": "1hts"}
+    problem = Problem(**how, head_dim=128, causal=mask == "causal")
+    specs, stored = [TensorSpec.of(x) for x in make_inputs(problem)], seq_kv % 8 == 0
+    auto, asked = (choose(problem, specs, H200, family=x).backward for x in ("auto", "hopper"))
+    assert (auto.kernel, asked.kernel) == ("sm90" if stored else "portable", "sm90")
+    assert (asked.dbias is None) == stored
+    attend = partial(get("hopper"), **problem.keywords, scale=128**-0.5)
     verify(attend, Sample(problem=problem, device=device))
 
 
@@ -421,13 +425,13 @@ def test_what_is_written_must_be_reached_too(passes):
     specs, options = [TensorSpec.of(x) for x in (q, k, v)], Options(None, 0.1, family="hopper")
     assert all(x.tma_compatible for x in specs)
     lse = TensorSpec.of(torch.empty(1, 2, 70))
-    choose = {
+    chosen = {
         "forward": partial(choose_forward, specs),
         "backward": partial(choose_backward, [*specs, specs[0], specs[0], lse]),
     }
     with pytest.raises(ValueError, match="hopper: TMA cannot store a result"):
-        choose[passes](H200, options)
-    assert choose[passes](H200, options._replace(family="auto")).kernel == "portable"
+        chosen[passes](H200, options)
+    assert chosen[passes](H200, options._replace(family="auto")).kernel == "portable"
 
 
 NOT_DENSE, UNREACHED = {"strided"}, {"misaligned", "expanded", "expanded_batch"}
@@ -459,10 +463,10 @@ def test_scales_that_it_refuses(scale):
 def test_gradients_that_it_refuses(monkeypatch):
     """Where Hopper's kernels have a forward alone, gradients are an error; not for "auto"."""
     monkeypatch.setattr(gpus, "gpu_of", lambda _: H200)
-    problem = Problem(heads=40, seq_q=4096, head_dim=64, dtype="bfloat16", bias="1hts")
+    problem = Problem(heads=40, seq_q=4096, head_dim=192, dtype="bfloat16", bias="1hts")
     impl, cuda = get("hopper"), torch.device("cuda")
     assert impl.why_not(problem, cuda) is None
-    assert "Hopper's backward adds no bias" in impl.why_not(problem, cuda, grad=True)
+    assert "beyond 128 columns adds no bias" in impl.why_not(problem, cuda, grad=True)
     assert api._choose("auto", problem, cuda, grad=True, lse=True) == (
         get("triton"),
         {"family": "auto"},
@@ -525,7 +529,7 @@ def taken(problem):
     q = TensorSpec(size, (), problem.torch_dtype, torch.device("cuda"), 0)
     given = q, q._replace(shape=keys), H200
     options = Options(problem.band.right, 1.0, left=problem.band.left)
-    backward, _ = hopper.backward_pays(*given, causal=options.causal)
+    backward, _ = hopper.backward_pays(*given, options)
     return hopper.forward_pays(*given, options)[0], backward
 
 

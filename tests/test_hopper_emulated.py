@@ -76,7 +76,8 @@ def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
         def forward(ctx, q, k, v, *scored):
             given = [x for x in (*bounds, *scored) if x is not None]
             ctx.extras = Extras(*bounds, *scored) if given else ()
-            ctx.options = options.given(ctx.extras)
+            bias_grad = scored[1] is not None and scored[1].requires_grad
+            ctx.options = options._replace(bias_grad=bias_grad).given(ctx.extras)
             run = execute.prepare_forward(q, k, v, ctx.options, tile=config)
             o, lse = run(q, k, v, *ctx.extras)
             ctx.save_for_backward(q, k, v, o, lse)
@@ -86,8 +87,9 @@ def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
         def backward(ctx, *grads):
             (grad_o, grad_lse), (q, k, v, o, lse) = grads, ctx.saved_tensors
             run = execute.prepare_backward(grads, ctx.saved_tensors, ctx.options, **how)
-            dq, dk, dv, *dsink = run(q, k, v, grad_o, o, lse, grad_lse, *ctx.extras)
-            return dq, dk, dv, None, None, *(dsink or [None])
+            dq, dk, dv, *others = run(q, k, v, grad_o, o, lse, grad_lse, *ctx.extras)
+            dbias = others.pop(0) if ctx.options.bias_grad else None
+            return dq, dk, dv, None, dbias, *(others or [None])
 
     def call(q, k, v, alibi_slopes=None, bias=None, sink=None):
         return Attend.apply(q, k, v, alibi_slopes, bias, sink)
@@ -305,7 +307,7 @@ SCORES = [
     {"softcap": 50.0, "sink": True},  # hardly one is
     {"softcap": 5.0, "alibi": True},
 ]
-# Of the forward: a matrix of each batch, of all, one row of it, one column; and by distance.
+# A matrix of each batch, of all, one row of it, one column; and by distance.
 BIASES = [
     {"bias": "bhts"},
     {"bias": "1hr", "sink": True},
@@ -320,13 +322,15 @@ SCORED = [
     for of, scores in (
         (FORWARDS, SCORES),
         (FORWARDS, BIASES),
+        (of_windows(UNTURNED, TURNS), BIASES),
+        (BACKWARDS, BIASES[::-1]),
         (of_windows(None), BIASES[::-1]),
         (of_windows(UNTURNED, TURNS), SCORES[::-1]),
         (BACKWARDS, SCORES),
         (WIDE_BACKWARDS, SCORES),
         (FP32[:3], [{"sink": True}]),
     )
-    for asked, score, seed in zip(of, cycle(scores), cycle((1, 0)))
+    for asked, score, seed in zip(of, cycle(scores), cycle((1, 2, 0, 3)))
 ]
 FLAT = bf16(heads=2, seq_q=100, seq_kv=140, softcap=0.7)  # tanh is, where gradients are small
 SCORED += [
@@ -479,26 +483,35 @@ def test_sinks_of_each_batch(dtype, head_dim, config, how):
     assert torch.equal(dsink == 0, sinks.isinf())
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE])
-def test_keys_that_a_bias_hides(config):
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(SMALL, torch.float32), (WIDE, torch.float32), (WIDE, torch.bfloat16)]
+)
+def test_keys_that_a_bias_hides(config, dtype):
     """A bias of -inf hides keys: tiles that are visited first, one among others, all of a row.
 
-    Where a row sees a key, the bits are those of a bias that leaves P no more than 0.
+    Where a row sees a key, the bits are those of a bias that leaves P no more than 0; likewise
+    those of gradients, where no other row has any.
     """
     problem = bf16(heads=2, seq_q=140, seq_kv=520, bias="11ts")
-    case = Sample(problem=problem, grad=False).draw()
+    case = Sample(problem=problem).draw()
+    inputs = [x.detach().requires_grad_() for x in case.inputs]
+    grad_o = case.grad_o.clone()
+    grad_o[:, :, 7:70] = 0
     results = []
     for hidden in (-torch.inf, -1e5):
-        bias = case.scored["bias"].clone()
+        bias = case.scored["bias"].to(dtype, copy=True)
         bias[..., 300:], bias[..., 128:192], bias[..., 7:70, :] = (hidden,) * 3
         with emulated(num_sms=2):
-            results += attend(problem, config)(*case.inputs, bias=bias)
-    o, lse, low_o, low_lse = results
+            o, lse = attend(problem, config, TURNS)(*inputs, bias=bias)
+            results.append((o, lse, *torch.autograd.grad(o, inputs, grad_o)))
+    (o, lse, dq, dk, dv), low = results
     assert not o[:, :, 7:70].any()
     assert (lse[:, :, 7:70] == -torch.inf).all()
     for rows_of in (slice(0, 7), slice(70, None)):
-        assert torch.equal(o[:, :, rows_of], low_o[:, :, rows_of])
-        assert torch.equal(lse[:, :, rows_of], low_lse[:, :, rows_of])
+        for x, y in zip((o, lse, dq), low, strict=False):
+            assert torch.equal(x[:, :, rows_of], y[:, :, rows_of])
+    assert_same_bits("dk and dv", torch.stack((dk, dv)), torch.stack(low[3:]))
+    assert not torch.stack((dk, dv))[:, :, :, 300:].any()
 
 
 @pytest.mark.parametrize(("head_dim", "how"), [(64, TURNS), (168, WIDE_PASSES)])
@@ -708,6 +721,10 @@ ASKED = {
     "biased": Asked(
         bf16(batch=2, heads=2, seq_q=200, seq_kv=130, bias="bhts", softcap=5.0), HopperTile()
     ),
+    "learned bias": Asked(
+        fp16(heads=4, kv_heads=2, seq_q=250, seq_kv=264, head_dim=128, bias="1hts"), WIDE, ROUND
+    ),
+    "bias in fp32": Asked(fp16(batch=2, seq_q=200, seq_kv=130, bias="bhts"), WIDE, TURNS),
     "by distance": Asked(bf16(heads=2, seq_q=200, seq_kv=260, bias="1hr"), WIDE),
     "wide sloped": Asked(
         bf16(heads=4, kv_heads=2, seq_q=200, seq_kv=130, head_dim=136, causal=True, alibi=True),
@@ -765,6 +782,38 @@ PLANTED = {
             "s = s * (log2 * LN2) + to_fp32(as_scores(bias))",
             "s = s + to_fp32(as_scores(bias))",
             "scores are divided by the softcap, and the bias is not",
+        ),
+    ],
+    ("learned bias", WRONG): [
+        Mutant(
+            "bias_of_another_visit",
+            BACKWARD,
+            "i = schedule.query_tile(end - 1 - i, end)",
+            "i = i + 0",
+            "programs that begin elsewhere add the bias of queries that they visit later",
+        ),
+        Mutant(
+            "bias_in_base_e",
+            BACKWARD,
+            "x += transposed(bias, own_ds) * LOG2E",
+            "x += transposed(bias, own_ds)",
+            "exp2 takes the bias as it is",
+        ),
+        Mutant(
+            "gradient_of_the_first_head",
+            BACKWARD,
+            "[batch, head, start_q, start_kv], exchanged",
+            "[batch, head * 0, start_q, start_kv], exchanged",
+            "all heads store the gradient of the bias where the first does",
+        ),
+    ],
+    ("bias in fp32", WRONG): [
+        Mutant(
+            "bias_of_one_term",
+            BIAS,
+            "x = exchanged(high, place) + exchanged(rest, place)",
+            "x = exchanged(high, place)",
+            "the bias is truncated to 8 bits",
         ),
     ],
     ("by distance", WRONG): [

@@ -83,6 +83,11 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Te
     return packed
 
 
+def bits_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits of 16-bit numbers as numbers of another such dtype."""
+    return x.contiguous().view(dtype)
+
+
 def to_fp32(x: torch.Tensor) -> torch.Tensor:
     """Return 16-bit numbers in fp32."""
     return x.float()

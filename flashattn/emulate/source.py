@@ -32,6 +32,7 @@ STAND_INS: dict[int, Any] = {
     id(bf16x3.leading_bits): mma.leading_bits,
     id(registers.pack): mma.pack,
     id(registers.unpack): mma.unpack,
+    id(registers.bits_as): mma.bits_as,
     id(registers.to_fp32): mma.to_fp32,
     id(registers.any_changes): mma.any_changes,
     id(registers.scale_where): mma.scale_where,

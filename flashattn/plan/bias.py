@@ -13,6 +13,7 @@ from flashattn.plan.rows import FP32, HEAD_DIMS
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
 from flashattn.plan.tile import VECTOR, Tile, block_d
+from flashattn.problem import ALIGNMENT
 from flashattn.score import is_relative
 
 BEHIND = 256  # keys behind the last one that a tile has at most
@@ -70,14 +71,33 @@ def shares_bias(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
     return tuple(options.bias.shape) != (*q.shape[:3], k.shape[2])
 
 
-def dbias_pass(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> Pass | None:
-    """Return the launch for the gradient of a bias that scores share, or None."""
-    if options.bias is None or not shares_bias(q, k, options):
+def tma_stores(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
+    """Return whether TMA can store dS, in q's dtype and aligned rows, as the gradient of a bias."""
+    bias = options.bias
+    if bias is None or not options.bias_grad:
+        return True
+    return bias.dtype == q.dtype and k.shape[2] * bias.dtype.itemsize % ALIGNMENT == 0
+
+
+def dbias_pass(
+    q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, *, tma: bool = False
+) -> Pass | None:
+    """Return the launch for the gradient of a bias, or None where a pass stores its dS as that.
+
+    Args:
+        q: its spec.
+        k: likewise.
+        gpu: that runs it.
+        options: what is asked.
+        tma: whether the pass stores by TMA.
+    """
+    bias, stored = options.bias, not tma or tma_stores(q, k, options)
+    if bias is None or not options.bias_grad or (stored and not shares_bias(q, k, options)):
         return None
     tile = Tile(32, 32, 4, 1) if gpu.interpreted else dbias_tile(q.shape[3], q.dtype.itemsize)
-    batch, head, *rows = options.bias.shape
+    batch, head, *rows = bias.shape
     seq_q, seq_kv = q.shape[2], k.shape[2]
-    if is_relative(options.bias):
+    if is_relative(bias):
         blocks = cdiv(seq_q - 1, tile.block_kv) + cdiv(seq_kv, tile.block_kv)
     else:
         blocks = cdiv(rows[0], tile.block_q) * cdiv(rows[1], tile.block_kv)

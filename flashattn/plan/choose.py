@@ -164,7 +164,7 @@ def choose_backward(
     if 0 in q.shape or 0 in k.shape:
         return BackwardPlan(kernel="none", why=(NOTHING,))
     copies = _not_read(specs, options)
-    faster = partial(hopper.backward_pays, q, k, gpu, causal=options.causal)
+    faster = partial(hopper.backward_pays, q, k, gpu, options)
     pays, why = _hopper_first(q, options, faster, backward=True)
     pays = pays and hopper.takes_values(q, v) and hopper.sums_values(q, k, v, gpu, options)
     if pays and q.dtype != torch.float32:
@@ -200,6 +200,7 @@ def _hopper_first(
         return False, why
     lack = hopper_lacks(
         q.dtype,
+        q.shape[3],
         softcap=options.softcap is not None,
         alibi=options.alibi > 0,
         bias=options.bias is not None,

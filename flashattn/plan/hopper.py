@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from flashattn.plan import portable
-from flashattn.plan.bias import bias_workspaces
+from flashattn.plan.bias import bias_workspaces, dbias_pass, shares_bias, tma_stores
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
@@ -77,7 +77,7 @@ def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tu
     return pays, f"{kernels}: {tiles} tiles for {gpu.num_sms} SMs, Hopper's needs {enough:.2g} each"
 
 
-def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tuple[bool, str]:
+def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tuple[bool, str]:
     """Return whether Hopper's backward beats the portable one, and why."""
     reason = why_not_hopper(q.dtype, q.shape[3], gpu)
     if reason is not None:
@@ -86,12 +86,14 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, *, causal: bool) -> tu
         pays = block_d(q.shape[3]) == rows.FP32_BACKWARD_D
         kernels = "Hopper's kernels" if pays else "the portable kernels"
         return pays, f"{kernels}: fp32 of {q.shape[3]} columns"
+    if not (tma_stores(q, k, options) or shares_bias(q, k, options)):
+        return False, "the portable kernels: TMA cannot store the gradient of the bias"
     batch, heads, seq_q, head_dim = q.shape
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernels: a head has less than a tile of {rows.TILE_Q} queries"
     group = heads // max(1, k.shape[1])
     tiles = cdiv(k.shape[2], rows.TILE_KV) * batch * heads * max(1, group**3 / rows.GROUP_CUBE)
-    enough = _up_to(rows.BACKWARD_FROM, head_dim, causal=causal)
+    enough = _up_to(rows.BACKWARD_FROM, head_dim, causal=options.causal)
     pays = tiles >= enough * gpu.num_sms
     kernels = "Hopper's kernels" if pays else "the portable kernels"
     return pays, f"{kernels}: {tiles:.0f} tiles for {gpu.num_sms} SMs, Hopper's need {enough} each"
@@ -279,6 +281,8 @@ def _backward_half(
     lines = query_tiles * (block_q // WARPGROUP_Q) * columns(head_dim)
     semaphores = accumulators * batch * heads * query_tiles
     programs = min(gpu.num_sms, tiles) if tile.persistent else tiles
+    dbias = dbias_pass(q, k, gpu, options, tma=True)
+    rows_read = portable.row_workspaces(q, row_names(options))
     why = ["one pass: programs own keys, and add to dq"]
     if splits > 1:
         why.append(f"{splits} GQA splits: few programs would have much to do each")
@@ -287,6 +291,7 @@ def _backward_half(
     return BackwardPlan(
         kernel="sm90",
         passes=(Pass("hopper_bwd", tile, (programs,)),),
+        dbias=dbias,
         dq="semaphore" if deterministic else "atomic",
         dq_accumulators=accumulators,
         gqa_splits=splits,
@@ -296,7 +301,8 @@ def _backward_half(
             section=equal_sections(batch * kv_heads * splits, tile.section),
         ),
         workspaces=(
-            *portable.row_workspaces(q, row_names(options)),
+            *dict.fromkeys((*rows_read, *(portable.row_workspaces(q) if dbias else ()))),
+            *bias_workspaces(options),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
             Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it

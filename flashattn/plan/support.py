@@ -51,13 +51,20 @@ def why_not_hopper(dtype: torch.dtype, head_dim: int, gpu: Gpu | None) -> str | 
 
 
 def hopper_lacks(
-    dtype: torch.dtype, *, softcap: bool, alibi: bool, bias: bool, bounds: bool, backward: bool
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    softcap: bool,
+    alibi: bool,
+    bias: bool,
+    bounds: bool,
+    backward: bool,
 ) -> str | None:
     """Return what the Hopper kernels of a pass lack of what is asked, or None."""
-    fp32 = dtype == torch.float32
+    fp32, two_passes = dtype == torch.float32, backward and head_dim > hopper.ONE_PASS
     lacks = {
         "Hopper's kernels in fp32 have no softcap": fp32 and softcap,
-        "Hopper's backward adds no bias to scores": backward and bias,
+        "Hopper's backward beyond 128 columns adds no bias to scores": two_passes and bias,
         "Hopper's kernels in fp32 add no bias to scores": fp32 and bias,
         "Hopper's kernels in fp32 have no ALiBi": fp32 and alibi,
         "Hopper's kernels in fp32 take no bounds of rows": fp32 and bounds,
@@ -70,6 +77,7 @@ def why_not_hopper_pass(problem: Problem, gpu: Gpu | None, *, backward: bool = F
     dtype = problem.torch_dtype
     lack = hopper_lacks(
         dtype,
+        problem.head_dim,
         softcap=problem.softcap is not None,
         alibi=problem.alibi,
         bias=problem.bias_shape is not None,

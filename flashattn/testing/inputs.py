@@ -62,7 +62,7 @@ def make_scored(
 
     Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); where seed + B is even each batch
     has its own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed;
-    where seed // 2 + B is odd it is fp32 whatever q is. Sinks are from far below the scores to
+    where seed // 2 + B is even it is fp32 whatever q is. Sinks are from far below the scores to
     above them.
     """
     made: dict[str, torch.Tensor] = {}
@@ -76,7 +76,7 @@ def make_scored(
         made["alibi_slopes"] = slopes
     if problem.bias_shape is not None:
         bias = _normal(problem.bias_shape, generator)
-        bias = bias if (seed // 2 + problem.batch) % 2 else bias.to(problem.torch_dtype)
+        bias = bias.to(problem.torch_dtype) if (seed // 2 + problem.batch) % 2 else bias
         made["bias"] = bias.mT.contiguous().mT if seed % 2 else bias
     if problem.sink:
         made["sink"] = torch.linspace(-20, 3, problem.heads, device=device)[None]

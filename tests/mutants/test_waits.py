@@ -17,6 +17,7 @@ EMULATED = runpy.run_path(str(ROOT / "tests" / "test_hopper_emulated.py"))
 ASKED, attend, check = EMULATED["ASKED"], EMULATED["attend"], EMULATED["check"]
 FILES = {"forward": ("full", "staged", "drawn", "packed", "wide short")}
 FILES |= dict.fromkeys(("backward", "backward_dq"), ("gradients", "in turns", "packed"))
+FILES["backward"] += ("learned bias",)
 FILES |= dict.fromkeys(("backward_d256", "backward_d256_dq"), ("wide", "wide packed", "wide short"))
 FILES |= dict.fromkeys(("forward_fp32", "backward_fp32"), ("cut", "cut causal"))
 FILES["pipeline"] = ("full", "staged", "drawn", "in turns", "gradients", "packed", "wide", "cut")
@@ -29,6 +30,8 @@ CALLS |= {"clean_keys", "clean_queries", "keep_rows"}
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
+    "backward mainloop_step tma.store_wait(0)": "a tile leaves in less than two steps",
+    "backward consumer tma.store_wait(0)": "stores go on where a program has ended",
     "backward_dq dq_store fence_acquire()": "what is written is in its order on one CPU",
     "backward_d256 flashattn_hopper_bwd_d256_dkdv fence_async_shared()": "as in the others",
     "backward_d256_dq flashattn_hopper_bwd_d256_dq fence_async_shared()": "as in the others",

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn.kernels.constants import LOG2E
 from flashattn.kernels.hopper.backward_dq import (
     DQ_EMPTY,
     LINE,
@@ -36,6 +37,7 @@ from flashattn.kernels.hopper.backward_dq import (
 )
 from flashattn.kernels.hopper.backward_storage import KEYS, new_shared_storage
 from flashattn.kernels.hopper.backward_tile import BLOCK_KV, visited_tiles
+from flashattn.kernels.hopper.bias import new_bias, transposed
 from flashattn.kernels.hopper.compat import store_tile, thread_barrier
 from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.gqa import new_gqa_splits
@@ -124,15 +126,15 @@ def mainloop_step(
     n,
     state,
     smem,
-    start_q,
-    start_kv,
+    where,
     mask,
     bounds,
     score,
+    dbias,
     t,
     MASKED: gl.constexpr,
 ):
-    """Compute the n-th tile of queries.
+    """Compute the n-th tile of queries; ``where`` it lies is batch, head, query and key.
 
     dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
     at half the rate of the others.
@@ -141,8 +143,12 @@ def mainloop_step(
     P: gl.constexpr = operand_layout(t.d_lo)
     queries, grads = smem.queries, smem.grads
     dk, dv = state
+    batch, head, start_q, start_kv = where
     at = opaque(0)  # addresses that are the same in each step would fill registers
     k, v = smem.keys.term(at), smem.values.term(at)
+    bias = score.of_rows(start_q, mask.seq_q, t.block_q, KEYS).load_bias(
+        start_kv, mask.seq_kv, KEYS, False
+    )
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
     own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
     q, lse = queries.consumer_wait(n), queries.stats(n)
@@ -157,6 +163,9 @@ def mainloop_step(
     x = s * score.log2
     if score.cap is not None:
         x -= lse.load(gl.SliceLayout(0, S))[None, :]
+    if bias is not None:
+        own_ds = smem.sdS.index(n & 1).slice(WARPGROUP * KEYS, KEYS, dim=1)
+        x += transposed(bias, own_ds) * LOG2E
     p = gl.exp2(score.sloped(x, start_q, start_kv, True))
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
@@ -169,7 +178,11 @@ def mainloop_step(
     exchanged.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
     dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
+    if dbias is not None and WARPGROUP == 0:
+        tma.store_wait(0)  # the last tile of dbias has left, so the next dS may take its place
     consumer_barrier()
+    if dbias is not None and WARPGROUP == 0:
+        store_tile(dbias, [batch, head, start_q, start_kv], exchanged.reshape(dbias.block_shape))
     dq = mma_dq(WARPGROUP, exchanged, k, t)
     thread_barrier()  # the compiler wants one before the next dS: here the warps have just met
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
@@ -211,7 +224,46 @@ def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask,
 
 
 @gluon.jit
-def consumer(WARPGROUP: gl.constexpr, dk, dv, smem, scheduler, splits, shape, scale, score, t):
+def store_gradients(
+    WARPGROUP: gl.constexpr, dk, dv, state, smem, kv_n, of, splits, scheduler, mask, scale, t
+):
+    """Store dk and dv, or parts of sums; ``of`` is batch, head, and this warpgroup's first key."""
+    dk_acc, dv_acc = state
+    batch, head, start_kv = of
+    if splits.count is None:
+        consumer_barrier()  # both have read all keys, so gradients may take their place
+        k, v = smem.keys.tile(kv_n), smem.values.tile(kv_n)
+        store_acc(dk_acc, scale, k.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
+        store_acc(dv_acc, 1.0, v.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
+        fence_async_shared()
+        consumer_barrier()  # both have stored their half
+        start_kv -= WARPGROUP * KEYS
+        if WARPGROUP == 0:
+            store_tile(dk, [batch, head, start_kv, 0], smem.keys.tiles.index(0))
+        else:
+            store_tile(dv, [batch, head, start_kv, 0], smem.values.tiles.index(0))
+        tma.store_wait(0)
+    else:
+        at = splits.partial(batch, head, scheduler)
+        splits.store(dk, dk_acc, scale, at, start_kv, mask.seq_kv, t.d_lo, t.d_hi)
+        splits.store(dv, dv_acc, 1.0, at, start_kv, mask.seq_kv, t.d_lo, t.d_hi)
+
+
+@gluon.jit
+def first_query(i, end, schedule, score, t):
+    """Return where the queries of a consumer's tile i begin, if that is asked.
+
+    Without a mask a tile's place in the order alone matters, but to what is added to scores.
+    """
+    if score.slope is not None or score.bias is not None:
+        i = schedule.query_tile(end - 1 - i, end)
+    return i * t.block_q
+
+
+@gluon.jit
+def consumer(
+    WARPGROUP: gl.constexpr, dk, dv, dbias, smem, scheduler, splits, wave, shape, scale, score, t
+):
     """Compute dk and dv of this warpgroup's keys, and its parts of dq."""
     keys, values, queries, grads = smem.keys, smem.values, smem.queries, smem.grads
     for stage in gl.static_range(queries.stages):
@@ -221,6 +273,7 @@ def consumer(WARPGROUP: gl.constexpr, dk, dv, smem, scheduler, splits, shape, sc
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
         mask = shape.mask_of(batch)
+        schedule = shift_schedule(scheduler, tile, wave, mask.masked)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         start_kv = block * BLOCK_KV + WARPGROUP * KEYS
         bounds = mask.query_bounds(start_kv, KEYS, acc_layout(t.block_q))
@@ -233,42 +286,30 @@ def consumer(WARPGROUP: gl.constexpr, dk, dv, smem, scheduler, splits, shape, sc
         full_begin = gl.minimum(full_begin, full_end)
         for half in range(2 * shape.group):  # of a head: the last tiles, then those without a mask
             second = half % 2 > 0  # ... and then the others, masked as the last are
-            own = score.of_head(batch, split_head * shape.group + half // 2)
+            head = split_head * shape.group + half // 2
+            own = score.of_head(batch, head)
             start = gl.where(second, full_begin, end)
             stop = gl.where(second, first, full_end)
             clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
-                start_q = i * t.block_q
+                where = batch, head, first_query(i, end, schedule, own, t), start_kv
                 state = mainloop_step(
-                    WARPGROUP, n, state, smem, start_q, start_kv, mask, bounds, own, t, True
+                    WARPGROUP, n, state, smem, where, mask, bounds, own, dbias, t, True
                 )
                 n += 1
             for i in range(gl.where(second, full_begin, full_end) - 1, full_begin - 1, -1):
-                start_q = i * t.block_q
+                where = batch, head, first_query(i, end, schedule, own, t), start_kv
                 state = mainloop_step(
-                    WARPGROUP, n, state, smem, start_q, start_kv, mask, bounds, own, t, False
+                    WARPGROUP, n, state, smem, where, mask, bounds, own, dbias, t, False
                 )
                 n += 1
-        dk_acc, dv_acc = state
-        if splits.count is None:
-            consumer_barrier()  # both have read all keys, so gradients may take their place
-            k, v = keys.tile(kv_n), values.tile(kv_n)
-            store_acc(dk_acc, scale, k.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
-            store_acc(dv_acc, 1.0, v.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
-            fence_async_shared()
-            consumer_barrier()  # both have stored their half
-            if WARPGROUP == 0:
-                store_tile(dk, [batch, split_head, block * BLOCK_KV, 0], keys.tiles.index(0))
-            else:
-                store_tile(dv, [batch, split_head, block * BLOCK_KV, 0], values.tiles.index(0))
-            tma.store_wait(0)
-        else:
-            at = splits.partial(batch, split_head, scheduler)
-            splits.store(dk, dk_acc, scale, at, start_kv, mask.seq_kv, t.d_lo, t.d_hi)
-            splits.store(dv, dv_acc, 1.0, at, start_kv, mask.seq_kv, t.d_lo, t.d_hi)
+        of = batch, split_head, start_kv
+        store_gradients(WARPGROUP, dk, dv, state, smem, kv_n, of, splits, scheduler, mask, scale, t)
         keys.consumer_release(kv_n)
         values.consumer_release(kv_n)
         kv_n += 1
+    if dbias is not None and WARPGROUP == 0:
+        tma.store_wait(0)
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the others arrive
 
 
@@ -283,10 +324,12 @@ def flashattn_hopper_bwd(
     dq,
     dk,
     dv,
+    dbias,
     dq_semaphore,
     key_bounds,
     query_bounds,
     slopes,
+    bias,
     tiles,
     blocks,
     split_heads,
@@ -307,6 +350,7 @@ def flashattn_hopper_bwd(
     queries_stride,
     slopes_stride,
     query_offset,
+    bias_strides,
     scale,
     scale_log2,
     cap,
@@ -324,7 +368,10 @@ def flashattn_hopper_bwd(
     gl.static_assert(t.lines <= 2 * LINE)
     mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
     shape = Shape(group, mask, keys_stride, queries_stride)
-    score = Score(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset)
+    score = Score(
+        *(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset),
+        bias=new_bias(bias, bias_strides, t.vector),
+    )
     scheduler = TileScheduler(tiles, blocks, split_heads, section_heads, ASCENDING)
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     semaphore = DqSemaphore(dq_semaphore, num_accums, ordered)
@@ -335,8 +382,8 @@ def flashattn_hopper_bwd(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (0, dk, dv, smem, scheduler, splits, shape, scale, score, t)),
-            (consumer, (1, dk, dv, smem, scheduler, splits, shape, scale, score, t)),
+            (consumer, (0, dk, dv, dbias, smem, scheduler, splits, wave, shape, scale, score, t)),
+            (consumer, (1, dk, dv, dbias, smem, scheduler, splits, wave, shape, scale, score, t)),
             (producer, (inputs, smem, scheduler, splits, wave, shape, t)),
             (dq_store, (0, dq, smem.sdQ, semaphore, arrivals, scheduler, wave, shape, t)),
             (dq_store, (1, dq, smem.sdQ, semaphore, arrivals, scheduler, wave, shape, t)),

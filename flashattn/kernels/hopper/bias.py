@@ -8,8 +8,9 @@ scores each load of a warp would touch eight rows, which takes the L1 cache eigh
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn.kernels.hopper.bf16x3 import leading_bits
 from flashattn.kernels.hopper.compat import aggregate
-from flashattn.kernels.hopper.registers import acc_layout
+from flashattn.kernels.hopper.registers import acc_layout, bits_as, to_fp32
 from flashattn.plan import tile
 
 COPIES = gl.constexpr(tile.VECTOR)  # of a relative bias, see ``portable.relative``
@@ -24,7 +25,7 @@ def rows_layout(columns):
 
 @aggregate
 class Bias:
-    """The bias of all heads, or after ``of_rows`` of a tile's queries.
+    """The bias of all heads, after ``of_head`` of one, after ``of_rows`` of a tile's queries.
 
     Strides are None where all share it. ``length`` is that of each copy of a relative bias,
     ``vector`` the keys that come together, and ``rows`` are where the queries begin.
@@ -52,14 +53,20 @@ class Bias:
         self.rows = gl.constexpr(None) if rows is None else rows
 
     @gluon.jit
-    def of_rows(self, batch, head, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-        """Return the bias of a tile's queries; those that only pad have the last one's."""
+    def of_head(self, batch, head):
+        """Return the bias of a head."""
         V: gl.constexpr = self.vector
         start = self.start
         if self.batch is not None:
             start += batch.to(gl.int64) * (self.batch // V * V)
         if self.head is not None:
             start += head.to(gl.int64) * (self.head // V * V)
+        return Bias(start, None, None, self.query, self.key, self.length, V)
+
+    @gluon.jit
+    def of_rows(self, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """Return the bias of a tile's queries; those that only pad have the last one's."""
+        V: gl.constexpr = self.vector
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout(COLUMNS)))
         rows = gl.minimum(start_q + rows, seq_q - 1)
         if self.length is not None:
@@ -69,7 +76,7 @@ class Bias:
             at = rows.to(gl.int64) * (self.query // V * V)
         else:
             at = rows * 0
-        return Bias(start, None, None, None, self.key, self.length, V, at)
+        return Bias(self.start, None, None, None, self.key, self.length, V, at)
 
     @gluon.jit
     def load(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
@@ -104,3 +111,30 @@ def new_bias(bias, strides, VECTOR: gl.constexpr):
 def as_scores(bias):
     """Return a tile of a bias in the layout of scores."""
     return gl.convert_layout(bias, acc_layout(bias.shape[1]))
+
+
+@gluon.jit
+def exchanged(bias, place):
+    """Return a tile of a bias that is exact in bf16 or place's dtype, as ``transposed`` does."""
+    if bias.dtype == gl.float32:
+        place.store(bits_as(bias.to(gl.bfloat16), place.dtype))
+        x = bits_as(place.permute((1, 0)).load(acc_layout(bias.shape[0])), gl.bfloat16)
+    else:
+        place.store(bias)
+        x = place.permute((1, 0)).load(acc_layout(bias.shape[0]))
+    return to_fp32(x)
+
+
+@gluon.jit
+def transposed(bias, place):
+    """Return a tile of a bias in fp32, exchanged in place, in the layout of scores [keys, queries].
+
+    What is in fp32 goes as two terms, of 16 bits in all: P is rounded to fewer.
+    """
+    if bias.dtype == gl.float32:
+        high = leading_bits(bias, 0)
+        rest = gl.where(high == bias, 0.0, bias - high)  # an infinity has none
+        x = exchanged(high, place) + exchanged(rest, place)
+    else:
+        x = exchanged(bias, place)
+    return x

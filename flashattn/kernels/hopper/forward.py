@@ -228,7 +228,7 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         mask = shape.mask_of(batch)
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         bounds = mask.key_bounds(start_q, ROWS, S)
-        own = score.of_rows(batch, head, start_q, mask.seq_q, ROWS, t.block_kv)
+        own = score.of_head(batch, head).of_rows(start_q, mask.seq_q, ROWS, t.block_kv)
         bias = own.load_bias((end - 1) * t.block_kv, mask.seq_kv, t.block_kv, False)
         q = queries.consumer_wait(q_n)
         s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -16,6 +16,7 @@ from flashattn.kernels.hopper import (
     backward_d256_dq,
     backward_dq,
     backward_fp32,
+    config,
     forward,
     forward_fp32,
     steps,
@@ -36,6 +37,7 @@ from flashattn.plan.tables.hopper import (
 from flashattn.plan.tile import (
     HALF,
     NARROW_VALUES,
+    VECTOR,
     WARPGROUP_Q,
     HopperBackwardTile,
     HopperD256Tile,
@@ -47,7 +49,7 @@ FP32 = 4  # bytes
 # How each kernel is compiled besides, under a mask, and with how many columns.
 MODES = {
     "hopper_fwd": ("dynamic", "window", "rows", "softcap", "alibi", "bias", "relative", "sink"),
-    "hopper_bwd": ("gqa_split", "window", "rows", "softcap", "alibi"),
+    "hopper_bwd": ("gqa_split", "window", "rows", "softcap", "alibi", "bias", "relative"),
     "hopper_bwd_postprocess": ("rows",),
     "hopper_bwd_d256_dkdv": ("gqa_split", "window", "rows", "softcap", "alibi"),
     "hopper_bwd_d256_dq": ("window", "rows", "softcap", "alibi"),
@@ -126,6 +128,11 @@ class HopperVariant:
         return () if self.mode == "gqa_split" else ("dk", "dv")
 
     @property
+    def vector(self) -> int:
+        """Keys of a bias that come together."""
+        return VECTOR if self.mode in BIAS_STRIDES else 1
+
+    @property
     def options(self) -> dict[str, int]:
         """The compiler's options."""
         return {"num_warps": WARPS}
@@ -139,17 +146,17 @@ class HopperVariant:
         if isinstance(self.config, HopperTile):
             function, rows = forward.flashattn_hopper_fwd, {"k": self.config.block_kv}
             rows |= {"v": rows["k"]} | dict.fromkeys(("q", "o"), WARPGROUP_Q)
-            how = {"before": self.mode == "alibi", "vector": 8 if self.mode in BIAS_STRIDES else 1}
-            constants = {"t": steps.forward_config(self.config, dims, **how)}
+            how = {"before": self.mode == "alibi", "vector": self.vector}
+            constants = {"t": config.forward_config(self.config, dims, **how)}
         elif isinstance(self.config, HopperBackwardTile):
             function, block_q = backward.flashattn_hopper_bwd, HopperBackwardTile.block_q(d)
             rows = dict.fromkeys(("q", "grad_o"), block_q)
             rows |= dict.fromkeys(("k", "v", *self.stored), self.config.BLOCK_KV)
-            constants = {"t": steps.backward_config(self.config, d)}
+            constants = {"t": config.backward_config(self.config, d, self.vector)}
         elif isinstance(self.config, HopperD256Tile):
             rows = dict.fromkeys(("q", "k", "v", "grad_o", "dq", *self.stored), WARPGROUP_Q)
             function = backward_d256.flashattn_hopper_bwd_d256_dkdv
-            constants = {"t": steps.d256_config(self.config, dims)}
+            constants = {"t": config.d256_config(self.config, dims)}
             if self.kernel == "hopper_bwd_d256_dq":
                 function = backward_d256_dq.flashattn_hopper_bwd_d256_dq
         elif self.kernel == "hopper_fwd_fp32":
@@ -157,7 +164,7 @@ class HopperVariant:
                 forward_fp32.flashattn_hopper_fwd_fp32,
                 dict.fromkeys("qkv", WARPGROUP_Q),
             )
-            constants = steps.forward_fp32_constants(d, terms=self.terms)
+            constants = config.forward_fp32_constants(d, terms=self.terms)
         elif self.fp32:
             tile = FP32_BACKWARD[self.terms]
             own, others = ("k", "v"), ("q", "grad_o")
@@ -169,13 +176,14 @@ class HopperVariant:
             constants = {"SPLIT": "split" in self.mode, "TERMS": self.terms}
         else:
             function, rows = backward_dq.flashattn_hopper_bwd_postprocess, {}
-            constants = steps.postprocess_constants(d)
+            constants = config.postprocess_constants(d)
         types, absent = _tiles(function, rows, dims)
         if isinstance(self.config, HopperBackwardTile):
             terms = _described("bf16", [1, block_q, PRODUCT], 2 * PRODUCT)
             numbers = _described("fp32", [1, block_q], 0)
             types |= {"lse": numbers if self.mode == "softcap" else terms, "minus_delta": terms}
             types["dq"] = _described("fp32", [1, 1, steps.box_lines(d), WARPGROUP_Q], 0)
+            types["dbias"] = _tile(block_q, self.config.BLOCK_KV)
         if self.kernel == "hopper_bwd_d256_dkdv":
             types |= dict.fromkeys(("lse_log2", "delta"), _described("fp32", [1, WARPGROUP_Q], 0))
         types |= BIAS_STRIDES.get(self.mode, {})
@@ -190,6 +198,7 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
     modes |= dict.fromkeys(("sink", "sink_stride"), "sink")
     modes |= dict.fromkeys(("slopes", "slopes_stride", "query_offset"), "alibi")
     modes |= dict.fromkeys(("bias", "bias_strides"), "relative" if mode == "relative" else "bias")
+    modes |= {"dbias": "bias"} if "dbias" in function.arg_names else {}
     rows = ("key_bounds", "query_bounds", "keys_stride", "queries_stride")
     modes |= dict.fromkeys((name for name in rows if name in function.arg_names), "rows")
     if "gqa_splits" in function.arg_names:
@@ -257,8 +266,9 @@ def _source(
 
 def _beside(variant: HopperVariant, mode: str) -> Any:
     """Return a variant's config in a mode."""
-    tile = cast("HopperTile", variant.config)
-    return tile_of_bias(tile, variant.head_dim) if mode in BIAS_STRIDES else variant.config
+    if mode in BIAS_STRIDES and isinstance(variant.config, HopperTile):
+        return tile_of_bias(variant.config, variant.head_dim)
+    return variant.config
 
 
 def variants() -> list[HopperVariant]:

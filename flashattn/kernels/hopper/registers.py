@@ -44,6 +44,12 @@ def to_fp32(x):
 
 
 @gluon.jit
+def bits_as(x, DTYPE: gl.constexpr):
+    """Return the bits of 16-bit numbers as numbers of another such dtype."""
+    return x.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
 def unpack(packed, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
     """Return the numbers in packed, [rows, columns], as the left of a product of COLUMNS."""
     even, odd = gl.inline_asm_elementwise(APART, "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1)

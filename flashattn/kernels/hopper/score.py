@@ -89,25 +89,30 @@ class Score:
         self.bias = gl.constexpr(None) if bias is None else bias
 
     @gluon.jit
-    def of_head(self, batch, head, bias=None):
-        """Return the scores of a head; ``bias`` is that of a tile's queries, or None."""
-        slope, sink = self.slope, self.sink
+    def of_head(self, batch, head):
+        """Return the scores of a head."""
+        slope, sink, bias = self.slope, self.sink, self.bias
         if slope is not None:
             slope = gl.load(slope + (batch * self.slopes_stride + head)) * LOG2E
         if sink is not None:
             sink = gl.load(sink + (batch * self.sink_stride + head)) * LOG2E
+        if bias is not None:
+            bias = bias.of_head(batch, head)
         offset = self.query_offset
         return Score(
             self.log2, self.cap, self.exact, slope, None, offset, self.before, sink, None, bias
         )
 
     @gluon.jit
-    def of_rows(self, batch, head, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-        """Return the scores of a head with the bias of a tile's queries, if there is one."""
-        bias = None
-        if self.bias is not None:
-            bias = self.bias.of_rows(batch, head, start_q, seq_q, ROWS, COLUMNS)
-        return self.of_head(batch, head, bias)
+    def of_rows(self, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """Return the scores of a head's tile of queries: those have their bias, if there is one."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias.of_rows(start_q, seq_q, ROWS, COLUMNS)
+        slope, offset, sink = self.slope, self.query_offset, self.sink
+        return Score(
+            self.log2, self.cap, self.exact, slope, None, offset, self.before, sink, None, bias
+        )
 
     @gluon.jit
     def load_bias(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):

@@ -13,10 +13,11 @@ from flashattn.kernels.hopper.backward_d256 import flashattn_hopper_bwd_d256_dkd
 from flashattn.kernels.hopper.backward_d256_dq import flashattn_hopper_bwd_d256_dq
 from flashattn.kernels.hopper.backward_dq import Lines, flashattn_hopper_bwd_postprocess
 from flashattn.kernels.hopper.config import (
-    BackwardConfig,
-    D256Config,
-    ForwardConfig,
-    config_of,
+    backward_config,
+    d256_config,
+    forward_config,
+    forward_fp32_constants,
+    postprocess_constants,
 )
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
@@ -36,11 +37,9 @@ from flashattn.plan.tile import (
     HopperD256Tile,
     HopperFp32Tile,
     HopperTile,
-    block_d,
     head_dim_split,
     tile_pieces,
     value_pieces,
-    value_split,
 )
 
 INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
@@ -78,7 +77,7 @@ def forward(
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
             *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.query_offset),
-            (lies.batch, lies.head, lies.query, lies.key, lies.length) if options.bias else None,
+            bias_strides(lies, options),
             *(lies.sink, scale.log2, scale.cap),
         ),
         {"t": forward_config(tile, dims, before=before, vector=vector(options.bias, seq_kv))},
@@ -147,34 +146,11 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
     return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
-@cache
-def forward_config(
-    tile: HopperTile, dims: tuple[int, int], *, before: bool = False, vector: int = 1
-) -> ForwardConfig:
-    """Return the constants of flashattn_hopper_fwd; ``before`` is ``Score``'s."""
-    return config_of(
-        ForwardConfig,
-        block_q=tile.block_q,
-        block_kv=tile.block_kv,
-        **columns(dims),
-        groups=tile.consumers,
-        stages=tile.stages,
-        registers=tile.registers,
-        own_so=tile.own_o,
-        before=before,
-        vector=vector,
-    )
-
-
-def columns(dims: tuple[int, int]) -> dict[str, int]:
-    """Return the columns that are multiplied, by their names in a config; dims are D and Dv."""
-    (d_lo, d_hi), (v_lo, v_hi) = head_dim_split(dims[0]), value_split(*dims)
-    return {"d_lo": d_lo, "d_hi": d_hi, "v_lo": v_lo, "v_hi": v_hi}
-
-
-def forward_fp32_constants(head_dim: int, *, terms: int) -> dict[str, Any]:
-    """Return the constexpr arguments of flashattn_hopper_cut_fwd."""
-    return {"BLOCK_D": block_d(head_dim), "TERMS": terms}
+def bias_strides(lies: ScoreLayout, options: Options) -> tuple[int | None, ...] | None:
+    """Return the strides of a bias, and the length of its copies; None where there is none."""
+    if options.bias is None:
+        return None
+    return lies.batch, lies.head, lies.query, lies.key, lies.length
 
 
 def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
@@ -190,9 +166,15 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     tile = plan.passes[0].tile
     summing = portable.sum_partials({"dk": (k, splits), "dv": (v, splits), "dq": (q, 1)})
     sums = [portable.sum_sinks(o, options)] if options.sink else []
+    if plan.dbias is not None:
+        sums += [
+            portable.preprocessing(o, grad_o),
+            portable.dbias_pass(plan.dbias, specs, plan.precision, options),
+        ]
     if isinstance(tile, HopperBackwardTile):
         counters = next(x for x in plan.workspaces if x.name == "dq_semaphore")
         return [
+            *portable.copies(options),
             portable.preprocessing(
                 o, grad_o, counters, options.scale, row_names(options), options.sink
             ),
@@ -234,10 +216,10 @@ def _one_pass(
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
     split_heads, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
+    stored = options.bias is not None and options.bias_grad and plan.dbias is None
     (programs,) = plan.passes[0].programs
     block_q = tile.block_q(head_dim)
-    # What adds slopes knows where its queries stand only if all programs visit them in one order.
-    rotates = tile.persistent and not options.causal and not options.alibi
+    rotates = tile.persistent and not options.causal
     queries, keys, terms = Tiles(block_q), Tiles(tile.BLOCK_KV), RowTerms(block_q)
     lse = terms if scale.cap is None else Numbers(block_q)
     lies = ScoreLayout.of(options, heads)
@@ -250,14 +232,19 @@ def _one_pass(
             *(blocks if options.deterministic else 1, plan.dq_accumulators),
             *(heads // split_heads, seq_q, seq_kv, options.left, options.right),
             *bounds_strides(options, seq_q, seq_kv),
-            *(lies.slopes, lies.query_offset, scale.factor, scale.log2, scale.cap),
+            *(lies.slopes, lies.query_offset, bias_strides(lies, options)),
+            *(scale.factor, scale.log2, scale.cap),
         ),
         # Programs wait for those before them: these run, or they are started in their order.
-        {"t": backward_config(tile, head_dim), "launch_cooperative_grid": tile.persistent},
+        {
+            "t": backward_config(tile, head_dim, vector(options.bias, seq_kv)),
+            "launch_cooperative_grid": tile.persistent,
+        },
         [
             *(queries, keys, keys, queries, lse, terms),
             Lines(box_lines(head_dim)),
-            *([keys] * 2 if plan.gqa_splits == 1 else ()),
+            *([keys if plan.gqa_splits == 1 else None] * 2),
+            Tiles(block_q, tile.BLOCK_KV) if stored else None,
         ],
     )
     names = (
@@ -265,9 +252,10 @@ def _one_pass(
         *row_names(options),
         "dq_accum",
         *grads,
+        "dbias" if stored else None,
         "dq_semaphore",
         *bounds_names(options),
-        portable.scored_names(options)[0],
+        *portable.scored_names(options)[:2],
     )
     return Step(launch, names)
 
@@ -275,16 +263,6 @@ def _one_pass(
 def box_lines(head_dim: int) -> int:
     """Return the lines of dq_accum that are stored at a time: all that a half of dq consists of."""
     return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
-
-
-@cache
-def backward_config(tile: HopperBackwardTile, head_dim: int) -> BackwardConfig:
-    """Return the constants of flashattn_hopper_bwd."""
-    (d_lo, d_hi), block_q = head_dim_split(head_dim), tile.block_q(head_dim)
-    lines = block_q * (d_lo + d_hi) // WARPGROUP_Q
-    return config_of(
-        BackwardConfig, block_q=block_q, d_lo=d_lo, d_hi=d_hi, stages=tile.stages, lines=lines
-    )
 
 
 def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Options) -> Step:
@@ -303,15 +281,6 @@ def _postprocess(plan: BackwardPlan, q: TensorSpec, k: TensorSpec, options: Opti
         postprocess_constants(head_dim),
     )
     return Step(launch, ("dq_accum", "dq", bounds_names(options)[0]))
-
-
-def postprocess_constants(head_dim: int) -> dict[str, Any]:
-    """Return the arguments of flashattn_hopper_bwd_postprocess that are given by name."""
-    return {
-        "head_dim": head_dim,
-        "BLOCK_Q": HopperBackwardTile.block_q(head_dim),
-        "COLUMNS": sum(head_dim_split(head_dim)),
-    }
 
 
 def _d256_dkdv(
@@ -367,11 +336,6 @@ def _d256_dq(
     )
     scored = portable.scored_names(options)[:1]
     return Step(launch, (*INPUTS, "dq", *others, *bounds_names(options), *scored))
-
-
-def d256_config(tile: HopperD256Tile, dims: tuple[int, int]) -> D256Config:
-    """Return the constants of both kernels for D from 129 to 256."""
-    return config_of(D256Config, **columns(dims), stages=tile.stages)
 
 
 def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:

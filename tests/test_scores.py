@@ -466,7 +466,8 @@ def test_plans_say_what_scores_are_made_with(device):
     with pytest.raises(ValueError, match="Hopper's kernels in fp32 add no bias to scores"):
         explain(*full, bias=bias, impl="hopper", gpu="H200")
     biased = explain(*half, bias=bias, impl="hopper", gpu="H200")
-    assert (biased.forward.kernel, biased.backward.kernel) == ("sm90", "none")
+    assert (biased.forward.kernel, biased.backward.kernel) == ("sm90", "sm90")
+    assert "bwd_dbias" in str(biased)
     sloped = explain(*half, alibi_slopes=torch.ones(4, device=device), impl="hopper", gpu="H200")
     assert (sloped.forward.kernel, sloped.backward.kernel) == ("sm90", "sm90")
     sunk = explain(*half, sink=torch.ones(4, device=device), impl="hopper", gpu="H200")

@@ -27,6 +27,7 @@ CALLS = {"wait", "arrive", "producer_acquire", "consumer_wait", "consumer_releas
 CALLS |= {"fence_async_shared", "consumer_barrier", "wait_eq", "fence_acquire", "arrive_inc"}
 CALLS |= {"barrier_wait", "barrier_arrive", "producer_commit"}
 CALLS |= {"clean_keys", "clean_queries", "keep_rows"}
+ORDERS = 6  # of events: what is seen, one of the first four shows
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
@@ -87,7 +88,7 @@ def right(asked, seed, edit):
         call = with_nan_behind(call, problem)
     try:
         check(asked._replace(at_once=1 + seed % 3), seed=seed, edit=edit, call=call)
-    except (AssertionError, RuntimeError):
+    except (AssertionError, IndexError, RuntimeError):
         return False
     return True
 
@@ -102,7 +103,7 @@ def survives(file, line):
             lines[line - 1] = code[: len(code) - len(code.lstrip())] + "pass"
         return "\n".join(lines)
 
-    return all(right(ASKED[name], seed, edit) for name in FILES[file] for seed in range(12))
+    return all(right(ASKED[name], seed, edit) for seed in range(ORDERS) for name in FILES[file])
 
 
 @pytest.mark.mutants

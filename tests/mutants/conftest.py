@@ -29,7 +29,7 @@ PRELOADED += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor
 PRELOADED += ["hypothesis.strategies", "pytest", "_pytest.pytester", "pytest_benchmark.plugin"]
 # Tests are named before they run. The first failure is enough: nobody needs it made small, and
 # nobody reads a rewritten assertion, or looks for what is lost at the end.
-OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:failures", "--assert=plain")
+OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:verdicts", "--assert=plain")
 OPTIONS += ("-p", "no:unraisableexception", "-p", "no:threadexception")
 OPTIONS += ("--hypothesis-profile", "at once")  # of suite.py
 # Interpreted; lines are wide, so that no test's name is cut.

@@ -455,15 +455,15 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited,
         portable.finder(*map(TensorSpec.of, inputs), **how)(kernel)
         for kernel in ("bwd_fused", "bwd_one_launch")
     )
-    launched, start = [], launch.Launch.__call__
+    launched = []
 
-    def note(self, *tensors):
+    def note(self, *_):
         launched.append(self._kernel.fn.__name__.removeprefix("flashattn_"))
-        start(self, *tensors)
 
     q, k, v = (x.requires_grad_() for x in inputs)
+    monkeypatch.setattr(launch.Launch, "__call__", note)  # what is launched need not run
     o, _ = triton(False)(q, k, v)
-    monkeypatch.setattr(launch.Launch, "__call__", note)
+    launched.clear()
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
     passes = ["bwd"] if few and fused else ["bwd_dkdv", "bwd_dq"]
     terms, sums = ["decompose"] * (dtype == "float32"), ["bwd_reduce"] * (num_splits > 1)

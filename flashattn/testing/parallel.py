@@ -103,10 +103,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put properties, which take long, first, and what runs alone last: then few wait for it.
 
     Neighbours want the same kernels: on a GPU workers would wait for one another, so tests are
-    mixed.
+    mixed. Elsewhere implementations of one problem are neighbours, as they share what is exact.
     """
-    mixed = ON_GPU and hasattr(config, "workerinput")
-    items.sort(key=lambda x: (_alone(x), not _drawn(x), mixed and crc32(x.nodeid.encode())))
+    mixed, places = ON_GPU and hasattr(config, "workerinput"), dict[str, int]()
+
+    def place(item: pytest.Item) -> int:
+        if mixed:
+            return crc32(item.nodeid.encode())
+        test, _, asked = item.nodeid.partition("[")
+        called = getattr(item, "callspec", None)
+        impl = str(called.params.get("impl", "")) if called else ""
+        return places.setdefault(test + asked.replace(impl, "", 1), len(places))
+
+    items.sort(key=lambda x: (_alone(x), not _drawn(x), place(x)))
 
 
 def _drawn(item: pytest.Item) -> bool:

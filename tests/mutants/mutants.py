@@ -19,7 +19,7 @@ class Mutant:
         found: text that this file has exactly once.
         put: what stands there in the mutant.
         symptom: what a user would see.
-        caught: the function among the tests that sees it.
+        caught: the function among the tests that sees it, or one of its cases.
     """
 
     name: str
@@ -48,6 +48,12 @@ class Mutant:
         return source.replace(self.found, self.put)
 
 
+# Cases at the end of a long list.
+CASE = "tests/test_impls.py::test_cases[triton-{}]"
+HEADS = CASE.format("fp32-b2h4kv2-q50-kv130-d16-causal-alibi")
+WINDOW = CASE.format("bf16-b1h1-q90-kv70-d64-window20+33-cap5")
+NO_KEY = CASE.format("fp32-b1h1-q130-kv50-d16-causal_br")
+PADDED = CASE.format("fp32-b1h4kv2-q70-kv90-d40v23-causal")
 FAR = "tests/test_impls.py::test_far_below_zero"
 SCALES = "tests/test_impls.py::test_scales"
 VALUES = "tests/test_impls.py::test_values"
@@ -387,6 +393,7 @@ MUTANTS = [
         "finite = finite_max(m_new)",
         "finite = m_new",
         "NaN in rows that have seen no key yet",
+        NO_KEY,
     ),
     Mutant(
         "forward_fully_masked_rows_division",
@@ -394,6 +401,7 @@ MUTANTS = [
         "fully_masked = l == 0.0\n    l = tl.where(fully_masked, 1.0, l)\n",
         "fully_masked = l == 0.0\n",
         "0 / 0 in rows that see no key",
+        NO_KEY,
     ),
     Mutant(
         "forward_negative_scale",
@@ -737,7 +745,7 @@ MUTANTS = [
         "math.gcd(VECTOR, head_dim, *",
         "math.gcd(VECTOR, *",
         "a head's last columns count for nothing, if rows lie farther apart than they are long",
-        COLUMNS,
+        f"{COLUMNS}[float32-20-4-1]",
     ),
     Mutant(
         "padding_forgets_strides",
@@ -1047,6 +1055,7 @@ MUTANTS = [
         "lo = t - left",
         "lo = t - left - 1",
         "each query sees the key before its window",
+        WINDOW,
     ),
     Mutant(
         "window_begins_late_transposed",
@@ -1054,6 +1063,7 @@ MUTANTS = [
         "tl.where(keys >= lo, x, value)",
         "tl.where(keys > lo, x, value)",
         "dk and dv lack what the first key of each window gives",
+        WINDOW,
     ),
     Mutant(
         "kernel_window_tile_skipped",
@@ -1061,6 +1071,7 @@ MUTANTS = [
         "tl.maximum(lo, 0) // BLOCK_KV * BLOCK_KV)",
         "tl.cdiv(tl.maximum(lo, 0), BLOCK_KV) * BLOCK_KV)",
         "the tile of keys in which a window begins is left out",
+        WINDOW,
     ),
     Mutant(
         "kernel_window_tile_taken_for_whole",
@@ -1068,6 +1079,7 @@ MUTANTS = [
         "        full_end = first\n",
         "        full_end = tl.maximum(full_end, first)\n",
         "keys before a window are seen, of tiles that end before the last key",
+        WINDOW,
     ),
     Mutant(
         "dkdv_window_ends_early",
@@ -1075,6 +1087,7 @@ MUTANTS = [
         "tl.minimum(s + left + 1, seq_q)",
         "tl.minimum(s + left - 127, seq_q)",
         "dk and dv lack the last tile of queries whose window reaches them",
+        WINDOW,
     ),
     Mutant(
         "corners_swapped",
@@ -1171,6 +1184,7 @@ MUTANTS = [
         "for head in tl.range(kv_head * group, kv_head * group + group):",
         "for head in tl.range(kv_head, heads, heads // group):",
         "dk and dv are summed over the query heads of other groups",
+        HEADS,
     ),
     Mutant(
         "dkdv_one_head_of_a_group",
@@ -1178,6 +1192,7 @@ MUTANTS = [
         "for head in tl.range(kv_head * group, kv_head * group + group):",
         "for head in tl.range(kv_head * group, kv_head * group + 1):",
         "dk and dv are those of the first query head of each group",
+        HEADS,
     ),
     Mutant(
         "values_at_keys_strides",
@@ -1218,6 +1233,7 @@ MUTANTS = [
         "max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())",
         "max(SMALLEST_BLOCK_D, 1 << (head_dim.bit_length() - 1))",
         "head dimensions that are no power of two lose their last columns",
+        PADDED,
     ),
     Mutant(
         "tf32_unasked",

@@ -46,8 +46,8 @@ def chosen(mutant):
 @pytest.mark.parametrize("name", ["triton", "tiled"])
 def test_unmutated(name, verdict):
     """The same tests pass on a copy that is not mutated: what they catch is the mutation."""
-    caught = dict.fromkeys(mutant.caught for mutant in MUTANTS if chosen(mutant) == name)
-    found = verdict(caught, name)
+    caught = (mutant.caught.partition("[")[0] for mutant in MUTANTS if chosen(mutant) == name)
+    found = verdict(dict.fromkeys(caught), name)
     assert found.code == pytest.ExitCode.OK, found.output
 
 

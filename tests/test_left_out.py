@@ -41,8 +41,8 @@ def test_what_cannot_run_is_left_out(pytester, request, shown, skipped):
     result = pytester.runpytest_inprocess(*impls, *shown, "-rs")
     result.assert_outcomes(passed=3, skipped=skipped)
     result.stdout.fnmatch_lines(["left out: hopper: needs *"])
-    if shown:
-        result.stdout.fnmatch_lines(["SKIPPED * naive is too slow", "SKIPPED * hopper needs *"])
+    for reason in ("naive is too slow", "hopper needs *") * bool(shown):
+        result.stdout.fnmatch_lines(f"SKIPPED * {reason}")
 
 
 def test_the_header():

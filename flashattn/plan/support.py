@@ -107,11 +107,11 @@ def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
     reason = why_not_scale(scale)
     if reason is not None:
         return reason
-    different = set(inputs)  # often one
-    if any(0 in x.shape for x in different):
-        return "there is nothing to do"
-    if not all(x.tma_compatible for x in different):
-        return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
-    if any(x.shape[-1] * x.dtype.itemsize % ALIGNMENT for x in different):
-        return f"TMA cannot store a result: its rows are no multiple of {ALIGNMENT} bytes"
+    for x in dict.fromkeys(inputs):  # often one
+        if 0 in x.shape:
+            return "there is nothing to do"
+        if not x.tma_compatible:
+            return "TMA cannot address an input: an unaligned address or stride, or a stride of 0"
+        if x.shape[-1] * x.dtype.itemsize % ALIGNMENT:
+            return f"TMA cannot store a result: its rows are no multiple of {ALIGNMENT} bytes"
     return None

@@ -52,6 +52,9 @@ PROBLEMS = {
     # Packed documents, and rows behind the last.
     Problem(heads=2, seq_q=300, head_dim=64, causal=True, documents=PACKED, **BF16): "contiguous",
     Problem(heads=4, kv_heads=2, seq_q=300, head_dim=200, documents=PACKED, **HALF): "packed",
+    # A bias and its gradient, stored with dS or by a launch of its own.
+    Problem(heads=2, seq_q=300, seq_kv=200, head_dim=128, bias="1hts", **BF16): "contiguous",
+    Problem(heads=2, seq_q=150, seq_kv=301, head_dim=64, bias="1hr", **HALF): "contiguous",
     # Fully masked rows.
     Problem(heads=2, seq_q=129, seq_kv=65, head_dim=64, causal="bottom_right"): "contiguous",
     Problem(batch=3, heads=8, seq_q=70, seq_kv=45, head_dim=40, **BF16): "packed",  # padded to 64

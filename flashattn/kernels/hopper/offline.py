@@ -57,6 +57,8 @@ MODES = {
     "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
     "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),
 }
+# Without a mask what adds to scores asks the shift schedule where its queries stand.
+UNMASKED_MODES = {"hopper_bwd": ("alibi", "bias")}
 MODE_D = {"hopper_bwd_d256_dkdv": 256, "hopper_bwd_d256_dq": 256}  # others: 128
 ALIGNED = [["tt.divisibility", 16]]
 # Of batches, heads, queries and keys, and the length of copies; all batches share a bias, whose
@@ -303,8 +305,8 @@ def variants() -> list[HopperVariant]:
     modes = [
         replace(variant, mode=mode, config=_beside(variant, mode))
         for variant in found
-        if variant.causal and variant.head_dim == MODE_D.get(variant.kernel, 128)
-        for mode in MODES.get(variant.kernel, ())
+        if variant.head_dim == MODE_D.get(variant.kernel, 128)
+        for mode in (MODES if variant.causal else UNMASKED_MODES).get(variant.kernel, ())
     ]
     narrow = [
         replace(variant, mode="narrow", config=NARROW_FORWARD)

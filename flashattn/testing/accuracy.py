@@ -284,7 +284,7 @@ def expected_of(sample: Sample) -> Expected:
     if torch.device(sample.device).type != "cpu":
         return _expected(sample)
     kept = _small if p.batch * p.heads * p.seq_q * p.head_dim <= SMALL else _large
-    found = kept(replace(sample, denormals=True))  # it depends on them by what is flushed alone
+    found = kept(replace(sample, denormals=True))  # they change only ``flushed``
     return found if sample.denormals else replace(found, flushed=FLUSHED)
 
 

@@ -27,7 +27,7 @@ CALLS = {"wait", "arrive", "producer_acquire", "consumer_wait", "consumer_releas
 CALLS |= {"fence_async_shared", "consumer_barrier", "wait_eq", "fence_acquire", "arrive_inc"}
 CALLS |= {"barrier_wait", "barrier_arrive", "producer_commit"}
 CALLS |= {"clean_keys", "clean_queries", "keep_rows"}
-ORDERS = 6  # of events: what is seen, one of the first four shows
+ORDERS = 6  # of events; whatever can be seen is seen in the first four
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",

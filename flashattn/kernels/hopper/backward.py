@@ -134,7 +134,7 @@ def mainloop_step(
     t,
     MASKED: gl.constexpr,
 ):
-    """Compute the n-th tile of queries; ``where`` it lies is batch, head, query and key.
+    """Compute the n-th tile of queries; ``where`` is its batch, head, first query and key.
 
     dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
     at half the rate of the others.
@@ -251,9 +251,9 @@ def store_gradients(
 
 @gluon.jit
 def first_query(i, end, schedule, score, t):
-    """Return where the queries of a consumer's tile i begin, if that is asked.
+    """Return the first query of a consumer's i-th tile from the end of its visits.
 
-    Without a mask a tile's place in the order alone matters, but to what is added to scores.
+    Without a mask only ALiBi and a bias depend on it, and the shift schedule has it.
     """
     if score.slope is not None or score.bias is not None:
         i = schedule.query_tile(end - 1 - i, end)
@@ -309,7 +309,7 @@ def consumer(
         values.consumer_release(kv_n)
         kv_n += 1
     if dbias is not None and WARPGROUP == 0:
-        tma.store_wait(0)
+        tma.store_wait(0)  # a CTA that ends frees its shared memory
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the others arrive
 
 

@@ -485,31 +485,45 @@ def test_sinks_of_each_batch(dtype, head_dim, config, how):
     assert torch.equal(dsink == 0, sinks.isinf())
 
 
+MATRIX = bf16(heads=2, seq_q=140, seq_kv=520, bias="11ts")
+DISTANCES = replace(MATRIX, bias="11r")
+
+
 @pytest.mark.parametrize(
-    ("config", "dtype"), [(SMALL, torch.float32), (WIDE, torch.float32), (WIDE, torch.bfloat16)]
+    ("problem", "config", "dtype"),
+    [
+        (MATRIX, SMALL, torch.float32),
+        (MATRIX, WIDE, torch.float32),
+        (MATRIX, WIDE, torch.bfloat16),
+        (DISTANCES, WIDE, torch.bfloat16),
+        (replace(DISTANCES, softcap=5.0), WIDE, torch.bfloat16),
+    ],
 )
-def test_keys_that_a_bias_hides(config, dtype):
+def test_keys_that_a_bias_hides(problem, config, dtype):
     """A bias of -inf hides keys: tiles that are visited first, one among others, all of a row.
 
     Where a row sees a key, the bits are those of a bias that leaves P no more than 0; likewise
     those of gradients, where no other row has any.
     """
-    problem = bf16(heads=2, seq_q=140, seq_kv=520, bias="11ts")
     case = Sample(problem=problem).draw()
     inputs = [x.detach().requires_grad_() for x in case.inputs]
+    blind = slice(7, 70) if problem.bias == MATRIX.bias else slice(0, 1)  # they see no key
     grad_o = case.grad_o.clone()
-    grad_o[:, :, 7:70] = 0
+    grad_o[:, :, blind] = 0
     results = []
     for hidden in (-torch.inf, -1e5):
         bias = case.scored["bias"].to(dtype, copy=True)
-        bias[..., 300:], bias[..., 128:192], bias[..., 7:70, :] = (hidden,) * 3
+        if problem.bias == MATRIX.bias:
+            bias[..., 300:], bias[..., 128:192], bias[..., blind, :] = (hidden,) * 3
+        else:
+            bias[..., problem.seq_q - 1 :] = hidden  # a query's own place and all behind it
         with emulated(num_sms=2):
             o, lse = attend(problem, config, TURNS)(*inputs, bias=bias)
             results.append((o, lse, *torch.autograd.grad(o, inputs, grad_o)))
     (o, lse, dq, dk, dv), low = results
-    assert not o[:, :, 7:70].any()
-    assert (lse[:, :, 7:70] == -torch.inf).all()
-    for rows_of in (slice(0, 7), slice(70, None)):
+    assert not o[:, :, blind].any()
+    assert (lse[:, :, blind] == -torch.inf).all()
+    for rows_of in (slice(0, blind.start), slice(blind.stop, None)):
         for x, y in zip((o, lse, dq), low, strict=False):
             assert torch.equal(x[:, :, rows_of], y[:, :, rows_of])
     assert_same_bits("dk and dv", torch.stack((dk, dv)), torch.stack(low[3:]))
@@ -727,7 +741,10 @@ ASKED = {
         fp16(heads=4, kv_heads=2, seq_q=250, seq_kv=264, head_dim=128, bias="1hts"), WIDE, ROUND
     ),
     "bias in fp32": Asked(fp16(batch=2, seq_q=200, seq_kv=130, bias="bhts"), WIDE, TURNS),
-    "by distance": Asked(bf16(heads=2, seq_q=200, seq_kv=260, bias="1hr"), WIDE),
+    "by distance": Asked(bf16(seq_q=200, seq_kv=140, bias="1hr"), WIDE, TURNS),
+    "capped by distance": Asked(
+        bf16(heads=2, seq_q=200, seq_kv=130, bias="1hr", softcap=5.0), WIDE
+    ),
     "wide sloped": Asked(
         bf16(heads=4, kv_heads=2, seq_q=200, seq_kv=130, head_dim=136, causal=True, alibi=True),
         WIDE,
@@ -822,9 +839,39 @@ PLANTED = {
         Mutant(
             "distance_off_by_one",
             BIAS,
-            "begin = seq_q - 1 - rows",
-            "begin = seq_q - rows",
+            "start = self.start + (MARGIN + seq_q - 1 - start_q)",
+            "start = self.start + (MARGIN + seq_q - start_q)",
             "each score has its right neighbour's bias",
+        ),
+        Mutant(
+            "columns_all_the_first",
+            BIAS,
+            "rest = load_columns(pointers + STEP * (HALF // COLUMNS), STEP, HALF)",
+            "rest = load_columns(pointers, STEP, HALF)",
+            "all keys of a tile have the bias of the first eight",
+        ),
+        Mutant(
+            "distance_to_the_other_side",
+            BIAS,
+            "SIGN: gl.constexpr = -1 if TRANSPOSED else 1",
+            "SIGN: gl.constexpr = 1",
+            "the backward adds the bias of t - s to a score of s - t",
+        ),
+    ],
+    ("capped by distance", WRONG): [
+        Mutant(
+            "distance_in_units_of_the_softcap",
+            SCORE,
+            "s = self.added_to_capped(s * log2, start_kv, False)",
+            "s = self.added_to_capped(s, start_kv, False) * log2",
+            "a relative bias is multiplied by the softcap",
+        ),
+        Mutant(
+            "distance_in_base_e",
+            SCORE,
+            "x += bias * LOG2E",
+            "x += bias",
+            "exp2 takes a relative bias as it is",
         ),
     ],
     ("growing", WRONG): [

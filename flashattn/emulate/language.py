@@ -179,6 +179,11 @@ def arange(start: int, end: int, layout: object) -> torch.Tensor:
     return torch.arange(start, end, dtype=torch.int32)
 
 
+def join(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return both, beside one another in a last dimension."""
+    return torch.stack((x, y), -1)
+
+
 def convert_layout(x: torch.Tensor, _: object, *, assert_trivial: bool = False) -> torch.Tensor:
     """Return x."""
     del assert_trivial

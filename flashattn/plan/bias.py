@@ -1,4 +1,4 @@
-"""What a bias changes in plans of portable kernels: smaller tiles, copies, its gradient."""
+"""What a bias changes in plans: smaller tiles, copies of a relative one, its gradient."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from flashattn.problem import ALIGNMENT
 from flashattn.score import is_relative
 
 BEHIND = 256  # keys behind the last one that a tile has at most
+MARGIN = 256  # queries, and keys, behind the last ones that two of Hopper's tiles have at most
 FORWARD = Tile(128, 64, 8, 3, descriptors=True)  # beside a bias: with 4 warps it spills
 FORWARD_D = HEAD_DIMS[2:4]  # columns of those it was measured with
 LARGE_BIAS = 128 * 64  # scores of a tile up to which a bias fits beside all stages
@@ -30,6 +31,21 @@ def shifted(bias: TensorSpec) -> TensorSpec:
     length = cdiv(size + BEHIND, 2 * VECTOR) * 2 * VECTOR  # of a multiple of 16 Triton knows it
     shape = torch.Size((batch, heads, VECTOR, length))
     return bias._replace(shape=shape, strides=dense_strides(shape), offset=0)
+
+
+def line(bias: TensorSpec) -> TensorSpec:
+    """Return what Hopper's kernels read a relative bias from: fp32 amid zeros, dense."""
+    batch, heads, size = bias.shape
+    shape = torch.Size((batch, heads, cdiv(size + 2 * MARGIN, 2 * VECTOR) * 2 * VECTOR))
+    strides = dense_strides(shape)
+    return bias._replace(shape=shape, strides=strides, dtype=torch.float32, offset=0)
+
+
+def line_workspaces(options: Options) -> tuple[Workspace, ...]:
+    """Return the workspace of that."""
+    if options.bias is None or not is_relative(options.bias):
+        return ()
+    return (Workspace("bias_line", tuple(line(options.bias).shape)),)
 
 
 def vector(bias: TensorSpec | None, seq_kv: int) -> int:

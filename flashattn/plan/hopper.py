@@ -10,7 +10,13 @@ from typing import TypeVar
 import torch
 
 from flashattn.plan import portable
-from flashattn.plan.bias import bias_workspaces, dbias_pass, shares_bias, tma_stores
+from flashattn.plan.bias import (
+    bias_workspaces,
+    dbias_pass,
+    line_workspaces,
+    shares_bias,
+    tma_stores,
+)
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Workspace
 from flashattn.plan.precision import TERMS
@@ -29,6 +35,7 @@ from flashattn.plan.tile import (
     block_d,
     head_dim_split,
 )
+from flashattn.score import is_relative
 
 Of = TypeVar("Of")
 
@@ -150,7 +157,7 @@ def forward(
     found: HopperTile | None = rows.NARROW_FORWARD
     if v.shape[3] == q.shape[3]:
         found = forward_tile(q, gpu, causal=options.causal, added=options.added)
-    if found and options.bias is not None:
+    if found and options.bias is not None and not is_relative(options.bias):
         found = tile_of_bias(found, q.shape[3])
     if isinstance(tile, HopperTile):
         found = tile
@@ -178,7 +185,7 @@ def forward(
         programs=programs,
         scheduler=scheduler,
         counters=int(dynamic),
-        workspaces=bias_workspaces(options),
+        workspaces=line_workspaces(options),
         why=(f"{tiles} tiles of {found.block_q} queries on {gpu.num_sms} SMs",),
     )
 
@@ -302,7 +309,8 @@ def _backward_half(
         ),
         workspaces=(
             *dict.fromkeys((*rows_read, *(portable.row_workspaces(q) if dbias else ()))),
-            *bias_workspaces(options),
+            *line_workspaces(options),
+            *(bias_workspaces(options) if dbias else ()),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
             Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it

@@ -114,9 +114,9 @@ def producer(inputs, smem, scheduler, splits, wave, shape, t):
 
 
 @gluon.jit
-def mma_minus(a, b, ones, terms, t):
+def mma_minus(a, b, ones, terms, t, start=None):
     """Begin a product as ``mma_qk`` does, and add to it the terms [rows, TERMS] of b's rows."""
-    acc = mma_qk(a, b, t.d_lo, t.d_hi)
+    acc = mma_qk(a, b, t.d_lo, t.d_hi, start)
     return warpgroup_mma(ones, terms.permute((1, 0)), acc, is_async=True)
 
 
@@ -146,14 +146,14 @@ def mainloop_step(
     batch, head, start_q, start_kv = where
     at = opaque(0)  # addresses that are the same in each step would fill registers
     k, v = smem.keys.term(at), smem.values.term(at)
-    bias = score.of_rows(start_q, mask.seq_q, t.block_q, KEYS).load_bias(
-        start_kv, mask.seq_kv, KEYS, False
-    )
+    score = score.of_rows(start_q, mask.seq_q, t.block_q, KEYS)
+    acc = score.initial_acc(start_kv, t.block_q, True)
+    bias = score.load_bias(start_kv, mask.seq_kv, KEYS, False)
     own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
     own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
     q, lse = queries.consumer_wait(n), queries.stats(n)
     if score.cap is None:
-        s = mma_minus(own_k, q, smem.ones, lse, t)
+        s = mma_minus(own_k, q, smem.ones, lse, t, acc)
     else:
         s = mma_qk(own_k, q, t.d_lo, t.d_hi)
     do, minus_delta = grads.consumer_wait(n), grads.stats(n)
@@ -166,7 +166,7 @@ def mainloop_step(
     if bias is not None:
         own_ds = smem.sdS.index(n & 1).slice(WARPGROUP * KEYS, KEYS, dim=1)
         x += transposed(bias, own_ds) * LOG2E
-    p = gl.exp2(score.sloped(x, start_q, start_kv, True))
+    p = gl.exp2(score.sloped(score.added_to_capped(x, start_kv, True), start_q, start_kv, True))
     if MASKED:
         p = mask.apply_transposed(p, start_q, start_kv, bounds, False)
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)

@@ -1,7 +1,8 @@
 """A bias on the device: what is added to the scores of a head.
 
 A warpgroup loads rows as they lie, and exchanges them through shared memory. In the layout of
-scores each load of a warp would touch eight rows, which takes the L1 cache eight cycles.
+scores each load of a warp would touch eight rows, which takes the L1 cache eight cycles. A relative
+bias is one row: loaded in that layout, it is what products of queries and keys are added to.
 """
 
 # Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
@@ -11,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from flashattn.kernels.hopper.bf16x3 import leading_bits
 from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.registers import acc_layout, bits_as, to_fp32
-from flashattn.plan import tile
+from flashattn.plan import bias
 
-COPIES = gl.constexpr(tile.VECTOR)  # of a relative bias, see ``portable.relative``
+MARGIN = gl.constexpr(bias.MARGIN)
+ROWS, COLUMNS = gl.constexpr(64), gl.constexpr(8)  # of the part of a tile that is loaded at once
 
 
 @gluon.constexpr_function
@@ -27,8 +29,8 @@ def rows_layout(columns):
 class Bias:
     """The bias of all heads, after ``of_head`` of one, after ``of_rows`` of a tile's queries.
 
-    Strides are None where all share it. ``length`` is that of each copy of a relative bias,
-    ``vector`` the keys that come together, and ``rows`` are where the queries begin.
+    Strides are None where all share it. ``length`` is that of a relative bias, ``vector`` the keys
+    that come together, and ``rows`` are where the queries begin.
     """
 
     start: gl.tensor
@@ -67,35 +69,69 @@ class Bias:
     def of_rows(self, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
         """Return the bias of a tile's queries; those that only pad have the last one's."""
         V: gl.constexpr = self.vector
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout(COLUMNS)))
-        rows = gl.minimum(start_q + rows, seq_q - 1)
         if self.length is not None:
-            begin = seq_q - 1 - rows
-            at = begin % COPIES * (self.length // COPIES * COPIES) + begin // COPIES * COPIES
-        elif self.query is not None:
-            at = rows.to(gl.int64) * (self.query // V * V)
+            start = self.start + (MARGIN + seq_q - 1 - start_q)
+            tile = Bias(start, None, None, None, None, self.length, V)
         else:
+            rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout(COLUMNS)))
+            rows = gl.minimum(start_q + rows, seq_q - 1)
             at = rows * 0
-        return Bias(self.start, None, None, None, self.key, self.length, V, at)
+            if self.query is not None:
+                at = rows.to(gl.int64) * (self.query // V * V)
+            tile = Bias(self.start, None, None, None, self.key, None, V, at)
+        return tile
 
     @gluon.jit
     def load(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
-        """Load the bias of a tile of keys; ALL_KEYS says that all of them exist."""
+        """Load a tile of keys, all of which exist if ALL_KEYS; None where bias is relative."""
         V: gl.constexpr = self.vector
-        start_kv = start_kv // COLUMNS * COLUMNS  # that is a multiple of it the compiler knows now
-        keys = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, rows_layout(COLUMNS)))
-        there = keys // V < (seq_kv - start_kv) // V
-        if self.length is not None:
-            at = (self.rows + start_kv)[:, None] + keys[None, :]
-        elif self.key is not None:
-            at = self.rows[:, None] + ((start_kv + keys).to(gl.int64) * self.key)[None, :]
-        else:
-            at = self.rows[:, None] + (keys * 0)[None, :]
-        if ALL_KEYS or self.length is not None:  # behind a relative bias there are zeros
-            bias = gl.load(self.start + at)
-        else:
-            bias = gl.load(self.start + at, mask=there[None, :], other=0.0)
+        bias = None
+        if self.length is None:
+            start_kv = start_kv // COLUMNS * COLUMNS  # now the compiler knows that it is a multiple
+            keys = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, rows_layout(COLUMNS)))
+            if self.key is not None:
+                at = self.rows[:, None] + ((start_kv + keys).to(gl.int64) * self.key)[None, :]
+            else:
+                at = self.rows[:, None] + (keys * 0)[None, :]
+            if ALL_KEYS:
+                bias = gl.load(self.start + at)
+            else:
+                there = keys // V < (seq_kv - start_kv) // V
+                bias = gl.load(self.start + at, mask=there[None, :], other=0.0)
         return bias
+
+    @gluon.jit
+    def by_distance(self, start_kv, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr):
+        """Load a tile of a relative bias in the layout of scores; None where it is not relative.
+
+        A tile is [keys, queries] if TRANSPOSED.
+        """
+        bias = None
+        if self.length is not None:
+            layout: gl.constexpr = acc_layout(COLUMNS)
+            SIGN: gl.constexpr = -1 if TRANSPOSED else 1
+            rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+            apart = (columns[None, :] - rows[:, None]) * SIGN
+            bias = load_columns(self.start + start_kv + apart, SIGN * COLUMNS, WIDTH)
+        return bias
+
+
+@gluon.jit
+def load_columns(pointers, STEP: gl.constexpr, WIDTH: gl.constexpr):
+    """Load [ROWS, WIDTH]; pointers are to the first COLUMNS, and the next lie STEP behind these.
+
+    So a thread computes few addresses: the compiler sees no constants in those of a whole tile.
+    """
+    if WIDTH == COLUMNS:
+        x = gl.load(pointers)
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        first = load_columns(pointers, STEP, HALF)
+        rest = load_columns(pointers + STEP * (HALF // COLUMNS), STEP, HALF)
+        x = gl.reshape(gl.permute(gl.join(first, rest), (0, 2, 1)), [ROWS, WIDTH])
+        x = gl.convert_layout(x, acc_layout(WIDTH), assert_trivial=True)
+    return x
 
 
 @gluon.jit

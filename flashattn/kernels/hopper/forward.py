@@ -154,7 +154,8 @@ def mainloop_step(
     """Add the n-th P V, and under it compute P of the next tile; whole: that needs no mask."""
     keys, values = kv
     acc, alpha, p, m, l = state
-    s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi)
+    s = score.initial_acc(start_kv, t.block_kv, False)
+    s = mma_qk(q, keys.consumer_wait(n + 1), t.d_lo, t.d_hi, s)
     bias = score.load_bias(start_kv, mask.seq_kv, t.block_kv, not MASKED)
     acc = rescale(acc, alpha, mask, t, LATER=True)
     p = unpack(p, q.dtype, t.v_lo)
@@ -168,7 +169,7 @@ def mainloop_step(
             s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
     m_new = new_maxima(score.nearer(gl.max(s, 1) * log2, far), m, mask, t)
     finite = m_new
-    if MASKED or bias is not None:
+    if MASKED or score.bias is not None:
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - finite)
     p_fp32 = gl.exp2(s * log2 - score.farther(finite, far)[:, None])
@@ -229,19 +230,26 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         first, full_begin, full_end, end = visited_tiles(block, mask, t)
         bounds = mask.key_bounds(start_q, ROWS, S)
         own = score.of_head(batch, head).of_rows(start_q, mask.seq_q, ROWS, t.block_kv)
-        bias = own.load_bias((end - 1) * t.block_kv, mask.seq_kv, t.block_kv, False)
+        start_kv = (end - 1) * t.block_kv
+        bias = own.load_bias(start_kv, mask.seq_kv, t.block_kv, False)
         q = queries.consumer_wait(q_n)
-        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi), 0)
+        s = own.initial_acc(start_kv, t.block_kv, False)
+        s = mma_wait(mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi, s), 0)
         keys.consumer_release(n)
-        s, log2, far = own.in_base_2(own.capped(s), start_q, (end - 1) * t.block_kv, bias)
+        s, log2, far = own.in_base_2(own.capped(s), start_q, start_kv, bias)
         if mask.masked or full_end < end:
-            s = mask.apply(s, start_q, (end - 1) * t.block_kv, bounds, float("-inf"))
+            s = mask.apply(s, start_q, start_kv, bounds, float("-inf"))
         p, m, l = softmax_first(s, log2, far, own, q.dtype)
         tiles = first, full_begin, gl.minimum(full_end, end - 1), end - 1
-        one = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
         state, n = mainloop(
             n,
-            (zero_acc(t.v_lo, t.v_hi), one, p, m, l),
+            (
+                zero_acc(t.v_lo, t.v_hi),
+                gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S)),
+                p,
+                m,
+                l,
+            ),
             q,
             (keys, values),
             start_q,

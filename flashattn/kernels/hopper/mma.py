@@ -39,16 +39,20 @@ def zero_acc(D_LO: gl.constexpr, D_HI: gl.constexpr):
 
 
 @gluon.jit
-def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr):
-    """Begin the product of a [64, D] and b [rows, D] over their columns, [64, rows]."""
+def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr, start=None):
+    """Begin to add to start, if there is one, a [64, D] times b [rows, D] over their columns."""
     first = b if D_HI == 0 else b.slice(0, D_LO, dim=1)
-    COLUMNS: gl.constexpr = first.shape[0]
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout(COLUMNS))
+    ADDS: gl.constexpr = start is not None
+    if start is not None:
+        acc = start
+    else:
+        COLUMNS: gl.constexpr = first.shape[0]
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout(COLUMNS))
     if D_HI == 0:
-        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=ADDS, is_async=True)
     else:
         x = a.slice(0, D_LO, dim=1)
-        acc = warpgroup_mma(x, first.permute((1, 0)), acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(x, first.permute((1, 0)), acc, use_acc=ADDS, is_async=True)
         x, y = a.slice(D_LO, D_HI, dim=1), b.slice(D_LO, D_HI, dim=1)
         acc = warpgroup_mma(x, y.permute((1, 0)), acc, is_async=True)
     return acc

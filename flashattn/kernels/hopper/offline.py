@@ -65,7 +65,7 @@ ALIGNED = [["tt.divisibility", 16]]
 # keys lie one behind the other.
 BIAS_STRIDES: dict[str, dict[str, Any]] = {
     "bias": {"bias_strides": (None, "i32", "i32", 1, None)},
-    "relative": {"bias_strides": (None, "i32", None, None, "i32")},
+    "relative": {"bias": "*fp32", "bias_strides": (None, "i32", None, None, "i32")},
 }
 
 
@@ -253,6 +253,7 @@ def _source(
             attributes |= {(i, j): ALIGNED for j in range(len(types[name])) if j not in known}
         elif name in types:
             signature[name] = types[name]
+            attributes |= {(i,): ALIGNED} if types[name].startswith("*") else {}
         elif name in common:
             signature[name], attributes[(i,)] = common[name], ALIGNED
         elif name.endswith("strides"):

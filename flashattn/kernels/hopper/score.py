@@ -116,11 +116,28 @@ class Score:
 
     @gluon.jit
     def load_bias(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
-        """Return the bias of a tile of keys, or None."""
+        """Return the bias of a tile of keys, or None; a relative one is added by the next two."""
         bias = None
         if self.bias is not None:
             bias = self.bias.load(start_kv, seq_kv, COLUMNS, ALL_KEYS)
         return bias
+
+    @gluon.jit
+    def initial_acc(self, start_kv, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr):
+        """Return what products of q and k are added to: a relative bias, or None."""
+        bias = None
+        if self.cap is None and self.bias is not None:
+            bias = self.bias.by_distance(start_kv, WIDTH, TRANSPOSED)
+        return bias
+
+    @gluon.jit
+    def added_to_capped(self, x, start_kv, TRANSPOSED: gl.constexpr):
+        """Return scores in base 2 with a relative bias that comes behind their softcap."""
+        if self.cap is not None and self.bias is not None:
+            bias = self.bias.by_distance(start_kv, x.shape[1], TRANSPOSED)
+            if bias is not None:
+                x += bias * LOG2E
+        return x
 
     @gluon.jit
     def sloped(self, x, start_q, start_kv, TRANSPOSED: gl.constexpr):
@@ -147,6 +164,9 @@ class Score:
         if bias is not None:
             s = s * (log2 * LN2) + to_fp32(as_scores(bias))
             log2 = LOG2E
+        elif self.cap is not None and self.bias is not None:
+            s = self.added_to_capped(s * log2, start_kv, False)
+            log2 = 1.0
         if self.slope is not None:
             s = s * log2
             log2 = 1.0

@@ -23,9 +23,10 @@ from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
 from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
 from flashattn.kernels.launch import Launch, Step
+from flashattn.kernels.portable import relative
 from flashattn.kernels.portable import steps as portable
 from flashattn.kernels.portable.score import Scale, ScoreLayout
-from flashattn.plan.bias import vector
+from flashattn.plan.bias import MARGIN, line, vector
 from flashattn.plan.hopper import row_names
 from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass
 from flashattn.plan.portable import padded_rows
@@ -41,6 +42,7 @@ from flashattn.plan.tile import (
     tile_pieces,
     value_pieces,
 )
+from flashattn.score import is_relative
 
 INPUTS = ("q", "k", "v", "grad_o", "lse_log2", "delta")
 
@@ -84,9 +86,8 @@ def forward(
         [*low, *high],
     )
     counter, bounds = "counters" if dynamic else None, bounds_names(options)[0]
-    scored = portable.scored_names(options)
-    names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored
-    return [*portable.copies(options), Step(launch, names)]
+    names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
+    return [*line_step(options), Step(launch, names)]
 
 
 def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
@@ -133,7 +134,7 @@ def _forward_fp32(
         forward_fp32_constants(head_dim, terms=plan.terms),
         [Tiles(WARPGROUP_Q), keys, keys],
     )
-    return [*steps, Step(launch, (*names, "o", "lse", portable.scored_names(options)[-1]))]
+    return [*steps, Step(launch, (*names, "o", "lse", scored_names(options)[-1]))]
 
 
 def bounds_names(options: Options) -> tuple[str | None, str | None]:
@@ -147,10 +148,38 @@ def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | Non
 
 
 def bias_strides(lies: ScoreLayout, options: Options) -> tuple[int | None, ...] | None:
-    """Return the strides of a bias, and the length of its copies; None where there is none."""
+    """Return the strides of a bias, and the length of a relative one; None where there is none."""
     if options.bias is None:
         return None
-    return lies.batch, lies.head, lies.query, lies.key, lies.length
+    if not is_relative(options.bias):
+        return lies.batch, lies.head, lies.query, lies.key, None
+    (batch, heads, length), strides = line(options.bias).shape, line(options.bias).strides
+    return strides[0] if batch > 1 else None, strides[1] if heads > 1 else None, None, None, length
+
+
+def scored_names(options: Options) -> tuple[str | None, ...]:
+    """Return the names of what scores are made with, as ``portable.scored_names`` does."""
+    alibi, bias, sink = portable.scored_names(options)
+    return alibi, bias and ("bias_line" if bias == "bias_copies" else bias), sink
+
+
+def line_step(options: Options) -> list[Step]:
+    """Return the launch that writes a relative bias in a line, if there is one.
+
+    It is in units of products, to which it is added, or where these are capped, of scores.
+    """
+    bias = options.bias
+    if bias is None or not is_relative(bias):
+        return []
+    batch, heads, length = line(bias).shape
+    factor = 1.0 if options.softcap else 1 / options.scale
+    launch = Launch(
+        relative.flashattn_shift,
+        batch * heads * cdiv(length, relative.BLOCK),
+        (bias.strides, heads, bias.shape[-1], length, factor),
+        {"COPIES": 1, "FRONT": MARGIN, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
+    )
+    return [Step(launch, ("bias", "bias_line"))]
 
 
 def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:
@@ -168,13 +197,14 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     sums = [portable.sum_sinks(o, options)] if options.sink else []
     if plan.dbias is not None:
         sums += [
+            *portable.copies(options),
             portable.preprocessing(o, grad_o),
             portable.dbias_pass(plan.dbias, specs, plan.precision, options),
         ]
     if isinstance(tile, HopperBackwardTile):
         counters = next(x for x in plan.workspaces if x.name == "dq_semaphore")
         return [
-            *portable.copies(options),
+            *line_step(options),
             portable.preprocessing(
                 o, grad_o, counters, options.scale, row_names(options), options.sink
             ),
@@ -255,7 +285,7 @@ def _one_pass(
         "dbias" if stored else None,
         "dq_semaphore",
         *bounds_names(options),
-        *portable.scored_names(options)[:2],
+        *scored_names(options)[:2],
     )
     return Step(launch, names)
 
@@ -309,7 +339,7 @@ def _d256_dkdv(
         {"t": d256_config(tile, dims)},
         [*low[:4], numbers, numbers, *low[4:], *high],
     )
-    scored = portable.scored_names(options)[:1]
+    scored = scored_names(options)[:1]
     return Step(launch, (*INPUTS, *grads, *others, *bounds_names(options), *scored))
 
 
@@ -334,7 +364,7 @@ def _d256_dq(
         {"t": d256_config(tile, dims)},
         [*low, None, None, stored, *high],
     )
-    scored = portable.scored_names(options)[:1]
+    scored = scored_names(options)[:1]
     return Step(launch, (*INPUTS, "dq", *others, *bounds_names(options), *scored))
 
 

@@ -1,4 +1,4 @@
-"""A relative bias as rows that a thread loads 16 bytes at a time.
+"""A relative bias as rows that a thread loads 16 bytes at a time, or as Hopper's kernels read it.
 
 Row t of the scores begins at element T - 1 - t of the vector. Of ``tile.VECTOR`` copies, each of
 which begins one element later, one has that element at an aligned address: O(T + S) memory.
@@ -16,18 +16,29 @@ BLOCK, WARPS = 512, 4  # elements of a copy that a program fills
 
 @triton.jit(do_not_specialize=[*SIZES, "size", "length"])
 def flashattn_shift(
-    bias, shifted, strides, heads, size, length, COPIES: tl.constexpr, BLOCK: tl.constexpr
+    bias,
+    shifted,
+    strides,
+    heads,
+    size,
+    length,
+    factor,
+    COPIES: tl.constexpr,
+    FRONT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Fill shifted [B or 1, H or 1, COPIES, length] with the vector from element 0, 1, ... on.
 
     Args:
         bias: [B or 1, H or 1, size].
-        shifted: dense; what lies behind the vector is 0.
+        shifted: dense; what lies before and behind the vector is 0.
         strides: of the bias.
         heads: H or 1.
         size: T + S - 1.
         length: of a copy.
+        factor: that elements are multiplied by; None is as they are.
         COPIES: how many.
+        FRONT: elements before the vector.
         BLOCK: see above.
     """
     blocks = tl.cdiv(length, BLOCK)
@@ -35,8 +46,13 @@ def flashattn_shift(
     origin = tl.cast(row // heads, tl.int64) * strides[0]
     origin += tl.cast(row % heads, tl.int64) * strides[1]
     copies, at = tl.arange(0, COPIES)[:, None], start + tl.arange(0, BLOCK)[None, :]
-    found = copies + at
-    x = tl.load(bias + origin + found.to(tl.int64) * strides[2], mask=found < size, other=0.0)
+    found = copies + at - FRONT
+    there = found < size
+    if FRONT > 0:
+        there &= found >= 0
+    x = tl.load(bias + origin + found.to(tl.int64) * strides[2], mask=there, other=0.0)
+    if factor is not None:
+        x = x.to(tl.float32) * factor
     to = shifted + (tl.cast(row, tl.int64) * COPIES + copies) * length + at
     tl.store(to, x, mask=at < length)
 

@@ -142,8 +142,8 @@ def copies(options: Options) -> list[Step]:
     launch = Launch(
         relative.flashattn_shift,
         batch * heads * cdiv(length, relative.BLOCK),
-        (bias.strides, heads, bias.shape[-1], length),
-        {"COPIES": count, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
+        (bias.strides, heads, bias.shape[-1], length, None),
+        {"COPIES": count, "FRONT": 0, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
     )
     return [Step(launch, ("bias", "bias_copies"))]
 

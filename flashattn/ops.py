@@ -19,14 +19,7 @@ from flashattn.batching import rule_of
 from flashattn.bounds import Bounds
 from flashattn.dispatch import dispatch_is_trivial, has_tangents, no_forward_mode
 from flashattn.plan.precision import input_precision
-from flashattn.plan.spec import (
-    Extras,
-    Family,
-    Options,
-    Signature,
-    first_columns,
-    given_extras,
-)
+from flashattn.plan.spec import Extras, Family, Options, Signature, first_columns, given_extras
 from flashattn.problem import ALIGNMENT
 
 MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
@@ -397,4 +390,5 @@ def bind(
         how: as the operators take it.
         extras: as theirs.
     """
-    return Prepared(execute().bind_forward(given, _options(given[0][2], extras, *how)), how)
+    new = execute().bind_forward.__wrapped__  # ``attention`` keeps what this returns
+    return Prepared(new(given, _options(given[0][2], extras, *how)), how)

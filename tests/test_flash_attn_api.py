@@ -290,23 +290,6 @@ def test_return_lse(name, device):
 
 
 @EVERY
-def test_deterministic_is_passed_on(name, device, monkeypatch):
-    """As flash-attn it is off by default."""
-    asked = []
-
-    def spy(*tensors, **options):
-        asked.append(options["deterministic"])
-        return attention(*tensors, **options)
-
-    monkeypatch.setattr(flash_attn, "attention", spy)
-    given = leading(name, *make_inputs(usual(name), device=device))
-    getattr(flash_attn, name)(*given)
-    getattr(flash_attn, name)(*given, deterministic=True)
-    assert asked == sorted(asked)
-    assert set(asked) == {False, True}
-
-
-@EVERY
 def test_nothing_is_copied(name, device, monkeypatch):
     """One call reads q, k and v where they lie and writes out where it is returned."""
     seen = []

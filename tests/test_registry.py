@@ -182,20 +182,6 @@ def test_a_broken_package_breaks_only_itself(install, source, words):
     assert len(registry.broken()) == 1
 
 
-def test_a_refused_name_leaves_nothing_behind():
-    """What was registered before an error is taken back."""
-    before = registry.names()
-
-    def register_two():
-        with registry.origin("somewhere"):
-            registry.register("fresh")(print)
-            registry.register("triton")(print)
-
-    with pytest.raises(ValueError, match="name: wanted one that is not taken"):
-        register_two()
-    assert registry.names() == before
-
-
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(
     ("causal", "window"),

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import ModuleType
+from functools import partial
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from flashattn.impls.flash_attn import MODULES, NO_BOUND
+from flashattn.mask import UNBOUNDED, Mask
 from flashattn.problem import Problem
+from flashattn.reference import reference_attention
 from flashattn.registry import get
 from flashattn.testing.inputs import make_inputs, make_scored
 
-SCALE = 0.25
 
-
-def dense(q, k, v, *, softmax_scale, causal, learnable_sink=None):
-    """Attend as FlashAttention-4 does: [B, T, H, D], masks at the bottom right, a sink a head."""
-    corner = "bottom_right" if causal else False
+def dense(q, k, v, *, softmax_scale, causal, no_bound, window_size=None, learnable_sink=None):
+    """Attend as flash-attn does: [B, T, H, D], masks at the bottom right, a sink a head."""
+    left, right = (None if x == no_bound else x for x in window_size or (no_bound, no_bound))
+    mask = Mask(left, 0 if causal else right, "bottom_right")
     sink = None if learnable_sink is None else learnable_sink[None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, lse = get("reference")(q, k, v, causal=corner, scale=softmax_scale, sink=sink)
+    o, lse = reference_attention(q, k, v, mask=mask, scale=softmax_scale, sink=sink)
     return o.transpose(1, 2), lse
 
 
@@ -36,21 +40,48 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *
     return torch.cat(parts), None
 
 
-def test_documents_and_sinks(monkeypatch):
+@pytest.fixture
+def agrees(monkeypatch):
+    """Return what holds a peer, whose module is a stand-in, to the reference."""
+
+    def check(name, problem):
+        module = MODULES[name]
+        how = {"no_bound": NO_BOUND[module]}
+        functions = SimpleNamespace(
+            flash_attn_func=partial(dense, **how), flash_attn_varlen_func=partial(varlen, **how)
+        )
+        for part in (module.partition(".")[0], module):
+            monkeypatch.setitem(sys.modules, part, functions)
+        asked = {**problem.keywords, **make_scored(problem), "scale": 0.25}
+        o, wanted = (get(x)(*make_inputs(problem), **asked)[0] for x in (name, "reference"))
+        torch.testing.assert_close(o, wanted)
+
+    return check
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [
+        (False, UNBOUNDED),
+        ("bottom_right", UNBOUNDED),
+        ("bottom_right", (3, None)),
+        (False, (2, 1)),
+        (False, (None, 1)),
+    ],
+)
+def test_conventions(agrees, name, causal, window):
+    """Masks are aligned at the bottom right, -1 or None is no bound: so windows mean ours."""
+    seq_kv = 9 if causal else 7
+    agrees(name, Problem(heads=2, seq_q=7, seq_kv=seq_kv, head_dim=8, causal=causal, window=window))
+
+
+def test_documents_and_sinks(agrees):
     """Lengths of documents and sinks arrive as flash-attn's arguments, results as ours."""
-    for name in ("flash_attn", "flash_attn.cute"):
-        module = ModuleType(name)
-        module.flash_attn_func, module.flash_attn_varlen_func = dense, varlen
-        monkeypatch.setitem(sys.modules, name, module)
     plain = Problem(heads=2, seq_q=19, head_dim=8, sink=True)
+    agrees("flash_attn_4", plain)
     documents = (9, 4), (10, 19)
-    packed = replace(plain, seq_kv=23, causal="bottom_right", documents=documents)
-    sink = make_scored(packed)
-    for asked in (packed, plain):
-        inputs = make_inputs(asked)
-        how = {**asked.keywords, **sink, "scale": SCALE}
-        o, _ = get("flash_attn_4")(*inputs, **how)
-        torch.testing.assert_close(o, get("reference")(*inputs, **how)[0])
+    agrees("flash_attn_4", replace(plain, seq_kv=23, causal="bottom_right", documents=documents))
 
 
 def test_limits(monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -318,20 +319,9 @@ def places_of(source):
     return [i for i, kind in kinds if isinstance(kind, str) and kind.startswith("tensordesc")]
 
 
-class Started:
-    """The function, compiled from C, that starts a kernel.
-
-    Args:
-        launched: gets its arguments.
-    """
-
-    def __init__(self, launched):
-        """Hold on to it."""
-        self.launched = launched
-
-    def __call__(self, *given):
-        """Note with what it is called."""
-        self.launched.append(given)
+def starting(launched):
+    """Return what starts a kernel and notes its arguments: no Python function, as C compiles it."""
+    return partial(lambda *given: launched.append(given))
 
 
 class Run:
@@ -342,7 +332,7 @@ class Run:
 
     def __init__(self, source, launched):
         """Expand descriptors, if there are some."""
-        places, started = places_of(source), Started(launched)
+        places, started = places_of(source), starting(launched)
         metadata = [
             {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [i], "fp4_padded": False}
             for i in places
@@ -389,7 +379,7 @@ def triton_3_6(source, launched):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvidia, "make_launcher", lambda *_: "")
         patch.setattr(nvidia, "library_dirs", list)
-        made = SimpleNamespace(launch=Started(launched))
+        made = SimpleNamespace(launch=starting(launched))
         patch.setattr(nvidia, "compile_module_from_src", lambda **_: made)
         return nvidia.CudaLauncher(source, SimpleNamespace(**asked))
 
@@ -468,12 +458,7 @@ class Elsewhere(Run):
     def __init__(self, source, launched):
         """Wrap it once more."""
         super().__init__(source, launched)
-        inside = self.launch
-
-        def outside(*given):
-            inside(*given)
-
-        self.launch = outside
+        self.launch = lambda *given, inside=self.launch: inside(*given)
 
 
 @pytest.mark.parametrize(

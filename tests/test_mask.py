@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flashattn.mask import CAUSAL, FULL, Band, Mask
+from flashattn.mask import CAUSAL, FULL, Mask
 
 LENGTHS = st.integers(0, 33)
 BOUNDS = st.none() | st.sampled_from((0, 1, 7, 8, 9, 40)) | st.integers(0, 12)
@@ -63,15 +63,6 @@ def test_bounds_are_monotone(band):
         assert all(0 <= low <= high <= size for low, high in found)
         of_all = (torch.as_tensor(x).expand(count) for x in bounds(torch.arange(count)))
         assert list(zip(*(x.tolist() for x in of_all), strict=True)) == found
-
-
-@hypothesis.given(band=BANDS)
-def test_transposed_bounds(band):
-    """The queries of a key are the keys of the band that is mirrored."""
-    mirrored = Band(band.seq_kv, band.seq_q, band.right, band.left)
-    for s in range(band.seq_kv):
-        assert band.queries_of(s) == mirrored.keys_of(s)
-    assert band.pairs == mirrored.pairs
 
 
 @hypothesis.given(band=BANDS, blocks=st.tuples(st.integers(1, 9), st.integers(1, 9)))

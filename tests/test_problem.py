@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flashattn.checks import check_scale
-from flashattn.mask import Mask
 from flashattn.problem import DTYPES, Problem
 from flashattn.testing.inputs import make_inputs
 from flashattn.testing.sample import Case
@@ -49,13 +48,6 @@ def test_values_as_wide_as_keys_are_not_narrow():
     """They make the problem that says nothing of them."""
     assert Problem(head_dim=64, value_dim=64) == Problem(head_dim=64)
     assert str(Problem(head_dim=64, value_dim=8)) == "fp32-b1h1-q128-d64v8-full"
-
-
-def test_alignments_differ_only_off_the_square():
-    """Top-left and bottom-right are one mask when T = S, and two otherwise."""
-    masks = [Mask.of(causal) for causal in ("top_left", "bottom_right", True, False)]
-    assert [mask.over(5, 5).right for mask in masks] == [0, 0, 0, None]
-    assert [mask.over(5, 8).right for mask in masks] == [0, 3, 0, None]
 
 
 def test_masks_have_one_form():

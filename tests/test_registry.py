@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashattn import registry
-from flashattn.impls.flash_attn import MODULES, NO_BOUND
-from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
 
 
@@ -180,51 +177,3 @@ def test_a_broken_package_breaks_only_itself(install, source, words):
     with pytest.raises(ValueError, match=sentence):
         registry.get("acme")
     assert len(registry.broken()) == 1
-
-
-def test_a_refused_name_leaves_nothing_behind():
-    """What was registered before an error is taken back."""
-    before = registry.names()
-
-    def register_two():
-        with registry.origin("somewhere"):
-            registry.register("fresh")(print)
-            registry.register("triton")(print)
-
-    with pytest.raises(ValueError, match="name: wanted one that is not taken"):
-        register_two()
-    assert registry.names() == before
-
-
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize(
-    ("causal", "window"),
-    [
-        (False, UNBOUNDED),
-        ("bottom_right", UNBOUNDED),
-        ("bottom_right", (3, None)),
-        (False, (2, 1)),
-        (False, (None, 1)),
-    ],
-)
-def test_flash_attn_is_called_by_its_conventions(monkeypatch, name, causal, window):
-    """[B, T, H, D], aligned at the bottom right, -1 or None for no bound: so windows mean ours."""
-    module, seq_kv = MODULES[name], 9 if causal else 7
-
-    def flash_attn_func(q, k, v, softmax_scale, causal, window_size=(NO_BOUND[module],) * 2):
-        left, right = (None if x == NO_BOUND[module] else x for x in window_size)
-        distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
-        distance = distance - (k.shape[1] - q.shape[1])
-        seen = (distance >= -(99 if left is None else left)) & (
-            distance <= (0 if causal else 99 if right is None else right)
-        )
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        s = (q @ k.mT * softmax_scale).masked_fill(~seen, -torch.inf)
-        return (s.softmax(-1) @ v).transpose(1, 2)
-
-    for part in (module.partition(".")[0], module):
-        monkeypatch.setitem(sys.modules, part, SimpleNamespace(flash_attn_func=flash_attn_func))
-    q, k, v = (torch.randn(1, 2, n, 8) for n in (7, seq_kv, seq_kv))
-    how = {"causal": causal, "window": window, "scale": 0.3}
-    o, wanted = (registry.get(impl)(q, k, v, **how)[0] for impl in (name, "reference"))
-    torch.testing.assert_close(o, wanted)

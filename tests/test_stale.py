@@ -112,14 +112,6 @@ STALE = (
 )
 
 
-def test_before_a_loop_that_is_left_out():
-    """The bug: the second loop is reached without what was computed before the first."""
-    (said,) = stale_addresses(code(*STALE))
-    either = "[0004 ULDC UR4, c[0x0][0x538]] or [0006 UIADD3 UR4, UR20, 0x2, URZ]"
-    assert said == f"[0012 {BOTH}] reads in UR4 what is of {either}"
-    assert found(*(line for line in STALE if "P2" not in line)) == []
-
-
 PUT = [f"LDS R{i}, [R2]" for i in range(120, 124)]
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R120, gdesc[UR4], RZ, !UPT, gsb0"
 STEPS = (".L_x_1:", PRODUCT, "@P0 BRA `(.L_x_1)", "EXIT")

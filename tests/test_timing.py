@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from types import SimpleNamespace
@@ -98,15 +97,6 @@ def ours(simulated):
     ours = DeviceBenchmark.adopt(stock, simulated.clock())
     ours.kept = stats
     return ours
-
-
-def test_plugin_calls_make_runner():
-    """The private method that is replaced exists, with the arguments it is replaced with."""
-    stock, ours = (
-        list(inspect.signature(cls._make_runner).parameters)
-        for cls in (BenchmarkFixture, DeviceBenchmark)
-    )
-    assert stock == ours == ["self", "function_to_benchmark", "args", "kwargs"]
 
 
 def test_launch_gaps_are_not_measured(simulated):

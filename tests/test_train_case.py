@@ -110,21 +110,6 @@ def test_the_mask_of_documents_is_made_once(device, precision, monkeypatch):
     assert all(bounds is seen[0] for bounds in seen)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("attention", ["tiled", "triton"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_blocks_can_be_recomputed(device, attention, packed):
-    """Checkpointed blocks give the same gradients."""
-    grads = []
-    for checkpoint in (False, True):
-        how = {"impl": attention, "packed": packed, "checkpoint": checkpoint, "device": device}
-        trainer = Trained(**TINY | how).trainer
-        assert trainer.model.checkpoint is checkpoint
-        trainer.forward_backward()
-        grads.append([x.grad for x in trainer.model.parameters()])
-    torch.testing.assert_close(*grads)
-
-
 def test_contexts_beyond_the_table(device):
     """RoPE's table is as long as the context, and costs its bytes."""
     long = TINY | {"context": 9000, "batch": 1}

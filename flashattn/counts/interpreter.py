@@ -64,19 +64,12 @@ LAYOUTS = {"descriptors": "contiguous", "pointers": "misaligned"}
 
 @dataclass
 class Counts:
-    """What kernels did.
+    """What kernels did."""
 
-    Args:
-        dots: products of tiles.
-        flops: of those, a multiply-add as two.
-        loaded: bytes.
-        stored: bytes.
-    """
-
-    dots: int = 0
-    flops: int = 0
-    loaded: int = 0
-    stored: int = 0
+    dots: int = 0  # products of tiles
+    flops: int = 0  # of those, a multiply-add as two
+    loaded: int = 0  # bytes
+    stored: int = 0  # bytes
 
 
 def _touched(pointers: TensorHandle, mask: TensorHandle) -> int:

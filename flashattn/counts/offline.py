@@ -50,37 +50,23 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as one launch compiles it.
+    """One kernel as one launch compiles it."""
 
-    Args:
-        arch: sm_80, sm_90, sm_100.
-        kernel: which.
-        size: bytes per element.
-        head_dim: D.
-        tile: of the launch; None for kernels that have one for all, and no mask.
-        causal: whether scores are masked.
-        tma_compatible: whether it serves inputs that can have descriptors; the tile may do without.
-        split: whether a program has only a split of the rows that it would walk over.
-        precision: as ``precision.input_precision`` takes it.
-        window: whether the mask has a left bound, too.
-        softcap: whether scores are capped.
-        rows: whether the mask is bounds of rows.
-        scored: what scores are made with besides: "alibi", "bias" of each head, "relative" bias,
-            or "sink"; in bwd_dq the bias is one of each score, whose gradient is stored.
-    """
-
-    arch: str
-    kernel: Kernel | Untiled | Literal["bwd_dbias"]
-    size: int
-    head_dim: int
-    tile: Tile | None
-    causal: bool
+    arch: str  # sm_80, sm_90, sm_100
+    kernel: Kernel | Untiled | Literal["bwd_dbias"]  # which
+    size: int  # bytes per element
+    head_dim: int  # D
+    tile: Tile | None  # of the launch; None for kernels that have one for all, and no mask
+    causal: bool  # whether scores are masked
+    # Whether it serves inputs that can have descriptors; the tile may do without.
     tma_compatible: bool = False
-    split: bool = False
-    precision: str = "auto"
-    window: bool = False
-    softcap: bool = False
-    rows: bool = False
+    split: bool = False  # whether a program has only a split of the rows that it would walk over
+    precision: str = "auto"  # as ``precision.input_precision`` takes it
+    window: bool = False  # whether the mask has a left bound, too
+    softcap: bool = False  # whether scores are capped
+    rows: bool = False  # whether the mask is bounds of rows
+    # What scores are made with besides: "alibi", "bias" of each head, "relative" bias, or "sink";
+    # in bwd_dq the bias is one of each score, whose gradient is stored.
     scored: str = ""
 
     def __str__(self) -> str:
@@ -150,15 +136,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Type:
-    """The type of an argument, or of a part of one, as a launch on aligned tensors gives it.
+    """The type of an argument, or of a part of one, as a launch on aligned tensors gives it."""
 
-    Args:
-        name: Triton's.
-        aligned: whether 16 divides it.
-    """
-
-    name: str
-    aligned: bool = False
+    name: str  # Triton's
+    aligned: bool = False  # whether 16 divides it
 
 
 INT, FLOAT = Type("i32"), Type("fp32")
@@ -280,17 +261,11 @@ def source_of(variant: Variant | HopperVariant) -> ASTSource:
 
 
 class FrontEnd(NamedTuple):
-    """What Triton's front end makes of a variant.
+    """What Triton's front end makes of a variant."""
 
-    Args:
-        options: of the compiler, all of them.
-        context: in which the module lives.
-        module: after the compiler's first passes, so that all that is called is inlined.
-    """
-
-    options: Any
-    context: Any
-    module: Any
+    options: Any  # of the compiler, all of them
+    context: Any  # in which the module lives
+    module: Any  # after the compiler's first passes, so that all that is called is inlined
 
 
 def _target(variant: Variant | HopperVariant) -> GPUTarget:

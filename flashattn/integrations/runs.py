@@ -74,17 +74,11 @@ KNOWN: dict[CodeType | None, Callable[..., Run]] = {
 
 
 class Part(NamedTuple):
-    """One of the functions that must all let a query see a key.
+    """One of the functions that must all let a query see a key."""
 
-    Args:
-        run: of its keys, from the positions of queries [B or 1, T] and ``values``.
-        values: what the function closes over.
-        positions: [B, T], what takes the place of a token's number; None is that number.
-    """
-
-    run: Callable[..., Run]
-    values: dict[str, Any]
-    positions: Tensor | None
+    run: Callable[..., Run]  # of its keys, from the positions of queries [B or 1, T] and ``values``
+    values: dict[str, Any]  # what the function closes over
+    positions: Tensor | None  # [B, T], in place of a token's number; None is that number
 
     def rows(self, at: Tensor, first: int) -> Run:
         """Return the run of keys of queries at ``at`` [1, T], counted from key ``first``."""

@@ -32,19 +32,16 @@ INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
 
 
 class Clock:
-    """Times calls, on a device where nothing is queued.
+    """Times calls, on a device where nothing is queued."""
 
-    Attributes:
-        tells: the kind of time, in words.
-        late: number of late calls in the last ``samples``: calls that started before the host had
-            queued them, so their times may include host delays.
-    """
-
-    tells: ClassVar[str]
+    tells: ClassVar[str]  # the kind of time, in words
+    # Calls in the last ``samples`` that started before the host had queued them, so their times may
+    # include host delays.
     late = 0
 
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
+    def __init__(self, synchronize: Callable[[], Any] = lambda: None) -> None:
+        """Store what waits until the device is idle."""
+        self.synchronize = synchronize
 
     def cover(self, launch: float) -> float:
         """Prepare for calls that take ``launch`` seconds to queue; return the lead in seconds."""
@@ -60,16 +57,20 @@ class HostClock(Clock):
     """The host clock, for synchronous devices."""
 
     tells: ClassVar[str] = "host time, warm cache"
+    BATCH: ClassVar[int] = 1  # consecutive calls, whose mean is one sample
     now = staticmethod(time.perf_counter)
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
         """See ``Clock``."""
-        seconds, result = [], None
+        means, result = [], None
         for _ in range(calls):
+            self.synchronize()
             start = self.now()
-            result = call()
-            seconds.append(self.now() - start)
-        return seconds, result
+            for _ in range(self.BATCH):
+                result = call()
+            means.append((self.now() - start) / self.BATCH)
+        self.synchronize()
+        return means, result
 
 
 class ProcessorClock(HostClock):
@@ -85,26 +86,6 @@ class HostTime(HostClock):
     tells: ClassVar[str] = "host time of a call on an idle device"
     # With 20 rounds a third of a second for a call of 150 us: averages over load from others.
     BATCH: ClassVar[int] = 100
-
-    def __init__(self, synchronize: Callable[[], Any]) -> None:
-        """Store what waits until the device is idle."""
-        self._synchronize = synchronize
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        self._synchronize()
-
-    def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Return ``calls`` means of ``BATCH`` consecutive calls, and the result of the last."""
-        means, result = [], None
-        for _ in range(calls):
-            self.synchronize()
-            start = self.now()
-            for _ in range(self.BATCH):
-                result = call()
-            means.append((self.now() - start) / self.BATCH)
-        self.synchronize()
-        return means, result
 
 
 class DeviceClock(Clock):
@@ -122,7 +103,8 @@ class DeviceClock(Clock):
         self, event: Callable[[], Any], flush: Callable[[], Any], synchronize: Callable[[], Any]
     ) -> None:
         """Queue nothing yet."""
-        self._event, self._flush, self._synchronize = event, flush, synchronize
+        super().__init__(synchronize)
+        self._event, self._flush = event, flush
         self._flushes = self._most = 1
 
     @classmethod
@@ -132,10 +114,6 @@ class DeviceClock(Clock):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         event = partial(torch.cuda.Event, enable_timing=True)
         return cls(event, buffer.zero_, partial(torch.cuda.synchronize, device))
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        self._synchronize()
 
     def cover(self, launch: float) -> float:
         """Queue flushes for twice ``launch`` seconds before each call; see ``Clock``."""
@@ -162,7 +140,7 @@ class DeviceClock(Clock):
                 self.late += 1
                 self._flushes = min(2 * self._flushes, self._most)
             pairs.append((start, end))
-        self._synchronize()
+        self.synchronize()
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs], result
 
 
@@ -171,6 +149,7 @@ class Replayed(Clock):
 
     def __init__(self, seconds: list[float]) -> None:
         """Take the times of the coming calls."""
+        super().__init__()
         self._seconds = iter(seconds)
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:

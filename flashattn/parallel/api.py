@@ -126,21 +126,13 @@ def attention(
 
 
 class Where(NamedTuple):
-    """Which rows are whose.
+    """Which rows are whose."""
 
-    Args:
-        group: name of the process group.
-        rank: this one.
-        placement: of queries and keys.
-        seq_q: T, of the whole sequence.
-        seq_kv: S, likewise.
-    """
-
-    group: GroupName
-    rank: int
-    placement: Placement
-    seq_q: int
-    seq_kv: int
+    group: GroupName  # name of the process group
+    rank: int  # this one
+    placement: Placement  # of queries and keys
+    seq_q: int  # T, of the whole sequence
+    seq_kv: int  # S, likewise
 
     @classmethod
     def of(

@@ -49,21 +49,13 @@ _OPTIONS = (
 
 
 class Kernels(NamedTuple):
-    """What computes a part.
+    """What computes a part."""
 
-    Args:
-        family: of our kernels, see ``plan.spec``, or "tiled", the algorithm in PyTorch.
-        scale: factor on the scores.
-        softcap: bound on the scores; None is none.
-        precision: see ``attention``.
-        deterministic: see ``attention``.
-    """
-
-    family: str
-    scale: float
-    softcap: float | None
-    precision: str
-    deterministic: bool
+    family: str  # of our kernels, see ``plan.spec``, or "tiled", the algorithm in PyTorch
+    scale: float  # factor on the scores
+    softcap: float | None  # bound on the scores; None is none
+    precision: str  # see ``attention``
+    deterministic: bool  # see ``attention``
 
     def _options(self, seen: Seen, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
         how = 0, self.scale, self.softcap, self.precision, self.family, self.deterministic
@@ -130,23 +122,14 @@ def _finite(
 
 
 class Given(NamedTuple):
-    """What an operator is given beside rows.
+    """What an operator is given beside rows."""
 
-    Args:
-        group: name of the process group.
-        plan: of this rank.
-        kernels: for all parts.
-        own: which of its own keys this rank's rows see, if these come first.
-        rest: which keys of the buffer they see, if that is one part by bounds.
-        keep: whether fetched keys are kept.
-    """
-
-    group: GroupName
-    plan: Plan
-    kernels: Kernels
-    own: Seen | None
-    rest: Bounds | None
-    keep: bool
+    group: GroupName  # name of the process group
+    plan: Plan  # of this rank
+    kernels: Kernels  # for all parts
+    own: Seen | None  # which of its own keys this rank's rows see, if these come first
+    rest: Bounds | None  # which keys of the buffer they see, if that is one part by bounds
+    keep: bool  # whether fetched keys are kept
 
     @classmethod
     def of(cls, options: tuple[Any, ...]) -> Given:

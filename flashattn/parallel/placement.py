@@ -33,15 +33,10 @@ class Chunk(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """A sequence cut for W ranks.
+    """A sequence cut for W ranks."""
 
-    Args:
-        kind: "contiguous" or "zigzag".
-        world: W.
-    """
-
-    kind: str
-    world: int
+    kind: str  # "contiguous" or "zigzag"
+    world: int  # W
 
     @classmethod
     def over(cls, mesh: DeviceMesh, kind: str) -> Placement:

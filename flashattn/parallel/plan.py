@@ -65,21 +65,13 @@ def seen_by(mask: Mask, seq_q: int, seq_kv: int, rows: slice) -> tuple[slice, Ma
 
 
 class Task(NamedTuple):
-    """A whole problem and where its rows lie.
+    """A whole problem and where its rows lie."""
 
-    Args:
-        mask: which keys a query sees; or may see, if bounds say the rest.
-        seq_q: T.
-        seq_kv: S.
-        placement: of queries and keys.
-        by_rows: whether bounds say the rest.
-    """
-
-    mask: Mask
-    seq_q: int
-    seq_kv: int
-    placement: Placement
-    by_rows: bool = False
+    mask: Mask  # which keys a query sees; or may see, if bounds say the rest
+    seq_q: int  # T
+    seq_kv: int  # S
+    placement: Placement  # of queries and keys
+    by_rows: bool = False  # whether bounds say the rest
 
     @property
     def own(self) -> Mask | None:
@@ -142,31 +134,18 @@ def _union(intervals: list[slice]) -> list[slice]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does.
+    """What one rank does."""
 
-    Args:
-        own: see ``Task``.
-        gathers: see ``Task``.
-        parts: calls on the buffer, that with the most keys first.
-        pieces: what the buffer consists of.
-        places: where each piece lies in what arrives, by rank.
-        most: keys that any rank has, which each sends to all where all go to all.
-        sends: for each rank, which of this rank's keys are in that one's buffer.
-        arriving: how many keys of the buffer are of each rank.
-        leaving: how many of this rank's are in the buffer of each.
-        own_pieces: this rank's keys, as pieces of themselves.
-    """
-
-    own: Mask | None
-    gathers: bool
-    parts: list[Part]
-    pieces: list[Piece]
-    places: list[slice]
-    most: int
-    sends: list[list[slice]]
-    arriving: list[int]
-    leaving: list[int]
-    own_pieces: list[Piece]
+    own: Mask | None  # see ``Task``
+    gathers: bool  # see ``Task``
+    parts: list[Part]  # calls on the buffer, that with the most keys first
+    pieces: list[Piece]  # what the buffer consists of
+    places: list[slice]  # where each piece lies in what arrives, by rank
+    most: int  # keys that any rank has, which each sends to all where all go to all
+    sends: list[list[slice]]  # for each rank, which of this rank's keys are in that one's buffer
+    arriving: list[int]  # how many keys of the buffer are of each rank
+    leaving: list[int]  # how many of this rank's are in the buffer of each
+    own_pieces: list[Piece]  # this rank's keys, as pieces of themselves
 
     @property
     def keys(self) -> int:

@@ -88,14 +88,16 @@ class Run:
         return self.origin(row).roofs.get(kind or "") or self.roofs.get(kind or "")
 
 
+@dataclass
 class Journal:
-    """The rows of an unfinished run; each is on disk before the next case starts."""
+    """The rows of an unfinished run; each is on disk before the next case starts.
 
-    def __init__(self, path: Path) -> None:
-        """Start without rows; the first one replaces an older file."""
-        self.path = path
-        self.header: dict[str, Any] | None = None
-        self.rows: list[Row] = []
+    A new one starts without rows, and its first row replaces an older file.
+    """
+
+    path: Path
+    header: dict[str, Any] | None = None
+    rows: list[Row] = field(default_factory=list)
 
     @classmethod
     def resume(cls, path: Path) -> Journal:
@@ -107,17 +109,13 @@ class Journal:
         Raises:
             ValueError: a line other than the last is invalid.
         """
-        journal = cls(path)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = _whole(path, text)
-        if not lines:
-            return journal
-        journal.header, *journal.rows = lines
-        if not text.endswith("\n"):  # atomic: a second kill must not lose the file
+        if lines and not text.endswith("\n"):  # atomic: a second kill must not lose the file
             beside = path.with_suffix(".tmp")
             beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             beside.replace(path)
-        return journal
+        return cls(path, lines[0] if lines else None, lines[1:])
 
     def add(self, row: Row, samples: list[float], *, header: dict[str, Any]) -> None:
         """Append a row and its samples, unless the row has some; before the first, the header."""

@@ -35,6 +35,13 @@ def _attribute(holder: Any, name: str, values: tuple[object, ...] = ()) -> Switc
     return Switch(said, lambda: getattr(holder, name), lambda x: setattr(holder, name, x), values)
 
 
+def _pair(name: str, *values: object) -> Switch:
+    """Return the switch of which torch has a getter and a setter."""
+    return Switch(
+        f"the {name}", getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}"), values
+    )
+
+
 def _sdp(name: str) -> Switch:
     cuda = torch.backends.cuda
     return Switch(
@@ -88,26 +95,12 @@ def switches(device: torch.device) -> list[Switch]:
         ),
         Switch("Python's generator", random.getstate, random.setstate),
         Switch("numpy's generator", _numpy_generator),
-        Switch(
-            "the default dtype",
-            torch.get_default_dtype,
-            torch.set_default_dtype,
-            (torch.float32, torch.float64),
-        ),
-        Switch(
-            "the default device",
-            torch.get_default_device,
-            torch.set_default_device,
-        ),
+        _pair("default_dtype", torch.float32, torch.float64),
+        _pair("default_device"),
+        _pair("deterministic_debug_mode", *((0, 2) if device.type == "cpu" else (0,))),
+        _pair("num_threads", 1, 2),
         Switch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
         Switch("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-        Switch(
-            "deterministic algorithms",
-            torch.get_deterministic_debug_mode,
-            torch.set_deterministic_debug_mode,
-            (0, 2) if device.type == "cpu" else (0,),
-        ),
-        Switch("the number of threads", torch.get_num_threads, torch.set_num_threads, (1, 2)),
         _attribute(matmul, "fp32_precision", ("ieee", "tf32")),
         _attribute(matmul, "allow_fp16_reduced_precision_reduction", (True, False)),
         _attribute(matmul, "allow_bf16_reduced_precision_reduction", (True, False)),

@@ -9,7 +9,7 @@ verified. The gradient of a bias or of sinks is verified where it is that of a h
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,14 +28,14 @@ LAST = 2048  # queries that are verified of a longer problem
 Part = tuple[int, slice, slice, slice]  # a batch, its query heads, its key heads, the rows
 
 
+@dataclass
 class Verifier:
     """Verifies one implementation on one problem."""
 
-    def __init__(
-        self, impl: Impl, problem: Problem, device: torch.device, facts: dict[str, Any]
-    ) -> None:
-        """Hold on to the case; ``admit``, which comes next, fills in the facts."""
-        self.impl, self.problem, self.device, self.facts = impl, problem, device, facts
+    impl: Impl
+    problem: Problem
+    device: torch.device
+    facts: dict[str, Any]  # which ``admit`` fills in
 
     def admit(self, passes: str) -> str | None:
         """Note the facts; return the sentence that says why the case cannot be solved, or None."""

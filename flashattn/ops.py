@@ -390,5 +390,4 @@ def bind(
         how: as the operators take it.
         extras: as theirs.
     """
-    new = execute().bind_forward.__wrapped__  # ``attention`` keeps what this returns
-    return Prepared(new(given, _options(given[0][2], extras, *how)), how)
+    return Prepared(execute().bind_forward(given, _options(given[0][2], extras, *how)), how)

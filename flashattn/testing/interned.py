@@ -15,6 +15,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from flashattn.testing.operators import NAMES, fast_index, fast_operator
+
 # There is no public way to any of these.
 _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
 _BUILTIN = tl.core.full.__code__  # of the wrapper of every builtin
@@ -46,6 +48,7 @@ def intern_types() -> None:
     tl.block_type.__init__ = tl.pointer_type.__init__ = lambda *_, **__: None
     tl.block_type.to_ir = lambda self, _: self
     tl.tensor.__init__ = _init_tensor
+    TensorHandle.__init__ = _init_handle
     tl.tuple.__getitem__ = lambda self, i: self.values[i] if type(i) is int else _item(self, i)
     for module in (tl, tl.core):
         module._unwrap_if_constexpr = _unwrap_fast  # noqa: SLF001
@@ -53,6 +56,7 @@ def intern_types() -> None:
     interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # noqa: SLF001
     interpreter._patch_attr = _replace_builtin  # noqa: SLF001
     InterpreterBuilder.create_splat = _splat
+    InterpreterBuilder.create_make_range = _make_range
     TritonSemantic.make_tensor = staticmethod(tl.tensor)
     TritonSemantic.cast = _cast_unlike
     TritonSemantic.binary_op_type_checking_impl = _operands
@@ -88,6 +92,12 @@ def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
     return known
 
 
+def _init_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    handle.data, handle.dtype, handle.attr = data, dtype, attr or {}
+    if not _fits(data, dtype):
+        handle.__post_init__()  # says so
+
+
 def _init_tensor(tensor: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
     tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
     tensor.numel, tensor.shape = type.of_tensors
@@ -101,24 +111,36 @@ def _unwrap_fast(x: Any) -> Any:
 
 
 @cache
-def _interpreted(builtin: Any) -> Any:
-    """Return a builtin as the interpreter calls it."""
+def _interpreted(builtin: Any, name: str) -> Any:
+    """Return a builtin as the interpreter calls it; ``name`` is that of a method of tensors."""
     inner = builtin.__wrapped__ if getattr(builtin, "__code__", None) is _BUILTIN else builtin
 
     def call(*given: Any, **options: Any) -> Any:
         options["_semantic"] = _SEMANTIC
         return inner(*given, **options)
 
-    return call
+    if name in NAMES:
+        return fast_operator(name, call)
+    return fast_index(call) if name == "__getitem__" else call
 
 
 def _replace_builtin(owner: Any, name: str, builtin: Any, _: Any, scope: Any) -> None:
-    scope.set_attr(owner, name, _interpreted(builtin))
+    scope.set_attr(owner, name, _interpreted(builtin, name * (owner is tl.tensor)))
 
 
 def _fits(numbers: Any, dtype: Any) -> bool:
     """Return whether numpy's numbers are no wider than Triton's, or are pointers."""
     return numbers.itemsize <= _BYTES.get(dtype.name, numbers.itemsize)
+
+
+@cache
+def _range(start: int, stop: int) -> Any:
+    return np.arange(start, stop, dtype=np.int32)
+
+
+def _make_range(_: Any, wanted: Any, start: int, stop: int) -> Any:
+    del wanted
+    return TensorHandle(_range(start, stop), tl.int32)
 
 
 def _splat(_: Any, wanted: Any, x: Any) -> Any:

@@ -14,7 +14,13 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import (
+    GridExecutor,
+    InterpretedFunction,
+    InterpreterBuilder,
+    TensorHandle,
+)
 
 from flashattn.testing.interned import intern_types
 
@@ -55,6 +61,7 @@ def patch_interpreter() -> None:
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins(owner)  # now: a kernel that runs has replaced some
     GridExecutor.__call__ = _call_silently
+    InterpretedFunction.__call__ = _call_function
     InterpreterBuilder.cast_impl = _cast_exactly
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     interpreter._patch_builtin = _patch  # noqa: SLF001
@@ -122,7 +129,24 @@ def _languages(fn: Any) -> list[Any]:
 
 def _patch_once(fn: Any) -> Any:
     """Replace the language that a function knows, unless the kernel that calls it has done so."""
-    within = tl.tensor.__dict__["T"] is not _PLAIN_T  # a kernel, which restores it
-    if within and all(x.range is not _PLAIN[x] for x in _languages(fn)):
+    if _is_patched(fn):
         return interpreter._LangPatchScope()  # noqa: SLF001 - nothing to restore
     return _patch_language(fn)
+
+
+def _is_patched(fn: Any) -> bool:
+    """Return whether the kernel that calls a function has replaced the language that it knows."""
+    if tl.tensor.__dict__["T"] is _PLAIN_T:  # no kernel runs, which would restore it
+        return False
+    return all([language.range is not _PLAIN[language] for language in _languages(fn)])
+
+
+def _call_function(function: Any, *given: Any, **options: Any) -> Any:
+    """Call a jitted function that a kernel calls."""
+    if not _is_patched(function.fn):
+        _patch_language(function.fn)
+    called = function.rewritten_fn.get(function.fn) or function.rewrite()
+    try:
+        return called(*given, **options)
+    except Exception as error:
+        raise InterpreterError(repr(error)) from error

@@ -138,7 +138,7 @@ def _is_patched(fn: Any) -> bool:
     """Return whether the kernel that calls a function has replaced the language that it knows."""
     if tl.tensor.__dict__["T"] is _PLAIN_T:  # no kernel runs, which would restore it
         return False
-    return all([language.range is not _PLAIN[language] for language in _languages(fn)])
+    return all(language.range is not _PLAIN[language] for language in _languages(fn))
 
 
 def _call_function(function: Any, *given: Any, **options: Any) -> Any:

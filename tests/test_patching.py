@@ -229,10 +229,52 @@ def test_indices_are_tritons(sizes):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("pair", list(product(DTYPES, repeat=2)), ids=str)
 def test_casts_are_tritons(pair):
-    """The short way to another dtype is the long one."""
-    for sizes in ((), (2, 4)):
-        x = of_dtype(pair[0], *sizes)
-        assert alike(SEMANTIC.cast(x, pair[1]), interned._cast(SEMANTIC, x, pair[1]))
+    """The short way to another dtype is the long one, of numbers and of bits."""
+
+    def triton_does(*given):
+        return tl.cast(*given, _semantic=SEMANTIC)
+
+    fast = operators.fast_cast(triton_does)
+    for sizes, bitcast in product(((), (2, 4)), (False, True)):
+        x = drawn(pair[0], *sizes)
+        wanted = outcome(triton_does, x, pair[1], None, bitcast)
+        for _ in range(2):
+            y = outcome(fast, x, pair[1], None, bitcast)
+            assert y is wanted if isinstance(wanted, type) else alike(y, wanted)
+        assert bitcast or alike(wanted, interned._cast(SEMANTIC, x, pair[1]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [tl.float16, tl.float32])
+def test_products_are_tritons(dtype):
+    """So are products of tiles, which are added to others."""
+
+    def triton_does(*given):
+        return tl.dot(*given, _semantic=SEMANTIC)
+
+    fast = operators.fast_dot(triton_does)
+    a, b, acc = drawn(dtype, 16, 32), drawn(dtype, 32, 16), drawn(tl.float32, 16, 16)
+    for _ in range(2):
+        assert alike(fast(a, b, acc), triton_does(a, b, acc))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("start", [-3, 0, 2**31 - 8])
+def test_pointers_of_descriptors_are_tritons(start):
+    """So is what a tile of a descriptor reaches, at its tensor's edges and beyond 32 bits."""
+
+    def handle(x, dtype=tl.int64):
+        return interpreter.TensorHandle(np.array([x], interpreter._get_np_dtype(dtype)), dtype)
+
+    base = handle(1 << 40, tl.pointer_type(tl.bfloat16))
+    sizes, strides = [handle(x) for x in (3, 2**31, 60)], [handle(x) for x in (2**38, 64, 1)]
+    descriptor = interpreter.TensorDescHandle(base, sizes, strides, [1, 16, 64], None)
+    at = [handle(x, tl.int32) for x in (1, start, 8)]
+    for x, y in zip(
+        interned._pointers(descriptor, at), interned._triton_pointers(descriptor, at), strict=True
+    ):
+        assert (x.dtype, x.data.dtype) == (y.dtype, y.data.dtype)
+        assert np.array_equal(x.data, y.data)
 
 
 @pytest.mark.interpreter

@@ -18,7 +18,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
-INT32, FP32 = np.iinfo(np.int32), np.finfo(np.float32)
+LEAST, MOST = -(2**31), 2**31 - 1  # of int32
+FP32 = np.finfo(np.float32)
 WHOLE = slice(None)
 Compute = Callable[[Any, Any], Any]
 
@@ -42,12 +43,13 @@ class Plan(NamedTuple):
 def _in_32_bits(exact: Compute, many: Compute) -> Compute:
     """Return an operator of integers that says None where a result may not fit."""
 
-    def ends(x: Any) -> tuple[int, int]:
-        return (x.item(),) * 2 if x.size == 1 else (x.min().item(), x.max().item())
-
     def compute(x: Any, y: Any) -> Any:
-        found = [exact(a, b) for a in ends(x) for b in ends(y)]
-        return many(x, y) if INT32.min <= min(found) and max(found) <= INT32.max else None
+        if x.size == y.size == 1:
+            return many(x, y) if LEAST <= exact(x.item(), y.item()) <= MOST else None
+        a, b = x.min().item(), x.max().item()
+        c, d = (y.item(),) * 2 if y.size == 1 else (y.min().item(), y.max().item())
+        found = exact(a, c), exact(a, d), exact(b, c), exact(b, d)
+        return many(x, y) if min(found) >= LEAST and max(found) <= MOST else None
 
     return compute
 
@@ -84,6 +86,10 @@ _OF_DTYPE: dict[str, dict[str, Compute]] = {
     "int64": _INTEGERS | _NUMBERS,
     "fp32": _NUMBERS | {"truediv": np.divide},
 }
+_FLOATS = {"fp32", "fp64"}
+_NUMERIC = {*_FLOATS, *tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES}
+CASTS = {(a, b) for a in _NUMERIC for b in (_NUMERIC | {"fp16", "bf16"}) - {"int1"}}
+CASTS |= {("fp16", "fp32"), ("bf16", "fp32")}  # all that take no detour
 _NAMES = {name: (name, False) for found in _OF_DTYPE.values() for name in found}
 NAMES = {f"__{r}{name}__": (name, bool(r)) for name in _NAMES for r in ("", "r")}
 
@@ -100,7 +106,7 @@ def fast_operator(name: str, triton: Compute) -> Compute:
             kind = type(b)
         if kind is tl.tensor:
             key = a.type, b.type
-        elif (kind is int and INT32.min <= b <= INT32.max) or (kind is float and _in_fp32(b)):
+        elif (kind is int and LEAST <= b <= MOST) or (kind is float and _in_fp32(b)):
             key = a.type, kind
         else:
             return triton(a, b)
@@ -161,5 +167,53 @@ def fast_index(triton: Compute) -> Compute:
         if key not in plans:
             plans[key] = triton(x, at).type
         return tl.tensor(TensorHandle(x.handle.data[keys], x.handle.dtype), plans[key])
+
+    return call
+
+
+def fast_cast(triton: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, or a method of tensors, that casts as Triton's does."""
+    plans: dict[Any, Any] = {}
+
+    def call(x: Any, dtype: Any, rounding: Any = None, *how: Any, **others: Any) -> Any:
+        wanted = dtype.value if type(dtype) is tl.constexpr else dtype
+        bitcast = how[0] if how else others.pop("bitcast", False)
+        if type(x) is not tl.tensor or rounding is not None or others or len(how) > 1:
+            return triton(x, wanted, rounding, bitcast, *how[1:], **others)
+        key = x.type, wanted, bitcast
+        if key not in plans:
+            result = triton(x, wanted, rounding, bitcast)
+            sizes = {y.primitive_bitwidth for y in (x.dtype, wanted)}
+            simple = len(sizes) == 1 if bitcast else (x.dtype.name, wanted.name) in CASTS
+            numpy = interpreter._get_np_dtype(wanted)  # noqa: SLF001
+            plans[key] = (result.type, numpy) if simple else None
+            return result
+        if plans[key] is None:
+            return triton(x, wanted, rounding, bitcast)
+        type_, numpy = plans[key]
+        if bitcast:
+            return tl.tensor(TensorHandle(x.handle.data.view(numpy), wanted), type_)
+        return tl.tensor(_SEMANTIC.builder.cast_impl(x.handle, wanted), type_)
+
+    return call
+
+
+def fast_dot(triton: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that multiplies matrices as Triton's does."""
+    plans: dict[Any, Any] = {}
+
+    def call(a: Any, b: Any, acc: Any = None, *rest: Any, **options: Any) -> Any:
+        if type(acc) is not tl.tensor or rest or options:
+            return triton(a, b, acc, *rest, **options)
+        key = a.type, b.type, acc.type
+        if key not in plans:
+            result = triton(a, b, acc)
+            plans[key] = {x.dtype for x in (a, b, acc)} == {tl.float32} and result.type
+            return result
+        if not plans[key]:
+            return triton(a, b, acc)
+        product = np.matmul(a.handle.data, b.handle.data)
+        product += acc.handle.data
+        return tl.tensor(TensorHandle(product, tl.float32), plans[key])
 
     return call

@@ -212,8 +212,7 @@ def fast_dot(triton: Callable[..., Any]) -> Callable[..., Any]:
             return result
         if not plans[key]:
             return triton(a, b, acc)
-        product = np.matmul(a.handle.data, b.handle.data)
-        product += acc.handle.data
-        return tl.tensor(TensorHandle(product, tl.float32), plans[key])
+        handles = (x.handle for x in (a, b, acc))
+        return tl.tensor(_SEMANTIC.builder.create_dot(*handles, None, 0), plans[key])
 
     return call

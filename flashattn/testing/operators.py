@@ -21,6 +21,7 @@ _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
 LEAST, MOST = -(2**31), 2**31 - 1  # of int32
 FP32 = np.finfo(np.float32)
 WHOLE = slice(None)
+BF16_BITS = 16  # fewer than fp32 has
 Compute = Callable[[Any, Any], Any]
 
 
@@ -171,6 +172,21 @@ def fast_index(triton: Compute) -> Compute:
     return call
 
 
+def _from_bf16(data: Any) -> Any:
+    return (data.astype(np.uint32) << BF16_BITS).view(np.float32)
+
+
+def _to_bf16(data: Any) -> Any:
+    bits = np.ascontiguousarray(data).view(np.uint32)
+    even = bits >> BF16_BITS & 1
+    nearest = bits + (even + ((1 << BF16_BITS - 1) - 1)).astype(np.uint32)
+    quiet = bits | np.uint32(1 << 22)
+    return (np.where(np.isnan(data), quiet, nearest) >> BF16_BITS).astype(np.uint16)
+
+
+EXACT_CASTS = {("bf16", "fp32"): _from_bf16, ("fp32", "bf16"): _to_bf16}
+
+
 def fast_cast(triton: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function, or a method of tensors, that casts as Triton's does."""
     plans: dict[Any, Any] = {}
@@ -180,22 +196,31 @@ def fast_cast(triton: Callable[..., Any]) -> Callable[..., Any]:
         bitcast = how[0] if how else others.pop("bitcast", False)
         if type(x) is not tl.tensor or rounding is not None or others or len(how) > 1:
             return triton(x, wanted, rounding, bitcast, *how[1:], **others)
+        if x.dtype is wanted:
+            return x
         key = x.type, wanted, bitcast
         if key not in plans:
             result = triton(x, wanted, rounding, bitcast)
-            sizes = {y.primitive_bitwidth for y in (x.dtype, wanted)}
-            simple = len(sizes) == 1 if bitcast else (x.dtype.name, wanted.name) in CASTS
-            numpy = interpreter._get_np_dtype(wanted)  # noqa: SLF001
-            plans[key] = (result.type, numpy) if simple else None
+            plans[key] = _cast_plan(x.dtype, wanted, bitcast=bitcast), result.type
             return result
-        if plans[key] is None:
+        cast, type_ = plans[key]
+        if cast is None:
             return triton(x, wanted, rounding, bitcast)
-        type_, numpy = plans[key]
-        if bitcast:
-            return tl.tensor(TensorHandle(x.handle.data.view(numpy), wanted), type_)
-        return tl.tensor(_SEMANTIC.builder.cast_impl(x.handle, wanted), type_)
+        return tl.tensor(TensorHandle(cast(x.handle.data), wanted), type_)
 
     return call
+
+
+def _cast_plan(old: Any, new: Any, *, bitcast: bool) -> Callable[[Any], Any] | None:
+    """Return how numbers become those of another dtype, or None where it is not that simple."""
+    numpy = interpreter._get_np_dtype(new)  # noqa: SLF001
+    if bitcast:
+        same = old.primitive_bitwidth == new.primitive_bitwidth
+        return (lambda data: data.view(numpy)) if same else None
+    exact = EXACT_CASTS.get((old.name, new.name))
+    if exact or (old.name, new.name) not in CASTS:
+        return exact
+    return lambda data: data.astype(numpy)
 
 
 def fast_dot(triton: Callable[..., Any]) -> Callable[..., Any]:

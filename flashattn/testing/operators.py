@@ -1,4 +1,4 @@
-"""Operators of Triton's tensors, as its interpreter calls them, in a third of the time.
+"""Operators of Triton's tensors, as its interpreter calls them, without detours.
 
 Triton casts two operands, copies each to the shape of the result, and lets numpy compute it. Which
 steps these are depends on types alone. So Triton's own operator is called once for each pair of

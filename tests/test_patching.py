@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from itertools import permutations, product
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from flashattn.testing import interned, patching
+from flashattn.testing import interned, operators, patching
 
 
 def replaced(patch, owner):
@@ -143,7 +144,7 @@ def of_dtype(dtype, *sizes):
 def alike(a, b):
     """Return whether two tensors are the same, in their types and in their numbers."""
     same = a.type == b.type and (a.handle.data.shape, a.dtype) == (b.handle.data.shape, b.dtype)
-    return same and (a.handle.data == b.handle.data).all()
+    return same and np.array_equal(a.handle.data, b.handle.data, equal_nan=a.dtype.is_floating())
 
 
 @pytest.mark.interpreter
@@ -166,13 +167,114 @@ def test_operands_become_what_triton_makes_of_them(first, second):
             assert all(map(alike, interned._operands(SEMANTIC, a, b), wanted))
 
 
+def drawn(dtype, *sizes):
+    """Return a tensor of small numbers, of which few are 0; pointers are numbers, too."""
+    numbers = np.random.default_rng(len(sizes)).integers(-9, 9, sizes or 1)
+    data = numbers.astype(interpreter._get_np_dtype(dtype))
+    handle = interpreter.TensorHandle(data, dtype)
+    return tl.tensor(handle, tl.block_type(dtype, list(sizes)) if sizes else dtype)
+
+
+def outcome(function, *given):
+    """Return what a function returns, or the kind of its error."""
+    try:
+        return function(*given)
+    except Exception as error:  # noqa: BLE001 - whatever Triton raises
+        return type(error)
+
+
+OPERANDS = *DTYPES, tl.pointer_type(tl.float32), tl.pointer_type(tl.int1)
+PAIRS = list(product(OPERANDS, repeat=2))
+NUMBERS = (3, -3, 0, True, 3.5, 0.0, float("inf"), float("nan"), 1e-40, 2**40, tl.constexpr(2))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", operators.NAMES)
+def test_operators_are_tritons(name):
+    """The short way to a result is the long one, for each pair of types and kind of shapes."""
+    method, block = getattr(tl.tensor, name), (2, 4)
+    shapes = ((), ()), ((), block), (block, ()), ((2, 1), (1, 4)), ((4,), block), (block, block)
+
+    def triton_does(a, b):
+        return method(a, b, _semantic=SEMANTIC)
+
+    fast = operators.fast_operator(name, triton_does)
+    operands = [(drawn(x, *one), drawn(y, *two)) for x, y in PAIRS for one, two in shapes]
+    operands += [(drawn(x, *one), y) for x in OPERANDS for one in ((), block) for y in NUMBERS]
+    with np.errstate(all="ignore"):
+        for a, b in operands:
+            wanted, *found = (outcome(f, a, b) for f in (triton_does, fast, fast))
+            for x in found:
+                assert x is wanted if isinstance(wanted, type) else alike(x, wanted)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("sizes", [(), (4,), (2, 4)])
+def test_indices_are_tritons(sizes):
+    """So are indices that insert dimensions, and those that are refused."""
+
+    def triton_does(x, at):
+        return tl.tensor.__getitem__(x, at, _semantic=SEMANTIC)
+
+    fast, x = operators.fast_index(triton_does), drawn(tl.int32, *sizes)
+    whole, indices = slice(None), []
+    for keys in product((None, whole, slice(0, 2), 0), repeat=3):
+        indices += [keys, keys[:2], keys[0]]
+    for at in indices:
+        wanted, *found = (outcome(f, x, at) for f in (triton_does, fast, fast))
+        for y in found:
+            assert y is wanted if isinstance(wanted, type) else alike(y, wanted)
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("pair", list(product(DTYPES, repeat=2)), ids=str)
 def test_casts_are_tritons(pair):
-    """The short way to another dtype is the long one."""
-    for sizes in ((), (2, 4)):
-        x = of_dtype(pair[0], *sizes)
-        assert alike(SEMANTIC.cast(x, pair[1]), interned._cast(SEMANTIC, x, pair[1]))
+    """The short way to another dtype is the long one, of numbers and of bits."""
+
+    def triton_does(*given):
+        return tl.cast(*given, _semantic=SEMANTIC)
+
+    fast = operators.fast_cast(triton_does)
+    for sizes, bitcast in product(((), (2, 4)), (False, True)):
+        x = drawn(pair[0], *sizes)
+        wanted = outcome(triton_does, x, pair[1], None, bitcast)
+        for _ in range(2):
+            y = outcome(fast, x, pair[1], None, bitcast)
+            assert y is wanted if isinstance(wanted, type) else alike(y, wanted)
+        assert bitcast or alike(wanted, interned._cast(SEMANTIC, x, pair[1]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [tl.float16, tl.float32])
+def test_products_are_tritons(dtype):
+    """So are products of tiles, which are added to others."""
+
+    def triton_does(*given):
+        return tl.dot(*given, _semantic=SEMANTIC)
+
+    fast = operators.fast_dot(triton_does)
+    a, b, acc = drawn(dtype, 16, 32), drawn(dtype, 32, 16), drawn(tl.float32, 16, 16)
+    for _ in range(2):
+        assert alike(fast(a, b, acc), triton_does(a, b, acc))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("start", [-3, 0, 2**31 - 8])
+def test_pointers_of_descriptors_are_tritons(start):
+    """So is what a tile of a descriptor reaches, at its tensor's edges and beyond 32 bits."""
+
+    def handle(x, dtype=tl.int64):
+        return interpreter.TensorHandle(np.array([x], interpreter._get_np_dtype(dtype)), dtype)
+
+    base = handle(1 << 40, tl.pointer_type(tl.bfloat16))
+    sizes, strides = [handle(x) for x in (3, 2**31, 60)], [handle(x) for x in (2**38, 64, 1)]
+    descriptor = interpreter.TensorDescHandle(base, sizes, strides, [1, 16, 64], None)
+    at = [handle(x, tl.int32) for x in (1, start, 8)]
+    for x, y in zip(
+        interned._pointers(descriptor, at), interned._triton_pointers(descriptor, at), strict=True
+    ):
+        assert (x.dtype, x.data.dtype) == (y.dtype, y.data.dtype)
+        assert np.array_equal(x.data, y.data)
 
 
 @pytest.mark.interpreter

@@ -88,10 +88,15 @@ def shares_bias(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
 
 
 def tma_stores(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
-    """Return whether TMA can store dS, in q's dtype and aligned rows, as the gradient of a bias."""
+    """Return whether TMA can store dS, in q's dtype and aligned rows, as the gradient of a bias.
+
+    With a softcap dS has its slope, which that gradient has not.
+    """
     bias = options.bias
     if bias is None or not options.bias_grad:
         return True
+    if options.softcap is not None:
+        return False
     return bias.dtype == q.dtype and k.shape[2] * bias.dtype.itemsize % ALIGNMENT == 0
 
 

@@ -13,19 +13,28 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorDescHandle, TensorHandle
+
+from flashattn.problem import ALIGNMENT
+from flashattn.testing.operators import (
+    CASTS,
+    NAMES,
+    fast_cast,
+    fast_dot,
+    fast_index,
+    fast_operator,
+)
 
 # There is no public way to any of these.
 _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
 _BUILTIN = tl.core.full.__code__  # of the wrapper of every builtin
 _PLAIN = {int, float, bool, str, type(None), tl.dtype, tl.pointer_type, tl.block_type, tl.tensor}
-_NUMBERS = {"fp32", "fp64", *tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES}
-_CASTS = {(a, b) for a in _NUMBERS for b in (_NUMBERS | {"fp16", "bf16"}) - {"int1"}}
-_CASTS |= {("fp16", "fp32"), ("bf16", "fp32")}  # all that take no detour
 _make_block, _make_pointer = tl.block_type.__init__, tl.pointer_type.__init__
 _unwrap = tl.core._unwrap_if_constexpr  # noqa: SLF001
 _item = tl.tuple.__getitem__
 _cast, _broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
+_make_tensor = TritonSemantic.to_tensor
+_triton_pointers = TensorDescHandle.materialize_pointers
 _find_operands = TritonSemantic.binary_op_type_checking_impl
 _BYTES = {
     name: max(8, tl.dtype(name).primitive_bitwidth) // 8
@@ -33,6 +42,7 @@ _BYTES = {
 }
 _TYPES: dict[Any, Any] = {x.name: x for x in vars(tl).values() if type(x) is tl.dtype}
 _OPERANDS: dict[Any, tuple[Any, Any]] = {}
+_FAST = {"__getitem__": fast_index, "to": fast_cast, "cast": fast_cast, "dot": fast_dot}
 
 
 def intern_types() -> None:
@@ -46,6 +56,7 @@ def intern_types() -> None:
     tl.block_type.__init__ = tl.pointer_type.__init__ = lambda *_, **__: None
     tl.block_type.to_ir = lambda self, _: self
     tl.tensor.__init__ = _init_tensor
+    TensorHandle.__init__ = _init_handle
     tl.tuple.__getitem__ = lambda self, i: self.values[i] if type(i) is int else _item(self, i)
     for module in (tl, tl.core):
         module._unwrap_if_constexpr = _unwrap_fast  # noqa: SLF001
@@ -53,14 +64,22 @@ def intern_types() -> None:
     interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # noqa: SLF001
     interpreter._patch_attr = _replace_builtin  # noqa: SLF001
     InterpreterBuilder.create_splat = _splat
+    InterpreterBuilder.create_make_range = _make_range
     TritonSemantic.make_tensor = staticmethod(tl.tensor)
+    TritonSemantic.to_tensor = _to_tensor
+    TensorDescHandle.materialize_pointers = _pointers
     TritonSemantic.cast = _cast_unlike
     TritonSemantic.binary_op_type_checking_impl = _operands
     TritonSemantic.broadcast_impl_value = _broadcast_unlike
 
 
 def _equal(compare: Any) -> Any:
-    return lambda self, other: self is other or compare(self, other)
+    def equal(self: Any, other: Any) -> bool:
+        if self is other or type(self) is type(other) is tl.dtype:
+            return self is other
+        return bool(compare(self, other))
+
+    return equal
 
 
 def _dtype(cls: type, name: Any) -> Any:
@@ -88,6 +107,12 @@ def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
     return known
 
 
+def _init_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    handle.data, handle.dtype, handle.attr = data, dtype, attr or {}
+    if data.itemsize > _BYTES.get(dtype.name, 8):
+        handle.__post_init__()  # says so
+
+
 def _init_tensor(tensor: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
     tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
     tensor.numel, tensor.shape = type.of_tensors
@@ -101,24 +126,36 @@ def _unwrap_fast(x: Any) -> Any:
 
 
 @cache
-def _interpreted(builtin: Any) -> Any:
-    """Return a builtin as the interpreter calls it."""
+def _interpreted(builtin: Any, name: str) -> Any:
+    """Return the builtin of that name as the interpreter calls it."""
     inner = builtin.__wrapped__ if getattr(builtin, "__code__", None) is _BUILTIN else builtin
 
     def call(*given: Any, **options: Any) -> Any:
         options["_semantic"] = _SEMANTIC
         return inner(*given, **options)
 
-    return call
+    if name in NAMES:
+        return fast_operator(name, call)
+    return _FAST[name](call) if name in _FAST else call
 
 
 def _replace_builtin(owner: Any, name: str, builtin: Any, _: Any, scope: Any) -> None:
-    scope.set_attr(owner, name, _interpreted(builtin))
+    scope.set_attr(owner, name, _interpreted(builtin, name))
 
 
 def _fits(numbers: Any, dtype: Any) -> bool:
     """Return whether numpy's numbers are no wider than Triton's, or are pointers."""
     return numbers.itemsize <= _BYTES.get(dtype.name, numbers.itemsize)
+
+
+@cache
+def _range(start: int, stop: int) -> Any:
+    return np.arange(start, stop, dtype=np.int32)
+
+
+def _make_range(_: Any, wanted: Any, start: int, stop: int) -> Any:
+    del wanted
+    return TensorHandle(_range(start, stop), tl.int32)
 
 
 def _splat(_: Any, wanted: Any, x: Any) -> Any:
@@ -128,12 +165,32 @@ def _splat(_: Any, wanted: Any, x: Any) -> Any:
     return TensorHandle(block, dtype)
 
 
+def _to_tensor(semantic: Any, x: Any, check_type: Any = True) -> Any:  # noqa: FBT002 - Triton's
+    return x if type(x) is tl.tensor else _make_tensor(semantic, x, check_type)
+
+
+def _pointers(descriptor: Any, offsets: Any) -> tuple[Any, Any]:
+    """Return the pointers of a tile of a descriptor, and which of them are within its tensor."""
+    dtype, rank = descriptor.base.dtype, descriptor.ndim
+    size = dtype.element_ty.primitive_bitwidth // 8
+    if offsets[-1].data.item() * size % ALIGNMENT:
+        raise AssertionError("block offset start must be 16-byte aligned")
+    pointers, within = descriptor.base.data, np.True_
+    for dim, length in enumerate(descriptor.block_shape):
+        at = offsets[dim].data.astype(np.int64) + _range(0, length)
+        inside = (at >= 0) & (at < descriptor.shape[dim].data)
+        at = (size * at * descriptor.strides[dim].data).astype(np.uint64)
+        form = (length,) + (1,) * (rank - 1 - dim)
+        pointers, within = pointers + at.reshape(form), within & inside.reshape(form)
+    return TensorHandle(pointers, dtype.scalar), TensorHandle(within, tl.int1)
+
+
 def _cast_unlike(semantic: Any, x: Any, wanted: Any, rounding: Any = None) -> Any:
     """Cast, unless x is of that dtype."""
     old, new = x.dtype, wanted.scalar
     if old is new:
         return x
-    if rounding is None and (old.name, new.name) in _CASTS:
+    if rounding is None and (old.name, new.name) in CASTS:
         dtype = _block_type(tl.block_type, new, x.type.sizes) if x.type.is_block() else new
         return tl.tensor(semantic.builder.cast_impl(x.handle, new), dtype)
     return _cast(semantic, x, wanted, rounding)

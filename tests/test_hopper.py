@@ -265,14 +265,14 @@ def test_biases(device, head_dim, mask):
         verify(attend, Sample(problem=problem, device=device, grad=head_dim <= 128, seed=seed))
 
 
-@pytest.mark.parametrize("seq_kv", [300, 304])
+@pytest.mark.parametrize(("seq_kv", "softcap"), [(300, None), (304, None), (304, 5.0)])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @on_hopper
-def test_a_learned_bias(device, mask, seq_kv):
-    """Its gradient is stored by TMA where rows allow that; where not, "auto" is portable."""
+def test_a_learned_bias(device, mask, seq_kv, softcap):
+    """TMA stores its gradient where rows and scores allow that; where not, "auto" is portable."""
     how = {"heads": 120, "seq_q": 300, "seq_kv": seq_kv, "dtype": "bfloat16", "bias": "1hts"}
-    problem = Problem(**how, head_dim=128, causal=mask == "causal")
-    specs, stored = [TensorSpec.of(x) for x in make_inputs(problem)], seq_kv % 8 == 0
+    problem = Problem(**how, head_dim=128, causal=mask == "causal", softcap=softcap)
+    specs, stored = [TensorSpec.of(x) for x in make_inputs(problem)], seq_kv == 304 and not softcap
     auto, asked = (choose(problem, specs, H200, family=x).backward for x in ("auto", "hopper"))
     assert (auto.kernel, asked.kernel) == ("sm90" if stored else "portable", "sm90")
     assert (asked.dbias is None) == stored

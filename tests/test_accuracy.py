@@ -23,6 +23,7 @@ from flashattn.testing.accuracy import (
     run,
     run_reference,
 )
+from flashattn.testing.stored import of_two_sums
 
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=70, head_dim=32, causal=True, dtype="bfloat16")
 SAMPLE = Sample(problem=PROBLEM, scale=0.2)
@@ -115,6 +116,21 @@ def test_any_order_of_a_sum_is_naive():
         assert_accurate(
             lambda q, k, v: in_turn(q, (k.view(torch.int32) & -64).view(torch.float32), v), asked
         )
+
+
+@pytest.mark.parametrize("length", [16, 64, 256])
+@pytest.mark.parametrize("sign", [torch.clone, torch.abs], ids=["any", "one"])
+def test_two_sums_of_a_score(sign, length):
+    """Sums from the first term and from the last differ by what budgets say, and little less.
+
+    Where terms have one sign, that is three to ten times as much as where they have not.
+    """
+    terms = sign(torch.randn(10_000, length, generator=torch.Generator().manual_seed(0)))
+    forward, back = sum(terms.T), sum(terms.T.flip(0))
+    exact = terms.double()
+    eps = of_two_sums(exact.sum(1), exact.square().sum(1), length) * torch.finfo(torch.float32).eps
+    spread = ((forward - back).double() / eps).square().mean().sqrt()
+    assert 1 / 6 < spread < 12**-0.5  # a deviation, of which budgets have 3.5
 
 
 def test_scores_one_by_one_are_the_references():

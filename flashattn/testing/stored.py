@@ -17,10 +17,15 @@ independent between rows::
 
 These matter where naive is exact: with one key, its P is 1 and its dS 0.
 
-The backward sums S in another order than forward, whose S lse has, and a score is as wrong as the
-sums that b is made of: P changes by the factor 1 + c, c = scale * root(D + 2) * eps32 * |q * k|,
-another number for each score. So scores are carried as independent: dk and dv have a^2 + c^2 in
-place of a^2, and dq has one term more::
+The backward sums S in another order than forward, whose S lse has, and a score is as wrong as such
+sums: P changes by the factor 1 + c, another number for each score. What a score sums up to is
+known. On the way there the running sum's square is S^2 / 3 + (scale * |q * k|)^2 / 6 on average, as
+that of a Brownian bridge: where all terms have one sign, it is nearly all of the first. So::
+
+    c = root(2 * ((1 + D / 6) * (scale * |q * k|) ** 2 + D / 3 * S ** 2)) * eps32
+
+Scores are carried as independent: dk and dv have a^2 + c^2 in place of a^2, and dq has one term
+more::
 
     scale * root of (P * c * (dP - delta)) ** 2 @ (K ** 2)
 
@@ -51,10 +56,10 @@ queries of -p * delta, p = exp(sink - lse)::
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
 The scores that share an element may all be alike, so their c are added up as they are; they are
-four times as large where the terms of a score have one sign, too (see below). Where the keys of a
-row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where rows
-do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and a *
-|dsink|.
+four times as large where the terms of a score are equal, and so are rounded alike. Where the keys
+of a row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where
+rows do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and
+a * |dsink|.
 
 Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
 of the ratio larger, and divided by it.
@@ -69,7 +74,7 @@ from flashattn.score import Terms
 from flashattn.testing.sample import Case, Outputs
 
 TF32_STEP = 8  # terms that a tensor core adds at once
-ONE_SIGN = 4  # how much more wrong a sum may be whose terms have one sign
+EQUAL_TERMS = 4  # how much more wrong a sum of them may be
 
 
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
@@ -107,7 +112,7 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     summed = (q.shape[-1] + 2) ** 0.5 + truncated
     b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
     t = uncapped.abs() * truncated / 3
-    c = abs(case.scale) * (q.shape[-1] + 2) ** 0.5 * (q.square() @ k.square().mT).sqrt()
+    c = of_two_sums(uncapped, case.scale**2 * (q.square() @ k.square().mT), q.shape[-1])
     off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
     if case.problem.added:
         off = torch.hypot(off, sizes * accumulated.eps)
@@ -128,6 +133,11 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
         found["dsink"] = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
     alike = a.max() if a.numel() else 0.0
     return found | {n: found[n] + alike * exact[n].abs() for n in ("dbias", "dsink") if n in found}
+
+
+def of_two_sums(scores: torch.Tensor, squares: torch.Tensor, length: int) -> torch.Tensor:
+    """Return by how many eps scores of ``length`` terms differ, whose squares add up to squares."""
+    return (2 * ((1 + length / 6) * squares + length / 3 * scores.square())).sqrt()
 
 
 def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,4 +182,4 @@ def _of_bias(
     whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
     terms.add_gradient(squares, carried.square().expand_as(p), *whole)
     terms.add_gradient(alike, p * dp.abs() * off, *whole)
-    return squares.sqrt() + ONE_SIGN * alike
+    return squares.sqrt() + EQUAL_TERMS * alike

@@ -175,13 +175,32 @@ def flash_attn_varlen_func(
     not checked (see ``resolve.check_documents``). Tokens in no document, and those that are not
     used, have out = 0, softmax_lse = -inf, and pass no gradient.
 
-    q is [total_q, nheads, headdim], k is [total_k, nheads_k, headdim], and v is [total_k, nheads_k,
-    headdim_v]. ``cu_seqlens_q`` are integers [documents + 1], from 0, never falling, up to total_q
-    at most, and ``cu_seqlens_k`` likewise, up to total_k. ``seqused_q`` are integers [documents],
-    how many queries of each document are used, the first ones; the last of them stands at the last
-    key that is used. ``seqused_k`` are likewise of the keys. The longest lengths are ignored. All
-    others are as in ``flash_attn_func``, where a mask is that of each document by itself, but
-    ``alibi_slopes``, ``block_table`` and ``page_table``, which must be None.
+    Args:
+        q: [total_q, nheads, headdim].
+        k: [total_k, nheads_k, headdim].
+        v: [total_k, nheads_k, headdim_v].
+        cu_seqlens_q: integers [documents + 1], from 0, never falling, up to total_q at most.
+        cu_seqlens_k: likewise, up to total_k.
+        max_seqlen_q: ignored.
+        max_seqlen_k: ignored.
+        dropout_p: see ``flash_attn_func``.
+        softmax_scale: likewise.
+        causal: likewise, in each document by itself.
+        window_size: likewise.
+        softcap: likewise.
+        alibi_slopes: None.
+        deterministic: likewise.
+        return_attn_probs: likewise.
+        block_table: None.
+        seqused_q: integers [documents], how many queries of each document are used, the first ones;
+            the last of them stands at the last key that is used. None is all.
+        seqused_k: likewise of the keys.
+        page_table: None.
+        learnable_sink: see ``flash_attn_func``.
+        score_mod: None.
+        mask_mod: None.
+        block_sparse_tensors: None.
+        return_lse: see ``flash_attn_func``.
 
     Returns:
         out [total_q, nheads, headdim], contiguous; softmax_lse [nheads, total_q]; S_dmask None.

@@ -38,14 +38,28 @@ def flash_attn_with_kvcache(
     Query i of a sequence stands at key i + length - seqlen_q, where its length counts the new keys.
     There are no gradients. Lengths lie on the device, and the host does not wait for them.
 
-    q is [batch, seqlen_q, nheads, headdim]. The caches are [batch_cache, seqlen_cache, nheads_k,
-    headdim], and what is behind a length may be NaN. k and v [batch, seqlen_new, nheads_k, headdim]
-    are written behind ``cache_seqlens`` keys, how many each sequence has before, an int or integers
-    [batch]; None is the whole cache. ``cache_batch_idx`` [batch] says where in the cache each
-    sequence lies; what is read is copied then. ``cache_leftpad`` [batch] is the first key of each
-    sequence; None is 0. ``rotary_interleaved`` is ignored, as nothing is rotated, and so is
-    ``num_splits``: how many programs share the keys is for us to choose. ``return_softmax_lse``
-    asks for (out, softmax_lse), and all others are as in ``flash_attn_func``.
+    Args:
+        q: [batch, seqlen_q, nheads, headdim].
+        k_cache: [batch_cache, seqlen_cache, nheads_k, headdim]; what is behind a length may be NaN.
+        v_cache: likewise.
+        k: [batch, seqlen_new, nheads_k, headdim], written behind ``cache_seqlens`` keys; or None.
+        v: likewise.
+        rotary_cos: None.
+        rotary_sin: None.
+        cache_seqlens: how many keys each sequence has before the new ones, an int or integers
+            [batch]; None is the whole cache.
+        cache_batch_idx: integers [batch], where in the cache each sequence lies; what is read is
+            copied then. None is its own number.
+        cache_leftpad: integers [batch], the first key of each sequence; None is 0.
+        block_table: None.
+        softmax_scale: see ``flash_attn_func``.
+        causal: likewise.
+        window_size: likewise.
+        softcap: likewise.
+        rotary_interleaved: ignored, as nothing is rotated.
+        alibi_slopes: None.
+        num_splits: ignored: how many programs share the keys is for us to choose.
+        return_softmax_lse: return (out, softmax_lse).
 
     Returns:
         out [batch, seqlen_q, nheads, headdim]; softmax_lse [batch, nheads, seqlen_q] in fp32.

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# numpy's library reads this when it is loaded. Tests multiply small matrices, and its threads wait
-# for one another: with two of them the product of two tiles takes four times the processor time.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 import hypothesis
 import pytest
 import torch

@@ -36,7 +36,7 @@ def shifted(bias: TensorSpec) -> TensorSpec:
 def line(bias: TensorSpec) -> TensorSpec:
     """Return what Hopper's kernels read a relative bias from: fp32 amid zeros, dense."""
     batch, heads, size = bias.shape
-    shape = torch.Size((batch, heads, cdiv(size + 2 * MARGIN, 2 * VECTOR) * 2 * VECTOR))
+    shape = torch.Size((batch, heads, 1, cdiv(size + 2 * MARGIN, 2 * VECTOR) * 2 * VECTOR))
     strides = dense_strides(shape)
     return bias._replace(shape=shape, strides=strides, dtype=torch.float32, offset=0)
 

@@ -53,6 +53,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses is None and option.dist == "no" and _folders(config):
         option.numprocesses = "auto"
     if option.numprocesses:
+        # Threads of numpy's library wait for one another: tests multiply small matrices.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         option.dist = "load" if option.dist == "no" else option.dist
         option.maxschedchunk = option.maxschedchunk or CHUNK
         option.benchmark_disable = True  # else pytest-benchmark warns that workers disable it

@@ -153,7 +153,7 @@ def bias_strides(lies: ScoreLayout, options: Options) -> tuple[int | None, ...] 
         return None
     if not is_relative(options.bias):
         return lies.batch, lies.head, lies.query, lies.key, None
-    (batch, heads, length), strides = line(options.bias).shape, line(options.bias).strides
+    (batch, heads, _, length), strides = line(options.bias).shape, line(options.bias).strides
     return strides[0] if batch > 1 else None, strides[1] if heads > 1 else None, None, None, length
 
 
@@ -171,15 +171,8 @@ def line_step(options: Options) -> list[Step]:
     bias = options.bias
     if bias is None or not is_relative(bias):
         return []
-    batch, heads, length = line(bias).shape
     factor = 1.0 if options.softcap else 1 / options.scale
-    launch = Launch(
-        relative.flashattn_shift,
-        batch * heads * cdiv(length, relative.BLOCK),
-        (bias.strides, heads, bias.shape[-1], length, factor),
-        {"COPIES": 1, "FRONT": MARGIN, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
-    )
-    return [Step(launch, ("bias", "bias_line"))]
+    return [Step(relative.shift(bias, line(bias), MARGIN, factor), ("bias", "bias_line"))]
 
 
 def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) -> list[Step]:

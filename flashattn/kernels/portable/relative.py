@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
+from flashattn.kernels.launch import Launch
+from flashattn.plan.spec import TensorSpec
+from flashattn.plan.splits import cdiv
 
 BLOCK, WARPS = 512, 4  # elements of a copy that a program fills
 
@@ -55,6 +58,19 @@ def flashattn_shift(
         x = x.to(tl.float32) * factor
     to = shifted + (tl.cast(row, tl.int64) * COPIES + copies) * length + at
     tl.store(to, x, mask=at < length)
+
+
+def shift(
+    bias: TensorSpec, shifted: TensorSpec, front: int = 0, factor: float | None = None
+) -> Launch:
+    """Return the launch of that kernel."""
+    batch, heads, count, length = shifted.shape
+    return Launch(
+        flashattn_shift,
+        batch * heads * cdiv(length, BLOCK),
+        (bias.strides, heads, bias.shape[-1], length, factor),
+        {"COPIES": count, "FRONT": front, "BLOCK": BLOCK, "num_warps": WARPS},
+    )
 
 
 @triton.jit

@@ -138,14 +138,7 @@ def copies(options: Options) -> list[Step]:
     bias = options.bias
     if bias is None or not is_relative(bias):
         return []
-    batch, heads, count, length = shifted(bias).shape
-    launch = Launch(
-        relative.flashattn_shift,
-        batch * heads * cdiv(length, relative.BLOCK),
-        (bias.strides, heads, bias.shape[-1], length, None),
-        {"COPIES": count, "FRONT": 0, "BLOCK": relative.BLOCK, "num_warps": relative.WARPS},
-    )
-    return [Step(launch, ("bias", "bias_copies"))]
+    return [Step(relative.shift(bias, shifted(bias)), ("bias", "bias_copies"))]
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ NOTHING = Terms()
 Gradients = tuple[torch.Tensor, ...]
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _promoted(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -56,7 +56,7 @@ def _scores(
 
     And these scores before something was added to them and some were masked.
     """
-    products = _wide(q[..., rows, :]) @ _wide(k[..., keys, :]).mT
+    products = _promoted(q[..., rows, :]) @ _promoted(k[..., keys, :]).mT
     capped = score.scores(products, scale, softcap)
     s = terms.added(capped, rows, keys)
     if band is not None:
@@ -92,10 +92,10 @@ def tiled_forward(
         o like q, and lse [..., T] in fp32 (fp64 for fp64 inputs).
     """
     o = torch.empty_like(q)
-    lse = torch.empty_like(q[..., 0], dtype=_wide(q[..., :0, :0]).dtype)
+    lse = torch.empty_like(q[..., 0], dtype=_promoted(q[..., :0, :0]).dtype)
     band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(k.shape[-2], BLOCK_KV)
     for rows in _tiles(q.shape[-2], BLOCK_Q):
-        acc = torch.zeros_like(_wide(q[..., rows, :]))  # [..., BLOCK_Q, D]
+        acc = torch.zeros_like(_promoted(q[..., rows, :]))  # [..., BLOCK_Q, D]
         m = torch.full_like(acc[..., :1], -torch.inf)
         l = torch.zeros_like(m)
         if sink is not None:
@@ -106,7 +106,7 @@ def tiled_forward(
             finite = m_new.masked_fill(m_new == -torch.inf, 0)  # a row that has seen no key yet
             alpha, p = (m - finite).exp(), (s - finite).exp()
             l = l * alpha + p.sum(dim=-1, keepdim=True)
-            acc = acc * alpha + p @ _wide(v[..., keys, :])
+            acc = acc * alpha + p @ _promoted(v[..., keys, :])
             m = m_new
         o[..., rows, :] = acc / l.masked_fill(l == 0, 1)
         lse[..., rows] = (m + l.log())[..., 0]
@@ -140,30 +140,30 @@ def tiled_backward(
         The gradients of q, k and v; of the bias, if it is wanted; of the sink, if there is one.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-    dq = torch.zeros_like(_wide(q))
+    dq = torch.zeros_like(_promoted(q))
     # Leading dimensions that k and v are broadcast over are summed at the end.
     dk, dv = (dq.new_zeros(*q.shape[:-2], *x.shape[-2:]) for x in (k, v))
-    delta = (_wide(grad_o) * _wide(o)).sum(dim=-1)
+    delta = (_promoted(grad_o) * _promoted(o)).sum(dim=-1)
     if grad_lse is not None:
         delta = delta - grad_lse
     biases = [x for x in (terms.bias, terms.relative) if x is not None and bias_grad]
-    dbias = [torch.zeros_like(_wide(x), memory_format=torch.contiguous_format) for x in biases]
+    dbias = [torch.zeros_like(_promoted(x), memory_format=torch.contiguous_format) for x in biases]
     band, tiles = mask.over(q.shape[-2], k.shape[-2]), _tiles(q.shape[-2], BLOCK_Q)
     for keys in _tiles(k.shape[-2], BLOCK_KV):
         for rows, masked in _visited(tiles, band.query_tiles(keys.start, keys.stop, BLOCK_Q)):
             s, x = _scores(q, k, rows, keys, scale, softcap, terms, band if masked else None)
             row_lse = lse[..., rows, None]  # where it is -inf, all keys are masked, and p is 0
             p = (s - row_lse.masked_fill(row_lse == -torch.inf, torch.inf)).exp()
-            do = _wide(grad_o[..., rows, :])
-            ds = p * (do @ _wide(v[..., keys, :]).mT - delta[..., rows, None])
+            do = _promoted(grad_o[..., rows, :])
+            ds = p * (do @ _promoted(v[..., keys, :]).mT - delta[..., rows, None])
             for total in dbias:
                 terms.add_gradient(total, ds, rows, keys)
             ds = ds * scale
             if softcap is not None:
                 ds = ds * score.slope(x, softcap)
             dv[..., keys, :] += p.mT @ do
-            dk[..., keys, :] += ds.mT @ _wide(q[..., rows, :])
-            dq[..., rows, :] += ds @ _wide(k[..., keys, :])
+            dk[..., keys, :] += ds.mT @ _promoted(q[..., rows, :])
+            dq[..., rows, :] += ds @ _promoted(k[..., keys, :])
     others = [x.to(y.dtype) for x, y in zip(dbias, biases, strict=True)]
     if sink is not None:
         share = (sink[..., 0] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()

@@ -747,7 +747,7 @@ def large(device):
 @pytest.fixture
 def alike(limited):
     """Launch for few what is launched for many, to the bit: the same tiles, and nothing split."""
-    limited(1, pointers=0, fused=0, short_kv=0, small_grid=0, small_grid_narrow=0)
+    limited(1, pointers=0, fused=0, short_kv=0, small_grid=0, small_grid_causal=0)
 
 
 def drawn(device, *shape):

@@ -126,8 +126,8 @@ def _padded(bound: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """Return what pads values with zeros to the width of keys; o lies as if it never was wider."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Outputs:
-        o, lse = bound(q, k, _wide(v, q), *extras)
-        return _narrow(o, v, like=q), lse
+        o, lse = bound(q, k, _widened(v, q), *extras)
+        return _narrowed(o, v, like=q), lse
 
     return attend
 
@@ -143,19 +143,19 @@ def _padded_backward(bound: Callable[..., Sequence[torch.Tensor]]) -> Callable[.
         o: torch.Tensor,
         *others: Any,
     ) -> tuple[torch.Tensor, ...]:
-        wide = [_wide(x, q) for x in (v, grad_o, o)]
-        dq, dk, dv, *learned = bound(q, k, *wide, *others)
-        return dq, dk, _narrow(dv, v, like=v), *learned
+        widened = [_widened(x, q) for x in (v, grad_o, o)]
+        dq, dk, dv, *learned = bound(q, k, *widened, *others)
+        return dq, dk, _narrowed(dv, v, like=v), *learned
 
     return differentiate
 
 
-def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _widened(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Return x with columns of zeros, up to q's width."""
     return pad(x, (0, q.shape[-1] - x.shape[-1])).contiguous()
 
 
-def _narrow(x: torch.Tensor, v: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+def _narrowed(x: torch.Tensor, v: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     """Return the first columns of x, as many as v has, in memory that lies as ``like`` does."""
     columns = v.shape[-1]
     return torch.empty_like(first_columns(like, columns)).copy_(x[..., :columns])

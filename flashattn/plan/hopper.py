@@ -109,8 +109,8 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> t
 def takes_values(q: TensorSpec, v: TensorSpec) -> bool:
     """Return whether Hopper's kernels take values of v's width."""
     half, (head_dim, value_dim) = q.dtype != torch.float32, (q.shape[3], v.shape[3])
-    narrow = rows.ONE_PASS < head_dim <= rows.WIDEST_OF_NARROW and value_dim <= NARROW_VALUES
-    return value_dim == head_dim or (half and narrow)
+    narrow_values = rows.ONE_PASS < head_dim <= rows.WIDEST_OF_NARROW and value_dim <= NARROW_VALUES
+    return value_dim == head_dim or (half and narrow_values)
 
 
 def sums_values(q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options) -> bool:
@@ -133,10 +133,10 @@ def forward_tile(
     def waves(tile: HopperTile) -> int:
         return cdiv(batch * heads * cdiv(seq_q, tile.block_q), gpu.num_sms)
 
-    few = rows.FEW_WAVES_FORWARD.get((columns(head_dim), causal))
-    if few and not added and waves(few[0]) < rows.FEW_WAVES:
+    small_grid = rows.FEW_WAVES_FORWARD.get((columns(head_dim), causal))
+    if small_grid and not added and waves(small_grid[0]) < rows.FEW_WAVES:
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
-        return min(few, key=lambda tile: waves(tile) * (tile.consumers + 1))
+        return min(small_grid, key=lambda tile: waves(tile) * (tile.consumers + 1))
     found = _from(rows.FORWARD, q, causal=causal)
     # Beside what is added to scores, three consumers have too few registers each.
     return replace(found, consumers=2) if found and added else found
@@ -233,9 +233,9 @@ def backward_tile(
     d256 = _from(rows.BACKWARD_D256, q, causal=causal)
     if d256 is not None:
         return d256
-    short = causal and q.shape[2] <= rows.SHORT_HEADS.get(columns(q.shape[3]), 0)
-    many = k.shape[0] * k.shape[1] >= rows.MANY_HEADS * gpu.num_sms
-    if short and many and not deterministic:
+    short_heads = causal and q.shape[2] <= rows.SHORT_HEADS.get(columns(q.shape[3]), 0)
+    many_heads = k.shape[0] * k.shape[1] >= rows.MANY_HEADS * gpu.num_sms
+    if short_heads and many_heads and not deterministic:
         return rows.MANY_SHORT_HEADS
     return _from(rows.DETERMINISTIC if deterministic else rows.BACKWARD, q, causal=causal)
 

@@ -130,13 +130,14 @@ def forward_row(
         tile = cast("Tile", find("decode"))
         return "decode", tile, f"decode: {q.shape[2]} queries of a head, {limits.decode_q} at most"
     if k.shape[2] <= limits.short_kv:
-        short = find("fwd_short_kv")
-        if short and programs_of(q, short) <= gpu.num_sms:
-            return "fwd_short_kv", short, "short_kv: all programs run at once, over few keys"
+        few_keys = find("fwd_short_kv")
+        if few_keys and programs_of(q, few_keys) <= gpu.num_sms:
+            return "fwd_short_kv", few_keys, "short_kv: all programs run at once, over few keys"
     small = find("fwd_small_grid")
     if small:
-        narrow = causal and block_d(q.shape[3]) <= limits.narrow
-        most = limits.small_grid_narrow if narrow else limits.small_grid
+        head_dim = block_d(q.shape[3])
+        masked = causal and head_dim <= limits.small_grid_head_dim
+        most = limits.small_grid_causal if masked else limits.small_grid
         if programs_of(q, small) <= most * gpu.num_sms:
             return "fwd_small_grid", small, f"small_grid: {most} programs for each SM at most"
     tile = forward_tile(cast("Tile", find("fwd")), q, options)
@@ -177,8 +178,8 @@ def forward(
     if not isinstance(tile, Tile):
         row, tile, why = forward_row(q, k, v, gpu, options)
     else:
-        usual: Kernel = "decode" if q.shape[2] <= tables.rows_of(gpu).limits.decode_q else "fwd"
-        row, why = row or usual, "the tile was given"
+        decodes = q.shape[2] <= tables.rows_of(gpu).limits.decode_q
+        row, why = row or ("decode" if decodes else "fwd"), "the tile was given"
     tile = beside_bias(tile, q, options)
     most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
     keys = split(k.shape[2], tile.block_kv, most)
@@ -187,8 +188,8 @@ def forward(
     tiles, counters = programs_of(q, tile), 0
     if keys.num > 1:
         shape = tiles, keys.num, tile.block_q
-        few = tile.block_q * block_d(q.shape[3]) <= COMBINED_BY_LAST
-        counters = tiles if few else 0
+        last_combines = tile.block_q * block_d(q.shape[3]) <= COMBINED_BY_LAST
+        counters = tiles if last_combines else 0
         workspaces += (
             Workspace("o_partial", (*shape, block_d(q.shape[3]))),
             Workspace("lse_partial", (2, *shape)),
@@ -239,15 +240,15 @@ def backward(
         why = "fused passes: they are few programs"
         if scores(q, k, limits) <= limits.one_launch and not needs_stats(q, k, options):
             tile = find("bwd_one_launch")
-            whole = tile and backward_pass(
+            one_launch = tile and backward_pass(
                 "bwd_one_launch", *inputs, tile=beside_bias(tile, q, options), **how
             )
-            if whole and all(x.num == 1 for x in whole.splits):
+            if one_launch and all(x.num == 1 for x in one_launch.splits):
                 sentence = "one launch: each program finds lse_log2 and delta itself"
                 order = Scheduler("lpt" if causal else "linear")
                 return BackwardPlan(
                     kernel="portable",
-                    passes=(whole,),
+                    passes=(one_launch,),
                     scheduler=order,
                     workspaces=bias_workspaces(options),
                     why=(sentence,),
@@ -285,8 +286,9 @@ def dsink_workspaces(q: TensorSpec, options: Options) -> tuple[Workspace, ...]:
 def small_grid(q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, precision: str) -> bool:
     """Return whether both passes are so few programs that they are faster in one launch."""
     limits = tables.rows_of(gpu).limits
-    wide = block_d(q.shape[3]) >= limits.wide and terms_of(tile, q.dtype, precision)
-    most = limits.fused_decomposed if wide else limits.fused
+    most = limits.fused
+    if block_d(q.shape[3]) >= limits.decomposed_head_dim and terms_of(tile, q.dtype, precision):
+        most = limits.fused_decomposed
     blocks = tile.block_q, tile.block_kv
     together = sum(tiles_owned(x, q, k, blocks) for x in ("bwd_dkdv", "bwd_dq"))
     return together <= most * gpu.num_sms
@@ -350,9 +352,9 @@ def backward_pass(
     """
     tile = tile or tile_of(kernel, *inputs, gpu=gpu, causal=causal, precision=precision)
     q, k, blocks = inputs[0], inputs[1], (tile.block_q, tile.block_kv)
-    both: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq") if kernel in FUSED else (kernel,)
-    together = sum(tiles_owned(x, q, k, blocks) for x in both) if kernel in FUSED else None
-    walks = [walk(x, q, k, blocks, gpu, most=most, together=together) for x in both]
+    kernels: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq") if kernel in FUSED else (kernel,)
+    together = sum(tiles_owned(x, q, k, blocks) for x in kernels) if kernel in FUSED else None
+    walks = [walk(x, q, k, blocks, gpu, most=most, together=together) for x in kernels]
     programs, splits = zip(*walks, strict=True)
     return Pass(kernel, tile, programs, splits, terms_of(tile, q.dtype, precision))
 

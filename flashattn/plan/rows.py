@@ -82,14 +82,14 @@ class Limits:
             are then split for as many, in two tiles or more.
         short_kv: keys up to which nobody splits them, if all programs run at once.
         small_grid: forward programs for each SM up to which a grid is small.
-        small_grid_narrow: likewise of heads up to ``narrow`` columns under a mask.
-        narrow: likewise.
+        small_grid_causal: likewise under a mask, of heads up to ``small_grid_head_dim`` columns.
+        small_grid_head_dim: likewise.
         small_grid_split: how a small grid splits keys, in keys.
         small_grid_split_causal: likewise under a mask, if several programs fit an SM.
         one_per_sm: columns from which on only one does.
         fused: programs of both backward passes for each SM, up to which they share a launch.
-        fused_decomposed: likewise where fp32 is decomposed and has ``wide`` columns or more.
-        wide: likewise.
+        fused_decomposed: likewise of decomposed fp32, from ``decomposed_head_dim`` columns on.
+        decomposed_head_dim: likewise.
         split: how others split what they walk over, by kernel, in tiles.
     """
 
@@ -102,14 +102,14 @@ class Limits:
     decode_shared: int = 112 << 10
     short_kv: int = 768
     small_grid: int = 2
-    small_grid_narrow: int = 4
-    narrow: int = 32
+    small_grid_causal: int = 4
+    small_grid_head_dim: int = 32
     small_grid_split: Fill = ((1, 256), (2, 1024))
     small_grid_split_causal: Fill = ((1, 256), (2, 1024), (4, 2048))
     one_per_sm: int = 256
     fused: int = 8
     fused_decomposed: int = 2
-    wide: int = 64
+    decomposed_head_dim: int = 64
     split: Mapping[str, Fill] = field(
         default_factory=lambda: {
             "fwd": ((4, 4),),

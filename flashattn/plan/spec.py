@@ -88,8 +88,8 @@ class TensorSpec(NamedTuple):
         Of a dense tensor it keeps the strides.
         """
         if columns not in (None, self.shape[-1]):
-            narrow = torch.Size((*self.shape[:-1], columns))
-            return self._replace(shape=narrow).like()
+            shape = torch.Size((*self.shape[:-1], columns))
+            return self._replace(shape=shape).like()
         keeps = self.strides == dense_strides(self.shape) or self.non_overlapping_and_dense
         strides = self.strides if keeps else torch.empty_like(self.meta).stride()
         return TensorSpec(self.shape, strides, self.dtype, self.device, 0)

@@ -74,8 +74,8 @@ def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, *, causal
         longest = group // splits
         waves = cdiv(tiles * splits, num_sms) * longest
         masked = max(longest, tiles * group / (2 * num_sms) + late * longest)
-        adding = added * tiles * splits / q.shape[2] if splits > 1 else 0
-        return (masked if causal else waves) + adding
+        reduction = added * tiles * splits / q.shape[2] if splits > 1 else 0
+        return (masked if causal else waves) + reduction
 
     return min((n for n in range(1, group + 1) if group % n == 0), key=time)
 

@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import time
+from compileall import compile_dir
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
@@ -45,6 +46,7 @@ def forks():
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         forkserver.ensure_running()
+    compile_dir(ROOT / "tests", maxlevels=0, quiet=2)  # pytest keeps only what it has rewritten
     return context
 
 
@@ -67,15 +69,29 @@ class Verdict:
     output: str
 
 
+def link(folder, source, changed=None):
+    """Lay out the entries of a folder by links, but for a file: that has a text of its own.
+
+    ``changed`` is the file's path in ``source``, and its text.
+    """
+    folder.mkdir(exist_ok=True)
+    path, text = changed or (Path(), "")
+    for entry in source.iterdir():
+        if entry.name != next(iter(path.parts), None):
+            (folder / entry.name).symlink_to(entry)
+        elif entry.is_dir():
+            link(folder / entry.name, entry, (path.relative_to(entry.name), text))
+        else:
+            (folder / entry.name).write_text(text)
+
+
 def examine(folder, tests, chosen, mutant=None):
     """Return the verdict of tests on a copy of the package in ``folder``, mutated unless None."""
-    for name in ("flashattn", "tests"):
-        shutil.copytree(ROOT / name, folder / name)
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder)
-    if mutant is not None:
-        path = folder / "flashattn" / mutant.path
-        path.write_text(mutant.applied(path.read_text()))
+    for name in ("tests", "conftest.py", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    package = ROOT / "flashattn"
+    text = mutant and mutant.applied((package / mutant.path).read_text())
+    link(folder / "flashattn", package, mutant and (Path(mutant.path), text))
     given = {
         "FOLDER": str(folder),
         "ARGUMENTS": [*tests, "-k", CHOSEN[chosen], *OPTIONS],

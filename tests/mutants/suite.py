@@ -16,6 +16,7 @@ os.chdir(FOLDER)  # noqa: F821
 os.environ.update(ENVIRONMENT)  # noqa: F821
 sys.path.insert(0, FOLDER)  # noqa: F821 - before what is installed
 torch.set_num_threads(1)
+sys.dont_write_bytecode = True  # links lead to that of the package that is not mutated
 hypothesis.settings.register_profile(
     "at once",
     max_examples=20,

@@ -15,7 +15,7 @@ from flashattn.kernels.hopper.registers import acc_layout, bits_as, to_fp32
 from flashattn.plan import bias
 
 MARGIN = gl.constexpr(bias.MARGIN)
-ROWS, COLUMNS = gl.constexpr(64), gl.constexpr(8)  # of the part of a tile that is loaded at once
+STRIP_ROWS, STRIP_COLUMNS = gl.constexpr(64), gl.constexpr(8)  # of scores, loaded at once
 
 
 @gluon.constexpr_function
@@ -108,28 +108,28 @@ class Bias:
         """
         bias = None
         if self.length is not None:
-            layout: gl.constexpr = acc_layout(COLUMNS)
+            layout: gl.constexpr = acc_layout(STRIP_COLUMNS)
             SIGN: gl.constexpr = -1 if TRANSPOSED else 1
-            rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-            columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+            rows = gl.arange(0, STRIP_ROWS, layout=gl.SliceLayout(1, layout))
+            columns = gl.arange(0, STRIP_COLUMNS, layout=gl.SliceLayout(0, layout))
             apart = (columns[None, :] - rows[:, None]) * SIGN
-            bias = load_columns(self.start + start_kv + apart, SIGN * COLUMNS, WIDTH)
+            bias = load_columns(self.start + start_kv + apart, SIGN * STRIP_COLUMNS, WIDTH)
         return bias
 
 
 @gluon.jit
 def load_columns(pointers, STEP: gl.constexpr, WIDTH: gl.constexpr):
-    """Load [ROWS, WIDTH]; pointers are to the first COLUMNS, and the next lie STEP behind these.
+    """Load [STRIP_ROWS, WIDTH]; pointers are to the first columns, and the next lie STEP behind.
 
     So a thread computes few addresses: the compiler sees no constants in those of a whole tile.
     """
-    if WIDTH == COLUMNS:
+    if WIDTH == STRIP_COLUMNS:
         x = gl.load(pointers)
     else:
         HALF: gl.constexpr = WIDTH // 2
         first = load_columns(pointers, STEP, HALF)
-        rest = load_columns(pointers + STEP * (HALF // COLUMNS), STEP, HALF)
-        x = gl.reshape(gl.permute(gl.join(first, rest), (0, 2, 1)), [ROWS, WIDTH])
+        rest = load_columns(pointers + STEP * (HALF // STRIP_COLUMNS), STEP, HALF)
+        x = gl.reshape(gl.permute(gl.join(first, rest), (0, 2, 1)), [STRIP_ROWS, WIDTH])
         x = gl.convert_layout(x, acc_layout(WIDTH), assert_trivial=True)
     return x
 

@@ -359,7 +359,8 @@ def flashattn_hopper_fwd(
     shape = Shape(group, mask, keys_stride)
     score = Score(
         *(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset, t.before),
-        *(sink, sink_stride, new_bias(bias, bias_strides, t.vector)),
+        *(sink, sink_stride),
+        new_bias(bias, bias_strides, t.vector),
     )
     ORDER: gl.constexpr = DESCENDING if mask.masked else LINEAR
     scheduler = TileScheduler(tiles, blocks, heads, section_heads, ORDER)

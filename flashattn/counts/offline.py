@@ -26,7 +26,9 @@ from flashattn.plan.precision import TERMS, input_precision
 from flashattn.plan.rows import Kernel
 from flashattn.plan.tile import VECTOR, Tile, block_d, padding
 
-Untiled = Literal["combine", "decompose", "bwd_preprocess", "bwd_reduce", "bwd_dsink"]
+Untiled = Literal[
+    "combine", "decompose", "bwd_preprocess", "bwd_reduce", "bwd_dsink", "bwd_drelative"
+]
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
@@ -34,15 +36,18 @@ KERNELS: dict[str, Any] = {
     "bwd_preprocess": preprocess.flashattn_bwd_preprocess,
     "bwd_reduce": combine.flashattn_bwd_reduce,
     "bwd_dsink": score_gradients.flashattn_bwd_dsink,
+    "bwd_drelative": score_gradients.flashattn_bwd_drelative,
     "bwd_dbias": score_gradients.flashattn_bwd_dbias,
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
+SUMS = "bwd_dsink", "bwd_drelative"  # of one number for each element
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "combine": (combine.COMBINE_ROWS, combine.COMBINE_WARPS),
     "decompose": (bf16x3.BLOCK, bf16x3.WARPS),
     "bwd_preprocess": (preprocess.BLOCK, preprocess.WARPS),
     "bwd_reduce": (combine.REDUCE_BLOCK, combine.REDUCE_WARPS),
     "bwd_dsink": (score_gradients.SINK_BLOCK, score_gradients.SINK_WARPS),
+    "bwd_drelative": (score_gradients.RELATIVE_BLOCK, score_gradients.RELATIVE_WARPS),
 }
 ELEMENTS = {2: "bf16", 4: "fp32"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -166,8 +171,10 @@ def _types(variant: Variant) -> dict[str, Any]:
             "partials": (FP32,) * 3,
             "grads": (given,) * 3,
             "strides": (strides,) * (4 if variant.kernel == "decompose" else 3),
-            "partial": FP32 if variant.kernel == "bwd_dsink" else (FP32, FP32),
+            "partial": FP32 if variant.kernel in SUMS else (FP32, FP32),
             "dsink": FP32,
+            "dbias": given,
+            "lies": ScoreLayout(),  # all share it
             "sinks": (None, None),
         }
     types: dict[str, Any] = {
@@ -181,7 +188,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         "bounds": (INTS, INTS) if variant.rows else (None, None),
         "scored": _scored(variant, given),
         "lies": _score_layout(variant),
-        "dbias": given,
+        "dbias": FP32 if variant.scored == "relative" else given,  # parts
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
     cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None

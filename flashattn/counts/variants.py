@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from flashattn.counts.offline import ELEMENTS, FIXED, Variant
+from flashattn.counts.offline import ELEMENTS, FIXED, SUMS, Variant
 from flashattn.counts.resources import SHARED_LIMIT
 from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
@@ -100,7 +100,7 @@ def _untiled(arch: str) -> list[Variant]:
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
         if kernel != "decompose" or (size == FP32 and head_dim > 1)
-        if kernel != "bwd_dsink" or (arch, size, head_dim) == (ALL_WAYS, HALF, ANY_D)
+        if kernel not in SUMS or (arch, size, head_dim) == (ALL_WAYS, HALF, ANY_D)
     ]
     decomposed = [variant for variant in found if variant.kernel == "decompose"]
     return found + [replace(v, precision="tf32") for v in decomposed if arch == ALL_WAYS]

@@ -119,10 +119,18 @@ def dbias_pass(
     batch, head, *rows = bias.shape
     seq_q, seq_kv = q.shape[2], k.shape[2]
     if is_relative(bias):
-        blocks = cdiv(seq_q - 1, tile.block_kv) + cdiv(seq_kv, tile.block_kv)
+        blocks = cdiv(seq_q, tile.block_q) + cdiv(seq_kv, tile.block_kv) + 1
+        batch, head = q.shape[:2]
     else:
         blocks = cdiv(rows[0], tile.block_q) * cdiv(rows[1], tile.block_kv)
     return Pass("bwd_dbias", tile, (batch * head * blocks,))
+
+
+def dbias_workspaces(dbias: Pass | None, q: TensorSpec, options: Options) -> tuple[Workspace, ...]:
+    """Return the workspace of what that launch gives to the gradient of a relative bias."""
+    if dbias is None or options.bias is None or not is_relative(options.bias):
+        return ()
+    return (Workspace("dbias_partial", (2, *q.shape[:2], options.bias.shape[-1])),)
 
 
 def dbias_tile(head_dim: int, size: int) -> Tile:

@@ -13,6 +13,7 @@ from flashattn.plan import portable
 from flashattn.plan.bias import (
     bias_workspaces,
     dbias_pass,
+    dbias_workspaces,
     line_workspaces,
     shares_bias,
     tma_stores,
@@ -311,6 +312,7 @@ def _backward_half(
             *dict.fromkeys((*rows_read, *(portable.row_workspaces(q) if dbias else ()))),
             *line_workspaces(options),
             *(bias_workspaces(options) if dbias else ()),
+            *dbias_workspaces(dbias, q, options),
             *portable.partials(splits, dk=k, dv=k),
             Workspace("dq_accum", (accumulators * batch, heads, lines, WARPGROUP_Q)),
             Workspace("dq_semaphore", (semaphores,), torch.int32),  # the preprocess clears it

@@ -12,6 +12,7 @@ from flashattn.plan.bias import (
     beside_bias,
     bias_workspaces,
     dbias_pass,
+    dbias_workspaces,
     forward_tile,
     shares_bias,
 )
@@ -257,14 +258,16 @@ def backward(
         one._replace(tile=beside_bias(cast("Tile", one.tile), q, options))
         for one in (backward_pass(x, *inputs, tile=tile, **how) for x, tile in kernels.items())
     )
+    dbias = dbias_pass(q, k, gpu, options)
     return BackwardPlan(
         kernel="portable",
         passes=passes,
-        dbias=dbias_pass(q, k, gpu, options),
+        dbias=dbias,
         scheduler=Scheduler("lpt" if causal else "linear"),
         workspaces=(
             *backward_workspaces(passes, q, k, v, grad_o),
             *bias_workspaces(options),
+            *dbias_workspaces(dbias, q, options),
             *dsink_workspaces(q, options),
         ),
         why=(why, *(x for one in passes for each in one.splits for x in _split_why(each, "rows"))),

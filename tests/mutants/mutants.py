@@ -587,9 +587,17 @@ MUTANTS = [
     Mutant(
         "relative_dbias_of_half_the_diagonals",
         "kernels/portable/score_gradients.py",
-        "there = (at < BLOCK) == (shift == 0)",
-        "there = (at < BLOCK) & (shift == 0)",
+        "tl.sum(tl.where(at < BLOCK, 0.0, x), 0)",
+        "tl.sum(tl.where(at < BLOCK, 0.0, 0 * x), 0)",
         "the gradient of a relative bias lacks what lies in the next tile of keys",
+        RELATIVE,
+    ),
+    Mutant(
+        "relative_dbias_of_one_part_twice",
+        "kernels/portable/score_gradients.py",
+        "(part * batches + batch) * heads + head",
+        "(0 * batches + batch) * heads + head",
+        "a part of the gradient of a relative bias is added twice in place of the other",
         RELATIVE,
     ),
     Mutant(

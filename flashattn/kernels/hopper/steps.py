@@ -192,7 +192,7 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
         sums += [
             *portable.copies(options),
             portable.preprocessing(o, grad_o),
-            portable.dbias_pass(plan.dbias, specs, plan.precision, options),
+            *portable.dbias_steps(plan.dbias, specs, plan.precision, options),
         ]
     if isinstance(tile, HopperBackwardTile):
         counters = next(x for x in plan.workspaces if x.name == "dq_semaphore")

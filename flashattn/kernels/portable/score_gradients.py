@@ -15,17 +15,18 @@ from flashattn.kernels.portable.memory import load_rows, load_tile
 from flashattn.kernels.portable.score import Score, bias_of, slope_of
 
 SINK_BLOCK, SINK_WARPS = 1024, 4  # numbers that a program of flashattn_bwd_dsink adds at a time
+RELATIVE_BLOCK, RELATIVE_WARPS = 256, 2  # elements of a program of flashattn_bwd_drelative
 
 
 @triton.jit
-def along_diagonals(x, shift, BLOCK: tl.constexpr):
-    """Return a tile whose columns are the diagonals of x, both [BLOCK, BLOCK].
+def along_diagonals(x, BLOCK: tl.constexpr):
+    """Return the sums of the diagonals of x [BLOCK, BLOCK]: j, and j - BLOCK, each [BLOCK].
 
-    Column j holds x[i, i + j - shift] of each row i, or 0 where x has none; shift is 0 or BLOCK.
+    Diagonal j holds x[i, i + j].
     """
     at = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    there = (at < BLOCK) == (shift == 0)
-    return tl.where(there, tl.gather(x, at % BLOCK, 1), 0.0)
+    x = tl.gather(x, at % BLOCK, 1)
+    return tl.sum(tl.where(at < BLOCK, x, 0.0), 0), tl.sum(tl.where(at < BLOCK, 0.0, x), 0)
 
 
 @triton.jit
@@ -61,8 +62,6 @@ def add_scores(
         ds, _s, _k_tile = score_gradients(
             own, inputs, at, start_kv, sizes, band, score, lies, True, CONFIG, band[2] is None
         )
-        if lies.length is not None:
-            ds = along_diagonals(ds, start_kv - own_keys, BLOCK_KV)
         acc += ds
     return acc
 
@@ -77,22 +76,16 @@ def store_shared(
     sizes,
     OF_QUERIES: tl.constexpr,
     OF_KEYS: tl.constexpr,
-    RELATIVE: tl.constexpr,
 ):
     """Add up a tile over the queries and keys that share an element, and store it.
 
-    ``row`` is a head of dbias, of those of all batches. A relative bias has an element for each
-    diagonal, and the tile those from start_kv on.
+    ``row`` is a head of dbias, of those of all batches.
     """
     seq_q, seq_kv = sizes
     queries, keys = start_q + tl.arange(0, acc.shape[0]), start_kv + tl.arange(0, acc.shape[1])
     row = tl.cast(row, tl.int64)
     to = dbias.dtype.element_ty
-    if RELATIVE:
-        size = seq_q + seq_kv - 1
-        at = keys + seq_q - 1
-        tl.store(dbias + row * size + at, tl.sum(acc, 0).to(to), mask=(at >= 0) & (at < size))
-    elif OF_QUERIES and OF_KEYS:
+    if OF_QUERIES and OF_KEYS:
         at = (row * seq_q + queries)[:, None] * seq_kv + keys[None, :]
         there = (queries < seq_q)[:, None] & (keys < seq_kv)[None, :]
         tl.store(dbias + at, acc.to(to), mask=there)
@@ -105,31 +98,49 @@ def store_shared(
 
 
 @triton.jit
-def own_part(
-    sizes,
-    OF_QUERIES: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
-    """Return which head of dbias a program owns a part of, and where that begins.
+def store_diagonals(acc, partial, row, rows, start_kv, sizes):
+    """Add up tiles along their diagonals, the first from s - t = start_kv on, and store both parts.
 
-    Diagonals are numbered by s - t, and a part begins with a multiple of BLOCK_KV.
+    Each part of a relative bias's gradient, of ``rows`` heads of all batches, is written once.
     """
+    seq_q, seq_kv = sizes
+    BLOCK: tl.constexpr = acc.shape[1]
+    size = seq_q + seq_kv - 1
+    to = partial + tl.cast(row, tl.int64) * size
+    first, second = along_diagonals(acc, BLOCK)
+    at = start_kv + seq_q - 1 + tl.arange(0, BLOCK)
+    tl.store(to + at, first, mask=(at >= 0) & (at < size))
+    at -= BLOCK
+    to += tl.cast(rows, tl.int64) * size
+    tl.store(to + at, second, mask=(at >= 0) & (at < size))
+
+
+@triton.jit
+def own_part(sizes, OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, CONFIG: tl.constexpr):
+    """Return which head of dbias a program owns a part of, and where that begins."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     seq_q, seq_kv = sizes
     row = tl.program_id(0)
     start_q, start_kv = 0, 0
     if OF_KEYS:
-        before = tl.cdiv(seq_q - 1, BLOCK_KV) if RELATIVE else 0
-        blocks = tl.cdiv(seq_kv, BLOCK_KV) + before
-        start_kv = (row % blocks - before) * BLOCK_KV
-        row = row // blocks
+        start_kv = row % tl.cdiv(seq_kv, BLOCK_KV) * BLOCK_KV
+        row = row // tl.cdiv(seq_kv, BLOCK_KV)
     if OF_QUERIES:
         start_q = row % tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
         row = row // tl.cdiv(seq_q, BLOCK_Q)
     return row, start_q, start_kv
+
+
+@triton.jit
+def own_diagonals(sizes, BLOCK: tl.constexpr):
+    """Return which head a program owns tiles of, its first query and end, and their s - t."""
+    seq_q, seq_kv = sizes
+    before = tl.cdiv(seq_q, BLOCK)
+    blocks = before + tl.cdiv(seq_kv, BLOCK) + 1  # the first and the last have one part each
+    row = tl.program_id(0) // blocks
+    start_kv = (tl.program_id(0) % blocks - before) * BLOCK
+    return row, tl.maximum(0, -start_kv), tl.minimum(seq_q, seq_kv - start_kv), start_kv
 
 
 @triton.jit
@@ -169,19 +180,25 @@ def flashattn_bwd_dbias(
 ):
     """Compute the gradient of a bias that several scores share.
 
-    A program owns a tile of it, or of its rows or columns, or BLOCK_KV diagonals, and walks over
-    the batches, heads, queries and keys that share these.
+    A program owns a tile of it, or of its rows or columns, and walks over the batches, heads,
+    queries and keys that share these. Of a relative bias, of which ``dbias`` holds partial sums,
+    see ``store_diagonals``, it owns tiles of scores of one head that are equally far apart.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     RELATIVE: tl.constexpr = lies.length is not None
-    OF_QUERIES: tl.constexpr = lies.query is not None and not RELATIVE
-    OF_KEYS: tl.constexpr = lies.key is not None or RELATIVE
+    OF_QUERIES: tl.constexpr = lies.query is not None
+    OF_KEYS: tl.constexpr = lies.key is not None
     inputs = Inputs(q, k, v, grad_o, stats, layout)
     gqa, sizes = (heads, group), (seq_q, seq_kv)
-    row, start_q, start_kv = own_part(sizes, OF_QUERIES, OF_KEYS, RELATIVE, CONFIG)
-    first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
-    end_q = start_q + BLOCK_Q if OF_QUERIES else seq_q
+    if RELATIVE:
+        row, start_q, end_q, start_kv = own_diagonals(sizes, BLOCK_Q)
+        first_batch, end_batch = row // heads, row // heads + 1
+        first_head, end_head = row % heads, row % heads + 1
+    else:
+        row, start_q, start_kv = own_part(sizes, OF_QUERIES, OF_KEYS, CONFIG)
+        first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
+        end_q = start_q + BLOCK_Q if OF_QUERIES else seq_q
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     for batch in tl.range(first_batch, end_batch):
         band = left, right, bounds[0], bounds[1]
@@ -195,12 +212,42 @@ def flashattn_bwd_dbias(
             score = Score(scale, slope, bias, None)
             for own_q in tl.range(start_q, end_q, BLOCK_Q):
                 own_keys = own_q + start_kv if RELATIVE else start_kv
-                end_keys = own_keys + BLOCK_KV * (2 if RELATIVE else 1) if OF_KEYS else seq_kv
+                end_keys = own_keys + BLOCK_KV if OF_KEYS or RELATIVE else seq_kv
                 q_at = batch, head, own_q
                 acc = add_scores(
                     acc, inputs, q_at, gqa, own_keys, end_keys, sizes, band, score, lies, CONFIG
                 )
-    store_shared(acc, dbias, row, start_q, start_kv, sizes, OF_QUERIES, OF_KEYS, RELATIVE)
+    if RELATIVE:
+        store_diagonals(acc, dbias, row, batches * heads, start_kv, sizes)
+    else:
+        store_shared(acc, dbias, row, start_q, start_kv, sizes, OF_QUERIES, OF_KEYS)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "size"])
+def flashattn_bwd_drelative(partial, dbias, lies, heads, batches, size, BLOCK: tl.constexpr):
+    """Add up the parts of a relative bias's gradient; a program owns BLOCK elements.
+
+    Args:
+        partial: [2, batches, heads, size], in fp32.
+        dbias: [batches or 1, heads or 1, size].
+        lies: which of these share it.
+        heads: H.
+        batches: B.
+        size: T + S - 1.
+        BLOCK: elements of a program.
+    """
+    blocks = tl.cdiv(size, BLOCK)
+    row = tl.program_id(0) // blocks
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for batch in tl.range(first_batch, end_batch):
+        for head in tl.range(first_head, end_head):
+            for part in tl.static_range(2):
+                own = tl.cast((part * batches + batch) * heads + head, tl.int64) * size
+                acc += tl.load(partial + own + at, mask=at < size, other=0.0)
+    to = tl.cast(row, tl.int64) * size + at
+    tl.store(dbias + to, acc.to(dbias.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -206,7 +206,7 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
     of_queries, of_keys = (x.num for one in plan.passes for x in one.splits)
     summing = sum_partials({"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)})
     if plan.dbias is not None:
-        summing.append(dbias_pass(plan.dbias, specs, plan.precision, options))
+        summing += dbias_steps(plan.dbias, specs, plan.precision, options)
     if options.sink:
         summing.append(sum_sinks(o, options))
     first = [preprocessing(o, grad_o, sink=options.sink), *decomposing, *copies(options)]
@@ -313,6 +313,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
     extras, absent = extra_names(options, [name if x else None for name, x in there])
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     strides = [*read, *write, o.strides[:3]]
+    config = Config.of(tile, head_dim, strides, precision, one.terms, vector(options.bias, seq_kv))
     launch = Launch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
@@ -325,19 +326,16 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
             *([one.programs[0]] if one.kernel in FUSED else []),
             Scale.of(options, forward=False),
         ),
-        {
-            "CONFIG": Config.of(
-                tile, head_dim, strides, precision, one.terms, vector(options.bias, seq_kv)
-            ),
-            **tile.compiler_options(),
-        },
+        {"CONFIG": config, **tile.compiler_options()},
         loads,
     )
     return Step(launch, (*names, rows, tuple(where for where, _ in grads.values()), *extras))
 
 
-def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options) -> Step:
-    """Return the launch for the gradient of a bias that several scores share; args as above."""
+def dbias_steps(
+    one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options
+) -> list[Step]:
+    """Return the launches for the gradient of a bias that several scores share; args as above."""
     (q, k, v, grad_o, _), tile = specs[:5], cast("Tile", one.tile)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     strides = [x.strides[:3] for x in (q, k, v, grad_o)]
@@ -349,23 +347,31 @@ def dbias_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, options: 
     )
     scored = ("alibi_slopes" if options.alibi else None, "bias", None)
     extras, _ = extra_names(options, scored)
+    lies = ScoreLayout.of(options, heads)
+    config = Config.of(tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv))
     launch = Launch(
         score_gradients.flashattn_bwd_dbias,
         sum(one.programs),
         (
-            ScoreLayout.of(options, heads),
+            lies,
             *(layout, heads, heads // kv_heads, seq_q, seq_kv, options.left, options.right, batch),
             Scale.of(options, forward=False),
         ),
-        {
-            "CONFIG": Config.of(
-                tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv)
-            ),
-            **tile.compiler_options(),
-        },
+        {"CONFIG": config, **tile.compiler_options()},
     )
-    names = (*INPUTS, ("lse_log2", "delta", None), "dbias")
-    return Step(launch, (*names, *extras))
+    names = (*INPUTS, ("lse_log2", "delta", None))
+    if lies.length is None:
+        return [Step(launch, (*names, "dbias", *extras))]
+    *rows, size = cast("TensorSpec", options.bias).shape
+    block, warps = score_gradients.RELATIVE_BLOCK, score_gradients.RELATIVE_WARPS
+    summing = Launch(
+        score_gradients.flashattn_bwd_drelative,
+        rows[0] * rows[1] * cdiv(size, block),
+        (lies, heads, batch, size),
+        {"BLOCK": block, "num_warps": warps},
+    )
+    parts = "dbias_partial"
+    return [Step(launch, (*names, parts, *extras)), Step(summing, (parts, "dbias"))]
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:

@@ -209,9 +209,9 @@ def attention(
 
 # Checking costs the host more than launching, and a training loop asks for the same thing again and
 # again: what has passed the checks once is known by all that was looked at.
-_PLANS: dict[tuple[object, ...], registry.Attend] = {}
+_PLANS: dict[tuple[object, ...], registry.AttentionCall] = {}
 # Who answers, and with which options, is known for other lengths, too.
-Preparer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.Attend]
+Preparer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.AttentionCall]
 _PREPARERS: dict[tuple[object, ...], tuple[Preparer, Any]] = {}
 _MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
 # Options of these kinds are told apart by kind and value, and hold on to nothing.
@@ -329,7 +329,7 @@ def _widened(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-) -> registry.Attend:
+) -> registry.AttentionCall:
     """Return what an implementation of one width answers to tensors like these."""
     attend, columns = _of_heads(chosen, how, *widened(q, k, v)), v.shape[-1]
 
@@ -348,7 +348,7 @@ def _of_heads(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-) -> registry.Attend:
+) -> registry.AttentionCall:
     """Return what an implementation answers to tensors like these, of one head or of many."""
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)

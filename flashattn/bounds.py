@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashattn.mask import Mask, Tiles, tiles_between
+from flashattn.mask import BlockRange, Mask, tiles_between
 
 _LIBRARY = torch.library.Library("flashattn", "FRAGMENT")
 _LIBRARY.define(
@@ -87,18 +87,18 @@ class Intervals:
         low, high = self._keys[..., t, :].unbind(-1)
         return (s >= low) & (s < high)
 
-    def key_tiles(self, start: int, stop: int, block: int) -> Tiles:
+    def key_tiles(self, start: int, stop: int, block: int) -> BlockRange:
         """Return the tiles of keys that queries start ... stop - 1 visit."""
         return self._tiles(0, start, stop, block, self.seq_kv)
 
-    def query_tiles(self, start: int, stop: int, block: int) -> Tiles:
+    def query_tiles(self, start: int, stop: int, block: int) -> BlockRange:
         """Return the tiles of queries that visit keys start ... stop - 1."""
         return self._tiles(1, start, stop, block, self.seq_q)
 
-    def _tiles(self, side: int, start: int, stop: int, block: int, size: int) -> Tiles:
+    def _tiles(self, side: int, start: int, stop: int, block: int, size: int) -> BlockRange:
         if self._rows is None:
             end = -(-size // block)
-            return Tiles(0, 0, 0, end)
+            return BlockRange(0, 0, 0, end)
         least, most = self._rows[side]
         return tiles_between(least[start], most[stop - 1], block, size)
 

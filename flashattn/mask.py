@@ -35,7 +35,7 @@ CORNERS: dict[object, Corner | None] = {
 ALL = "all"  # a bound that is none, in a name
 
 
-class Tiles(NamedTuple):
+class BlockRange(NamedTuple):
     """A run of tiles by their numbers: first to end - 1 are visited; full to full_end - 1 whole.
 
     Of a whole tile every pair is visible, so that it needs no mask. Always
@@ -190,11 +190,11 @@ class Band(NamedTuple):
         high = self.seq_q if self.left is None else _clamp(s + self.left + 1, self.seq_q)
         return low, high
 
-    def key_tiles(self, start: int, stop: int, block: int) -> Tiles:
+    def key_tiles(self, start: int, stop: int, block: int) -> BlockRange:
         """Return the tiles of keys that queries start ... stop - 1 visit."""
         return tiles_between(self.keys_of(start), self.keys_of(stop - 1), block, self.seq_kv)
 
-    def query_tiles(self, start: int, stop: int, block: int) -> Tiles:
+    def query_tiles(self, start: int, stop: int, block: int) -> BlockRange:
         """Return the tiles of queries that visit keys start ... stop - 1."""
         return tiles_between(self.queries_of(start), self.queries_of(stop - 1), block, self.seq_q)
 
@@ -244,13 +244,13 @@ def _clamp(x: Index, most: int) -> Index:
     return x.clamp(0, most) if isinstance(x, torch.Tensor) else max(0, min(x, most))
 
 
-def tiles_between(first: Sequence[int], last: Sequence[int], block: int, size: int) -> Tiles:
+def tiles_between(first: Sequence[int], last: Sequence[int], block: int, size: int) -> BlockRange:
     """Return the tiles between the bounds of the first row and those of the last."""
     (low, high), (last_low, last_high) = first, last
     start = low // block
     if last_high <= low:
-        return Tiles(start, start, start, start)
+        return BlockRange(start, start, start, start)
     end = -(-last_high // block)
     full = min(max(-(-last_low // block), start), end)
     whole = end if high == size else high // block  # the last tile may be ragged
-    return Tiles(start, full, max(full, min(whole, end)), end)
+    return BlockRange(start, full, max(full, min(whole, end)), end)

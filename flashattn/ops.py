@@ -28,7 +28,7 @@ FORWARD, BACKWARD = 3 + EXTRAS, 7 + EXTRAS  # tensors that an operator takes
 BIAS = 4 + Extras._fields.index("bias")  # its place among the arguments of an autograd function
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[..., Outputs]  # of q, k and v, and of tensors besides by name
+AttentionCall = Callable[..., Outputs]  # of q, k and v, and of tensors besides by name
 Gradients = tuple[torch.Tensor, ...]  # of q, k and v; then of a bias and of sinks, if asked for
 Differentiate = Callable[..., Gradients]
 
@@ -66,7 +66,7 @@ _backward = torch.ops.flashattn.backward.default
 
 def _launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: Any) -> Outputs:
     extras, how = given_extras(inputs[:EXTRAS]), inputs[EXTRAS:]
-    attend: Attend = execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
+    attend: AttentionCall = execute().prepare_forward(q, k, v, _options(q.dtype, extras, *how))
     return attend(q, k, v, *extras)
 
 
@@ -182,7 +182,7 @@ def _run_backward(*inputs: Any) -> Gradients:
         return _backward(*inputs)
 
 
-class Prepared:
+class BoundCall:
     """Our kernels, for inputs like those they were chosen for.
 
     Args:
@@ -190,11 +190,11 @@ class Prepared:
         options: what operators take beside tensors.
     """
 
-    def __init__(self, past_autograd: Attend, options: tuple[Any, ...]) -> None:
+    def __init__(self, past_autograd: AttentionCall, options: tuple[Any, ...]) -> None:
         """Know no gradients yet."""
         self.past_autograd, self.options = past_autograd, options
         self._backwards: dict[tuple[object, ...], Any] = {}
-        self.of_lengths: Callable[..., Prepared | None] | None = None  # of other signatures
+        self.of_lengths: Callable[..., BoundCall | None] | None = None  # of other signatures
 
     def __call__(
         self,
@@ -265,7 +265,7 @@ class Prepared:
 
 
 class _Dispatched(NamedTuple):
-    """The operators, below autograd; for an autograd function in place of ``Prepared``."""
+    """The operators, below autograd; for an autograd function in place of ``BoundCall``."""
 
     options: tuple[Any, ...]
 
@@ -283,7 +283,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        prepared: Prepared | _Dispatched,
+        prepared: BoundCall | _Dispatched,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -382,7 +382,7 @@ for _name, _rule in (
 
 def bind(
     given: tuple[Signature, ...], *how: Any, extras: Sequence[torch.Tensor | None] = ()
-) -> Prepared:
+) -> BoundCall:
     """Return what the operators launch for q, k and v with these signatures.
 
     Args:
@@ -390,4 +390,4 @@ def bind(
         how: as the operators take it.
         extras: as theirs.
     """
-    return Prepared(execute().bind_forward(given, _options(given[0][2], extras, *how)), how)
+    return BoundCall(execute().bind_forward(given, _options(given[0][2], extras, *how)), how)

@@ -13,7 +13,7 @@ from flashattn.checks import check_scale
 from flashattn.dispatch import dispatch_is_trivial
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
-from flashattn.ops import Attend, Outputs, Prepared, bind
+from flashattn.ops import AttentionCall, BoundCall, Outputs, bind
 from flashattn.plan.spec import Extras, Family, Signature, given_extras, signature
 from flashattn.problem import Problem
 from flashattn.score import of_keys
@@ -38,7 +38,7 @@ def prepare(
     precision: str = "auto",
     family: Family = "triton",
     deterministic: bool = True,
-) -> Attend:
+) -> AttentionCall:
     """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
 
     The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
@@ -87,7 +87,7 @@ def prepare(
     extras = given_extras(Extras(**scored))
     attend = _attend(q, k, v, extras, band.left, band.right, query_offset, *how)
     if every:
-        if not extras and isinstance(attend, Prepared):
+        if not extras and isinstance(attend, BoundCall):
             attend.of_lengths = partial(_of_lengths, mask, how)
         return attend
     return lambda q, k, v, **scored: attend(
@@ -95,7 +95,7 @@ def prepare(
     )
 
 
-def _of_lengths(mask: Mask, how: tuple[Any, ...], given: tuple[Signature, ...]) -> Prepared | None:
+def _of_lengths(mask: Mask, how: tuple[Any, ...], given: tuple[Signature, ...]) -> BoundCall | None:
     """Return what attends to tensors of other lengths, or None where no query sees some keys.
 
     What does not depend on lengths, ``mask`` and ``how``, is found once for all of a kind.
@@ -112,7 +112,7 @@ def _attend(
     v: torch.Tensor,
     extras: Sequence[torch.Tensor | None],
     *how: Any,
-) -> Attend:
+) -> AttentionCall:
     """Return what attends to these and all like them, through the operators if one is due."""
     if dispatch_is_trivial(q, k, v, *extras):
         return bind(signature(q, k, v), *how, extras=extras)

@@ -36,7 +36,8 @@ WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
-Attend = Callable[..., Pair]  # of q, k and v, and of those of TENSORS that were given, by name
+# Of q, k and v, and of those of TENSORS that were given, by name.
+AttentionCall = Callable[..., Pair]
 
 ENTRY_POINTS = "flashattn.impls"
 TENSORS = ("bounds", "alibi_slopes", "bias", "sink")  # that a call may have besides q, k and v
@@ -80,7 +81,7 @@ class Impl(Claims):
             anew.
         any_length: whether ``limits`` and ``fastest`` answer alike for all lengths but 0, so that
             ``attention`` asks them once; nor does it ask ``call`` again where what that returned
-            has ``of_lengths`` (see ``ops.Prepared``).
+            has ``of_lengths`` (see ``ops.BoundCall``).
         compiles: whether every new shape costs it seconds (torch.compile).
         origin: the file or the package that it came from; empty for those of this package.
         options: names of what ``call`` takes besides, or None where it takes anything.
@@ -149,13 +150,15 @@ class Impl(Claims):
         given = {name: options[name] for name in TENSORS if options.get(name) is not None}
         return self.prepared(q, k, v, **options)(q, k, v, **given)
 
-    def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Attend:
+    def prepared(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> AttentionCall:
         """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
         if options.get("sink") is not None and not self.sink:
             return _behind(self.prepared(q, k, v, **options | {"sink": None}), self.name)
         if self.prepares:
             there = {n: x for n, x in options.items() if x is not None or n not in TENSORS}
-            attend: Attend = self.call(q, k, v, **there)
+            attend: AttentionCall = self.call(q, k, v, **there)
             return attend
         for name in TENSORS:
             options.pop(name, None)
@@ -163,7 +166,7 @@ class Impl(Claims):
         return lambda q, k, v, **tensors: _pair(call(q, k, v, **tensors))
 
 
-def _behind(attend: Attend, name: str) -> Attend:
+def _behind(attend: AttentionCall, name: str) -> AttentionCall:
     """Return what applies a sink behind an implementation that takes none."""
 
     def sunk(

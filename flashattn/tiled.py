@@ -17,7 +17,7 @@ from flashattn import score
 from flashattn.bounds import Bounds, Intervals
 from flashattn.checks import check_scale
 from flashattn.dispatch import dispatch_is_trivial, no_forward_mode
-from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Tiles, Window
+from flashattn.mask import UNBOUNDED, Band, BlockRange, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.score import Terms, of_keys
 
@@ -36,7 +36,7 @@ def _tiles(size: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, size)) for start in range(0, size, block)]
 
 
-def _visited(tiles: list[slice], run: Tiles) -> Iterator[tuple[slice, bool]]:
+def _visited(tiles: list[slice], run: BlockRange) -> Iterator[tuple[slice, bool]]:
     """Return the tiles of a run, each with whether it needs the mask."""
     for i in range(run.first, run.end):
         yield tiles[i], not run.full <= i < run.full_end

@@ -22,7 +22,7 @@ from flashattn.emulate.schedule import DeadlockError, Schedule, here
 from flashattn.emulate.source import STAND_INS
 from flashattn.kernels import execute
 from flashattn.kernels.hopper import compat, score
-from flashattn.kernels.hopper.tma import Tiles
+from flashattn.kernels.hopper.tma import TileSpec
 from flashattn.kernels.portable import steps
 from flashattn.mask import Mask
 from flashattn.plan import hopper
@@ -1695,7 +1695,7 @@ def test_loads_come_late(start, rows):
     tile, bar = Shared.allocate([1, 1, 4, 64], x.dtype), barrier(1)
 
     def role():
-        form, *lies = Tiles(4).tiles(x)
+        form, *lies = TileSpec(4).tiles(x)
         described = Descriptor(form.describe(x, *lies))
         barriers.expect(bar, described.block_type.nbytes)
         tile.outer.zero_()
@@ -1716,7 +1716,7 @@ def test_stores_leave_late(waits):
     seen = set()
 
     def role():
-        form, *lies = Tiles(2).tiles(x)
+        form, *lies = TileSpec(2).tiles(x)
         described = Descriptor(form.describe(x, *lies))
         for n in (1, 2):
             tile.store(torch.full_like(tile.own, n))

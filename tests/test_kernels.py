@@ -26,7 +26,7 @@ from flashattn.gpus import gpu_of
 from flashattn.kernels import execute, launch
 from flashattn.kernels.constants import HALF_BIT
 from flashattn.kernels.counters import MOST
-from flashattn.kernels.descriptor import TileLoads
+from flashattn.kernels.descriptor import TileLoadSpec
 from flashattn.kernels.portable import mma, steps
 from flashattn.plan import portable, tables
 from flashattn.plan.gpu import CARDS
@@ -151,13 +151,13 @@ def test_like_inputs_are_launched_again(device, layout, monkeypatch):
     for inputs in draws:
         forget()
         wanted.append(answers(inputs))
-    firsts, first = [], launch.Launch._first
+    firsts, first = [], launch.KernelLaunch._first
 
     def note(self, tensors):
         firsts.append(self)
         return first(self, tensors)
 
-    monkeypatch.setattr(launch.Launch, "_first", note)
+    monkeypatch.setattr(launch.KernelLaunch, "_first", note)
     for inputs, exact in zip(draws, wanted, strict=True):
         got = answers(inputs)
         assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
@@ -308,10 +308,10 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print] if heard else [])
     compiled = Compiled(launched)
-    tile = TileLoads((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
+    tile = TileLoadSpec((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
     tile = tile if described else None
     options = {"BLOCK": 32, "num_warps": 4}
-    repeated = launch.Launch(Kernel(compiled), 5, [9], options, [tile])
+    repeated = launch.KernelLaunch(Kernel(compiled), 5, [9], options, [tile])
     x, other = torch.zeros(2, 1, 1, 33, 16).unbind()
     repeated(other, x)
     stream = 8
@@ -461,7 +461,7 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited,
         launched.append(self._kernel.fn.__name__.removeprefix("flashattn_"))
 
     q, k, v = (x.requires_grad_() for x in inputs)
-    monkeypatch.setattr(launch.Launch, "__call__", note)  # what is launched need not run
+    monkeypatch.setattr(launch.KernelLaunch, "__call__", note)  # what is launched need not run
     o, _ = triton(False)(q, k, v)
     launched.clear()
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)

@@ -26,10 +26,10 @@ from triton.runtime.jit import JITFunction
 from flashattn import attention, explain, gpus
 from flashattn.kernels import descriptor, execute, launch
 from flashattn.kernels.counters import counters
-from flashattn.kernels.descriptor import TileLoads
-from flashattn.kernels.hopper.backward_dq import Lines
-from flashattn.kernels.hopper.tma import Numbers, RowTerms, Tiles
-from flashattn.kernels.launch import Launch
+from flashattn.kernels.descriptor import TileLoadSpec
+from flashattn.kernels.hopper.backward_dq import DqAccumSpec
+from flashattn.kernels.hopper.tma import RowStatsSpec, RowTermsSpec, TileSpec
+from flashattn.kernels.launch import KernelLaunch
 from flashattn.plan.gpu import CARDS
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
@@ -118,7 +118,7 @@ def given(q=None, k=None, tiles=(None, None), **changed):
 
 def launched(function, tensors, tiles, numbers, options):
     """Launch for the first time; return what was launched, and with what."""
-    made = Launch(function, 5, numbers, options, tiles)
+    made = KernelLaunch(function, 5, numbers, options, tiles)
     made(*tensors)
     return made._compiled, made._compiled.launched.pop()
 
@@ -141,7 +141,7 @@ def described(operand, x):
 
 
 SHAPE = 2, 3, 40, 64
-LOADS = TileLoads(SHAPE, (7680, 2560, 64, 1), (1, 1, 32, 64))
+LOADS = TileLoadSpec(SHAPE, (7680, 2560, 64, 1), (1, 1, 32, 64))
 LONG = 2**31
 # What Triton compiles anew for, beside an aligned launch of numbers that are 37 or 48.
 OTHER = {
@@ -210,7 +210,7 @@ def test_triton_is_not_asked_twice(gpu, monkeypatch):
     runs, run = [], JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda *x, **how: runs.append(x) or run(*x, **how))
     function = kernel()
-    other = TileLoads((2, 3, 39, 64), (7488, 2496, 64, 1), LOADS.block)
+    other = TileLoadSpec((2, 3, 39, 64), (7488, 2496, 64, 1), LOADS.block)
     given_these = [
         given(tiles=(tile, None), rows=rows) for tile, rows in ((LOADS, 37), (other, 41))
     ]
@@ -227,14 +227,14 @@ def other_forms():
     fp32 = tensor(*SHAPE, dtype=torch.float32)
     rows, terms = tensor(3, 128, dtype=torch.float32), tensor(3, 128, 32)
     return [
-        *((half, Tiles(n, m)) for n in (64, 128) for m in (16, 32, 64)),
-        *((x, Tiles(64)) for x in (bf16, fp32, tensor(2, 3, 40, 32, dtype=torch.bfloat16))),
-        *((rows, Numbers(n)) for n in (32, 64)),
-        *((terms, RowTerms(n)) for n in (32, 64)),
-        (terms.bfloat16(), RowTerms(32)),
-        *((fp32, Lines(n)) for n in (32, 64)),
+        *((half, TileSpec(n, m)) for n in (64, 128) for m in (16, 32, 64)),
+        *((x, TileSpec(64)) for x in (bf16, fp32, tensor(2, 3, 40, 32, dtype=torch.bfloat16))),
+        *((rows, RowStatsSpec(n)) for n in (32, 64)),
+        *((terms, RowTermsSpec(n)) for n in (32, 64)),
+        (terms.bfloat16(), RowTermsSpec(32)),
+        *((fp32, DqAccumSpec(n)) for n in (32, 64)),
         *(
-            (x, TileLoads(SHAPE, half.stride(), (1, 1, n, 64)))
+            (x, TileLoadSpec(SHAPE, half.stride(), (1, 1, n, 64)))
             for n in (32, 64)
             for x in (half, bf16)
         ),
@@ -410,7 +410,7 @@ def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
     A descriptor's arguments are made once for each address.
     """
     function, (_, _, numbers, options) = kernel(), given()
-    made = Launch(function, 5, numbers, options, tiles)
+    made = KernelLaunch(function, 5, numbers, options, tiles)
     pairs = [(tensor(*SHAPE), tensor(*SHAPE)) for _ in range(2)]
     made(*pairs[0])  # which Triton launches
     for tensors in (*pairs, *pairs):
@@ -437,7 +437,7 @@ def test_addresses_that_keep_changing_are_few(monkeypatch):
     """The arguments of a descriptor are kept for some addresses, and are those of the last."""
     monkeypatch.setattr(descriptor, "MOST_ADDRESSES", 3)
     function, (_, _, numbers, options) = kernel(), given()
-    made = Launch(function, 5, numbers, options, (LOADS, None))
+    made = KernelLaunch(function, 5, numbers, options, (LOADS, None))
     tensors = [tensor(*SHAPE) for _ in range(8)]
     made(*tensors[:2])
     for q in tensors:
@@ -478,7 +478,7 @@ def test_what_is_not_known_is_triton_s_business(run, version, gpu, monkeypatch):
     monkeypatch.setattr(Run, "__call__", lambda *x: calls.append(x) or call(*x))
     gpu.run = run
     function, (tensors, tiles, numbers, options) = kernel(), given(tiles=(LOADS, None))
-    made = Launch(function, 5, numbers, options, tiles)
+    made = KernelLaunch(function, 5, numbers, options, tiles)
     for times in (1, 2, 3):
         made(*tensors)
         assert len(calls) == times
@@ -568,7 +568,7 @@ def attend(length, dtype, dims, laid, scored, family, heads=(2, 4, 2), right=0):
 def check_our_kernels(patch):
     """Check each launch of our kernels on an H200 beside what Triton would choose, and count."""
     pretended(patch)
-    shared, first = Counter(), Launch._first
+    shared, first = Counter(), KernelLaunch._first
     patch.setitem(gpus._KNOWN, torch.device("cpu"), replace(CARDS["H200"], triton=gpus.TRITON))
     for module in (launch, execute):
         patch.setattr(module, "check_device", lambda device: None)
@@ -586,7 +586,7 @@ def check_our_kernels(patch):
         same_arguments(ours, theirs)
         return True
 
-    patch.setattr(Launch, "_first", compared)
+    patch.setattr(KernelLaunch, "_first", compared)
     half = torch.float16
     for length in LENGTHS:
         for (dims, laid), family in itertools.product(

@@ -404,7 +404,7 @@ def test_short_calls_are_timed_many_at_once(monkeypatch):
     """Looking at the clock is little beside what it times, and seconds are those of one pass."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     timed = worker.Worker(CPU, timing)
-    monkeypatch.setitem(worker.MAKERS, "Attend", lambda *_: lambda: sum(range(1000)))
+    monkeypatch.setitem(worker.MAKERS, "AttentionCase", lambda *_: lambda: sum(range(1000)))
     timed.prepare(QUICK.message())
     assert timed.pace()["seconds"] > worker.SHORTEST / 4
     assert max(timed.sample(5, None)["seconds"]) < worker.SHORTEST / 4

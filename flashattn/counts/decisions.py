@@ -59,7 +59,7 @@ LAYOUTS = ("contiguous",) * 10 + ("heads_last", "misaligned", "expanded", "odd_r
 
 
 @dataclass(frozen=True)
-class Question:
+class Case:
     """A problem, how its tensors lie in memory, and what else a choice may depend on."""
 
     problem: Problem
@@ -77,8 +77,8 @@ class Question:
         return " ".join(filter(None, words))
 
 
-def questions() -> list[Question]:
-    """Return the list's questions; what is drawn depends on ``SEED`` and the axes alone."""
+def cases() -> list[Case]:
+    """Return the list's cases; what is drawn depends on ``SEED`` and the axes alone."""
     drawn = random.Random(SEED)  # noqa: S311 - the same list every time is the point
 
     def pick(axis: Sequence[Any]) -> Any:
@@ -89,7 +89,7 @@ def questions() -> list[Question]:
             return ("contiguous",) * 4
         return pick(LAYOUTS), pick(LAYOUTS), pick(LAYOUTS), pick(LAYOUTS)
 
-    def one() -> Question:
+    def one() -> Case:
         kv_heads, seq_q = pick(HEADS), pick(LENGTHS)
         group = 1 if drawn.random() < 0.6 else pick((2, 3, 4, 8, 16))  # noqa: PLR2004
         problem = Problem(
@@ -102,7 +102,7 @@ def questions() -> list[Question]:
             causal=pick(MASKS),
             dtype=pick(DTYPES),
         )
-        return Question(
+        return Case(
             problem=problem,
             impl=pick(IMPLS),
             precision=pick(PRECISIONS),
@@ -132,44 +132,44 @@ def tensor(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.Tenso
     return empty(*shape)
 
 
-def tensors(question: Question) -> list[torch.Tensor]:
+def tensors(case: Case) -> list[torch.Tensor]:
     """Return q, k, v, grad_o, o, lse, and grad_lse if it is asked, without memory."""
-    problem, dtype = question.problem, question.problem.torch_dtype
+    problem, dtype = case.problem, case.problem.torch_dtype
     rows = [(problem.heads, problem.seq_q)] + [(problem.kv_heads, problem.seq_kv)] * 2
     q, k, v, grad_o = (
         tensor((problem.batch, *n, problem.head_dim), dtype, layout)
-        for n, layout in zip([*rows, rows[0]], question.layouts, strict=True)
+        for n, layout in zip([*rows, rows[0]], case.layouts, strict=True)
     )
     o = torch.empty_like(q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous())
     lse = torch.empty(q.shape[:3], device="meta")
     given = [q, k, v, grad_o, o, lse]
-    if question.grad_lse != "absent":
+    if case.grad_lse != "absent":
         lies = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        given.append(lse if question.grad_lse == "contiguous" else lies)
+        given.append(lse if case.grad_lse == "contiguous" else lies)
     return given
 
 
-def asked(question: Question) -> Options:
-    """Return the options of a question."""
-    problem = question.problem
+def asked(case: Case) -> Options:
+    """Return the options of a case."""
+    problem = case.problem
     return Options(
         problem.band.right,
-        check_scale(question.scale, problem.head_dim),
-        input_precision(question.precision, problem.torch_dtype),
-        question.impl,
-        question.deterministic,
+        check_scale(case.scale, problem.head_dim),
+        input_precision(case.precision, problem.torch_dtype),
+        case.impl,
+        case.deterministic,
     )
 
 
-def plans(question: Question, gpu: Gpu) -> tuple[ForwardPlan, BackwardPlan] | str:
+def plans(case: Case, gpu: Gpu) -> tuple[ForwardPlan, BackwardPlan] | str:
     """Return the plans of both passes, or why there are none."""
-    problem = question.problem
+    problem = case.problem
     reason = support.why_not_portable(problem.torch_dtype, problem.head_dim)
-    if question.impl == "hopper" and not gpu.interpreted:
+    if case.impl == "hopper" and not gpu.interpreted:
         reason = support.why_not_hopper(problem.torch_dtype, problem.head_dim, gpu)
     if reason is not None:
         return reason
-    given, options = [TensorSpec.of(x) for x in tensors(question)], asked(question)
+    given, options = [TensorSpec.of(x) for x in tensors(case)], asked(case)
     try:
         return choose_forward(given[:3], gpu, options), choose_backward(given, gpu, options)
     except ValueError as error:  # Hopper's kernels are asked for, and lack a pass
@@ -188,27 +188,27 @@ def words(plan: ForwardPlan | BackwardPlan) -> str:
     return " ".join(filter(None, map(str, said))) if plan.kernel != "none" else "none"
 
 
-def answer(question: Question, gpu: Gpu) -> tuple[str, str]:
-    """Return what is decided for a question, in words and in full."""
-    found = plans(question, gpu)
+def answer(case: Case, gpu: Gpu) -> tuple[str, str]:
+    """Return what is decided for a case, in words and in full."""
+    found = plans(case, gpu)
     if isinstance(found, str):
         return f"refused: {found}", ""
     return "; ".join(words(x) for x in found), "\n".join(str(x._replace(why=())) for x in found)
 
 
 def decisions(card: str, blocks: Sequence[int]) -> list[tuple[list[str], str]]:
-    """Return what each block of questions is answered with on a card: words, and a digest."""
-    everything, found = questions(), []
+    """Return what each block of cases is answered with on a card: words, and a digest."""
+    everything, found = cases(), []
     for block in blocks:
         chosen = everything[block * BLOCK : (block + 1) * BLOCK]
-        answers = [answer(question, CARDS[card]) for question in chosen]
+        answers = [answer(case, CARDS[card]) for case in chosen]
         digest = hashlib.sha256("\n".join(whole for _, whole in answers).encode())
         found.append(([said for said, _ in answers], digest.hexdigest()[:DIGEST]))
     return found
 
 
 def write(path: Path) -> None:
-    """Store the list: plans, pairs of these, and which pair each question is answered with."""
+    """Store the list: plans, pairs of these, and which pair each case is answered with."""
     known: dict[str, int] = {}
     pairs: dict[tuple[int, ...], int] = {}
     cards: dict[str, Any] = {}
@@ -227,7 +227,7 @@ def differences(path: Path, blocks: Sequence[int]) -> list[str]:
     """Return a paragraph for each decision of these blocks that is not the stored one."""
     with lzma.open(path, "rt") as file:
         stored = json.load(file)
-    everything, lines = questions(), []
+    everything, lines = cases(), []
     for card, known in stored["cards"].items():
         for block, (said, digest) in zip(blocks, decisions(card, blocks), strict=True):
             wanted = [

@@ -25,7 +25,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Attend(Case):
+class AttentionCase(Case):
     """One attention pass on random normal inputs, of T = S."""
 
     shape: tuple[int, int, int, int, int]  # (B, H, G, T, D) with G key/value heads
@@ -54,30 +54,36 @@ class Model(Case):
 tiny = partial(Model, width=64, hidden=256, heads=2, batch=1, context=32, vocab=1000)
 CPU: tuple[Case, ...] = (
     # The tile loop without a mask: products and the online softmax.
-    Attend("tiled-forward-full", "tiled", "forward", (1, 1, 1, 256, 64)),
+    AttentionCase("tiled-forward-full", "tiled", "forward", (1, 1, 1, 256, 64)),
     # Many tiles: the Python overhead per tile, and skipping half of the tiles.
-    Attend("tiled-forward-causal-long", "tiled", "forward", (1, 1, 1, 384, 64), causal=True),
+    AttentionCase("tiled-forward-causal-long", "tiled", "forward", (1, 1, 1, 384, 64), causal=True),
     # Many rows per tile, and the casts to fp32.
-    Attend("tiled-forward-short-bf16", "tiled", "forward", (8, 4, 4, 48, 64), dtype="bfloat16"),
+    AttentionCase(
+        "tiled-forward-short-bf16", "tiled", "forward", (8, 4, 4, 48, 64), dtype="bfloat16"
+    ),
     # Five products per tile, and accumulation into dk and dv.
-    Attend("tiled-backward-full", "tiled", "backward", (1, 1, 1, 192, 64)),
+    AttentionCase("tiled-backward-full", "tiled", "backward", (1, 1, 1, 192, 64)),
     # Masked and skipped tiles in the backward pass; dk and dv summed over a group.
-    Attend("tiled-backward-causal-grouped", "tiled", "backward", (1, 2, 1, 192, 64), causal=True),
+    AttentionCase(
+        "tiled-backward-causal-grouped", "tiled", "backward", (1, 2, 1, 192, 64), causal=True
+    ),
     # The definition, on which every test waits.
-    Attend("reference-forward-full", "reference", "forward", (1, 2, 2, 192, 64)),
+    AttentionCase("reference-forward-full", "reference", "forward", (1, 2, 2, 192, 64)),
     # Gradients of the definition, with a mask and grouped heads.
-    Attend("reference-backward-causal", "reference", "backward", (1, 2, 1, 192, 64), causal=True),
+    AttentionCase(
+        "reference-backward-causal", "reference", "backward", (1, 2, 1, 192, 64), causal=True
+    ),
     # The baseline of the studies.
-    Attend("naive-backward-causal", "naive", "backward", (1, 2, 2, 192, 64), causal=True),
+    AttentionCase("naive-backward-causal", "naive", "backward", (1, 2, 2, 192, 64), causal=True),
     # The public function on a tiny input: the overhead of checks and dispatch.
-    Attend("attention-call", "auto", "forward", (1, 1, 1, 16, 16), causal=True),
+    AttentionCase("attention-call", "auto", "forward", (1, 1, 1, 16, 16), causal=True),
     # Norms, RoPE, SwiGLU and the head, with PyTorch attention.
     tiny("model-forward", "sdpa", "forward", layers=2),
     # Forward, loss, backward and AdamW, with the tiled attention.
     tiny("model-train", "tiled", "train", layers=1),
 )
 
-half = partial(Attend, dtype="bfloat16")
+half = partial(AttentionCase, dtype="bfloat16")
 CUDA: tuple[Case, ...] = (
     # The main loop of flashattn_fwd without a mask.
     half("forward-d64-full", "triton", "forward", (4, 32, 32, 4096, 64)),
@@ -97,7 +103,7 @@ CUDA: tuple[Case, ...] = (
     # Many short sequences: prologue and epilogue dominate.
     half("forward-short-rows", "triton", "forward", (256, 32, 32, 256, 64)),
     # fp32 forward: six bf16 products per product.
-    Attend("forward-fp32-causal", "triton", "forward", (4, 16, 16, 2048, 64), causal=True),
+    AttentionCase("forward-fp32-causal", "triton", "forward", (4, 16, 16, 2048, 64), causal=True),
     # The three backward kernels with a mask.
     half("backward-d64-causal", "triton", "backward", (4, 32, 32, 2048, 64), causal=True),
     # The same without a mask, at D = 128.
@@ -105,7 +111,7 @@ CUDA: tuple[Case, ...] = (
     # The slowest case relative to the roof.
     half("backward-d256-causal", "triton", "backward", (4, 8, 8, 2048, 256), causal=True),
     # fp32 backward: six bf16 products per product.
-    Attend("backward-fp32-causal", "triton", "backward", (4, 16, 16, 1024, 64), causal=True),
+    AttentionCase("backward-fp32-causal", "triton", "backward", (4, 16, 16, 1024, 64), causal=True),
     # Two layers of the 2.7B model, compiled: our operators in a captured graph.
     Model(
         "model-train-compiled",

@@ -36,7 +36,7 @@ Facts = dict[str, Any]
 
 
 def attend(case: Facts, device: torch.device) -> Call:
-    """Return a callable that runs the pass of a ``cases.Attend``, given as a dict."""
+    """Return a callable that runs the pass of a ``cases.AttentionCase``, given as a dict."""
     import flashattn  # noqa: PLC0415 - the revision's
 
     batch, heads, kv_heads, seq, dim = case["shape"]
@@ -74,7 +74,7 @@ def step(case: Facts, device: torch.device) -> Call:
     return getattr(trainer, case["step"])
 
 
-MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"Attend": attend, "Model": step}
+MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"AttentionCase": attend, "Model": step}
 
 
 def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) -> Call:

@@ -21,7 +21,7 @@ from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
 from flashattn.score import Terms
 
-Attend = Callable[..., torch.Tensor]
+AttentionFunction = Callable[..., torch.Tensor]
 
 
 def naive_attention(
@@ -61,7 +61,7 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
     return None
 
 
-def _three_lines(attend: Callable[[], Attend]) -> Attend:
+def _three_lines(attend: Callable[[], AttentionFunction]) -> AttentionFunction:
     """Return the implementation of what ``attend`` gives when it is called."""
 
     def call(
@@ -84,7 +84,7 @@ def _three_lines(attend: Callable[[], Attend]) -> Attend:
     return call
 
 
-_ATTENDS: dict[str, Callable[[], Attend]] = {
+_ATTENDS: dict[str, Callable[[], AttentionFunction]] = {
     "naive": lambda: naive_attention,
     "compiled": cache(partial(torch.compile, naive_attention, dynamic=True)),
 }

@@ -14,7 +14,7 @@ from flashattn import gpus
 from flashattn.bounds import Bounds
 from flashattn.checks import check_scale
 from flashattn.mask import Mask
-from flashattn.ops import Attend, Differentiate, Gradients, Outputs, execute
+from flashattn.ops import AttentionCall, Differentiate, Gradients, Outputs, execute
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Options, Signature, TensorSpec, signature
 from flashattn.problem import Problem
@@ -75,7 +75,7 @@ def _options(
 
 
 @lru_cache(BOUND)
-def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> Attend:
+def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> AttentionCall:
     """Return our kernels for o and lse.
 
     Args:
@@ -89,7 +89,7 @@ def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> Atten
     options = _options(given, *asked)
     if options is None:
         raise UnsupportedError
-    attend: Attend = execute().bind_forward(given, options._replace(precision=precision))
+    attend: AttentionCall = execute().bind_forward(given, options._replace(precision=precision))
     return attend
 
 

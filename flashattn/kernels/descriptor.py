@@ -52,14 +52,14 @@ def form_of(kind: type, dtype: torch.dtype, block: tuple[int, ...], **others: An
 Tiled = tuple[Form, Sequence[int], Sequence[int]]  # and the shape and the strides
 
 
-class Described(Protocol):
+class DescriptorSpec(Protocol):
     """What a kernel reaches in tiles by a descriptor."""
 
     def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x."""
 
 
-class TileLoads(NamedTuple):
+class TileLoadSpec(NamedTuple):
     """What a portable kernel loads in tiles, from where a tensor lies.
 
     Args:
@@ -74,12 +74,12 @@ class TileLoads(NamedTuple):
 
     def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x."""
-        strides = described_strides(self.shape, self.strides)
+        strides = descriptor_strides(self.shape, self.strides)
         return form_of(TensorDescriptor, x.dtype, self.block), self.shape, strides
 
 
 @lru_cache  # tensors of one call often lie alike
-def described_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides for a descriptor.
 
     A dimension of size 1 may have any stride, but TMA wants one that is aligned.

@@ -1,4 +1,4 @@
-"""Launch: a kernel with all of its arguments but the tensors, started as Triton would start it."""
+"""Launches: a kernel with all of its arguments but the tensors, started as Triton would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triton.runtime import driver
 from flashattn.gpus import TRITON
 from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.constants import INTERPRETED
-from flashattn.kernels.descriptor import Described, Expanded, Form, descriptor_of
+from flashattn.kernels.descriptor import DescriptorSpec, Expanded, Form, descriptor_of
 
 _NOTHING = nullcontext()
 # Past torch.cuda's question whether CUDA was initialized, to which a tensor there is the answer.
@@ -80,7 +80,7 @@ def launcher_of(compiled: Any) -> Launcher | None:
 Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
 
 
-class Launch:
+class KernelLaunch:
     """A kernel with all of its arguments but the tensors, which come first, alone or in tuples.
 
     Args:
@@ -101,7 +101,7 @@ class Launch:
         programs: int,
         numbers: Sequence[object],
         options: dict[str, Any],
-        operands: Sequence[Described | None] = (),
+        operands: Sequence[DescriptorSpec | None] = (),
     ) -> None:
         """Hold on to it; nothing is compiled yet."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
@@ -288,5 +288,5 @@ class Step(NamedTuple):
         operands: names of the tensors that it takes, alone or in tuples; None is no tensor.
     """
 
-    launch: Launch
+    launch: KernelLaunch
     operands: tuple[Name, ...]

@@ -31,14 +31,14 @@ HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
 Key = tuple[Kernel, int, int, bool, bool]
 Table = dict[Key, Tile]
 # block_q, block_kv, warps, stages; and registers, where they are limited.
-Numbers = tuple[int, int, int, int] | tuple[int, int, int, int, int]
+TileNumbers = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 # Programs for each SM that a split may make, and tiles, or keys, that a part has at least; the
 # finest split counts.
-Fill = tuple[tuple[int, int], ...]
+SplitTargets = tuple[tuple[int, int], ...]
 
 
 def rows(
-    tiles: dict[tuple[Kernel, int, int], Numbers | tuple[Numbers, Numbers]],
+    tiles: dict[tuple[Kernel, int, int], TileNumbers | tuple[TileNumbers, TileNumbers]],
     *,
     descriptors: bool = False,
     decomposed: bool = False,
@@ -104,13 +104,13 @@ class Limits:
     small_grid: int = 2
     small_grid_causal: int = 4
     small_grid_head_dim: int = 32
-    small_grid_split: Fill = ((1, 256), (2, 1024))
-    small_grid_split_causal: Fill = ((1, 256), (2, 1024), (4, 2048))
+    small_grid_split: SplitTargets = ((1, 256), (2, 1024))
+    small_grid_split_causal: SplitTargets = ((1, 256), (2, 1024), (4, 2048))
     one_per_sm: int = 256
     fused: int = 8
     fused_decomposed: int = 2
     decomposed_head_dim: int = 64
-    split: Mapping[str, Fill] = field(
+    split: Mapping[str, SplitTargets] = field(
         default_factory=lambda: {
             "fwd": ((4, 4),),
             "bwd_fused": ((2, 2), (4, 16)),

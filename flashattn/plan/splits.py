@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashattn.plan.rows import Fill
+from flashattn.plan.rows import SplitTargets
 from flashattn.plan.spec import TensorSpec
 from flashattn.plan.tables import hopper
 
@@ -41,7 +41,7 @@ def equal_sections(heads: int, wanted: float) -> int:
     return fewer if heads % fewer == 0 else cdiv(heads, sections)
 
 
-def num_splits(fill: Fill, programs: int, rows: int, num_sms: int) -> int:
+def num_splits(fill: SplitTargets, programs: int, rows: int, num_sms: int) -> int:
     """Return how many parts fill the GPU: the most of any pair.
 
     Args:

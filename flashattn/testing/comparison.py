@@ -122,15 +122,15 @@ def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
     """Report what was held back; a case in ``broken`` has failed."""
     for item, reports in config.stash[HELD_BACK]:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        complaint = broken.get(study_and_name(item))
+        failure = broken.get(study_and_name(item))
         for made in reports:
             told = made
-            if complaint and made.when == "call":
-                fail = partial(pytest.fail, complaint, pytrace=False)
+            if failure and made.when == "call":
+                fail = partial(pytest.fail, failure, pytrace=False)
                 call = pytest.CallInfo.from_call(fail, "call")
                 told = pytest.TestReport.from_item_and_call(item, call)
                 crash = told.longrepr.reprcrash  # type: ignore[union-attr]
-                crash.message = complaint  # without "Failed: "
+                crash.message = failure  # without "Failed: "
             item.ihook.pytest_runtest_logreport(report=told)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     config.stash[HELD_BACK].clear()

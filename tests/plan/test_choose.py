@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flashattn
-from flashattn.counts.decisions import CARDS, asked, plans, questions, tensors
+from flashattn.counts.decisions import CARDS, asked, cases, plans, tensors
 from flashattn.kernels import execute
-from flashattn.kernels.launch import Launch
+from flashattn.kernels.launch import KernelLaunch
 from flashattn.plan.choose import NAMES
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.spec import signature
@@ -176,28 +176,28 @@ def test_sections_have_as_many_heads(heads, wanted, section):
 @pytest.mark.parametrize("card", CARDS)
 def test_what_is_launched_is_what_was_planned(card):
     """Of 60 problems drawn anew: the kernels of both passes, by their numbers of programs."""
-    for question in random.SystemRandom().sample(questions(), 60):
-        found = plans(question, CARDS[card])
+    for case in random.SystemRandom().sample(cases(), 60):
+        found = plans(case, CARDS[card])
         if not isinstance(found, str):
             forward, backward = found
             wanted = [forward.programs] * (forward.kernel != "none")
             wanted += [sum(one.programs) for one in backward.passes]
-            launched = iter(launches(question, CARDS[card]))
-            assert all(n in launched for n in wanted), str(question)  # in this order
+            launched = iter(launches(case, CARDS[card]))
+            assert all(n in launched for n in wanted), str(case)  # in this order
 
 
-def launches(question, gpu):
+def launches(case, gpu):
     """Return how many programs each launch has, forward and backward, and run none."""
-    given, programs = dict(zip(NAMES, tensors(question), strict=False)), []
+    given, programs = dict(zip(NAMES, tensors(case), strict=False)), []
     binds = {execute.bind_forward: NAMES[:3], execute.bind_backward: NAMES}
     with (
         patch.object(execute, "gpu_of", lambda _: gpu),
-        patch.object(Launch, "__call__", lambda self, *_: programs.append(self._grid[0])),
+        patch.object(KernelLaunch, "__call__", lambda self, *_: programs.append(self._grid[0])),
     ):
         for bind, names in binds.items():
             operands = [given.get(name) for name in names]
             known = signature(*(x for x in operands if x is not None))
-            bind.__wrapped__(known, asked(question))(*operands)
+            bind.__wrapped__(known, asked(case))(*operands)
     return programs
 
 

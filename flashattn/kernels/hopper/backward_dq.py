@@ -213,7 +213,7 @@ def flashattn_hopper_bwd_postprocess(
         tl.store(base + offsets, x.to(dq.dtype.element_ty), mask=inside)
 
 
-class Lines(NamedTuple):
+class DqAccumSpec(NamedTuple):
     """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
 
     lines: int

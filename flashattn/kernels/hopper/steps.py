@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
-from flashattn.kernels.descriptor import Described
+from flashattn.kernels.descriptor import DescriptorSpec
 from flashattn.kernels.hopper import backward_fp32 as fp32
 from flashattn.kernels.hopper.backward import flashattn_hopper_bwd
 from flashattn.kernels.hopper.backward_d256 import flashattn_hopper_bwd_d256_dkdv
 from flashattn.kernels.hopper.backward_d256_dq import flashattn_hopper_bwd_d256_dq
-from flashattn.kernels.hopper.backward_dq import Lines, flashattn_hopper_bwd_postprocess
+from flashattn.kernels.hopper.backward_dq import DqAccumSpec, flashattn_hopper_bwd_postprocess
 from flashattn.kernels.hopper.config import (
     backward_config,
     d256_config,
@@ -21,8 +21,8 @@ from flashattn.kernels.hopper.config import (
 )
 from flashattn.kernels.hopper.forward import flashattn_hopper_fwd
 from flashattn.kernels.hopper.forward_fp32 import flashattn_hopper_fwd_fp32
-from flashattn.kernels.hopper.tma import WARPS, Numbers, RowTerms, Tiles
-from flashattn.kernels.launch import Launch, Step
+from flashattn.kernels.hopper.tma import WARPS, RowStatsSpec, RowTermsSpec, TileSpec
+from flashattn.kernels.launch import KernelLaunch, Step
 from flashattn.kernels.portable import relative
 from flashattn.kernels.portable import steps as portable
 from flashattn.kernels.portable.score import Scale, ScoreLayout
@@ -52,10 +52,10 @@ def _launch(
     programs: int,
     numbers: Sequence[object],
     constants: dict[str, Any],
-    operands: Sequence[Described | None] = (),
-) -> Launch:
+    operands: Sequence[DescriptorSpec | None] = (),
+) -> KernelLaunch:
     """Return a launch of warpgroups."""
-    return Launch(function, programs, numbers, constants | {"num_warps": WARPS}, operands)
+    return KernelLaunch(function, programs, numbers, constants | {"num_warps": WARPS}, operands)
 
 
 def forward(
@@ -98,7 +98,7 @@ def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
 @cache
 def tiles_of(
     dims: tuple[int, int], **rows: int
-) -> tuple[tuple[Tiles | None, ...], tuple[Tiles | None, ...], tuple[str | None, ...]]:
+) -> tuple[tuple[TileSpec | None, ...], tuple[TileSpec | None, ...], tuple[str | None, ...]]:
     """Return the tiles of some tensors' first columns, those of the others, and their names.
 
     Where tiles are in one piece, the latter are None.
@@ -109,7 +109,7 @@ def tiles_of(
     """
     pieces = [pieces_of(name, dims) for name in rows]
     found = [
-        (Tiles(n, low), Tiles(n, high) if high else None, name if high else None)
+        (TileSpec(n, low), TileSpec(n, high) if high else None, name if high else None)
         for (name, n), (low, high) in zip(rows.items(), pieces, strict=True)
     ]
     low, high, others = zip(*found, strict=True)
@@ -121,7 +121,7 @@ def _forward_fp32(
 ) -> list[Step]:
     """Return the launches that fill o and lse in fp32."""
     (_, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    scale, keys = Scale.of(options, forward=True), Tiles(cast("HopperFp32Tile", plan.tile).other)
+    scale, keys = Scale.of(options, forward=True), TileSpec(cast("HopperFp32Tile", plan.tile).other)
     steps, _, names = portable.terms(plan.terms, q=q, k=k, v=v)
     launch = _launch(
         flashattn_hopper_fwd_fp32,
@@ -132,7 +132,7 @@ def _forward_fp32(
             *(scale.log2, head_dim),
         ),
         forward_fp32_constants(head_dim, terms=plan.terms),
-        [Tiles(WARPGROUP_Q), keys, keys],
+        [TileSpec(WARPGROUP_Q), keys, keys],
     )
     return [*steps, Step(launch, (*names, "o", "lse", scored_names(options)[-1]))]
 
@@ -243,8 +243,8 @@ def _one_pass(
     (programs,) = plan.passes[0].programs
     block_q = tile.block_q(head_dim)
     rotates = tile.persistent and not options.causal
-    queries, keys, terms = Tiles(block_q), Tiles(tile.BLOCK_KV), RowTerms(block_q)
-    lse = terms if scale.cap is None else Numbers(block_q)
+    queries, keys, terms = TileSpec(block_q), TileSpec(tile.BLOCK_KV), RowTermsSpec(block_q)
+    lse = terms if scale.cap is None else RowStatsSpec(block_q)
     lies = ScoreLayout.of(options, heads)
     launch = _launch(
         flashattn_hopper_bwd,
@@ -265,9 +265,9 @@ def _one_pass(
         },
         [
             *(queries, keys, keys, queries, lse, terms),
-            Lines(box_lines(head_dim)),
+            DqAccumSpec(box_lines(head_dim)),
             *([keys if plan.gqa_splits == 1 else None] * 2),
-            Tiles(block_q, tile.BLOCK_KV) if stored else None,
+            TileSpec(block_q, tile.BLOCK_KV) if stored else None,
         ],
     )
     names = (
@@ -316,7 +316,7 @@ def _d256_dkdv(
     splits, grads = _gqa(k, plan.gqa_splits)
     scale = Scale.of(options, forward=False)
     split_heads, blocks = kv_heads * plan.gqa_splits, cdiv(seq_kv, tile.BLOCK_KV)
-    numbers, tensors = Numbers(WARPGROUP_Q), (*INPUTS[:4], *grads)
+    numbers, tensors = RowStatsSpec(WARPGROUP_Q), (*INPUTS[:4], *grads)
     low, high, others = tiles_of(dims, **dict.fromkeys(tensors, WARPGROUP_Q))
     if plan.gqa_splits > 1:  # partial sums have no tiles
         low, high, others = ((*x[:4], None, None) for x in (low, high, others))
@@ -365,7 +365,7 @@ def _fp32(one: Pass, specs: Sequence[TensorSpec], options: Options) -> Step:
     """Return the launch of flashattn_hopper_bwd_fp32_dkdv, or of flashattn_hopper_bwd_fp32_dq."""
     (q, k, v), tile = specs[:3], cast("HopperFp32Tile", one.tile)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    own, other, scale = Tiles(tile.own), Tiles(tile.other), Scale.of(options, forward=False)
+    own, other, scale = TileSpec(tile.own), TileSpec(tile.other), Scale.of(options, forward=False)
     function, loads = fp32.flashattn_hopper_bwd_fp32_dkdv, [other, own, own, other]
     if one.kernel.endswith("_dq"):
         function, loads = fp32.flashattn_hopper_bwd_fp32_dq, [own, other, other, own]

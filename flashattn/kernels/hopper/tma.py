@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn.kernels.descriptor import Form, Tiled, described_strides, form_of
+from flashattn.kernels.descriptor import Form, Tiled, descriptor_strides, form_of
 from flashattn.plan.tile import block_d
 
 WARPS = 4  # of a warpgroup
@@ -24,7 +24,7 @@ def swizzled(dtype: torch.dtype, block: tuple[int, ...], bytes_: int) -> Form:
     return form_of(TensorDescriptor, dtype, block, layout=layout)
 
 
-class Tiles(NamedTuple):
+class TileSpec(NamedTuple):
     """What is loaded and stored in tiles of [rows, columns]; what lies outside is 0.
 
     Args:
@@ -38,18 +38,18 @@ class Tiles(NamedTuple):
     def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x [B, H, N, D]."""
         shape = x.shape
-        return _form(self, x.dtype, shape[-1]), shape, described_strides(shape, x.stride())
+        return _form(self, x.dtype, shape[-1]), shape, descriptor_strides(shape, x.stride())
 
 
 @cache
-def _form(tile: Tiles, dtype: torch.dtype, head_dim: int) -> Form:
+def _form(tile: TileSpec, dtype: torch.dtype, head_dim: int) -> Form:
     """Return the form of descriptors of all lengths."""
     columns = tile.columns or block_d(head_dim)
     bytes_ = min(SWIZZLE, columns * dtype.itemsize)
     return swizzled(dtype, (1, 1, tile.rows, columns), bytes_)
 
 
-class Numbers(NamedTuple):
+class RowStatsSpec(NamedTuple):
     """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
 
     rows: int
@@ -59,7 +59,7 @@ class Numbers(NamedTuple):
         return swizzled(x.dtype, (1, self.rows), 0), x.shape, x.stride()
 
 
-class RowTerms(NamedTuple):
+class RowTermsSpec(NamedTuple):
     """Terms of a number for each row, x [B * H, N, columns], loaded as [1, rows, PRODUCT].
 
     Columns from ``columns`` on are 0.

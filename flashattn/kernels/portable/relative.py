@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.launch import Launch
+from flashattn.kernels.launch import KernelLaunch
 from flashattn.plan.spec import TensorSpec
 from flashattn.plan.splits import cdiv
 
@@ -62,10 +62,10 @@ def flashattn_shift(
 
 def shift(
     bias: TensorSpec, shifted: TensorSpec, front: int = 0, factor: float | None = None
-) -> Launch:
+) -> KernelLaunch:
     """Return the launch of that kernel."""
     batch, heads, count, length = shifted.shape
-    return Launch(
+    return KernelLaunch(
         flashattn_shift,
         batch * heads * cdiv(length, BLOCK),
         (bias.strides, heads, bias.shape[-1], length, factor),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from flashattn.kernels.constants import LOG2E
-from flashattn.kernels.descriptor import TileLoads
-from flashattn.kernels.launch import Launch, Name, Step
+from flashattn.kernels.descriptor import TileLoadSpec
+from flashattn.kernels.launch import KernelLaunch, Name, Step
 from flashattn.kernels.portable import bf16x3 as decompose
 from flashattn.kernels.portable import combine, preprocess, relative, score_gradients
 from flashattn.kernels.portable.backward import (
@@ -62,7 +62,7 @@ def forward(
         extras, absent = (*extras, *absent, (*PARTIAL, counted)), ()
     else:
         absent += ((None, None, None),)
-    launch = Launch(
+    launch = KernelLaunch(
         flashattn_fwd,
         plan.programs,
         (
@@ -93,7 +93,7 @@ def _combine(plan: ForwardPlan, q: TensorSpec, o: TensorSpec) -> Step:
     (_, heads, seq_q, head_dim), rows = q.shape, combine.COMBINE_ROWS
     block_q, tiles = cast("Tile", plan.tile).block_q, plan.programs // plan.split.num
     options = _row_options(head_dim, [o.strides[:3]], rows, combine.COMBINE_WARPS)
-    launch = Launch(
+    launch = KernelLaunch(
         combine.flashattn_combine,
         tiles * (block_q // rows),
         (o.strides[:3], plan.split.num, tiles, heads, seq_q),
@@ -156,7 +156,7 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = specs[0].shape, specs[1].shape
     absent = (None,) * (4 - len(specs))
     strides = (*(x.strides[:3] for x in specs), *((0, 0, 0),) * len(absent))
-    launch = Launch(
+    launch = KernelLaunch(
         decompose.flashattn_decompose,
         sum(cdiv(x.shape[2], decompose.BLOCK) * batch * x.shape[1] for x in specs),
         (strides, batch, heads, kv_heads, seq_q, seq_kv),
@@ -167,12 +167,12 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
     return [step], [decomposed(x, count) for x in specs], names
 
 
-def _loads(tile: Tile, inputs: Sequence[TensorSpec], rows: Sequence[int]) -> list[TileLoads]:
+def _loads(tile: Tile, inputs: Sequence[TensorSpec], rows: Sequence[int]) -> list[TileLoadSpec]:
     """Return how inputs are loaded, in tiles of so many rows; none are by pointers."""
     if not tile.descriptors:
         return []
     return [
-        TileLoads(x.shape, x.strides, (1, 1, n, block_d(x.shape[3])))
+        TileLoadSpec(x.shape, x.strides, (1, 1, n, block_d(x.shape[3])))
         for x, n in zip(inputs, rows, strict=True)
     ]
 
@@ -236,7 +236,7 @@ def preprocessing(
     programs = rows // preprocess.BLOCK * batch * heads
     (cleared,), name = (counters.shape, counters.name) if counters else ((0,), None)
     each = 1 << (cdiv(cleared, programs) - 1).bit_length() if cleared else 0
-    launch = Launch(
+    launch = KernelLaunch(
         preprocess.flashattn_bwd_preprocess,
         programs,
         (
@@ -254,7 +254,7 @@ def preprocessing(
 def sum_sinks(o: TensorSpec, options: Options) -> Step:
     """Return the launch that adds up the gradient of sinks."""
     batch, heads, seq_q, _ = o.shape
-    launch = Launch(
+    launch = KernelLaunch(
         score_gradients.flashattn_bwd_dsink,
         options.sink * heads,
         (heads, batch, padded_rows(seq_q) // preprocess.BLOCK),
@@ -314,7 +314,7 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
     loads = _loads(tile, inputs, (tile.block_q, tile.block_kv, tile.block_kv, tile.block_q))
     strides = [*read, *write, o.strides[:3]]
     config = Config.of(tile, head_dim, strides, precision, one.terms, vector(options.bias, seq_kv))
-    launch = Launch(
+    launch = KernelLaunch(
         KERNELS[cast("Kernel", one.kernel)],
         sum(one.programs),
         (
@@ -349,7 +349,7 @@ def dbias_steps(
     extras, _ = extra_names(options, scored)
     lies = ScoreLayout.of(options, heads)
     config = Config.of(tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv))
-    launch = Launch(
+    launch = KernelLaunch(
         score_gradients.flashattn_bwd_dbias,
         sum(one.programs),
         (
@@ -364,7 +364,7 @@ def dbias_steps(
         return [Step(launch, (*names, "dbias", *extras))]
     *rows, size = cast("TensorSpec", options.bias).shape
     block, warps = score_gradients.RELATIVE_BLOCK, score_gradients.RELATIVE_WARPS
-    summing = Launch(
+    summing = KernelLaunch(
         score_gradients.flashattn_bwd_drelative,
         rows[0] * rows[1] * cdiv(size, block),
         (lies, heads, batch, size),
@@ -387,7 +387,7 @@ def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:
     (k, num), (q, num_kv) = grads["dk"], grads["dq"]
     batch, kv_heads, seq_kv, head_dim = k.shape
     strides = tuple(added[x].like().strides[:3] if x in added else (0, 0, 0) for x in GRADS)
-    launch = Launch(
+    launch = KernelLaunch(
         combine.flashattn_bwd_reduce,
         sum(cdiv(x.shape[:3].numel(), combine.REDUCE_BLOCK) for x in added.values()),
         (strides, num, num_kv, batch, q.shape[1], kv_heads, q.shape[2], seq_kv),

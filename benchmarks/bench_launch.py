@@ -12,7 +12,7 @@ import torch
 import triton
 
 from flashattn import attention
-from flashattn.kernels.launch import Launch
+from flashattn.kernels.launch import KernelLaunch
 from flashattn.measure.timing import HostTime, warm_up
 from flashattn.problem import Problem
 from flashattn.registry import get
@@ -110,7 +110,7 @@ def flashattn_nothing(x):
 @cache
 def _nothing():
     """Return the launch of an empty kernel."""
-    return Launch(flashattn_nothing, 1, (), {"num_warps": 4})
+    return KernelLaunch(flashattn_nothing, 1, (), {"num_warps": 4})
 
 
 class Launching(Nothing):

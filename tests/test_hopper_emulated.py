@@ -860,7 +860,7 @@ PLANTED = {
         Mutant(
             "columns_all_the_first",
             BIAS,
-            "rest = load_columns(pointers + STEP * (HALF // COLUMNS), STEP, HALF)",
+            "rest = load_columns(pointers + STEP * (HALF // STRIP_COLUMNS), STEP, HALF)",
             "rest = load_columns(pointers, STEP, HALF)",
             "all keys of a tile have the bias of the first eight",
         ),
@@ -1551,6 +1551,13 @@ def test_what_is_not_dense_is_copied(move, which):
         got = execute.backward(tuple(given[4:]), saved, **how, deterministic=True)
     assert launched == once * 2
     assert all(map(torch.equal, (*moved, *got), (o, lse, *exact)))
+
+
+@pytest.mark.parametrize("bug", [x for bugs in PLANTED.values() for x in bugs], ids=str)
+def test_planted_bugs_apply(bug):
+    """The text that each replaces is in the source, once."""
+    source = (MUTANTS.parents[2] / "flashattn" / bug.path).read_text()
+    assert bug.applied(source) != source
 
 
 @pytest.mark.mutants

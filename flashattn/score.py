@@ -147,7 +147,7 @@ class Terms(NamedTuple):
             scores = scores + self.relative[..., :0, None].to(scores.dtype)
         elif self.relative is not None:
             width = keys.stop - keys.start  # row t is the window that begins at T - 1 - t
-            windows = self.relative[..., self._diagonals(rows, keys)].unfold(-1, width, 1)
+            windows = self.relative[..., self._distances(rows, keys)].unfold(-1, width, 1)
             scores = scores + windows.flip(-2).to(scores.dtype)
         return scores
 
@@ -157,10 +157,10 @@ class Terms(NamedTuple):
             part = dbias[..., _within(dbias, -2, rows), _within(dbias, -1, keys)]
             part += ds.sum_to_size(part.shape)
         elif self.relative is not None and rows.stop > rows.start:
-            part = dbias[..., self._diagonals(rows, keys)]
-            part += _along_diagonals(ds).sum_to_size(part.shape)
+            part = dbias[..., self._distances(rows, keys)]
+            part += _sum_by_distance(ds).sum_to_size(part.shape)
 
-    def _diagonals(self, rows: slice, keys: slice) -> slice:
+    def _distances(self, rows: slice, keys: slice) -> slice:
         """Return the elements of a relative bias that some queries and keys have."""
         first = keys.start - rows.stop + self.seq_q
         return slice(first, first + (rows.stop - rows.start) + (keys.stop - keys.start) - 1)
@@ -171,7 +171,7 @@ def _within(x: torch.Tensor, dim: int, rows: slice) -> slice:
     return rows if x.shape[dim] > 1 else slice(None)
 
 
-def _along_diagonals(x: torch.Tensor) -> torch.Tensor:
+def _sum_by_distance(x: torch.Tensor) -> torch.Tensor:
     """Return the sums of x [..., R, C] along its diagonals, [..., R + C - 1], in a fixed order.
 
     In rows that are one element shorter than they are laid out, each begins one element later.

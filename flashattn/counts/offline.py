@@ -40,7 +40,7 @@ KERNELS: dict[str, Any] = {
     "bwd_dbias": score_gradients.flashattn_bwd_dbias,
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
-SUMS = "bwd_dsink", "bwd_drelative"  # of one number for each element
+SUMS = "bwd_dsink", "bwd_drelative"  # of what has no columns
 FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
     "combine": (combine.COMBINE_ROWS, combine.COMBINE_WARPS),
     "decompose": (bf16x3.BLOCK, bf16x3.WARPS),

@@ -134,7 +134,7 @@ def dbias_workspaces(dbias: Pass | None, q: TensorSpec, options: Options) -> tup
 
 
 def dbias_tile(head_dim: int, size: int) -> Tile:
-    """Return a square, as diagonals need it, without much spilling: 64 x 64 as measured.
+    """Return a square, as sums by distance need it, without much spilling: 64 x 64 as measured.
 
     Args:
         head_dim: D.

@@ -373,9 +373,7 @@ def flashattn_hopper_fwd(
         next_tile = new_scalar_pipeline(t.groups)
     else:  # roles take None as a constexpr only
         next_tile: gl.constexpr = None  # type: ignore[no-redef]
-    sO = queries
-    if t.own_so:
-        sO = new_shared_tiles(o, t.groups, o_high)
+    sO = new_shared_tiles(o, t.groups, o_high) if t.own_so else queries
     fence_async_shared()
     if t.groups == 2:
         gl.warp_specialize(

@@ -19,11 +19,8 @@ RELATIVE_BLOCK, RELATIVE_WARPS = 256, 2  # elements of a program of flashattn_bw
 
 
 @triton.jit
-def along_diagonals(x, BLOCK: tl.constexpr):
-    """Return the sums of the diagonals of x [BLOCK, BLOCK]: j, and j - BLOCK, each [BLOCK].
-
-    Diagonal j holds x[i, i + j].
-    """
+def sum_by_distance(x, BLOCK: tl.constexpr):
+    """Return sums of x [BLOCK, BLOCK] over i: of x[i, i + j], and of x[i, i + j - BLOCK]."""
     at = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     x = tl.gather(x, at % BLOCK, 1)
     return tl.sum(tl.where(at < BLOCK, x, 0.0), 0), tl.sum(tl.where(at < BLOCK, 0.0, x), 0)
@@ -98,16 +95,16 @@ def store_shared(
 
 
 @triton.jit
-def store_diagonals(acc, partial, row, rows, start_kv, sizes):
-    """Add up tiles along their diagonals, the first from s - t = start_kv on, and store both parts.
+def store_by_distance(acc, partial, row, rows, start_kv, sizes):
+    """Add up a tile by distance s - t, and store both parts: from start_kv on, and before.
 
-    Each part of a relative bias's gradient, of ``rows`` heads of all batches, is written once.
+    Both are of a relative bias's gradient, of ``rows`` heads of all batches.
     """
     seq_q, seq_kv = sizes
     BLOCK: tl.constexpr = acc.shape[1]
     size = seq_q + seq_kv - 1
     to = partial + tl.cast(row, tl.int64) * size
-    first, second = along_diagonals(acc, BLOCK)
+    first, second = sum_by_distance(acc, BLOCK)
     at = start_kv + seq_q - 1 + tl.arange(0, BLOCK)
     tl.store(to + at, first, mask=(at >= 0) & (at < size))
     at -= BLOCK
@@ -133,11 +130,11 @@ def own_part(sizes, OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, CONFIG: tl.
 
 
 @triton.jit
-def own_diagonals(sizes, BLOCK: tl.constexpr):
-    """Return which head a program owns tiles of, its first query and end, and their s - t."""
+def own_distance(sizes, BLOCK: tl.constexpr):
+    """Return a program's head, its first query and end, and the distance s - t of its tiles."""
     seq_q, seq_kv = sizes
     before = tl.cdiv(seq_q, BLOCK)
-    blocks = before + tl.cdiv(seq_kv, BLOCK) + 1  # the first and the last have one part each
+    blocks = before + tl.cdiv(seq_kv, BLOCK) + 1  # the first and the last have no tiles and store 0
     row = tl.program_id(0) // blocks
     start_kv = (tl.program_id(0) % blocks - before) * BLOCK
     return row, tl.maximum(0, -start_kv), tl.minimum(seq_q, seq_kv - start_kv), start_kv
@@ -182,7 +179,7 @@ def flashattn_bwd_dbias(
 
     A program owns a tile of it, or of its rows or columns, and walks over the batches, heads,
     queries and keys that share these. Of a relative bias, of which ``dbias`` holds partial sums,
-    see ``store_diagonals``, it owns tiles of scores of one head that are equally far apart.
+    see ``store_by_distance``, it owns the tiles of scores of one head at one distance.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
@@ -192,7 +189,7 @@ def flashattn_bwd_dbias(
     inputs = Inputs(q, k, v, grad_o, stats, layout)
     gqa, sizes = (heads, group), (seq_q, seq_kv)
     if RELATIVE:
-        row, start_q, end_q, start_kv = own_diagonals(sizes, BLOCK_Q)
+        row, start_q, end_q, start_kv = own_distance(sizes, BLOCK_Q)
         first_batch, end_batch = row // heads, row // heads + 1
         first_head, end_head = row % heads, row % heads + 1
     else:
@@ -218,7 +215,7 @@ def flashattn_bwd_dbias(
                     acc, inputs, q_at, gqa, own_keys, end_keys, sizes, band, score, lies, CONFIG
                 )
     if RELATIVE:
-        store_diagonals(acc, dbias, row, batches * heads, start_kv, sizes)
+        store_by_distance(acc, dbias, row, batches * heads, start_kv, sizes)
     else:
         store_shared(acc, dbias, row, start_q, start_kv, sizes, OF_QUERIES, OF_KEYS)
 

@@ -40,6 +40,7 @@ KNOWN_TO_SPILL = {
     ("bwd_dkdv", 2, 128),  # under a mask, 8 bytes with Triton 3.6, which cost no time
     *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),
     ("bwd_dbias", 4, 256),
+    *product(("bwd_dbias_relative",), (4,), (64, 256)),
     # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
     # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),

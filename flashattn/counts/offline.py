@@ -6,7 +6,7 @@ It needs a process in which Triton is not interpreted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from flashattn.plan.tile import VECTOR, Tile, block_d, padding
 Untiled = Literal[
     "combine", "decompose", "bwd_preprocess", "bwd_reduce", "bwd_dsink", "bwd_drelative"
 ]
+Shared = Literal["bwd_dbias", "bwd_dbias_relative"]  # for a bias that several scores share
 KERNELS: dict[str, Any] = {
     **dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv", "decode"), forward.flashattn_fwd),
     "combine": combine.flashattn_combine,
@@ -38,6 +39,7 @@ KERNELS: dict[str, Any] = {
     "bwd_dsink": score_gradients.flashattn_bwd_dsink,
     "bwd_drelative": score_gradients.flashattn_bwd_drelative,
     "bwd_dbias": score_gradients.flashattn_bwd_dbias,
+    "bwd_dbias_relative": score_gradients.flashattn_bwd_dbias_relative,
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
 SUMS = "bwd_dsink", "bwd_drelative"  # of what has no columns
@@ -58,7 +60,7 @@ class Variant:
     """One kernel as one launch compiles it."""
 
     arch: str  # sm_80, sm_90, sm_100
-    kernel: Kernel | Untiled | Literal["bwd_dbias"]  # which
+    kernel: Kernel | Untiled | Shared  # which
     size: int  # bytes per element
     head_dim: int  # D
     tile: Tile | None  # of the launch; None for kernels that have one for all, and no mask
@@ -192,7 +194,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
     cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None
-    if variant.kernel not in (*steps.KERNELS, "bwd_dbias"):
+    if variant.kernel not in (*steps.KERNELS, *get_args(Shared)):
         layout: Any = ForwardLayout(strides, strides, strides, strides, columns, between)
         return types | {"layout": layout, "scale": Scale(FLOAT, None, None, cap)}
     grads = steps.WRITTEN.get(variant.kernel, ())

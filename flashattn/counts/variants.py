@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from flashattn.counts.offline import ELEMENTS, FIXED, SUMS, Variant
+from flashattn.counts.offline import ELEMENTS, FIXED, SUMS, Shared, Variant
 from flashattn.counts.resources import SHARED_LIMIT
 from flashattn.gpus import TRITON
 from flashattn.kernels.hopper import offline as hopper
 from flashattn.kernels.hopper.offline import HopperVariant
 from flashattn.kernels.portable import steps
 from flashattn.plan.bias import FORWARD, dbias_tile
-from flashattn.plan.gpu import Gpu
+from flashattn.plan.gpu import CARDS, Gpu
 from flashattn.plan.rows import FP32, HEAD_DIMS, OPTIONAL, Rows
 from flashattn.plan.tables import rows_of
 from flashattn.plan.tile import HALF, Tile
@@ -20,6 +20,7 @@ from flashattn.plan.tile import HALF, Tile
 ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is compiled in all ways
 ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
+SHARED: dict[Shared, str] = {"bwd_dbias": "bias", "bwd_dbias_relative": "relative"}
 SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
 
 
@@ -66,8 +67,16 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         if variant.tma_compatible and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
     ]
     scored += [
-        Variant(ALL_WAYS, "bwd_dbias", size, d, dbias_tile(d, size), causal=True, scored=scored)
-        for size, d, scored in product((2, 4), (64, 256), ("bias", "relative"))
+        Variant(
+            ALL_WAYS,
+            kernel,
+            size,
+            d,
+            dbias_tile(d, size, CARDS["H200"]),
+            causal=True,
+            scored=scored,
+        )
+        for size, d, (kernel, scored) in product((2, 4), (64, 256), SHARED.items())
     ]
     return [
         *split,

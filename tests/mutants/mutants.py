@@ -593,6 +593,22 @@ MUTANTS = [
         RELATIVE,
     ),
     Mutant(
+        "relative_dbias_of_whole_tiles",
+        "kernels/portable/score_gradients.py",
+        "& (start_kv < end), end_q",
+        "& (start_kv + BLOCK <= end), end_q",
+        "the gradient of a relative bias lacks tiles of which some keys do not exist",
+        RELATIVE,
+    ),
+    Mutant(
+        "relative_dbias_without_the_bias",
+        "kernels/portable/score_gradients.py",
+        "lse_log2 = lse_log2 - added",
+        "lse_log2 = lse_log2 - 0 * added",
+        "the gradient of a relative bias is that of scores without it",
+        RELATIVE,
+    ),
+    Mutant(
         "relative_dbias_of_one_part_twice",
         "kernels/portable/score_gradients.py",
         "(part * batches + batch) * heads + head",
@@ -611,8 +627,8 @@ MUTANTS = [
     Mutant(
         "dbias_times_the_scale",
         "kernels/portable/score_gradients.py",
-        "        acc += ds\n",
-        "        acc += ds * score.scale.factor\n",
+        "acc += ds\n    return acc",
+        "acc += ds * score.scale.factor\n    return acc",
         "the gradient of a bias is that of the products",
         BIAS,
     ),
@@ -1331,8 +1347,8 @@ MUTANTS = [
     Mutant(
         "upstream_dq_of_large_logits",
         "kernels/portable/gradients.py",
-        "p = tl.exp2(x - lse_log2_rows[:, None])",
-        "p = tl.exp2(tl.minimum(x, 100.0) - lse_log2_rows[:, None])",
+        "p = tl.exp2(x - lse_log2)\n    if MASKED",
+        "p = tl.exp2(tl.minimum(x, 100.0) - lse_log2)\n    if MASKED",
         "dq is right on normal inputs and several times too small where logits are large: forward"
         " did not clip them (as in TransformerEngine 3216)",
         VALUES,

@@ -201,9 +201,10 @@ def score_gradients(
 ):
     """Return dS of a tile of queries and one of keys; S, and K.
 
-    With a softcap S is capped, and dS its gradient; other arguments are as in ``dq_mainloop``.
+    What scores have in addition may come with lse_log2, from which it is subtracted. With a softcap
+    S is capped, and dS its gradient; other arguments are as in ``dq_mainloop``.
     """
-    q_tile, do_tile, lse_log2_rows, delta_rows = own
+    q_tile, do_tile, lse_log2, delta = own
     _, k, v, _, _, layout = inputs
     batch, kv_head, start_q = at
     kv_at = batch, kv_head, start_kv
@@ -217,12 +218,12 @@ def score_gradients(
     if scale.cap is not None:
         s = capped(s, scale.cap)
     x = in_base_2(s, score, lies, start_q, start_kv, sizes, False, not MASKED, CONFIG)
-    p = tl.exp2(x - lse_log2_rows[:, None])
+    p = tl.exp2(x - lse_log2)
     if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
         p = apply_mask(p, start_q, start_kv, band, sizes, 0.0)
     v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
     dp = dot_transposed(do_tile, v_tile, CONFIG)
-    ds = p * (dp - delta_rows[:, None])
+    ds = p * (dp - delta)
     if band[2] is not None:
         ds = tl.where(p > 0.0, ds, 0.0)
     return ds, s, k_tile
@@ -294,7 +295,7 @@ def compute_dq(
         band = None, None, keys, queries
     lse_log2_rows = load_lse_log2(stats, layout.stats, row, start_q, seq_q, BLOCK_Q)
     delta_rows = load_delta(stats, layout, q_at, do_tile, lse_log2_rows, row, seq_q, CONFIG)
-    own = q_tile, do_tile, lse_log2_rows, delta_rows
+    own = q_tile, do_tile, lse_log2_rows[:, None], delta_rows[:, None]
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
     scale, slope, bias, dbias = scores
     if slope is not None:

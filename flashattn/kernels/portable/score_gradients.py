@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.gradients import Inputs, score_gradients
+from flashattn.kernels.portable.gradients import ONE_LOOP, Inputs, score_gradients
 from flashattn.kernels.portable.mask import key_tiles, of_batch
 from flashattn.kernels.portable.memory import load_rows, load_tile
-from flashattn.kernels.portable.score import Score, bias_of, slope_of
+from flashattn.kernels.portable.score import Score, bias_of, in_base_2, slope_of
 
 SINK_BLOCK, SINK_WARPS = 1024, 4  # numbers that a program of flashattn_bwd_dsink adds at a time
 RELATIVE_BLOCK, RELATIVE_WARPS = 256, 2  # elements of a program of flashattn_bwd_drelative
@@ -38,28 +38,42 @@ def add_scores(
     band,
     score,
     lies,
+    added,
+    ONE: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Add dS of a tile of queries and of keys ``own_keys ... end_keys`` to a tile of dbias."""
+    """Add dS of a tile of queries and of keys ``own_keys ... end_keys`` to a tile of dbias.
+
+    ``added`` is what their scores have besides, in base 2, or None; ONE says that it is one tile of
+    keys that are seen: without a loop, the loop around is pipelined.
+    """
     q, _, _, grad_o, stats, layout = inputs
     batch, head, start_q = q_at
     heads, group = gqa
     seq_q = sizes[0]
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    row = batch * heads + head
+    CLEAN: tl.constexpr = band[2] is None
+    row, at = batch * heads + head, (batch, head // group, start_q)
     q_tile = load_tile(q, layout.q, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     do_tile = load_tile(grad_o, layout.grad_o, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
-    lse_log2_rows = load_rows(stats[0], row, layout.stats, start_q, BLOCK_Q)
+    lse_log2 = load_rows(stats[0], row, layout.stats, start_q, BLOCK_Q)[:, None]
+    if added is not None:
+        lse_log2 = lse_log2 - added
     delta_rows = load_rows(stats[1], row, layout.stats, start_q, BLOCK_Q)
-    own = q_tile, do_tile, lse_log2_rows, delta_rows
-    first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
-    for start_kv in tl.range(tl.maximum(first, own_keys), tl.minimum(end, end_keys), BLOCK_KV):
-        at = batch, head // group, start_q
+    own = q_tile, do_tile, lse_log2, delta_rows[:, None]
+    if ONE:
         ds, _s, _k_tile = score_gradients(
-            own, inputs, at, start_kv, sizes, band, score, lies, True, CONFIG, band[2] is None
+            own, inputs, at, own_keys, sizes, band, score, lies, True, CONFIG, CLEAN
         )
         acc += ds
+    else:
+        first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
+        for start_kv in tl.range(tl.maximum(first, own_keys), tl.minimum(end, end_keys), BLOCK_KV):
+            ds, _s, _k_tile = score_gradients(
+                own, inputs, at, start_kv, sizes, band, score, lies, True, CONFIG, CLEAN
+            )
+            acc += ds
     return acc
 
 
@@ -178,24 +192,18 @@ def flashattn_bwd_dbias(
     """Compute the gradient of a bias that several scores share.
 
     A program owns a tile of it, or of its rows or columns, and walks over the batches, heads,
-    queries and keys that share these. Of a relative bias, of which ``dbias`` holds partial sums,
-    see ``store_by_distance``, it owns the tiles of scores of one head at one distance.
+    queries and keys that share these.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    RELATIVE: tl.constexpr = lies.length is not None
     OF_QUERIES: tl.constexpr = lies.query is not None
     OF_KEYS: tl.constexpr = lies.key is not None
     inputs = Inputs(q, k, v, grad_o, stats, layout)
     gqa, sizes = (heads, group), (seq_q, seq_kv)
-    if RELATIVE:
-        row, start_q, end_q, start_kv = own_distance(sizes, BLOCK_Q)
-        first_batch, end_batch = row // heads, row // heads + 1
-        first_head, end_head = row % heads, row % heads + 1
-    else:
-        row, start_q, start_kv = own_part(sizes, OF_QUERIES, OF_KEYS, CONFIG)
-        first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
-        end_q = start_q + BLOCK_Q if OF_QUERIES else seq_q
+    row, start_q, start_kv = own_part(sizes, OF_QUERIES, OF_KEYS, CONFIG)
+    first_batch, end_batch, first_head, end_head = shared_by(row, lies, batches, heads)
+    end_q = start_q + BLOCK_Q if OF_QUERIES else seq_q
+    end_keys = start_kv + BLOCK_KV if OF_KEYS else seq_kv
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     for batch in tl.range(first_batch, end_batch):
         band = left, right, bounds[0], bounds[1]
@@ -208,16 +216,89 @@ def flashattn_bwd_dbias(
                 slope = slope_of(slope, lies, batch, head)
             score = Score(scale, slope, bias, None)
             for own_q in tl.range(start_q, end_q, BLOCK_Q):
-                own_keys = own_q + start_kv if RELATIVE else start_kv
-                end_keys = own_keys + BLOCK_KV if OF_KEYS or RELATIVE else seq_kv
                 q_at = batch, head, own_q
                 acc = add_scores(
-                    acc, inputs, q_at, gqa, own_keys, end_keys, sizes, band, score, lies, CONFIG
+                    acc,
+                    inputs,
+                    q_at,
+                    gqa,
+                    start_kv,
+                    end_keys,
+                    sizes,
+                    band,
+                    score,
+                    lies,
+                    None,
+                    False,
+                    CONFIG,
                 )
-    if RELATIVE:
-        store_by_distance(acc, dbias, row, batches * heads, start_kv, sizes)
+    store_shared(acc, dbias, row, start_q, start_kv, sizes, OF_QUERIES, OF_KEYS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashattn_bwd_dbias_relative(
+    q,
+    k,
+    v,
+    grad_o,
+    stats,
+    dbias,
+    bounds,
+    scored,
+    lies,
+    layout,
+    heads,
+    group,
+    seq_q,
+    seq_kv,
+    left,
+    right,
+    batches,
+    scale,
+    CONFIG: tl.constexpr,
+):
+    """Compute the gradient of a relative bias in parts, of which ``dbias`` holds two of each head.
+
+    A program owns the tiles of scores of one head at one distance; see ``store_by_distance``.
+    """
+    BLOCK: tl.constexpr = CONFIG.BLOCK_Q
+    CLEAN: tl.constexpr = bounds[0] is None
+    WIDE: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP
+    inputs, gqa, sizes = Inputs(q, k, v, grad_o, stats, layout), (heads, group), (seq_q, seq_kv)
+    row, start_q, end_q, distance = own_distance(sizes, BLOCK)
+    batch, head, start_kv = row // heads, row % heads, start_q + distance
+    band = left, right, bounds[0], bounds[1]
+    if CLEAN:  # all tiles are seen as the first is
+        first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
+        end_q = tl.where((start_kv + BLOCK > first) & (start_kv < end), end_q, start_q)
     else:
-        store_shared(acc, dbias, row, start_q, start_kv, sizes, OF_QUERIES, OF_KEYS)
+        keys, queries = of_batch(bounds[0], bounds[1], batch, layout.bounds)
+        band = None, None, keys, queries
+    slope, bias = scored[0], bias_of(scored[1], lies, batch, head, CONFIG.VECTOR)
+    if slope is not None:
+        slope = slope_of(slope, lies, batch, head)
+    at_distance, score = Score(scale, slope, bias, None), Score(scale, None, None, None)
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    if start_q < end_q:
+        added = in_base_2(acc, at_distance, lies, start_q, start_kv, sizes, False, False, CONFIG)
+        for own_q in tl.range(start_q, end_q, BLOCK):
+            own_keys, q_at = own_q + distance, (batch, head, own_q)
+            acc = add_scores(
+                acc,
+                inputs,
+                q_at,
+                gqa,
+                own_keys,
+                own_keys + BLOCK,
+                sizes,
+                band,
+                score,
+                lies,
+                added,
+                CLEAN and not WIDE,
+                CONFIG,
+            )
+    store_by_distance(acc, dbias, row, batches * heads, distance, sizes)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "size"])

@@ -336,9 +336,9 @@ def dbias_steps(
     one: Pass, specs: Sequence[TensorSpec], precision: str, options: Options
 ) -> list[Step]:
     """Return the launches for the gradient of a bias that several scores share; args as above."""
-    (q, k, v, grad_o, _), tile = specs[:5], cast("Tile", one.tile)
+    (q, k, *_), tile = specs, cast("Tile", one.tile)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
-    strides = [x.strides[:3] for x in (q, k, v, grad_o)]
+    strides = [x.strides[:3] for x in specs[:4]]
     layout = BackwardLayout._make(
         (
             *(*strides, None, None, None, None, head_dim, padded_rows(seq_q)),
@@ -349,8 +349,9 @@ def dbias_steps(
     extras, _ = extra_names(options, scored)
     lies = ScoreLayout.of(options, heads)
     config = Config.of(tile, head_dim, strides, precision, 0, vector(options.bias, seq_kv))
+    shared, relative = score_gradients.flashattn_bwd_dbias, lies.length is not None
     launch = KernelLaunch(
-        score_gradients.flashattn_bwd_dbias,
+        score_gradients.flashattn_bwd_dbias_relative if relative else shared,
         sum(one.programs),
         (
             lies,
@@ -360,7 +361,7 @@ def dbias_steps(
         {"CONFIG": config, **tile.compiler_options()},
     )
     names = (*INPUTS, ("lse_log2", "delta", None))
-    if lies.length is None:
+    if not relative:
         return [Step(launch, (*names, "dbias", *extras))]
     *rows, size = cast("TensorSpec", options.bias).shape
     block, warps = score_gradients.RELATIVE_BLOCK, score_gradients.RELATIVE_WARPS

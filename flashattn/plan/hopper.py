@@ -36,6 +36,7 @@ from flashattn.plan.tile import (
     block_d,
     head_dim_split,
 )
+from flashattn.problem import ALIGNMENT
 from flashattn.score import is_relative
 
 Of = TypeVar("Of")
@@ -109,9 +110,11 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> t
 
 def takes_values(q: TensorSpec, v: TensorSpec) -> bool:
     """Return whether Hopper's kernels take values of v's width."""
-    half, (head_dim, value_dim) = q.dtype != torch.float32, (q.shape[3], v.shape[3])
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    if q.dtype == torch.float32 or value_dim * v.dtype.itemsize % ALIGNMENT:
+        return value_dim == head_dim
     narrow_values = rows.ONE_PASS < head_dim <= rows.WIDEST_OF_NARROW and value_dim <= NARROW_VALUES
-    return value_dim == head_dim or (half and narrow_values)
+    return value_dim == head_dim or narrow_values
 
 
 def sums_values(q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options) -> bool:

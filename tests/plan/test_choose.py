@@ -209,6 +209,8 @@ def launches(case, gpu):
         ({"heads": 8, "kv_heads": 2, "seq_q": 8192}, (False, False)),
         ({"heads": 16, "kv_heads": 1}, (False, True)),  # GQA splits
         ({"value_dim": 100}, (True, True)),  # a row of 200 bytes, which TMA cannot address
+        ({"value_dim": 100, "impl": "hopper"}, (True, True)),
+        ({"value_dim": 1, "head_dim": 136, "impl": "hopper"}, (True, True)),
         ({"value_dim": 136}, (True, True)),
         ({"head_dim": 256}, (True, True)),
         ({"head_dim": 128, "value_dim": 64}, (True, True)),

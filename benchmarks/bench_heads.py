@@ -13,8 +13,15 @@ from flashattn.problem import Problem
 
 def training(batch: int, heads: int, kv_heads: int, rows: int, head_dim: int) -> Problem:
     """Return a causal problem of training or prefill."""
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return Problem(**sizes, seq_q=rows, causal=True, dtype="bfloat16")
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seq_q=rows,
+        head_dim=head_dim,
+        causal=True,
+        dtype="bfloat16",
+    )
 
 
 def decoding(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int) -> Problem:

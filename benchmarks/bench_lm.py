@@ -8,9 +8,10 @@ eager, because compiling takes longer than measuring them.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from flashattn.measure.memory import peak_bytes
-from flashattn.testing.sweep import grid
+from flashattn.testing.sweep import Point, grid
 
 STEPS = ["forward", "backward", "forward+backward", "train"]
 SIZES = ["small", "medium", "large", "xl", "2.7B"]
@@ -49,9 +50,11 @@ STEP = {
 }
 
 
-def long(size: list[str], context: list[int], impl: list[str], *, packed: bool = False, **axes):
+def long(
+    size: list[str], context: list[int], impl: list[str], *, packed: bool = False, **axes: list[str]
+) -> list[Point]:
     """Return checkpointed train steps of one sequence."""
-    case = {"size": size, "context": context, "batch": [1], "precision": ["bf16"]}
+    case: dict[str, Any] = {"size": size, "context": context, "batch": [1], "precision": ["bf16"]}
     case |= {"checkpoint": [True], "packed": [packed], "compiled": [False], "impl": impl}
     return grid(**case | axes, step=["train"])
 

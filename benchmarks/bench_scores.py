@@ -7,14 +7,16 @@ Slopes, biases and sinks are made once, before the clock starts. PyTorch's SDPA 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flashattn.problem import Problem
 
-ADDED = ({"alibi": True}, {"bias": "1hts"}, {"bias": "1hr"})
-CAPPED, SUNK = {"softcap": 50.0}, {"sink": True}
+ADDED: tuple[dict[str, Any], ...] = ({"alibi": True}, {"bias": "1hts"}, {"bias": "1hr"})
+CAPPED: dict[str, Any] = {"softcap": 50.0}
+SUNK: dict[str, Any] = {"sink": True}
 
 
-def scores(plain: Problem, *changes: dict[str, object]) -> list[Problem]:
+def scores(plain: Problem, *changes: dict[str, Any]) -> list[Problem]:
     """Return a plain problem, and what it is with other scores."""
     return [plain, *(replace(plain, **change) for change in changes)]
 

@@ -31,7 +31,7 @@ from flashattn.testing.train_case import Trained, costs, problem_of
 from flashattn.testing.verifier import Verifier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -267,13 +267,14 @@ def time_pass(
         if passes == "forward":
             inputs = make_inputs(problem, device=device)
             how = problem.keywords | make_scored(problem, device=device)
-            call = partial(impl, *inputs, **how, scale=problem.head_dim**-0.5)
-            check(**dict(zip(("o", "lse"), call(), strict=True)))
-            device_benchmark.time(call)
+            forward = partial(impl, *inputs, **how, scale=problem.head_dim**-0.5)
+            check(**dict(zip(("o", "lse"), forward(), strict=True)))
+            device_benchmark.time(forward)
             return
         options = {"deterministic": False} if any_order else {}
         graph = Graph(impl, problem, device, learned=learned, **options)
         o = graph.forward() if passes == "backward" else ()
+        call: Callable[..., tuple[torch.Tensor, ...]]
         call = graph.backward if passes == "backward" else graph.both
         check(**dict(zip(graph.grads, call(*o), strict=True)))
         if o and not graph.keep:
@@ -294,9 +295,9 @@ def reason(impl: Impl, facts: dict[str, Any]) -> Callable[[str], str | None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Repeat what was measured before a stop; turn running out of memory into a row."""
-    benchmark = pyfuncitem.funcargs.get("device_benchmark")
+    benchmark: Any = pyfuncitem.funcargs.get("device_benchmark")
     if benchmark is None:
         return (yield)
     before = pyfuncitem.config.stash[MADE_BEFORE].get(pyfuncitem.nodeid)
@@ -328,7 +329,9 @@ def _again(benchmark: DeviceBenchmark, row: dict[str, Any], **_: object) -> None
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Journal the row before the next case starts; with --benchmark-disable there is none."""
     report = yield
     benchmark = getattr(item, "funcargs", {}).get("device_benchmark")
@@ -338,8 +341,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         return report
     facts = benchmark.extra_info
     samples = rounded(benchmark.stats.stats.data) if benchmark.stats else []
-    if report.failed or (call.excinfo and call.excinfo.errisinstance(pytest.xfail.Exception)):
-        said = call.excinfo.exconly().splitlines()[0]
+    excinfo = call.excinfo
+    if excinfo and (report.failed or excinfo.errisinstance(pytest.xfail.Exception)):
+        said = excinfo.exconly().splitlines()[0]
         facts |= {"status": "failed", "reason": f"{item.name}: {said}"}
     if "status" in facts:
         reading = item.config.stash[MONITOR].between(item.stash[STARTED], time.perf_counter())

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -77,7 +78,7 @@ def way(dtype: str, precision: str, load: str) -> Way:
 
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
     """Return the problem to time: a single head for the kernels of small grids."""
-    sizes = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
+    sizes: dict[str, Any] = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
     return Problem(
         **({} if kernel in OPTIONAL else sizes),
         seq_q=SHORT.get(kernel, LENGTH),
@@ -127,7 +128,7 @@ def prepare(
     if kernel.startswith("fwd"):
 
         def fold(tile: Tile) -> Outputs:
-            how = {"tile": tile, "row": kernel, "precision": precision}
+            how: dict[str, Any] = {"tile": tile, "row": kernel, "precision": precision}
             return execute.forward(q, k, v, **how, **options)[:1]
 
         return fold, (exact.detach(),), (q, k, v)
@@ -204,7 +205,7 @@ def faults(jobs: list[tuple[Kernel, Problem, Tile, str]]) -> list[str | None]:
 
 def tune(
     kernel: Kernel, dtype: str, head_dim: int, tiles: Sequence[Tile], precision: str = "auto"
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Return the rows of all tiles, fastest first."""
     full, causal = (problem(kernel, head_dim, dtype, causal=mask) for mask in (False, True))
     found = faults([(kernel, asked, tile, precision) for tile in tiles for asked in (full, causal)])
@@ -212,8 +213,8 @@ def tune(
     for tile, *reasons in zip(tiles, found[::2], found[1::2], strict=True):
         reason = reasons[0] or reasons[1]
         rates = [] if reason else [rate(kernel, asked, tile, precision) for asked in (full, causal)]
-        row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "precision": precision}
-        row |= asdict(tile)
+        row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim}
+        row |= {"precision": precision, **asdict(tile)}
         score = math.sqrt(math.prod(rates)) if rates else 0.0
         rows.append(row | {"rates": rates, "score": score, "fault": reason})
     return sorted(rows, key=lambda row: row["score"], reverse=True)
@@ -234,7 +235,7 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=4, help="rows printed for each search")
     parser.add_argument("--save", type=Path, help="write every row to this JSON file")
     options = parser.parse_args()
-    everything: list[dict[str, object]] = []
+    everything: list[dict[str, Any]] = []
     for dtype, head_dim, kernel in itertools.product(
         options.dtype, options.head_dim, options.kernel
     ):

@@ -110,13 +110,13 @@ def prepare(
             return execute.forward(q, k, v, tile=way.tile, family="hopper", **how)
 
         return by, partial(execute.forward, q, k, v, **how)
-    given = (grad_o, None), (q, k, v, *execute.forward(q, k, v, **how))
+    grads, saved = (grad_o, None), (q, k, v, *execute.forward(q, k, v, **how))
 
     def back(way: Way) -> Any:
-        options = {"tile": way.tile, "family": "hopper", "deterministic": way.deterministic}
-        return execute.backward(*given, **options, **how)
+        options = how | {"tile": way.tile, "deterministic": way.deterministic}
+        return execute.backward(grads, saved, family="hopper", **options)
 
-    return back, partial(execute.backward, *given, **how)
+    return back, partial(execute.backward, grads, saved, **how)
 
 
 def fault(job: tuple[str, int, bool, Way]) -> str | None:
@@ -156,7 +156,7 @@ def cudnn(direction: str, inputs: list[torch.Tensor], *, causal: bool) -> Callab
     if direction == "forward":
         return partial(call, q, k, v)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = call(*leaves)
+    o = call(leaves[0], leaves[1], leaves[2])
     return lambda: torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
 
 

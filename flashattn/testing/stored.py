@@ -52,14 +52,13 @@ changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. 
 bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
 queries of -p * delta, p = exp(sink - lse)::
 
-    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
+    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + sum of P * c * |dP - delta|
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
-The scores that share an element may all be alike, so their c are added up as they are; they are
-four times as large where the terms of a score are equal, and so are rounded alike. Where the keys
-of a row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where
-rows do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and
-a * |dsink|.
+The scores that share an element may all be alike, so their c are added up as they are. Where the
+keys of a row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And
+where rows do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is
+added, and a * |dsink|.
 
 Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
 of the ratio larger, and divided by it.
@@ -74,7 +73,6 @@ from flashattn.score import Terms
 from flashattn.testing.sample import Case, Outputs
 
 TF32_STEP = 8  # terms that a tensor core adds at once
-EQUAL_TERMS = 4  # how much more wrong a sum of them may be
 
 
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
@@ -182,4 +180,4 @@ def _of_bias(
     whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
     terms.add_gradient(squares, carried.square().expand_as(p), *whole)
     terms.add_gradient(alike, p * dp.abs() * off, *whole)
-    return squares.sqrt() + EQUAL_TERMS * alike
+    return squares.sqrt() + alike

@@ -701,6 +701,7 @@ STORED = (
 # As the warp that waits for the semaphore asks for it.
 TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))\n"
 WAITED = "                wait_eq(semaphore.counter("
+CONCERNED = "tests/test_hopper_emulated.py", "flashattn/emulate"  # in each planted bug
 ASKED = {
     "full": Asked(bf16(seq_q=300, seq_kv=130), WIDE),
     "staged": Asked(bf16(heads=2, seq_q=300, seq_kv=130)),
@@ -1563,7 +1564,16 @@ def test_planted_bugs_apply():
 @pytest.mark.mutants
 @pytest.mark.parametrize(
     ("asked", "shows", "bug"),
-    [pytest.param(*asked, bug, id=bug.name) for asked, bugs in PLANTED.items() for bug in bugs],
+    [
+        pytest.param(
+            *asked,
+            bug,
+            id=bug.name,
+            marks=pytest.mark.concerns(f"flashattn/{bug.path}", *CONCERNED),
+        )
+        for asked, bugs in PLANTED.items()
+        for bug in bugs
+    ],
 )
 def test_planted(asked, shows, bug):
     """A bug in a kernel is caught: by a wrong answer, or at once where it hangs."""
@@ -1577,6 +1587,7 @@ def test_planted(asked, shows, bug):
 
 
 @pytest.mark.mutants
+@pytest.mark.concerns("flashattn/kernels/hopper", *CONCERNED)
 @pytest.mark.parametrize("asked", ASKED)
 def test_nothing_planted(asked):
     """The same is right without a bug, in the same orders of events."""

@@ -38,6 +38,7 @@ FOUND = {
     for name, x in runpy.run_path(str(TESTS / file)).items()
     if name.startswith("test_") and "impl" in inspect.signature(x).parameters
 }
+CONCERNED = "tests/mutants/own_kernels", *(f"tests/{file}" for file in FILES)
 SIZES = ("test_every_kind_of_length", "test_every_head_dim", "test_every_number_of_heads")
 CPU = torch.device("cpu")
 
@@ -75,6 +76,7 @@ def _at_once():
 
 
 @pytest.mark.mutants
+@pytest.mark.concerns(*CONCERNED)
 @pytest.mark.parametrize("row", WRONG, ids=str)
 def test_wrong_kernel(row):
     """It fails the test that the table names."""
@@ -90,6 +92,7 @@ def _references():
 
 
 @pytest.mark.mutants
+@pytest.mark.concerns(*CONCERNED)
 @pytest.mark.usefixtures("_references")
 @pytest.mark.parametrize("row", RIGHT, ids=str)
 def test_right_kernel(row):

@@ -23,6 +23,7 @@ from flashattn.testing.accuracy import (
     run,
     run_reference,
 )
+from flashattn.testing.results import ask
 from flashattn.testing.stored import of_two_sums
 
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=70, head_dim=32, causal=True, dtype="bfloat16")
@@ -131,6 +132,17 @@ def test_two_sums_of_a_score(sign, length):
     eps = of_two_sums(exact.sum(1), exact.square().sum(1), length) * torch.finfo(torch.float32).eps
     spread = ((forward - back).double() / eps).square().mean().sqrt()
     assert 1 / 6 < spread < 12**-0.5  # a deviation, of which budgets have 3.5
+
+
+def test_gradients_of_one_key():
+    """Where dP and delta add up terms of one sign and cancel, budgets say what is left."""
+    asked = Problem(heads=2, kv_heads=2, seq_q=1, seq_kv=1, head_dim=32, bias="bhts")
+    how = {"device": torch.device("cpu"), "values": "shifted", "grad_layout": "expanded_columns"}
+    found = [ask(get("tiled"), Sample(problem=asked, seed=seed, **how)) for seed in range(200, 240)]
+    errors = [one.got["dbias"][..., 0].double() - one.case.grad_lse for one in found]
+    budgets = [one.budget("dbias")["max"] for one in found]
+    shares = [float(x.abs().max()) / size for x, size in zip(errors, budgets, strict=True)]
+    assert 0.2 < max(shares) < 1
 
 
 def test_scores_one_by_one_are_the_references():

@@ -5,11 +5,18 @@ delta = rowsum(dO * O) - dlse, from the O and lse that forward stored. A roundin
 eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and independent ones add up as the
 root of their squares' sum. Four separate S from lse, which counts where they nearly cancel: m + log
 l, that sum made natural, made base 2 again, and S * scale; so a row of P changes by the factor 1 +
-a, a = 2 * eps32 * |lse|. Rounding O, and adding up dP and delta in fp32, changes a row's dP - delta
-by b = (eps + root(D + 2) * eps32) * |(dO * O, dlse)|: in each of the two sums every product is
-rounded once, and so is the running sum at each of D steps, where its square is D / 2 terms' on
-average. Both a and b are one number a row, so they are carried exactly along a row, and as
-independent between rows::
+a, a = 2 * eps32 * |lse|.
+
+Two sums of the same D terms x in other orders differ. In each every product is rounded once, and so
+is the running sum at each of D steps. What a sum comes to, s, is known. On the way there the
+running sum's square is s^2 / 3 + |x|^2 / 6 on average, as that of a Brownian bridge: where all
+terms have one sign, it is nearly all of the first. So they differ by::
+
+    two(s, x) = root(2 * ((1 + D / 6) * |x| ** 2 + D / 3 * s ** 2)) * eps32
+
+Rounding O, and adding up dP and delta in fp32, changes a row's dP - delta by
+b = eps * |x| + two(sum of dO * O, x), x = (dO * O, dlse). Both a and b are one number a row, so
+they are carried exactly along a row, and as independent between rows::
 
     stored(dq) = a * |dq| + scale * b * |P @ K|
     stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
@@ -18,11 +25,7 @@ independent between rows::
 These matter where naive is exact: with one key, its P is 1 and its dS 0.
 
 The backward sums S in another order than forward, whose S lse has, and a score is as wrong as such
-sums: P changes by the factor 1 + c, another number for each score. What a score sums up to is
-known. On the way there the running sum's square is S^2 / 3 + (scale * |q * k|)^2 / 6 on average, as
-that of a Brownian bridge: where all terms have one sign, it is nearly all of the first. So::
-
-    c = root(2 * ((1 + D / 6) * (scale * |q * k|) ** 2 + D / 3 * S ** 2)) * eps32
+sums: P changes by the factor 1 + c, c = two(S, scale * q * k), another number for each score.
 
 Scores are carried as independent: dk and dv have a^2 + c^2 in place of a^2, and dq has one term
 more::
@@ -52,13 +55,14 @@ changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. 
 bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
 queries of -p * delta, p = exp(sink - lse)::
 
-    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + sum of P * c * |dP - delta|
+    stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
-The scores that share an element may all be alike, so their c are added up as they are. Where the
-keys of a row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And
-where rows do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is
-added, and a * |dsink|.
+The scores that share an element may all be alike, so their c are added up as they are; they are
+four times as large where the terms of a score are equal, and so are rounded alike. Where the keys
+of a row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where
+rows do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and
+a * |dsink|.
 
 Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
 of the ratio larger, and divided by it.
@@ -73,6 +77,7 @@ from flashattn.score import Terms
 from flashattn.testing.sample import Case, Outputs
 
 TF32_STEP = 8  # terms that a tensor core adds at once
+EQUAL_TERMS = 4  # how much more wrong a sum of them may be
 
 
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
@@ -103,12 +108,12 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     do = case.grad_o.double()
     a = lse.abs().nan_to_num(posinf=0.0)[..., None] * 2 * accumulated.eps
     terms = do * exact["o"]  # of delta
-    if case.grad_lse is not None:
-        terms = torch.cat([terms, -case.grad_lse.double()[..., None]], dim=-1)
-    delta, size = terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()
+    added, dlse = terms.sum(-1, keepdim=True), case.grad_lse
+    dlse = torch.zeros_like(added) if dlse is None else dlse.double()[..., None]
+    delta, size = added - dlse, torch.hypot(terms.norm(dim=-1, keepdim=True), dlse)
     truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
-    summed = (q.shape[-1] + 2) ** 0.5 + truncated
-    b = size * (torch.finfo(dtype).eps + summed * accumulated.eps)
+    summed = of_two_sums(added, size.square(), q.shape[-1]) + truncated * size
+    b = size * torch.finfo(dtype).eps + summed * accumulated.eps
     t = uncapped.abs() * truncated / 3
     c = of_two_sums(uncapped, case.scale**2 * (q.square() @ k.square().mT), q.shape[-1])
     off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
@@ -133,9 +138,9 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     return found | {n: found[n] + alike * exact[n].abs() for n in ("dbias", "dsink") if n in found}
 
 
-def of_two_sums(scores: torch.Tensor, squares: torch.Tensor, length: int) -> torch.Tensor:
-    """Return by how many eps scores of ``length`` terms differ, whose squares add up to squares."""
-    return (2 * ((1 + length / 6) * squares + length / 3 * scores.square())).sqrt()
+def of_two_sums(sums: torch.Tensor, squares: torch.Tensor, length: int) -> torch.Tensor:
+    """Return by how many eps sums of ``length`` terms differ, whose squares add up to squares."""
+    return (2 * ((1 + length / 6) * squares + length / 3 * sums.square())).sqrt()
 
 
 def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,4 +185,4 @@ def _of_bias(
     whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
     terms.add_gradient(squares, carried.square().expand_as(p), *whole)
     terms.add_gradient(alike, p * dp.abs() * off, *whole)
-    return squares.sqrt() + alike
+    return squares.sqrt() + EQUAL_TERMS * alike

@@ -263,6 +263,7 @@ def flashattn_bwd_dbias_relative(
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_Q
     CLEAN: tl.constexpr = bounds[0] is None
+    # Without a loop over keys the terms of all four tiles would stay in registers.
     WIDE: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP
     inputs, gqa, sizes = Inputs(q, k, v, grad_o, stats, layout), (heads, group), (seq_q, seq_kv)
     row, start_q, end_q, distance = own_distance(sizes, BLOCK)

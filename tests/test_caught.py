@@ -90,6 +90,9 @@ def test_what_fails_is_not_recorded(lay_out, pytester):
     known = json.loads((pytester.path / caught.RECORD).read_text())
     assert len(known) == len(BUGS)
     assert not any("unseen" in name for name in known)
+    lay_out("--record-caught", which="mutants", bugs=BUGS[:2])
+    known = json.loads((pytester.path / caught.RECORD).read_text())
+    assert len(known) == 2, "what is gone is forgotten when all are run"
 
 
 def test_turns_without_git(tmp_path):

@@ -84,5 +84,7 @@ def pytest_terminal_summary(
     passed = terminalreporter.stats.get("passed", [])
     found = dict(dict(x.user_properties).get("caught", ("", "")) for x in passed)
     found.pop("", None)
-    known = _known(config.rootpath) | found
+    # All of them were run, or some: then what is known of the others stays.
+    whole = config.option.markexpr == "mutants" and not config.option.keyword
+    known = found if whole else _known(config.rootpath) | found
     (config.rootpath / RECORD).write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")

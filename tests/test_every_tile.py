@@ -232,3 +232,17 @@ def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
     result = pytester.runpytest_inprocess("--every-tile")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])
+
+
+@pytest.mark.gpu  # the interpreter has none
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("window", [(100, 0), (150, 70), (900, 0)], ids=str)
+@pytest.mark.parametrize("shape", ["ragged", "tall", "few"])
+def test_every_tile_for_windows(device, shape, window, head_dim):
+    """Each tile for short windows is right, of whole tiles of keys that all queries see, too."""
+    dtype = HALF[sum(window) % 4 == 0]
+    problem = Problem(**SHAPES[shape], head_dim=head_dim, window=window, dtype=dtype)
+    assert_accurate(
+        partial(get("triton"), **problem.keywords, scale=head_dim**-0.5),
+        Sample(problem=problem, device=device),
+    )

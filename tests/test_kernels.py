@@ -557,6 +557,20 @@ def test_tiles_for_small_grids(head_dim, causal, most):
     assert chosen(16, 768)[0] == "decode"
 
 
+@pytest.mark.parametrize(("left", "short"), [(1023, True), (1024, False), (None, False)])
+def test_tiles_for_windows(left, short):
+    """A short window has tiles of its own, and nobody splits its keys, few as programs are."""
+    problem = Problem(seq_q=4096, head_dim=64, dtype="bfloat16")
+    q, k, v = map(TensorSpec.of, make_inputs(problem))
+    gpu, options = CARDS["H200"], Options(0, 1.0, left=left)
+    plan = portable.forward(q, k, v, gpu, options)
+    assert (plan.tile == tables.h200.WINDOW["fwd", 64]) is short
+    assert (plan.split.num == 1) is short
+    many = [x._replace(shape=torch.Size((1, 64, 4096, 64))) for x in (q, k, v)]
+    dq = portable.backward(*many, many[0], gpu, options).passes[1]
+    assert (dq.tile == tables.h200.WINDOW["bwd_dq", 64]) is short
+
+
 def test_bf16_terms_add_up(device):
     """Three terms are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
     exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)[:, None]

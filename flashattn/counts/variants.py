@@ -41,12 +41,18 @@ def _tiled(arch: str, table: Rows) -> list[Variant]:
         for tiles in table.tf32
         for (kernel, head_dim), tile in tiles.items()
     ]
-    return whole + tf32
+    window = [
+        Variant(arch, kernel, HALF, head_dim, tile, causal=True, tma_compatible=True, window=True)
+        for (kernel, head_dim), tile in table.window.items()
+    ]
+    return whole + tf32 + window
 
 
 def _other_ways(tiled: list[Variant]) -> list[Variant]:
     """Return the ways to compile a kernel that borrow a tile, with ``ANY_D`` under a mask."""
-    one_d = [v for v in tiled if v.head_dim == ANY_D and v.precision == "auto" and not v.split]
+    window = {variant.kernel for variant in tiled if variant.window}
+    whole = [v for v in tiled if v.precision == "auto" and not v.split and not v.window]
+    one_d = [variant for variant in whole if variant.head_dim == ANY_D]
     masked = [variant for variant in one_d if variant.causal]
     half = [variant for variant in masked if variant.size == HALF]
     small_grids = {variant.size for variant in tiled if variant.kernel == "fwd_small_grid"}
@@ -80,7 +86,11 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
     ]
     return [
         *split,
-        *(replace(variant, window=True) for variant in half),
+        *(
+            replace(variant, window=True)
+            for variant in half
+            if not (variant.kernel in window and variant.tma_compatible)
+        ),
         *(replace(variant, rows=True) for variant in half),
         *capped,
         *scored,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -60,9 +59,15 @@ def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool)
     return next(x for (d, mask), x in table.items() if head_dim <= d and mask == causal)
 
 
+def _longest_window(table: Mapping[int, int], q: TensorSpec) -> int:
+    """Return the keys of a window up to which the portable kernels are faster; never in fp32."""
+    narrow = q.dtype != torch.float32
+    return next((keys for d, keys in table.items() if narrow and q.shape[3] <= d), 0)
+
+
 def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tuple[bool, str]:
     """Return whether Hopper's forward beats the portable one, and why."""
-    causal, left, right = options.causal, options.left, options.right
+    causal = options.causal
     reason = why_not_hopper(q.dtype, q.shape[3], gpu)
     if reason is not None:
         return False, f"the portable kernel: {reason}"
@@ -70,9 +75,8 @@ def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tu
     tiles = cdiv(seq_q, rows.TILE_Q) * batch * heads
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernel: a head has less than a tile of {rows.TILE_Q} queries"
-    window = math.inf if left is None or right is None else left + right + 1
-    if window <= rows.SHORT_WINDOW and head_dim <= rows.SHORT_WINDOW_D:
-        return False, f"the portable kernel, of smaller tiles: a window of {window} keys is short"
+    if options.window <= _longest_window(rows.FORWARD_WINDOW, q):
+        return False, f"the portable kernel, of smaller tiles: a window of {options.window} keys"
     fp32_bias = options.bias is not None and options.bias.dtype == torch.float32
     if fp32_bias and not causal and head_dim <= rows.ONE_PASS:  # measured: H200 (tuning-log.md)
         return False, "the portable kernel: a bias in fp32 takes long to exchange"
@@ -100,6 +104,8 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> t
     batch, heads, seq_q, head_dim = q.shape
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernels: a head has less than a tile of {rows.TILE_Q} queries"
+    if options.window <= _longest_window(rows.BACKWARD_WINDOW, q):
+        return False, f"the portable kernels, of smaller tiles: a window of {options.window} keys"
     group = heads // max(1, k.shape[1])
     tiles = cdiv(k.shape[2], rows.TILE_KV) * batch * heads * max(1, group**3 / rows.GROUP_CUBE)
     enough = _up_to(rows.BACKWARD_FROM, head_dim, causal=options.causal)

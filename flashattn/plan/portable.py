@@ -130,6 +130,10 @@ def forward_row(
     if q.shape[2] <= limits.decode_q:
         tile = cast("Tile", find("decode"))
         return "decode", tile, f"decode: {q.shape[2]} queries of a head, {limits.decode_q} at most"
+    tile = cast("Tile", find("fwd"))
+    window = tables.find_window(gpu, "fwd", tile, q.shape[3], options.window)
+    if window:
+        return "fwd", forward_tile(window, q, options), "the tile for a short window"
     if k.shape[2] <= limits.short_kv:
         few_keys = find("fwd_short_kv")
         if few_keys and programs_of(q, few_keys) <= gpu.num_sms:
@@ -141,19 +145,18 @@ def forward_row(
         most = limits.small_grid_causal if masked else limits.small_grid
         if programs_of(q, small) <= most * gpu.num_sms:
             return "fwd_small_grid", small, f"small_grid: {most} programs for each SM at most"
-    tile = forward_tile(cast("Tile", find("fwd")), q, options)
-    return "fwd", tile, "the tile for a full GPU"
+    return "fwd", forward_tile(tile, q, options), "the tile for a full GPU"
 
 
 def kv_splits(
-    row: Kernel, q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, *, causal: bool
+    row: Kernel, q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, options: Options
 ) -> int:
     """Return into how many parts a forward splits the keys, at most."""
     limits, programs = tables.rows_of(gpu).limits, programs_of(q, tile)
-    if row == "fwd_short_kv":
+    if row == "fwd_short_kv" or options.window <= limits.window:
         return 1
     if row == "fwd_small_grid":
-        several = causal and block_d(q.shape[3]) < limits.one_per_sm
+        several = options.causal and block_d(q.shape[3]) < limits.one_per_sm
         fill = limits.small_grid_split_causal if several else limits.small_grid_split
         return num_splits(fill, programs, k.shape[2], gpu.num_sms)
     tiles, fill = cdiv(k.shape[2], tile.block_kv), limits.split["fwd"]
@@ -175,16 +178,15 @@ def forward(
     most: int | None = None,
 ) -> ForwardPlan:
     """Return the plan of flashattn_fwd; arguments as in ``choose_forward``."""
-    causal, precision = options.causal, options.precision
     if not isinstance(tile, Tile):
         row, tile, why = forward_row(q, k, v, gpu, options)
     else:
         decodes = q.shape[2] <= tables.rows_of(gpu).limits.decode_q
         row, why = row or ("decode" if decodes else "fwd"), "the tile was given"
     tile = beside_bias(tile, q, options)
-    most = most or kv_splits(row, q, k, tile, gpu, causal=causal)
+    most = most or kv_splits(row, q, k, tile, gpu, options)
     keys = split(k.shape[2], tile.block_kv, most)
-    terms = terms_of(tile, q.dtype, precision)
+    terms = terms_of(tile, q.dtype, options.precision)
     workspaces = (*terms_workspaces(terms, q=q, k=k, v=v), *bias_workspaces(options))
     tiles, counters = programs_of(q, tile), 0
     if keys.num > 1:
@@ -198,11 +200,11 @@ def forward(
     return ForwardPlan(
         kernel="portable",
         tile=tile,
-        precision=precision,
+        precision=options.precision,
         terms=terms,
         split=keys,
         programs=tiles * keys.num,
-        scheduler=Scheduler("lpt" if causal else "linear"),
+        scheduler=Scheduler("lpt" if options.causal else "linear"),
         counters=counters,
         workspaces=workspaces,
         why=(why, *_split_why(keys, "keys")),
@@ -210,9 +212,8 @@ def forward(
 
 
 def _split_why(x: Split, rows: str) -> tuple[str, ...]:
-    if x.num == 1:
-        return ()
-    return (f"{x.num} splits of {x.length} {rows}: there are few programs otherwise",)
+    sentence = f"{x.num} splits of {x.length} {rows}: there are few programs otherwise"
+    return () if x.num == 1 else (sentence,)
 
 
 def backward(
@@ -235,6 +236,9 @@ def backward(
     if fused is None or not small_grid(q, k, fused, gpu, precision):
         two: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq")
         kernels = {kernel: find(kernel) for kernel in two}
+        dq = cast("Tile", kernels["bwd_dq"])
+        window = options.window
+        kernels["bwd_dq"] = tables.find_window(gpu, "bwd_dq", dq, q.shape[3], window) or dq
         why = "two passes, each with a tile of its own"
     else:
         kernels = {"bwd_fused": fused}
@@ -377,11 +381,8 @@ def row_workspaces(
 
 def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:
     """Return the workspaces of gradients that are written in parts."""
-    if num == 1:
-        return ()
-    return tuple(
-        Workspace(f"{name}_partial", (num * x.shape[0], *x.shape[1:])) for name, x in grads.items()
-    )
+    shapes = {name: (num * x.shape[0], *x.shape[1:]) for name, x in grads.items() if num > 1}
+    return tuple(Workspace(f"{name}_partial", shape) for name, shape in shapes.items())
 
 
 def backward_workspaces(

@@ -81,6 +81,7 @@ class Limits:
         decode_shared: bytes of the tiles in flight up to which two such programs share an SM; keys
             are then split for as many, in two tiles or more.
         short_kv: keys up to which nobody splits them, if all programs run at once.
+        window: keys of a window up to which it is short, and nobody splits them.
         small_grid: forward programs for each SM up to which a grid is small.
         small_grid_causal: likewise under a mask, of heads up to ``small_grid_head_dim`` columns.
         small_grid_head_dim: likewise.
@@ -101,6 +102,7 @@ class Limits:
     decode_q: int = 16
     decode_shared: int = 112 << 10
     short_kv: int = 768
+    window: int = 1024
     small_grid: int = 2
     small_grid_causal: int = 4
     small_grid_head_dim: int = 32
@@ -128,9 +130,12 @@ class Rows:
         tiles: of the portable kernels.
         tf32: where TF32 will do, tiles by (kernel, BLOCK_D): of one product, and of three products
             of two bf16 terms.
+        window: in place of tiles that load half precision by descriptors, those for short windows,
+            by (kernel, BLOCK_D).
         limits: thresholds.
     """
 
     tiles: Table
     tf32: tuple[Mapping[tuple[Kernel, int], Tile], Mapping[tuple[Kernel, int], Tile]] = ({}, {})
+    window: Mapping[tuple[Kernel, int], Tile] = field(default_factory=dict)
     limits: Limits = Limits()

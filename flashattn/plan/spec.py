@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -216,6 +217,13 @@ class Options(NamedTuple):
     def extras(self) -> bool:
         """Whether there are tensors besides q, k and v."""
         return self.bounds > 0 or self.alibi > 0 or self.bias is not None or self.sink > 0
+
+    @property
+    def window(self) -> float:
+        """The keys that a query sees at most, by both bounds; infinity if one is missing."""
+        if self.left is None or self.right is None:
+            return math.inf
+        return self.left + self.right + 1
 
     @property
     def causal(self) -> bool:

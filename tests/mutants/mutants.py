@@ -52,6 +52,7 @@ class Mutant:
 CASE = "tests/test_impls.py::test_cases[triton-{}]"
 HEADS = CASE.format("fp32-b2h4kv2-q50-kv130-d16-causal-alibi")
 WINDOW = CASE.format("bf16-b1h1-q90-kv70-d64-window20+33-cap5")
+DOCUMENTS = CASE.format("fp16-b1h1-q200-d32-window20+5-docs99+90")
 NO_KEY = CASE.format("fp32-b1h1-q130-kv50-d16-causal_br")
 PADDED = CASE.format("fp32-b1h4kv2-q70-kv90-d40v23-causal")
 FAR = "tests/test_impls.py::test_far_below_zero"
@@ -82,7 +83,7 @@ SHARED = "tests/test_parallel_attention.py::test_ranks_share_the_whole"
 MERGED = "tests/test_merge.py"
 PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
 
-DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
+DOCUMENTS = CASE.format("fp16-b1h1-q200-d32-window20+5-docs99+90")
 MASKS = "tests/test_masks.py::test_masks"
 NO_DOCUMENT = "tests/test_masks.py::test_what_lies_in_no_document_is_hidden"
 USED = "tests/test_flash_attn_api.py::test_used"
@@ -271,16 +272,16 @@ MUTANTS = [
     Mutant(
         "rows_have_no_first_key",
         "kernels/portable/mask.py",
-        "    if band[0] is not None or band[2] is not None:\n        seen",
-        "    if band[0] is not None:\n        seen",
+        "    if band[0] is not None or band[2] is not None:\n        if before:",
+        "    if band[0] is not None:\n        if before:",
         "a document sees those before it",
         "tests/test_masks.py::test_every_mask",
     ),
     Mutant(
         "keys_have_no_first_query",
         "kernels/portable/mask.py",
-        "    if band[1] is not None or band[2] is not None:\n        _, hi",
-        "    if band[1] is not None:\n        _, hi",
+        "    if band[1] is not None or band[2] is not None:\n        if before:",
+        "    if band[1] is not None:\n        if before:",
         "keys of a document take what other documents give",
         "tests/test_masks.py::test_every_mask",
     ),
@@ -1027,8 +1028,8 @@ MUTANTS = [
     Mutant(
         "padding_keys_counted",
         "kernels/portable/mask.py",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, sizes)\n    last",
-        "keys_of(start_q + tl.arange(0, BLOCK_Q), band, (sizes[0], sizes[1] + 1))\n    last",
+        "_, hi = keys_of(queries, band, sizes)",
+        "_, hi = keys_of(queries, band, (sizes[0], sizes[1] + 1))",
         "one key that does not exist, of score 0, is in the sum of ragged rows",
     ),
     Mutant(
@@ -1055,7 +1056,7 @@ MUTANTS = [
     Mutant(
         "causal_tile_skipped",
         "kernels/portable/mask.py",
-        "keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, (seq_q, None))",
+        "keys_of(last_q, band, (seq_q, None))",
         "keys_of(start_q - 1, band, (seq_q, None))",
         "the last tile of keys that queries see is left out",
     ),
@@ -1100,10 +1101,34 @@ MUTANTS = [
     Mutant(
         "kernel_window_tile_taken_for_whole",
         "kernels/portable/mask.py",
-        "        full_end = first\n",
-        "        full_end = tl.maximum(full_end, first)\n",
-        "keys before a window are seen, of tiles that end before the last key",
+        "lo, _ = keys_of(last_q, band, sizes)",
+        "lo, _ = keys_of(start_q, band, sizes)",
+        "keys before a window are seen, of tiles that the first query of a tile sees whole",
         WINDOW,
+    ),
+    Mutant(
+        "rows_tile_taken_for_whole",
+        "kernels/portable/mask.py",
+        "_, hi = keys_of(start_q, band, (seq_q, None))",
+        "_, hi = keys_of(last_q, band, (seq_q, None))",
+        "keys that only the last query of a tile sees are not masked",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "dkdv_window_tile_taken_for_whole",
+        "kernels/portable/mask.py",
+        "full_end = full_end // BLOCK_Q * BLOCK_Q",
+        "full_end = tl.cdiv(full_end, BLOCK_Q) * BLOCK_Q",
+        "dk and dv take what queries behind a window give",
+        WINDOW,
+    ),
+    Mutant(
+        "dkdv_rows_tile_taken_for_whole",
+        "kernels/portable/mask.py",
+        "full_begin = tl.cdiv(full_begin, BLOCK_Q) * BLOCK_Q",
+        "full_begin = full_begin // BLOCK_Q * BLOCK_Q",
+        "dk and dv take what queries before the last key's first give",
+        DOCUMENTS,
     ),
     Mutant(
         "dkdv_window_ends_early",

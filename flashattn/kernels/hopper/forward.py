@@ -3,7 +3,7 @@
 Each consumer attends to 64 queries. While the tensor cores multiply P of one tile of keys with V,
 the other units compute the softmax of the next tile. Keys are visited from the last to the first:
 the tiles that the right bound masks, those without a mask in a loop of their own, and those that
-the left bound masks; three consumers have one loop. The producer loads the next queries meanwhile.
+the left bound masks; or all in one loop. The producer loads the next queries meanwhile.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps;
 FlashAttention-4's code for conditional rescaling; Triton's Gluon.
@@ -116,8 +116,9 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def one_loop(mask, t):
-    """Return whether all tiles of keys are visited by one loop: three consumers' code is long."""
-    return bool(mask.masked) and t.groups == 3
+    """Return whether all tiles of keys are visited by one loop, where the code of more is long."""
+    wide = t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
+    return bool(mask.masked) and (t.groups == 3 or bool(wide and mask.two_sided))
 
 
 @gluon.constexpr_function

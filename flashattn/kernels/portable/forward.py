@@ -46,6 +46,7 @@ def mainloop(
     at,
     first,
     end,
+    full,
     sizes,
     band,
     score,
@@ -56,9 +57,9 @@ def mainloop(
 ):
     """Update the online softmax (acc, m, l, l_error) by keys ``first ... end``; m is in base 2.
 
-    ``kv`` is (k, v), ``at`` is batch, head of the keys, first query. Unless CLEAN, values that no
-    query sees may be NaN. In fp32 l_error is what rounding has added to l, a sum of as many terms
-    as there are tiles.
+    ``kv`` is (k, v), ``at`` is batch, head of the keys, first query; ``full`` as ``apply_mask``
+    takes it. Unless CLEAN, values that no query sees may be NaN. In fp32 l_error is what rounding
+    has added to l, a sum of as many terms as there are tiles.
     """
     acc, m, l, l_error = state
     k, v = kv
@@ -80,7 +81,7 @@ def mainloop(
             s = in_base_2(s, score, lies, start_q, start_kv, sizes, False, ALL_KEYS, CONFIG)
             log2 = 1.0
         if MASKED:
-            s = apply_mask(s, start_q, start_kv, band, sizes, float("-inf"))
+            s = apply_mask(s, start_q, start_kv, band, sizes, full, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * log2)
         finite = finite_max(m_new)
         p = tl.exp2(s * log2 - finite[:, None])
@@ -148,27 +149,30 @@ def flashattn_fwd(
     acc = tl.zeros([BLOCK_Q, CONFIG.BLOCK_D], tl.float32)
     m, l = first_state(scored[2], lies, batch, head, begin == 0, BLOCK_Q)
     state = acc, m, l, tl.zeros([BLOCK_Q], tl.float32)
-    first, _, full_end, end = key_tiles(start_q, band, sizes, begin, split_len, CONFIG)
+    first, full_begin, full_end, end = key_tiles(start_q, band, sizes, begin, split_len, CONFIG)
     WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
-    ALL_MASKED: tl.constexpr = CONFIG.TERMS > 0 or WIDE_FP32 or bounds[0] is not None
-    if ALL_MASKED:
-        full_end = first
-    begin, stop = full_end, end
+    BOUNDED: tl.constexpr = left is not None or bounds[0] is not None
+    ONE_LOOP: tl.constexpr = CONFIG.TERMS > 0 or WIDE_FP32 or BOUNDED
+    full = (full_begin, full_end) if BOUNDED else None
+    begin, stop = first, end
     if bounds[0] is not None:
-        begin, stop = clean_keys(full_end, end, band, seq_q, CONFIG.BLOCK_KV)
+        begin, stop = clean_keys(first, end, band, seq_q, CONFIG.BLOCK_KV)
     at, kv = (batch, head // group, start_q), (k, v)
-    if not ALL_MASKED:
+    if not ONE_LOOP:
         state = mainloop(
-            state, q_tile, kv, layout, at, first, full_end, sizes, band, score, lies, False, CONFIG
+            *(state, q_tile, kv, layout, at, first, full_end, None),
+            *(sizes, band, score, lies, False, CONFIG),
         )
+        begin = full_end
     state = mainloop(
-        state, q_tile, kv, layout, at, begin, stop, sizes, band, score, lies, True, CONFIG
+        state, q_tile, kv, layout, at, begin, stop, full, sizes, band, score, lies, True, CONFIG
     )
     if bounds[0] is not None:
         for side in range(2):
-            lo, hi = full_end if side == 0 else stop, begin if side == 0 else end
+            lo, hi = first if side == 0 else stop, begin if side == 0 else end
             state = mainloop(
-                state, q_tile, kv, layout, at, lo, hi, sizes, band, score, lies, True, CONFIG, False
+                *(state, q_tile, kv, layout, at, lo, hi, full),
+                *(sizes, band, score, lies, True, CONFIG, False),
             )
     store_state(o, lse, partial, layout, q_at, out_at[0], heads, sizes, split, state, CONFIG)
 

@@ -38,7 +38,7 @@ from flashattn.kernels.portable.score import (
 
 # BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
 # in dk and dv of fp32 that the kernel decomposes.
-ONE_LOOP = tl.constexpr(128)
+WIDE = tl.constexpr(128)
 
 
 class Inputs(NamedTuple):
@@ -64,6 +64,7 @@ def dkdv_mainloop(
     row,
     first,
     end,
+    full,
     sizes,
     band,
     score,
@@ -78,7 +79,7 @@ def dkdv_mainloop(
     that see no key may be NaN.
 
     ``acc`` is (dk, dv) and ``own`` (k, v) of the tile; ``at`` is batch, head of the queries, first
-    key, and ``row`` that head's in ``stats``.
+    key, and ``row`` that head's in ``stats``; ``full`` is as ``apply_mask`` takes it.
     """
     dk, dv = acc
     k_tile, v_tile = own
@@ -99,7 +100,7 @@ def dkdv_mainloop(
         x = in_base_2(s, score, lies, start_q, start_kv, sizes, True, False, CONFIG)
         p = tl.exp2(x - lse_log2_rows[None, :])
         if MASKED:
-            p = apply_mask_transposed(p, start_q, start_kv, band, seq_q, 0.0)
+            p = apply_mask_transposed(p, start_q, start_kv, band, seq_q, full, 0.0)
         do_tile = load_tile(
             grad_o, layout.grad_o, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG
         )
@@ -136,14 +137,15 @@ def compute_dkdv(
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     MASKED: tl.constexpr = band[0] is not None or band[1] is not None or band[2] is not None
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
-    # Tiles that need no mask are masked, too, where a loop of their own would keep too many
-    # addresses beside those of the other.
-    CROWDED: tl.constexpr = CONFIG.BLOCK_D >= ONE_LOOP and (BOTH or CONFIG.PRECISION == "bf16x6")
+    # Tiles that need no mask have no loop of their own where that would keep too many addresses
+    # beside those of the other.
+    CROWDED: tl.constexpr = CONFIG.BLOCK_D >= WIDE and (BOTH or CONFIG.PRECISION == "bf16x6")
     SCORED: tl.constexpr = (
         scale.cap is not None or scores.slope is not None or scores.bias is not None
     )
-    ALL_MASKED: tl.constexpr = MASKED and (
-        CONFIG.TERMS > 0 or CROWDED or SCORED or stats[2] is not None or band[2] is not None
+    BOUNDED: tl.constexpr = band[0] is not None or band[2] is not None
+    ONE_LOOP: tl.constexpr = MASKED and (
+        CONFIG.TERMS > 0 or CROWDED or SCORED or stats[2] is not None or BOUNDED
     )
     # Under a causal mask the first keys are seen by most queries, so they come first.
     kv_at, out_at = own_tile(grid, seq_kv, heads // group, split, BLOCK_KV, False, SECTIONED)
@@ -157,9 +159,12 @@ def compute_dkdv(
     dk_acc = tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     acc = dk_acc, tl.zeros([BLOCK_KV, CONFIG.BLOCK_D], tl.float32)
     begin = split_begin(out_at[0], split)
-    first, full_begin, _, end = query_tiles(start_kv, band, sizes, begin, split[1], CONFIG)
-    if ALL_MASKED:
-        full_begin = end
+    first, full_begin, full_end, end = query_tiles(start_kv, band, sizes, begin, split[1], CONFIG)
+    full, masked_end = None, full_begin
+    if BOUNDED:
+        full = full_begin, full_end
+    if ONE_LOOP:
+        masked_end = end
     for head in tl.range(kv_head * group, kv_head * group + group):
         slope, bias = scores.slope, scores.bias
         if slope is not None:
@@ -170,11 +175,13 @@ def compute_dkdv(
         at, row = (batch, head, start_kv), batch * heads + head
         if MASKED:
             acc = dkdv_mainloop(
-                acc, own, inputs, at, row, first, full_begin, sizes, band, score, lies, True, CONFIG
+                *(acc, own, inputs, at, row, first, masked_end, full),
+                *(sizes, band, score, lies, True, CONFIG),
             )
-        if not ALL_MASKED:
+        if not ONE_LOOP:
             acc = dkdv_mainloop(
-                acc, own, inputs, at, row, full_begin, end, sizes, band, score, lies, False, CONFIG
+                *(acc, own, inputs, at, row, masked_end, end, full),
+                *(sizes, band, score, lies, False, CONFIG),
             )
     dk_acc, dv_acc = acc
     if band[2] is not None:  # a key that no query sees may be NaN, in its own row alone
@@ -191,6 +198,7 @@ def score_gradients(
     inputs,
     at,
     start_kv,
+    full,
     sizes,
     band,
     score,
@@ -220,7 +228,7 @@ def score_gradients(
     x = in_base_2(s, score, lies, start_q, start_kv, sizes, False, not MASKED, CONFIG)
     p = tl.exp2(x - lse_log2)
     if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
-        p = apply_mask(p, start_q, start_kv, band, sizes, 0.0)
+        p = apply_mask(p, start_q, start_kv, band, sizes, full, 0.0)
     v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
     dp = dot_transposed(do_tile, v_tile, CONFIG)
     ds = p * (dp - delta)
@@ -237,6 +245,7 @@ def dq_mainloop(
     at,
     first,
     end,
+    full,
     sizes,
     band,
     score,
@@ -252,7 +261,7 @@ def dq_mainloop(
     """
     for start_kv in tl.range(first, end, CONFIG.BLOCK_KV):
         ds, s, k_tile = score_gradients(
-            own, inputs, at, start_kv, sizes, band, score, lies, MASKED, CONFIG, CLEAN
+            own, inputs, at, start_kv, full, sizes, band, score, lies, MASKED, CONFIG, CLEAN
         )
         if score.dbias is not None:
             store_dbias(ds, score.dbias, at[2], start_kv, sizes, CONFIG)
@@ -283,7 +292,7 @@ def compute_dq(
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     MASKED: tl.constexpr = band[0] is not None or band[1] is not None or band[2] is not None
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
-    CROWDED: tl.constexpr = MASKED and BOTH and CONFIG.BLOCK_D >= ONE_LOOP
+    CROWDED: tl.constexpr = MASKED and BOTH and CONFIG.BLOCK_D >= WIDE
     WIDE_FP32: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP_FP32
     q_at, out_at = own_tile(grid, seq_q, heads, split, BLOCK_Q, MASKED, SECTIONED)
     batch, head, start_q = q_at
@@ -305,26 +314,29 @@ def compute_dq(
     if dbias is not None:
         dbias += tl.cast(row, tl.int64) * seq_q * multiple(sizes[1], CONFIG.VECTOR)
     score = Score(scale, slope, bias, dbias)
-    _, full_begin, full_end, end = key_tiles(start_q, band, sizes, begin, split[1], CONFIG)
-    ALL_MASKED: tl.constexpr = (
-        CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED or band[2] is not None
+    first, full_begin, full_end, end = key_tiles(start_q, band, sizes, begin, split[1], CONFIG)
+    BOUNDED: tl.constexpr = band[0] is not None or band[2] is not None
+    ONE_LOOP: tl.constexpr = (
+        CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED or BOUNDED
     )
-    if ALL_MASKED:
-        full_end = full_begin
-    begin, stop = full_end, end
+    full = (full_begin, full_end) if BOUNDED else None
+    begin, stop = first, end
     if band[2] is not None:
-        begin, stop = clean_keys(full_end, end, band, seq_q, CONFIG.BLOCK_KV)
+        begin, stop = clean_keys(first, end, band, seq_q, CONFIG.BLOCK_KV)
     at = batch, head // group, start_q
-    if not ALL_MASKED:
+    if not ONE_LOOP:
         acc = dq_mainloop(
-            acc, own, inputs, at, full_begin, full_end, sizes, band, score, lies, False, CONFIG
+            acc, own, inputs, at, first, full_end, None, sizes, band, score, lies, False, CONFIG
         )
-    acc = dq_mainloop(acc, own, inputs, at, begin, stop, sizes, band, score, lies, True, CONFIG)
+        begin = full_end
+    acc = dq_mainloop(
+        acc, own, inputs, at, begin, stop, full, sizes, band, score, lies, True, CONFIG
+    )
     if band[2] is not None:
         for side in range(2):
-            lo, hi = full_end if side == 0 else stop, begin if side == 0 else end
+            lo, hi = first if side == 0 else stop, begin if side == 0 else end
             acc = dq_mainloop(
-                acc, own, inputs, at, lo, hi, sizes, band, score, lies, True, CONFIG, False
+                acc, own, inputs, at, lo, hi, full, sizes, band, score, lies, True, CONFIG, False
             )
         # A query that sees no key may be NaN, likewise.
         live = live_queries(start_q, band, sizes, BLOCK_Q)

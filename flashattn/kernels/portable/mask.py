@@ -102,84 +102,98 @@ def clean_keys(first, end, band, seq_q, BLOCK_KV: tl.constexpr):
 def key_tiles(start_q, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """Return (first, full_begin, full_end, end) of the keys that a tile of queries visits.
 
-    All queries see all keys of full_begin ... full_end, which are whole tiles; there are none under
-    a left bound or bounds of rows, where every tile is masked. A split visits ``split_len`` keys
-    from ``begin`` on, whole tiles as well; split_len None is all keys.
+    All queries see all keys of full_begin ... full_end, which are whole tiles; under a left bound
+    and bounds of rows these may cross. A split visits ``split_len`` keys from ``begin`` on, whole
+    tiles as well; split_len None is all keys.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     left, right, keys, _ = band
     seq_q, seq_kv = sizes
-    first = begin
+    last_q = tl.minimum(start_q + BLOCK_Q, seq_q) - 1
     full_end, end = seq_kv // BLOCK_KV * BLOCK_KV, seq_kv
-    if right is not None:
+    if right is not None or keys is not None:
         _, hi = keys_of(start_q, band, (seq_q, None))
         full_end = tl.minimum(full_end, tl.maximum(hi, 0) // BLOCK_KV * BLOCK_KV)
-        _, hi = keys_of(tl.minimum(start_q + BLOCK_Q, seq_q) - 1, band, (seq_q, None))
+        _, hi = keys_of(last_q, band, (seq_q, None))
         end = tl.minimum(end, tl.maximum(hi, 0))
-    if keys is not None:
-        _, end = keys_of(start_q + BLOCK_Q - 1, band, sizes)
     if split_len is not None:
         full_end = tl.maximum(tl.minimum(full_end, begin + split_len), begin)
         end = tl.minimum(end, begin + split_len)
+    first, full_begin = begin, begin
     if left is not None or keys is not None:
         lo, _ = keys_of(start_q, band, sizes)
         first = tl.maximum(first, tl.maximum(lo, 0) // BLOCK_KV * BLOCK_KV)
-        full_end = first
-    return first, first, full_end, end
+        lo, _ = keys_of(last_q, band, sizes)
+        full_begin = tl.maximum(first, tl.cdiv(tl.maximum(lo, 0), BLOCK_KV) * BLOCK_KV)
+    return first, full_begin, full_end, end
 
 
 @triton.jit
 def query_tiles(start_kv, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """Return (first, full_begin, full_end, end) of the queries that a tile of keys visits.
 
-    Queries that do not exist count as such that see all keys: their P is 0. Under a left bound and
-    bounds of rows every tile is masked, as ``key_tiles`` says.
+    Queries that do not exist count as such that see all keys: their P is 0. Otherwise it is as
+    ``key_tiles`` says.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     left, right, _, queries = band
-    first, _ = queries_of(start_kv, band, sizes)
+    first, full_end = queries_of(start_kv, band, sizes)
     first = first // BLOCK_Q * BLOCK_Q
+    full_end = full_end // BLOCK_Q * BLOCK_Q
     full_begin, end = queries_of(start_kv + BLOCK_KV - 1, band, sizes)
     full_begin = tl.cdiv(full_begin, BLOCK_Q) * BLOCK_Q
     if right is not None:
         full_begin = tl.minimum(full_begin, tl.cdiv(sizes[0], BLOCK_Q) * BLOCK_Q)
-    if left is not None or queries is not None:
-        full_begin = end
     if split_len is not None:
         end = tl.minimum(end, begin + split_len)
         first = tl.maximum(first, begin)
-        full_begin = tl.maximum(tl.minimum(full_begin, end), first)
-    return first, full_begin, end, end
+        if left is None and queries is None:
+            full_begin = tl.maximum(tl.minimum(full_begin, end), first)
+    return first, full_begin, full_end, end
 
 
 @triton.jit
-def apply_mask(x, start_q, start_kv, band, sizes, value):
+def apply_mask(x, start_q, start_kv, band, sizes, full, value):
     """Return a tile [queries, keys] with ``value`` where a query does not see a key.
 
-    The last key seen is compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
+    ``full`` are the bounds of keys whose tiles need no mask, or None. The last key seen is
+    compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
     """
     BLOCK_Q: tl.constexpr = x.shape[0]
     BLOCK_KV: tl.constexpr = x.shape[1]
-    lo, hi = keys_of(start_q + tl.arange(0, BLOCK_Q), band, sizes)
-    last = tl.broadcast_to(hi - 1, [BLOCK_Q])
+    queries = start_q + tl.arange(0, BLOCK_Q)
     keys = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
-    seen = keys <= last[:, None]
+    before, behind = True, True
+    if full is not None:
+        before, behind = start_kv < full[0], start_kv + BLOCK_KV > full[1]
+    if behind:
+        _, hi = keys_of(queries, band, sizes)
+        last = tl.broadcast_to(hi - 1, [BLOCK_Q])
+        x = tl.where(keys <= last[:, None], x, value)
     if band[0] is not None or band[2] is not None:
-        seen = seen & (keys >= lo[:, None])
-    return tl.where(seen, x, value)
+        if before:
+            lo, _ = keys_of(queries, band, sizes)
+            x = tl.where(keys >= lo[:, None], x, value)
+    return x
 
 
 @triton.jit
-def apply_mask_transposed(x, start_q, start_kv, band, seq_q, value):
+def apply_mask_transposed(x, start_q, start_kv, band, seq_q, full, value):
     """Return a tile [keys, queries] likewise; of keys that do not exist it says nothing."""
-    queries = start_q + tl.arange(0, x.shape[1])[None, :]
+    BLOCK_Q: tl.constexpr = x.shape[1]
+    queries = start_q + tl.arange(0, BLOCK_Q)[None, :]
     keys = start_kv + tl.arange(0, x.shape[0])[:, None]
+    before, behind = True, True
+    if full is not None:
+        before, behind = start_q < full[0], start_q + BLOCK_Q > full[1]
     if band[1] is not None or band[2] is not None:
-        _, hi = keys_of(queries, band, (seq_q, None))
-        x = tl.where(keys <= hi - 1, x, value)
+        if before:
+            _, hi = keys_of(queries, band, (seq_q, None))
+            x = tl.where(keys <= hi - 1, x, value)
     if band[0] is not None or band[2] is not None:
-        lo, _ = keys_of(queries, band, (seq_q, 0))
-        x = tl.where(keys >= lo, x, value)
+        if behind:
+            lo, _ = keys_of(queries, band, (seq_q, 0))
+            x = tl.where(keys >= lo, x, value)
     return x

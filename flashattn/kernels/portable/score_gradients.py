@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.constants import SIZES
-from flashattn.kernels.portable.gradients import ONE_LOOP, Inputs, score_gradients
+from flashattn.kernels.portable.gradients import WIDE, Inputs, score_gradients
 from flashattn.kernels.portable.mask import key_tiles, of_batch
 from flashattn.kernels.portable.memory import load_rows, load_tile
 from flashattn.kernels.portable.score import Score, bias_of, in_base_2, slope_of
@@ -64,14 +64,14 @@ def add_scores(
     own = q_tile, do_tile, lse_log2, delta_rows[:, None]
     if ONE:
         ds, _s, _k_tile = score_gradients(
-            own, inputs, at, own_keys, sizes, band, score, lies, True, CONFIG, CLEAN
+            own, inputs, at, own_keys, None, sizes, band, score, lies, True, CONFIG, CLEAN
         )
         acc += ds
     else:
         first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
         for start_kv in tl.range(tl.maximum(first, own_keys), tl.minimum(end, end_keys), BLOCK_KV):
             ds, _s, _k_tile = score_gradients(
-                own, inputs, at, start_kv, sizes, band, score, lies, True, CONFIG, CLEAN
+                own, inputs, at, start_kv, None, sizes, band, score, lies, True, CONFIG, CLEAN
             )
             acc += ds
     return acc
@@ -264,7 +264,7 @@ def flashattn_bwd_dbias_relative(
     BLOCK: tl.constexpr = CONFIG.BLOCK_Q
     CLEAN: tl.constexpr = bounds[0] is None
     # Without a loop over keys the terms of all four tiles would stay in registers.
-    WIDE: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= ONE_LOOP
+    WALKS: tl.constexpr = CONFIG.PRECISION == "bf16x6" and CONFIG.BLOCK_D >= WIDE
     inputs, gqa, sizes = Inputs(q, k, v, grad_o, stats, layout), (heads, group), (seq_q, seq_kv)
     row, start_q, end_q, distance = own_distance(sizes, BLOCK)
     batch, head, start_kv = row // heads, row % heads, start_q + distance
@@ -296,7 +296,7 @@ def flashattn_bwd_dbias_relative(
                 score,
                 lies,
                 added,
-                CLEAN and not WIDE,
+                CLEAN and not WALKS,
                 CONFIG,
             )
     store_by_distance(acc, dbias, row, batches * heads, distance, sizes)

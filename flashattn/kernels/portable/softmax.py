@@ -27,5 +27,5 @@ def normalized(acc, m, l):
     """Return o and the logsumexp; fully masked rows have l = 0."""
     fully_masked = l == 0.0
     l = tl.where(fully_masked, 1.0, l)
-    o = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
-    return o, tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)
+    inverse = tl.div_rn(tl.full(l.shape, 1.0, tl.float32), l)  # one division a row
+    return acc * inverse[:, None], tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)

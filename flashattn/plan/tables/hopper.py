@@ -86,9 +86,10 @@ FORWARD_FROM = {
     (256, False): ((1024, 0.2), (math.inf, 0.4)),
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
-# Of a short window most of a tile of 128 keys is hidden; the portable tiles are smaller. 64/8 heads
-# of 16 384, D = 64, a window of 128: 318 us against 475.
-SHORT_WINDOW, SHORT_WINDOW_D = 128, 64  # keys and columns, at most
+# Of a short window much of a tile of 128 keys is hidden, and most of the time goes into the ends of
+# a tile of queries. Keys of a window up to which the portable kernels are faster, by the most
+# columns. Measured: H200s, bf16, 8192 and 16 384 tokens, 2026-11-28 (docs/tuning-log.md).
+FORWARD_WINDOW, BACKWARD_WINDOW = {64: 1024, 128: 256}, {64: 256}
 FORWARD_FP32_FROM = {False: 0.75, True: 1}  # by mask
 # Likewise tiles of 128 keys, of all query heads, of the backward: with fewer the portable one fuses
 # both passes and splits them. One head of 16 384, causal, D = 64: 294 us against 343.

@@ -43,5 +43,5 @@ ROWS = Rows(
             if tile.decomposed
         },
     ),
-    LIMITS,
+    limits=LIMITS,
 )

@@ -112,6 +112,8 @@ def test_what_leaves_arrives(kind, world):
                 arrived += [*keys, *[None] * (ours.most - len(keys))] if ours.gathers else sent
             for piece, place in zip(ours.pieces, ours.places, strict=True):
                 assert arrived[place] == list(range(piece.start, piece.start + size(piece.rows)))
+            left = [i for to_one in ours.sends for rows in to_one for i in range(*rows.indices(99))]
+            assert ours.once == (len(left) == len(set(left)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

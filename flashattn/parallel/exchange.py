@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _SIDES: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 _WORD = torch.int64  # what copies move at a time
+# Cycles, 20 us, that the main stream waits: a collective starts 15 us after what it waits for, and
+# a kernel of ours 2 us (docs/tuning-log.md).
+_HEAD_START = 40_000
 
 
 @contextmanager
@@ -57,12 +60,14 @@ def join(device: torch.device) -> None:
 def _let_start(device: torch.device) -> None:
     """Let the main stream wait for what is queued beside it, but not for what follows there.
 
-    The side stream has priority: what follows there starts before what follows on the main one.
+    What follows there takes its SMs before a kernel on the main stream takes them all.
     """
     if device.type == "cuda":
         side = torch.cuda.current_stream(device)
         main = next(stream for stream, beside in _SIDES.items() if beside == side)
         main.wait_stream(side)
+        with torch.cuda.stream(main):
+            torch.cuda._sleep(_HEAD_START)  # noqa: SLF001 - nothing public occupies a stream
 
 
 def copy_rows(x: torch.Tensor, y: torch.Tensor) -> None:

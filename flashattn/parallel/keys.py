@@ -228,10 +228,11 @@ def _backward(
             for total, found in zip(totals, own_kv, strict=True):
                 total[:, x] = found
 
-    made = torch.empty if own is not None else torch.zeros
-    wide = torch.promote_types(k.dtype, torch.float32)
+    made = torch.empty_like if own is not None else torch.zeros_like
+    # One addition of each element rounds as it would in fp32.
+    wide = k.dtype if ours.once else torch.promote_types(k.dtype, torch.float32)
     dq = torch.empty_like(q)
-    totals = [made(k.shape, dtype=wide, device=k.device) for _ in range(2)]
+    totals = [made(k, dtype=wide) for _ in range(2)]
     early, late = _shares(k.shape[1] if own is not None else 0, keep=keep)
     with beside(q.device):
         kv = kept if keep else fetch(rows_first(k, v), ours, name)
@@ -248,7 +249,7 @@ def _backward(
     for rows, x in arrived:
         for total, found in zip(totals, heads_first(x), strict=True):
             total[:, :, rows] += found
-    dk, dv = (torch.empty_like(k).copy_(total) for total in totals)
+    dk, dv = (total.to(k.dtype) for total in totals)
     return dq, dk, dv
 
 

@@ -16,7 +16,7 @@ so what a query sees of them is one interval again, whose ends ``placed`` counts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from flashattn.mask import CAUSAL, FULL, Mask
@@ -156,6 +156,12 @@ class Plan:
     def rows(self) -> int:
         """Keys that this rank has."""
         return self.own_pieces[-1].keys.stop
+
+    @property
+    def once(self) -> bool:
+        """Whether each key of this rank is in one buffer at most."""
+        rows = sorted((rows.start, rows.stop) for to_one in self.sends for rows in to_one)
+        return all(stop <= start for (_, stop), (start, _) in pairwise(rows))
 
 
 _PLANS: dict[tuple[Task, int], Plan] = {}  # functools.lru_cache would make torch.compile warn

@@ -52,7 +52,7 @@ class Mutant:
 CASE = "tests/test_impls.py::test_cases[triton-{}]"
 HEADS = CASE.format("fp32-b2h4kv2-q50-kv130-d16-causal-alibi")
 WINDOW = CASE.format("bf16-b1h1-q90-kv70-d64-window20+33-cap5")
-DOCUMENTS = CASE.format("fp16-b1h1-q200-d32-window20+5-docs99+90")
+PACKED = CASE.format("fp16-b1h1-q200-d32-window20+5-docs99+90")
 NO_KEY = CASE.format("fp32-b1h1-q130-kv50-d16-causal_br")
 PADDED = CASE.format("fp32-b1h4kv2-q70-kv90-d40v23-causal")
 FAR = "tests/test_impls.py::test_far_below_zero"
@@ -83,7 +83,7 @@ SHARED = "tests/test_parallel_attention.py::test_ranks_share_the_whole"
 MERGED = "tests/test_merge.py"
 PLANNED = "tests/test_parallel_plan.py::test_each_visible_pair_is_computed_once"
 
-DOCUMENTS = CASE.format("fp16-b1h1-q200-d32-window20+5-docs99+90")
+DOCUMENTS = "tests/test_masks.py::test_bounds_of_documents"
 MASKS = "tests/test_masks.py::test_masks"
 NO_DOCUMENT = "tests/test_masks.py::test_what_lies_in_no_document_is_hidden"
 USED = "tests/test_flash_attn_api.py::test_used"
@@ -1112,7 +1112,7 @@ MUTANTS = [
         "_, hi = keys_of(start_q, band, (seq_q, None))",
         "_, hi = keys_of(last_q, band, (seq_q, None))",
         "keys that only the last query of a tile sees are not masked",
-        DOCUMENTS,
+        PACKED,
     ),
     Mutant(
         "dkdv_window_tile_taken_for_whole",
@@ -1128,7 +1128,7 @@ MUTANTS = [
         "full_begin = tl.cdiv(full_begin, BLOCK_Q) * BLOCK_Q",
         "full_begin = full_begin // BLOCK_Q * BLOCK_Q",
         "dk and dv take what queries before the last key's first give",
-        DOCUMENTS,
+        PACKED,
     ),
     Mutant(
         "dkdv_window_ends_early",

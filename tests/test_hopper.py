@@ -600,6 +600,13 @@ def test_where_it_is_the_fastest(shape, passes):
     assert taken(problem) == passes
 
 
+def test_short_windows_in_fp32():
+    """There its forward is the faster one, however short."""
+    sizes = {"heads": 16, "seq_q": 8192, "window": (127, 0), "dtype": "float32"}
+    assert taken(Problem(**sizes, head_dim=64)) == FORWARD_ONLY
+    assert taken(Problem(**sizes, head_dim=128)) == BOTH
+
+
 @pytest.mark.parametrize(
     ("shape", "own"),
     [

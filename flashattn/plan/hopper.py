@@ -61,8 +61,9 @@ def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool)
 
 def _longest_window(table: Mapping[int, int], q: TensorSpec) -> int:
     """Return the keys of a window up to which the portable kernels are faster; never in fp32."""
-    narrow = q.dtype != torch.float32
-    return next((keys for d, keys in table.items() if narrow and q.shape[3] <= d), 0)
+    if q.dtype == torch.float32:
+        return 0
+    return next((keys for d, keys in table.items() if q.shape[3] <= d), 0)
 
 
 def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tuple[bool, str]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _SIDES: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 _WORD = torch.int64  # what copies move at a time
-# Cycles, 20 us, that the main stream waits: a collective starts 15 us after what it waits for, and
-# a kernel of ours 2 us (docs/tuning-log.md).
+# Cycles that the main stream waits, 20 us on an H200: there a collective starts 15 us after what it
+# waits for, and a kernel of ours 2 us (docs/tuning-log.md).
 _HEAD_START = 40_000
 
 

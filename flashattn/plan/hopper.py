@@ -76,8 +76,8 @@ def forward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> tu
     tiles = cdiv(seq_q, rows.TILE_Q) * batch * heads
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernel: a head has less than a tile of {rows.TILE_Q} queries"
-    if options.window <= _longest_window(rows.FORWARD_WINDOW, q):
-        return False, f"the portable kernel, of smaller tiles: a window of {options.window} keys"
+    if options.window_keys <= _longest_window(rows.FORWARD_WINDOW, q):
+        return False, "the portable kernel, of smaller tiles: the window is short"
     fp32_bias = options.bias is not None and options.bias.dtype == torch.float32
     if fp32_bias and not causal and head_dim <= rows.ONE_PASS:  # measured: H200 (tuning-log.md)
         return False, "the portable kernel: a bias in fp32 takes long to exchange"
@@ -105,8 +105,8 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> t
     batch, heads, seq_q, head_dim = q.shape
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernels: a head has less than a tile of {rows.TILE_Q} queries"
-    if options.window <= _longest_window(rows.BACKWARD_WINDOW, q):
-        return False, f"the portable kernels, of smaller tiles: a window of {options.window} keys"
+    if options.window_keys <= _longest_window(rows.BACKWARD_WINDOW, q):
+        return False, "the portable kernels, of smaller tiles: the window is short"
     group = heads // max(1, k.shape[1])
     tiles = cdiv(k.shape[2], rows.TILE_KV) * batch * heads * max(1, group**3 / rows.GROUP_CUBE)
     enough = _up_to(rows.BACKWARD_FROM, head_dim, causal=options.causal)

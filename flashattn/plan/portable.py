@@ -125,13 +125,14 @@ def forward_row(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
 ) -> tuple[Kernel, Tile, str]:
     """Return the row of the table, its tile, and why."""
-    limits, causal = tables.rows_of(gpu).limits, options.causal
+    rows, causal = tables.rows_of(gpu), options.causal
+    limits = rows.limits
     find = finder(q, k, v, gpu=gpu, causal=causal, precision=options.precision)
     if q.shape[2] <= limits.decode_q:
         tile = cast("Tile", find("decode"))
         return "decode", tile, f"decode: {q.shape[2]} queries of a head, {limits.decode_q} at most"
     tile = cast("Tile", find("fwd"))
-    window = tables.find_window(gpu, "fwd", tile, q.shape[3], options.window)
+    window = tables.find_window(rows, "fwd", tile, q.shape[3], options.window_keys)
     if window:
         return "fwd", forward_tile(window, q, options), "the tile for a short window"
     if k.shape[2] <= limits.short_kv:
@@ -153,7 +154,7 @@ def kv_splits(
 ) -> int:
     """Return into how many parts a forward splits the keys, at most."""
     limits, programs = tables.rows_of(gpu).limits, programs_of(q, tile)
-    if row == "fwd_short_kv" or options.window <= limits.window:
+    if row == "fwd_short_kv" or options.window_keys <= limits.window:
         return 1
     if row == "fwd_small_grid":
         several = options.causal and block_d(q.shape[3]) < limits.one_per_sm
@@ -225,7 +226,7 @@ def backward(
     options: Options,
 ) -> BackwardPlan:
     """Return the plan of the portable backward: one launch, fused passes, or two passes."""
-    inputs, limits = (q, k, v, grad_o), tables.rows_of(gpu).limits
+    inputs, rows = (q, k, v, grad_o), tables.rows_of(gpu)
     causal, precision = options.causal, options.precision
     # A softcap keeps a tile of tanh, what is added to scores has addresses of its own: only the
     # tiles without a mask leave registers for these.
@@ -237,13 +238,13 @@ def backward(
         two: tuple[Kernel, ...] = ("bwd_dkdv", "bwd_dq")
         kernels = {kernel: find(kernel) for kernel in two}
         dq = cast("Tile", kernels["bwd_dq"])
-        window = options.window
-        kernels["bwd_dq"] = tables.find_window(gpu, "bwd_dq", dq, q.shape[3], window) or dq
+        window = tables.find_window(rows, "bwd_dq", dq, q.shape[3], options.window_keys)
+        kernels["bwd_dq"] = window or dq
         why = "two passes, each with a tile of its own"
     else:
         kernels = {"bwd_fused": fused}
         why = "fused passes: they are few programs"
-        if scores(q, k, limits) <= limits.one_launch and not needs_stats(q, k, options):
+        if scores(q, k, rows.limits) <= rows.limits.one_launch and not needs_stats(q, k, options):
             tile = find("bwd_one_launch")
             one_launch = tile and backward_pass(
                 "bwd_one_launch", *inputs, tile=beside_bias(tile, q, options), **how

@@ -219,7 +219,7 @@ class Options(NamedTuple):
         return self.bounds > 0 or self.alibi > 0 or self.bias is not None or self.sink > 0
 
     @property
-    def window(self) -> float:
+    def window_keys(self) -> float:
         """The keys that a query sees at most, by both bounds; infinity if one is missing."""
         if self.left is None or self.right is None:
             return math.inf

@@ -116,7 +116,7 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def one_loop(mask, t):
-    """Return whether all tiles of keys are visited by one loop, where the code of more is long."""
+    """Return whether one loop visits all tiles of keys: the code of several would be long."""
     wide = t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
     return bool(mask.masked) and (t.groups == 3 or bool(wide and mask.two_sided))
 

@@ -138,7 +138,7 @@ def query_tiles(start_kv, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    left, right, _, queries = band
+    right = band[1]
     first, full_end = queries_of(start_kv, band, sizes)
     first = first // BLOCK_Q * BLOCK_Q
     full_end = full_end // BLOCK_Q * BLOCK_Q
@@ -149,8 +149,7 @@ def query_tiles(start_kv, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     if split_len is not None:
         end = tl.minimum(end, begin + split_len)
         first = tl.maximum(first, begin)
-        if left is None and queries is None:
-            full_begin = tl.maximum(tl.minimum(full_begin, end), first)
+        full_begin = tl.maximum(tl.minimum(full_begin, end), first)
     return first, full_begin, full_end, end
 
 

@@ -68,9 +68,8 @@ def find_tf32(rows: Rows, kernel: Kernel, head_dim: int, *, tma: bool, large: bo
     return None if tile is None or (tile.descriptors and not tma) else tile
 
 
-def find_window(gpu: Gpu, kernel: Kernel, tile: Tile, head_dim: int, window: float) -> Tile | None:
-    """Return what a table has in place of a tile where queries see a short window of keys."""
-    rows = rows_of(gpu)
-    if tile.decomposed or not tile.descriptors or window > rows.limits.window:
+def find_window(rows: Rows, kernel: Kernel, tile: Tile, head_dim: int, keys: float) -> Tile | None:
+    """Return what a table has in place of a tile for a window of so many keys, or None."""
+    if tile.decomposed or not tile.descriptors or keys > rows.limits.window:
         return None
     return rows.window.get((kernel, block_d(head_dim)))

@@ -558,6 +558,14 @@ def taken(problem):
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (255, 0)}, NEITHER),
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (128, 128)}, BACKWARD_ONLY),
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (1023, 0)}, BACKWARD_ONLY),
+        (
+            {"heads": 64, "kv_heads": 16, "seq_q": 8192, "head_dim": 64, "window": (63, 0)},
+            NEITHER,
+        ),
+        (
+            {"heads": 64, "kv_heads": 8, "seq_q": 8192, "head_dim": 64, "window": (127, 0)},
+            BACKWARD_ONLY,
+        ),
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (1024, 0)}, BOTH),
         ({"heads": 16, "seq_q": 16384, "head_dim": 96, "window": (255, 0)}, BACKWARD_ONLY),
         ({"heads": 16, "seq_q": 16384, "head_dim": 128, "window": (256, 0)}, BOTH),
@@ -665,7 +673,52 @@ def test_gqa_splits(heads, kv_heads, seq, head_dim, causal, count):
     """As measured: heads that share keys are divided among as many programs."""
     q, k = (TensorSpec.of(torch.empty(1, n, seq, head_dim)) for n in (heads, kv_heads))
     tiles = kv_heads * (-(-seq // (128 if head_dim <= 128 else 64)))
-    assert gqa_splits(q, k, tiles, 132, causal=causal) == count
+    assert gqa_splits(q, k, tiles, 132, Options(0 if causal else None, 1.0)) == count
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq", "mask", "count"),
+    [
+        ((32, 8), 8192, {"right": 0}, 2),
+        ((32, 8), 8192, {"right": 0, "left": 1023}, 1),  # all programs have as much to do
+        ((8, 1), 4096, {"right": 0, "left": 1023}, 4),  # or else 32 programs
+        ((16, 2), 8192, {"right": None, "bounds": 1}, 4),
+        ((32, 8), 16384, {"right": None, "bounds": 1}, 1),  # sums take as long as short documents
+    ],
+)
+def test_gqa_splits_under_masks(heads, seq, mask, count):
+    """As measured: what a split costs is beside the queries that see a key."""
+    q, k = (TensorSpec.of(torch.empty(1, n, seq, 128, device="meta")) for n in heads)
+    assert gqa_splits(q, k, heads[1] * seq // 128, 132, Options(scale=1.0, **mask)) == count
+
+
+@pytest.mark.parametrize(
+    ("shape", "section"),
+    [
+        ((16, 8192, 8192, 128), 1),  # 64 tiles of keys, two tiles of queries each
+        ((16, 8192, 16384, 128), 2),
+        ((16, 2048, 16384, 128), 8),
+        ((4, 1024, 8192, 128), 4),  # there are no more heads
+        ((16, 4096, 4096, 64), 8),  # tiles of 128 queries
+    ],
+)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_programs_of_a_head_do_not_queue(shape, section, deterministic):
+    """As measured: they are two tiles of queries apart, or heads share the programs."""
+    heads, seq_q, seq_kv, head_dim = shape
+    q, k = (spec(heads, n, head_dim).copied() for n in (seq_q, seq_kv))
+    lse = q._replace(shape=q.shape[:3], strides=(seq_q * heads, seq_q, 1), dtype=torch.float32)
+    options = Options(None, 0.1, family="hopper", deterministic=deterministic)
+    plan = choose_backward((q, k, k, q, q, lse), H200, options)
+    assert plan.scheduler.section == section
+
+
+def test_the_tile_of_documents():
+    """As measured: in any order, too, it is that of a head as long as a third of all queries."""
+    q, options = spec(32, 16384, 64), Options(None, 0.1, deterministic=False)
+    assert hopper.backward_tile(q, q, H200, options._replace(right=0)).section == 8
+    assert hopper.backward_tile(q, q, H200, options._replace(bounds=1)).section == 32
+    assert hopper.backward_tile(q, q, H200, options._replace(right=0, left=99)).section == 8
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,13 @@ from flashattn.plan.plan import BackwardPlan, ForwardPlan, Pass, Scheduler, Work
 from flashattn.plan.precision import TERMS
 from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import Options, TensorSpec
-from flashattn.plan.splits import cdiv, dq_accumulators, equal_sections, gqa_splits
+from flashattn.plan.splits import (
+    cdiv,
+    dq_accumulators,
+    equal_sections,
+    gqa_splits,
+    rotating_section,
+)
 from flashattn.plan.support import why_not_hopper, why_not_scale, why_not_tma
 from flashattn.plan.tables import hopper as rows
 from flashattn.plan.tile import (
@@ -47,11 +53,11 @@ def columns(head_dim: int) -> int:
 
 
 def _from(
-    table: Mapping[tuple[int, bool], Mapping[int, Of]], q: TensorSpec, *, causal: bool
+    table: Mapping[tuple[int, bool], Mapping[int, Of]], head_dim: int, queries: int, *, causal: bool
 ) -> Of | None:
     """Return the entry of a table for so many columns and queries."""
-    found = table.get((columns(q.shape[3]), causal))
-    return found[max(least for least in found if least <= q.shape[2])] if found else None
+    found = table.get((columns(head_dim), causal))
+    return found[max(least for least in found if least <= queries)] if found else None
 
 
 def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool) -> Of:
@@ -105,9 +111,9 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> t
     batch, heads, seq_q, head_dim = q.shape
     if seq_q < rows.TILE_Q:
         return False, f"the portable kernels: a head has less than a tile of {rows.TILE_Q} queries"
-    if options.window_keys <= _longest_window(rows.BACKWARD_WINDOW, q):
-        return False, "the portable kernels, of smaller tiles: the window is short"
     group = heads // max(1, k.shape[1])
+    if options.window_keys * group <= _longest_window(rows.BACKWARD_WINDOW, q):
+        return False, "the portable kernels, of smaller tiles: the window is short"
     tiles = cdiv(k.shape[2], rows.TILE_KV) * batch * heads * max(1, group**3 / rows.GROUP_CUBE)
     enough = _up_to(rows.BACKWARD_FROM, head_dim, causal=options.causal)
     pays = tiles >= enough * gpu.num_sms
@@ -132,7 +138,7 @@ def sums_values(q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: 
 def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> int:
     """Return the GQA splits of the backward for D from 129 to 256."""
     tiles = cdiv(k.shape[2], HopperD256Tile.BLOCK_KV) * k.shape[0] * k.shape[1]
-    return gqa_splits(q, k, tiles, gpu.num_sms, causal=options.causal)
+    return gqa_splits(q, k, tiles, gpu.num_sms, options)
 
 
 def forward_tile(
@@ -148,7 +154,7 @@ def forward_tile(
     if small_grid and not added and waves(small_grid[0]) < rows.FEW_WAVES:
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
         return min(small_grid, key=lambda tile: waves(tile) * (tile.consumers + 1))
-    found = _from(rows.FORWARD, q, causal=causal)
+    found = _from(rows.FORWARD, head_dim, seq_q, causal=causal)
     # Beside what is added to scores, three consumers have too few registers each.
     return replace(found, consumers=2) if found and added else found
 
@@ -182,7 +188,7 @@ def forward(
     programs = min(gpu.num_sms, tiles)
     dynamic = options.causal and programs < tiles
     row = (head_dim + v.shape[3]) * q.dtype.itemsize  # of a key and its values
-    kept = k.shape[2] * row * k.shape[1] / heads  # of a query head
+    kept = options.reach(k.shape[2]) * row * k.shape[1] / heads  # of a query head at a time
     scheduler = Scheduler(
         "lpt" if options.causal else "linear",
         persistent=True,
@@ -240,15 +246,19 @@ def backward_tile(
     q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options
 ) -> HopperBackward | None:
     """Return the backward's tile, or None where there is none."""
-    causal, deterministic = options.causal, options.deterministic
-    d256 = _from(rows.BACKWARD_D256, q, causal=causal)
+    causal, deterministic, (_, _, seq_q, head_dim) = options.causal, options.deterministic, q.shape
+    d256 = _from(rows.BACKWARD_D256, head_dim, seq_q, causal=causal)
     if d256 is not None:
         return d256
-    short_heads = causal and q.shape[2] <= rows.SHORT_HEADS.get(columns(q.shape[3]), 0)
+    short_heads = causal and seq_q <= rows.SHORT_HEADS.get(columns(head_dim), 0)
     many_heads = k.shape[0] * k.shape[1] >= rows.MANY_HEADS * gpu.num_sms
     if short_heads and many_heads and not deterministic:
         return rows.MANY_SHORT_HEADS
-    return _from(rows.DETERMINISTIC if deterministic else rows.BACKWARD, q, causal=causal)
+    if options.bounds:
+        queries = max(options.reach(seq_q), min(seq_q, rows.LONG_HEAD))
+        return _from(rows.DETERMINISTIC, head_dim, queries, causal=causal)
+    table = rows.DETERMINISTIC if deterministic else rows.BACKWARD
+    return _from(table, head_dim, seq_q, causal=causal)
 
 
 def why_not_backward(
@@ -287,7 +297,7 @@ def _backward_half(
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     blocks, block_q = cdiv(seq_kv, tile.BLOCK_KV), tile.block_q(head_dim)
     tiles = blocks * batch * kv_heads
-    splits = gqa_splits(q, k, tiles, gpu.num_sms, causal=causal)
+    splits = gqa_splits(q, k, tiles, gpu.num_sms, options)
     tiles *= splits
     accumulators = 1
     if (
@@ -296,6 +306,7 @@ def _backward_half(
         of_keys = batch * kv_heads * splits
         accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
     query_tiles = cdiv(seq_q, block_q)
+    section = tile.section if causal else rotating_section(blocks, query_tiles, gpu.num_sms)
     lines = query_tiles * (block_q // WARPGROUP_Q) * columns(head_dim)
     semaphores = accumulators * batch * heads * query_tiles
     programs = min(gpu.num_sms, tiles) if tile.persistent else tiles
@@ -316,7 +327,7 @@ def _backward_half(
         scheduler=Scheduler(
             "lpt" if causal else "linear",
             persistent=tile.persistent,
-            section=equal_sections(batch * kv_heads * splits, tile.section),
+            section=equal_sections(batch * kv_heads * splits, section),
         ),
         workspaces=(
             *dict.fromkeys((*rows_read, *(portable.row_workspaces(q) if dbias else ()))),

@@ -226,6 +226,20 @@ class Options(NamedTuple):
         return self.left + self.right + 1
 
     @property
+    def windowed(self) -> bool:
+        """Whether a query sees at most so many keys."""
+        return self.window_keys < math.inf
+
+    def reach(self, rows: int) -> int:
+        """Return about how many of so many rows one of the other side sees, or is seen by, at most.
+
+        The host does not know bounds: the longest document is taken to have a third of all rows.
+        """
+        if self.bounds:
+            return -(-rows // 3)
+        return int(min(rows, self.window_keys))
+
+    @property
     def causal(self) -> bool:
         """Whether there is a mask."""
         return self.right is not None or self.left is not None or self.bounds > 0

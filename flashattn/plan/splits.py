@@ -5,10 +5,11 @@ They depend on sizes and the GPU alone, so a repeated call gives the same bits.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from flashattn.plan.rows import SplitTargets
-from flashattn.plan.spec import TensorSpec
+from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.tables import hopper
 
 
@@ -41,6 +42,21 @@ def equal_sections(heads: int, wanted: float) -> int:
     return fewer if heads % fewer == 0 else cdiv(heads, sections)
 
 
+def rotating_section(blocks: int, query_tiles: int, num_sms: int) -> float:
+    """Return how many heads a section wants where programs of keys take query tiles in rotation.
+
+    A section runs programs of all its heads at once. The fewer of a head run at once, the further
+    apart in its query tiles they are: two tiles, so that none waits long for the one before it.
+
+    Args:
+        blocks: tiles of keys of a head, a program each.
+        query_tiles: of a head.
+        num_sms: of the GPU.
+    """
+    most = max(1, query_tiles / 2)  # programs of a head
+    return num_sms / most if blocks > most else 1
+
+
 def num_splits(fill: SplitTargets, programs: int, rows: int, num_sms: int) -> int:
     """Return how many parts fill the GPU: the most of any pair.
 
@@ -53,7 +69,7 @@ def num_splits(fill: SplitTargets, programs: int, rows: int, num_sms: int) -> in
     return max(1, *[min(n * num_sms // programs, rows // least) for n, least in fill])
 
 
-def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, *, causal: bool) -> int:
+def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, options: Options) -> int:
     """Return over how many programs the query heads of a tile of keys are divided.
 
     It is the fewest that take the least time, by the cost model of ``tables.hopper``.
@@ -63,19 +79,22 @@ def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, *, causal
         k: [B, G, S, D].
         tiles: of keys, of all heads.
         num_sms: of the GPU.
-        causal: whether there is a mask: programs then have half as much to do in the mean.
+        options: the mask. Under one, programs have half as much to do in the mean, and the last
+            ones of many are short, but those of documents; under a window all have as much.
     """
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return 1
+    equal, walk = not options.causal or options.windowed, options.reach(q.shape[2])
     late, added = (x[q.shape[3] > hopper.ONE_PASS] for x in (hopper.LATE, hopper.ADDED))
 
-    def time(splits: int) -> float:  # the unit is a walk over the queries of a head
-        longest = group // splits
+    def time(splits: int) -> float:  # the unit is a walk over the queries of a head that see a key
+        longest, each = group // splits, tiles * splits / (2 * num_sms)
         waves = cdiv(tiles * splits, num_sms) * longest
-        masked = max(longest, tiles * group / (2 * num_sms) + late * longest)
-        reduction = added * tiles * splits / q.shape[2] if splits > 1 else 0
-        return (masked if causal else waves) + reduction
+        last = late * longest / (1 if options.bounds else math.sqrt(max(1, each)))
+        masked = max(longest, each * longest + last)
+        reduction = added * tiles * splits / walk if splits > 1 else 0
+        return (waves if equal else masked) + reduction
 
     return min((n for n in range(1, group + 1) if group % n == 0), key=time)
 

@@ -180,9 +180,9 @@ class HopperBackwardTile:
 
     Args:
         stages: tiles of queries, and of dO, in flight.
-        section: about how many heads' key tiles are started together, those that most queries see
-            first. Where programs wait for a semaphore, a wide section runs few programs of a head
-            at once.
+        section: under a mask, about how many heads' key tiles are started together, those that
+            most queries see first. Where programs wait for a semaphore, a wide section runs few
+            programs of a head at once.
         persistent: whether there is a program for each SM, or one for each tile of keys.
         stagger: tiles of queries between the first tiles of a head's programs, if they are
             persistent and there is no mask.

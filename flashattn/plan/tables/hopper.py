@@ -26,12 +26,9 @@ WIDEST_OF_NARROW, NARROW_FORWARD = 192, HopperTile(own_o=False)
 FEW_WAVES = 8
 FEW_WAVES_FORWARD = {(64, False): (_TWO, _THREE), (64, True): (_TWO,)}
 # Without a mask one tile is within 1.1% of the best, in the mean over one to 512 heads of 512 to
-# 32 768, in any order and semaphore-ordered, 2026-11-22 (docs/tuning-log.md).
-ROTATING = {
-    (64, False): {0: HopperBackwardTile(persistent=True)},
-    (96, False): {0: HopperBackwardTile(persistent=True)},
-    (128, False): {0: HopperBackwardTile(persistent=True)},
-}
+# 32 768, in any order and semaphore-ordered, 2026-11-22 (docs/tuning-log.md); for the heads of its
+# sections see ``splits.rotating_section``.
+ROTATING = {(columns, False): {0: HopperBackwardTile(persistent=True)} for columns in (64, 96, 128)}
 # Under a mask the heads of a section begin with their longest tiles, and SMs take the next one when
 # they are free. More heads at once wait less for dq's semaphores, and miss the L2 cache more often.
 # Where there are as many heads as SMs, in any order, short ones are faster if each of these has its
@@ -48,7 +45,6 @@ _SEMAPHORE = {
     16384: HopperBackwardTile(section=8),
 }
 DETERMINISTIC = ROTATING | {
-    (64, False): {0: HopperBackwardTile(section=4, persistent=True)},
     (64, True): {
         0: HopperBackwardTile(section=64, persistent=True),
         2048: HopperBackwardTile(section=32),
@@ -57,6 +53,9 @@ DETERMINISTIC = ROTATING | {
     (96, True): _SEMAPHORE,
     (128, True): _SEMAPHORE,
 }
+# Documents take the tile of a head that is as long as they are, in any order, too. It has so many
+# queries at least, if there are: programs of documents differ too much to be persistent.
+LONG_HEAD = 2048
 BACKWARD_D256 = {
     (192, False): {0: HopperD256Tile(stages=3)},
     (192, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
@@ -88,7 +87,8 @@ FORWARD_FROM = {
 }
 # Of a short window much of a tile of 128 keys is hidden, and most of the time goes into the ends of
 # a tile of queries. Keys of a window up to which the portable kernels are faster, by the most
-# columns. Measured: H200s, bf16, 8192 and 16 384 tokens, 2026-11-28 (docs/tuning-log.md).
+# columns; in the backward times the query heads that share them. Measured: H200s, bf16, 8192 and
+# 16 384 tokens, 2026-11-29 (docs/tuning-log.md).
 FORWARD_WINDOW, BACKWARD_WINDOW = {64: 1024, 128: 256}, {64: 256}
 FORWARD_FP32_FROM = {False: 0.75, True: 1}  # by mask
 # Likewise tiles of 128 keys, of all query heads, of the backward: with fewer the portable one fuses
@@ -108,12 +108,11 @@ BACKWARD_FROM = {
 GROUP_CUBE = 24
 
 # Cost model of GQA splits of dk and dv, up to D = 128 and beyond. Under a mask, the share of the
-# longest program that runs after the mean of all; and what it costs to add up a split of a tile of
-# keys, in queries. Measured: one H200, torch 2.11, triton 3.6, bf16, 8 to 64 heads on 1 to 8 of 512
-# to 8192 keys, 2026-11-23 (docs/tuning-log.md): over 452 problems 0.2% longer than the best number
-# of splits, 7% at most.
+# longest program that runs after the mean of all, where there are two for each SM; and what it
+# costs to add up a split of a tile of keys, in queries. Measured: H200s, bf16, 1024 to 32 768 keys,
+# 2026-11-29 (docs/tuning-log.md): 0.4% longer than the best number of splits.
 ONE_PASS = 128  # columns
-LATE, ADDED = (0.5, 0.3), (3, 6)
+LATE, ADDED = (0.6, 0.3), (5, 8)
 
 # dQ accumulators: programs of a head that may wait for one another, up to D = 64 and beyond, where
 # an accumulator costs more to add up; and how many accumulators there are at most.

@@ -680,7 +680,7 @@ def test_gqa_splits(heads, kv_heads, seq, head_dim, causal, count):
     ("heads", "seq", "mask", "count"),
     [
         ((32, 8), 8192, {"right": 0}, 2),
-        ((32, 8), 8192, {"right": 0, "left": 1023}, 1),  # all programs have as much to do
+        ((16, 2), 8192, {"right": 0, "left": 1023}, 1),  # all programs have as much to do
         ((8, 1), 4096, {"right": 0, "left": 1023}, 4),  # or else 32 programs
         ((16, 2), 8192, {"right": None, "bounds": 1}, 4),
         ((32, 8), 16384, {"right": None, "bounds": 1}, 1),  # sums take as long as short documents
@@ -710,6 +710,17 @@ def test_programs_of_a_head_do_not_queue(shape, section, deterministic):
     lse = q._replace(shape=q.shape[:3], strides=(seq_q * heads, seq_q, 1), dtype=torch.float32)
     options = Options(None, 0.1, family="hopper", deterministic=deterministic)
     plan = choose_backward((q, k, k, q, q, lse), H200, options)
+    assert plan.scheduler.section == section
+
+
+@pytest.mark.parametrize(
+    ("mask", "section"),
+    [({"right": 0}, 4), ({"right": 0, "left": 1023}, 16), ({"right": None, "bounds": 1}, 16)],
+)
+def test_a_section_has_room_for_what_is_seen(mask, section):
+    """Keys and values of its heads stay in the L2 cache, those that a tile of queries sees."""
+    q = spec(16, 16384, 128).copied()
+    plan = choose_forward((q, q, q), H200, Options(scale=0.1, family="hopper", **mask))
     assert plan.scheduler.section == section
 
 

@@ -237,7 +237,7 @@ class Options(NamedTuple):
         """
         if self.bounds:
             return -(-rows // 3)
-        return int(min(rows, self.window_keys))
+        return int(max(1, min(rows, self.window_keys)))
 
     @property
     def causal(self) -> bool:

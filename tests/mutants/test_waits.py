@@ -31,7 +31,6 @@ ORDERS = 6  # of events; whatever can be seen is seen in the first four
 # What may be left out there, and why nobody sees it.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
-    "backward mainloop_step tma.store_wait(0)": "a tile leaves in less than two steps",
     "backward consumer tma.store_wait(0)": "stores go on where a program has ended",
     "backward_dq dq_store fence_acquire()": "what is written is in its order on one CPU",
     "backward_d256 flashattn_hopper_bwd_d256_dkdv fence_async_shared()": "as in the others",

@@ -1,7 +1,8 @@
-"""Grouped heads and decoding: what do shapes of language models cost?
+"""Grouped heads, cross-attention and decoding: what do shapes of language models cost?
 
-Training has 4 to 8 query heads for each key/value head. Decoding has one query, so the least time
-is that of the keys' and values' bytes at the bandwidth of a copy.
+Training has 4 to 8 query heads for each key/value head. Cross-attention, and parts of a sequence
+that several GPUs share, have more keys than queries and no mask. Decoding has one query, so the
+least time is that of the keys' and values' bytes at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ def training(batch: int, heads: int, kv_heads: int, rows: int, head_dim: int) ->
     )
 
 
+def crossing(heads: int, kv_heads: int, queries: int, keys: int, head_dim: int) -> Problem:
+    """Return a problem of few queries and many keys without a mask."""
+    return replace(training(1, heads, kv_heads, queries, head_dim), seq_kv=keys, causal=False)
+
+
 def decoding(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int) -> Problem:
     """Return a problem of one query."""
-    one = training(batch, heads, kv_heads, 1, head_dim)
-    return replace(one, seq_kv=keys, causal=False)
+    return replace(crossing(heads, kv_heads, 1, keys, head_dim), batch=batch)
 
 
 TRAINING = [
@@ -35,6 +40,7 @@ TRAINING = [
     training(1, 64, 8, 4096, 128),
     training(4, 32, 4, 2048, 64),
 ]
+CROSSING = [crossing(32, 8, 2048, 16384, 128), crossing(16, 16, 1024, 8192, 64)]
 DECODING = [
     decoding(4, 32, 8, 32768, 128),
     decoding(64, 32, 8, 4096, 128),
@@ -43,13 +49,13 @@ DECODING = [
 ]
 MORE = [training(1, 32, 8, n, d) for n in (1024, 4096, 16384) for d in (64, 128)]
 SMALL = [decoding(1, 32, 8, n, 128) for n in (1024, 4096, 16384, 65536)]
-SMOKE = [training(1, 4, 2, 40, 16), decoding(2, 4, 1, 200, 16)]
+SMOKE = [training(1, 4, 2, 40, 16), crossing(2, 2, 20, 50, 16), decoding(2, 4, 1, 200, 16)]
 SWEEPS = {
     name: {"bench_forward": problems, "bench_backward": [x for x in problems if x.seq_q > 1]}
     for name, problems in {
         "smoke": SMOKE,
-        "default": [*TRAINING, *DECODING],
-        "full": [*TRAINING, *MORE, *DECODING, *SMALL],
+        "default": [*TRAINING, *CROSSING, *DECODING],
+        "full": [*TRAINING, *MORE, *CROSSING, *DECODING, *SMALL],
     }.items()
 }
 

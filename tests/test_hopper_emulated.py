@@ -701,7 +701,9 @@ STORED = (
 # As the warp that waits for the semaphore asks for it.
 TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))\n"
 WAITED = "                wait_eq(semaphore.counter("
-CONCERNED = "tests/test_hopper_emulated.py", "flashattn/emulate"  # in each planted bug
+# In each planted bug; plans say which programs run at once, and so which bugs are seen.
+CONCERNED = "tests/test_hopper_emulated.py", "flashattn/emulate"
+CONCERNED += "flashattn/plan/hopper.py", "flashattn/plan/splits.py"
 ASKED = {
     "full": Asked(bf16(seq_q=300, seq_kv=130), WIDE),
     "staged": Asked(bf16(heads=2, seq_q=300, seq_kv=130)),

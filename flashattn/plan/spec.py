@@ -225,11 +225,6 @@ class Options(NamedTuple):
             return math.inf
         return self.left + self.right + 1
 
-    @property
-    def windowed(self) -> bool:
-        """Whether a query sees at most so many keys."""
-        return self.window_keys < math.inf
-
     def reach(self, rows: int) -> int:
         """Return about how many of so many rows one of the other side sees, or is seen by, at most.
 

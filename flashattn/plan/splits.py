@@ -79,13 +79,13 @@ def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, options: 
         k: [B, G, S, D].
         tiles: of keys, of all heads.
         num_sms: of the GPU.
-        options: the mask. Under one, programs have half as much to do in the mean, and the last
-            ones of many are short, but those of documents; under a window all have as much.
+        options: the mask. Under a window all programs have as much to do. Under others the mean is
+            half of the longest, and of many programs the last ones are short, but with documents.
     """
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return 1
-    equal, walk = not options.causal or options.windowed, options.reach(q.shape[2])
+    equal, walk = not options.causal or options.window_keys < math.inf, options.reach(q.shape[2])
     late, added = (x[q.shape[3] > hopper.ONE_PASS] for x in (hopper.LATE, hopper.ADDED))
 
     def time(splits: int) -> float:  # the unit is a walk over the queries of a head that see a key

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from _pytest.pytester import SysModulesSnapshot
+from triton import knobs
 
 import flashattn
 from flashattn.measure import roofline, timing
@@ -29,6 +30,8 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ.setdefault("SYMPY_CACHE_SIZE", "200000")  # else it derives again what it has forgotten
 SEARCHED = [str(Path(flashattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, SEARCHED))
+# Inductor would move Triton's cache in each worker that uses it, which then compiles all again.
+os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_interpreter()
 WITHOUT_ONEDNN = products_mix_rows()

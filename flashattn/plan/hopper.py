@@ -316,7 +316,7 @@ def _backward_half(
     if splits > 1:
         why.append(f"{splits} GQA splits: few programs would have much to do each")
     if accumulators > 1:
-        why.append(f"{accumulators} dQ accumulators: few heads have all programs")
+        why.append(f"{accumulators} dQ accumulators: programs of a head queue for one")
     return BackwardPlan(
         kernel="sm90",
         passes=(Pass("hopper_bwd", tile, (programs,)),),

@@ -103,8 +103,9 @@ def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> 
     """Return how many workspaces hold dq under a mask, so that programs do not queue for one.
 
     All programs begin with the last queries, so each waits for those of its head that started
-    earlier, some 3 us each on an H200. That is nothing where many heads run at once, or where all
-    programs do: the first ones, which never wait, have the most to do.
+    earlier, some 3 us each on an H200. Two workspaces halve the queue, which is worth what they
+    cost to add up where heads are long. More are where few heads have all programs. None is needed
+    where all programs run at once: the first ones, which never wait, have the most to do.
 
     Args:
         heads: that have keys of their own.
@@ -115,7 +116,8 @@ def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> 
     if heads * blocks <= num_sms:
         return 1
     queue = hopper.QUEUE[head_dim > hopper.NARROW]
-    return max(1, min(hopper.MOST_ACCUMULATORS, min(blocks, num_sms // heads) // queue))
+    programs = min(blocks, num_sms // heads)
+    return max(1 + (blocks >= hopper.LONG), min(hopper.MOST_ACCUMULATORS, programs // queue))
 
 
 def cdiv(a: int, b: int) -> int:

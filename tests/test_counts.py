@@ -72,7 +72,7 @@ for sys.argv[1:] in json.loads(sys.argv[1]):
 MASK = "kernels/portable/mask.py"
 NO_LAST_KEY = (MASK, "end = tl.minimum(end, tl.maximum(hi, 0))", "end = seq_kv")
 NO_FIRST_QUERY = (MASK, "first = first // BLOCK_Q * BLOCK_Q", "first = 0")
-FORWARD = "sm_90 hopper_fwd bf16 d128 causal 128x128 s2 dynamic"
+FORWARD = "sm_90 hopper_fwd bf16 d64 full 128x128 s4"
 BARRIERS = "values = new_pipeline(v, t.stages, {}, high=v_high)"
 IDLE = ("kernels/hopper/forward.py", BARRIERS.format(0), BARRIERS.format("t.groups"))
 END_OF_PASS = "    store_state(o, lse, partial, layout"

@@ -14,8 +14,9 @@ from flashattn import registry
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample
 from flashattn.testing.examples import Count
-from flashattn.testing.law import kinds_of, law, share
+from flashattn.testing.law import clause, kinds_of, law, share
 from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
+from flashattn.testing.seed import Seed, chance
 from flashattn.testing.strategies import KINDS
 
 REFERENCE = registry.get("reference")
@@ -71,6 +72,24 @@ def test_a_peer_is_excused():
         breaks(peer, CPU)
     with pytest.raises(RuntimeError, match="no kernel"):
         breaks(REFERENCE, CPU)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_peer_is_asked_the_same_in_each_run(strict, monkeypatch):
+    """What a clause draws depends on the run's seed, but for a peer."""
+    drawn = []
+
+    @clause()
+    def draws(impl, device):
+        """Draw."""
+        del impl, device
+        drawn.append(chance("x").random())
+
+    for seed in (1, 2):
+        monkeypatch.setattr(Seed, "value", seed)
+        draws(replace(REFERENCE, strict=strict), CPU)
+        assert Seed.value == seed
+    assert (drawn[0] == drawn[1]) is not strict
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -328,7 +327,7 @@ def test_an_interrupted_run_leaves_nothing(repository):
     running = subprocess.Popen(
         command, cwd=repository.path, env=environment, stdout=subprocess.DEVNULL
     )
-    started = wait_until(lambda: len(processes(str(scratch))) == len(gate.ARMS))
+    started = wait_until(lambda: len(processes(str(scratch))) == 1 + len(gate.ARMS))
     time.sleep(0.5)
     running.terminate()
     running.wait(30)
@@ -343,11 +342,12 @@ def test_a_worker_runs_its_own_revision(tmp_path, monkeypatch, own):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     if own:
         pair.working_tree(ROOT, tmp_path / "tree")
-    with closing(pair.Worker("ref", tmp_path / "tree", CPU)) as arm:
+    with closing(pair.Arms({"ref": tmp_path / "tree"}, CPU, 0)) as arms:
+        arm = arms.workers["ref"]
         if own:
             arm.greet()
-            arm._process.stdin.close()
-            assert arm._process.wait(20) == 0
+            arm.close()
+            assert arms._process.wait(20) == 0
         else:
             with pytest.raises(WorkerError, match="ref: wanted flashattn of its own revision"):
                 arm.greet()
@@ -360,10 +360,10 @@ def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
     patience = 10 if torch.cuda.is_available() else 2  # for PyTorch's import, beside 16 others
     monkeypatch.setitem(pair.PATIENCE, "hello", patience)
     words = rf"(?s)no answer to 'hello' in {patience} s; .*worker.py"
-    with closing(pair.Worker("ref", tmp_path, CPU)) as arm:
+    with closing(pair.Arms({"ref": tmp_path}, CPU, 0)) as arms:
         with pytest.raises(WorkerError, match=words):
-            arm.greet()
-        assert arm._process.returncode == -signal.SIGABRT
+            arms.workers["ref"].greet()
+        assert arms._process.wait(20) == 0
 
 
 @pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")

@@ -13,16 +13,17 @@ import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
@@ -31,8 +32,7 @@ from flashattn.report.gate import ARMS, ROUNDS, Collection, Outcome, settle
 
 WORKER = Path(__file__).with_name("worker.py")
 START = (  # sys.path[0] would otherwise be the folder of worker.py
-    "import runpy, sys; sys.path[0] = sys.argv.pop(1);"
-    " runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
 PATIENCE = defaultdict(lambda: 120.0, prepare=600.0)  # seconds to wait for a reply, by request
 SAMPLE = 10e-3  # seconds of one arm in one round
@@ -62,23 +62,10 @@ class WorkerError(RuntimeError):
 class Worker:
     """The process of one revision, whose ``flashattn`` is in the folder ``tree``."""
 
-    def __init__(self, name: str, tree: Path, device: torch.device, seed: int = 0) -> None:
-        """Start the process, laid out by ``seed``; ``greet`` waits until it is ready."""
-        self.name, self.tree = name, tree
-        self._errors = tree.with_suffix(".stderr")
-        python, settings = laid_out(device, seed)
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(  # noqa: S603 - ours
-                [*python, "-c", START, str(tree), str(WORKER), str(device)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # Ctrl-C reaches only this process, which ends the worker
-                env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
-            )
-        pipes = self._process.stdin, self._process.stdout
-        self._requests, self._answers = cast("tuple[IO[str], IO[str]]", pipes)
+    def __init__(self, name: str, tree: Path, link: socket.socket, group: int) -> None:
+        """Talk by a socket with a process of a group; ``greet`` waits until it is ready."""
+        self.name, self.tree, self._link, self._group = name, tree, link, group
+        self._stream = link.makefile("rw")
 
     def greet(self) -> None:
         """Wait until the worker has imported ``flashattn``, and check where from."""
@@ -89,8 +76,8 @@ class Worker:
     def tell(self, do: str, **request: Any) -> None:
         """Send a request."""
         with suppress(BrokenPipeError):  # a dead worker is reported by ``answer``
-            self._requests.write(json.dumps({"do": do, **request}) + "\n")
-            self._requests.flush()
+            self._stream.write(json.dumps({"do": do, **request}) + "\n")
+            self._stream.flush()
 
     def answer(self, to: str) -> dict[str, Any]:
         """Wait for the reply to the last request.
@@ -98,16 +85,16 @@ class Worker:
         Raises:
             WorkerError: the worker has died, or does not answer.
         """
-        patience = PATIENCE[to]
-        if not select.select([self._answers], [], [], patience)[0]:
-            self._process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
-            said = f"no answer to {to!r} in {patience:.0f} s; {self._stderr_tail()}"
-            raise WorkerError(self.name, said)
-        line = self._answers.readline()
+        patience, said = PATIENCE[to], f"died at {to!r}; stderr: "
+        if not select.select([self._link], [], [], patience)[0]:
+            os.killpg(self._group, signal.SIGABRT)  # faulthandler prints the stacks
+            select.select([self._link], [], [], 10)
+            said = f"no answer to {to!r} in {patience:.0f} s; "
+        line = ""
+        with suppress(ConnectionError):
+            line = self._stream.readline()
         if not line.endswith("\n"):
-            raise WorkerError(self.name, f"died at {to!r}; stderr: {self._stderr_tail()}")
+            raise WorkerError(self.name, said + self._stderr_tail())
         return json.loads(line)
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
@@ -116,17 +103,45 @@ class Worker:
         return self.answer(do)
 
     def close(self) -> None:
-        """Kill the process and its children."""
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._requests, self._answers):
-            with suppress(BrokenPipeError):
-                pipe.close()
+        """Let nobody ask any more, so that the process ends."""
+        with suppress(ConnectionError):
+            self._stream.close()
+        self._link.close()
 
     def _stderr_tail(self) -> str:
-        return self._errors.read_text(encoding="utf-8", errors="replace")[-STDERR_TAIL:].strip()
+        path = self.tree.with_suffix(".stderr")
+        said = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return said[-STDERR_TAIL:].strip()
+
+
+class Arms:
+    """A process that imports torch and becomes a worker for each tree: they start alike."""
+
+    def __init__(self, trees: Mapping[str, Path], device: torch.device, seed: int) -> None:
+        """Start them, laid out by ``seed``."""
+        python, settings = laid_out(device, seed)
+        ends = {name: socket.socketpair() for name in trees}
+        numbers = {name: theirs.fileno() for name, (_, theirs) in ends.items()}
+        words = [word for name, tree in trees.items() for word in (str(tree), str(numbers[name]))]
+        self._process = subprocess.Popen(  # noqa: S603 - ours
+            [*python, "-c", START, str(WORKER), str(device), *words],
+            stdin=subprocess.DEVNULL,
+            pass_fds=tuple(numbers.values()),
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
+            env=os.environ | settings | {"PYTHONFAULTHANDLER": "1"},
+        )
+        self.workers = {}
+        for name, (ours, theirs) in ends.items():
+            theirs.close()
+            self.workers[name] = Worker(name, trees[name], ours, self._process.pid)
+
+    def close(self) -> None:
+        """Kill the processes and their children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for worker in self.workers.values():
+            worker.close()
 
 
 class Pair:
@@ -139,6 +154,7 @@ class Pair:
             ValueError: there is no such revision, or it has no ``flashattn``.
         """
         self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
+        self._arms: Arms | None = None
         self._workers: dict[str, Worker] = {}
         self._started_once, self._start_error = False, ""  # why the old revision does not start
         self._folder = TemporaryDirectory(prefix="flashattn-gate-")
@@ -164,9 +180,9 @@ class Pair:
 
     def renew(self) -> None:
         """End the processes; the next case gets new ones with another memory layout."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers = {}
+        if self._arms is not None:
+            self._arms.close()
+        self._arms, self._workers = None, {}
 
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
         """Time a case until its verdict is settled, each collection in new processes.
@@ -202,8 +218,8 @@ class Pair:
     def _start(self) -> None:
         """Start the processes with the same memory layout, which differs from start to start."""
         self._started += 1
-        for arm, tree in self.trees.items():
-            self._workers[arm] = Worker(arm, tree, self.device, self._started)
+        self._arms = Arms(self.trees, self.device, self._started)
+        self._workers = self._arms.workers
         for worker in self._workers.values():
             worker.greet()
         self._started_once = True

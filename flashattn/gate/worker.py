@@ -1,9 +1,9 @@
 """The process of one revision: prepares a case and times its calls on request.
 
-The gate runs this file by path, with the revision's tree first on ``sys.path``. This file and its
-clock come from the working tree. ``flashattn`` comes from the revision, which may be older than the
-gate, so it is imported only when needed. Requests and replies are JSON lines on stdin and stdout;
-the process ends at the end of stdin.
+The gate runs this file by path. It imports torch and forks a worker for each revision, whose tree
+is then first on ``sys.path``. This file and its clock come from the working tree. ``flashattn``
+comes from the revision, which may be older than the gate, so it is imported only when needed.
+Requests and replies are JSON lines on a socket; a worker ends when nobody holds its other end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import math
 import os
 import runpy
+import signal
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -200,23 +202,44 @@ class Worker:
         return median(seconds) if self.device.type == "cuda" else min(seconds)
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output goes to stderr
+def serve(tree: str, link: socket.socket, device: torch.device) -> None:
+    """Answer what is asked of a revision, until nobody can ask any more."""
+    errors = os.open(f"{tree}.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(errors, 2)
+    os.dup2(2, 1)
+    sys.path[0] = tree  # was the current folder
+    timing = SimpleNamespace(**runpy.run_path(str(TIMING)))
+    worker = Worker(device, timing)
+    stream = link.makefile("rw")  # open to the end, which follows a dying worker's last words
 
     def answer(facts: Facts) -> None:
-        answers.write(json.dumps(facts) + "\n")
-        answers.flush()
+        stream.write(json.dumps(facts) + "\n")
+        stream.flush()
 
-    timing = SimpleNamespace(**runpy.run_path(str(TIMING)))
-    worker = Worker(torch.device(sys.argv[1]), timing)
     import flashattn  # noqa: PLC0415 - the revision's
 
     answer({"flashattn": flashattn.__file__})
-    for line in sys.stdin:
+    for line in stream:
         request = json.loads(line)
         answer(getattr(worker, request.pop("do"))(**request))
+
+
+def main() -> None:
+    """Become a worker for each tree; trees and descriptors of sockets are on the command line."""
+    device, *words = sys.argv[1:]
+    links = [socket.socket(fileno=int(word)) for word in words[1::2]]
+    gc.freeze()
+    for tree in words[::2]:
+        link = links.pop(0)
+        if not os.fork():
+            for other in links:
+                other.close()
+            return serve(tree, link, torch.device(device))
+        link.close()  # or the end of a worker would not show
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)  # which is for those that hang
+    for _ in words[::2]:
+        os.wait()
+    return None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -16,6 +18,16 @@ class Seed:
 def chance(*names: object) -> random.Random:
     """Return a source of chance that the run's seed and the names decide."""
     return random.Random(f"{Seed.value} {names}")  # noqa: S311 - no secret
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Draw the same in every run, as peers do: or one would fail in one run and not in the next."""
+    before, Seed.value = Seed.value, 0
+    try:
+        yield
+    finally:
+        Seed.value = before
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""``python -m flashattn.report``: the page; ``compare A B``; ``show RUN``; one study; ``docs``."""
+"""``python -m flashattn.report``: the page; ``compare A B``; ``show RUN``; ``keep``; ``docs``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flashattn.report.answer import cards
 from flashattn.report.compare import report
 from flashattn.report.docs import update
 from flashattn.report.html import write
+from flashattn.report.keep import keep
 from flashattn.report.plot import save
 from flashattn.report.runs import Run, kept, load, merge
 from flashattn.report.studies import STUDIES
@@ -40,6 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     pair.add_argument("before", type=Path, metavar="A", help=RUN)
     pair.add_argument("after", type=Path, metavar="B", help=RUN)
     pair.set_defaults(run=lambda options: report(load(options.before), load(options.after)))
+    kept_ = commands.add_parser("keep", help="write runs without samples, to be committed")
+    kept_.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"{RUN}, of one commit")
+    kept_.set_defaults(run=_keep)
     docs = commands.add_parser("docs", help="fill the tables of README and docs from kept runs")
     docs.add_argument("--check", action="store_true", help="change nothing; fail if one is stale")
     docs.add_argument("--root", type=Path, default=".", help="the checkout (%(default)s)")
@@ -66,6 +70,13 @@ def _write(options: argparse.Namespace) -> str:
     said = [f"{card.title}: {card.value}, {card.text} ({card.origin})" for card in cards(run)]
     said += [f"{study.TITLE}: {s}" for study in STUDIES for s in study.findings(run)]
     return "\n".join([f"Written: {page}, of {len(runs)} run{'s' * (len(runs) != 1)}", *said])
+
+
+def _keep(options: argparse.Namespace) -> str:
+    """Keep runs; return what was written and what it replaces."""
+    written, gone = keep(options.runs)
+    told = {"Kept": written, "Removed, of another commit": gone}
+    return "\n".join(f"{said}: {path}" for said, paths in told.items() for path in paths)
 
 
 def _docs(options: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ timed row adds ``seconds`` (the median), ``mean``, ``std``, ``rounds``, the quar
 
 A saved run is the JSON of pytest-benchmark: measured rows are ``stats`` and ``extra_info`` of its
 benchmarks, the others are in ``unmeasured``. An unfinished run is JSON lines: a header, then rows
-with their samples. To keep an unfinished run, rename its file to begin with a number.
+with their samples. ``keep`` writes either as lines without samples, which begin with a number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 CASE = ("study", "name", "status")  # facts of every row
-# Files of saved runs: those of pytest-benchmark, and unfinished ones renamed by hand.
+# Files of saved runs: those of pytest-benchmark, and what ``keep`` writes.
 KEPT = ("*/[0-9]*_*.json", "*/[0-9]*_*.jsonl")
 # Facts of a row, by the names of pytest-benchmark's statistics.
 STATS = {"seconds": "median", "mean": "mean", "std": "stddev", "rounds": "rounds"}

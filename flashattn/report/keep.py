@@ -1,0 +1,56 @@
+"""Keep runs: as lines without samples, of one clean commit, in place of those of other commits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from flashattn.report.runs import ENTRIES, KEPT, Run, load
+
+NAME = re.compile(r"\d+_\w+-(.+)|unfinished-(.+)-\d{8}T\d{6}-\d+")  # what a run is of
+SAMPLES = ("stats", "samples")  # of a row: all that was timed
+
+
+def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Write runs of one machine anew, and remove what they replace.
+
+    Args:
+        paths: saved runs (.json), or unfinished ones (.jsonl).
+
+    Returns:
+        The kept files, and those of other commits, which are removed.
+
+    Raises:
+        ValueError: the runs are not of one clean commit, or not in one folder.
+    """
+    runs = {path: load(path) for path in paths}
+    commits = {run.commit.get("id", "unknown") for run in runs.values()}
+    folders = {path.parent for path in paths}
+    changed = [run.name for run in runs.values() if run.commit.get("dirty")]
+    if len(commits) != 1 or commits == {"unknown"} or changed:
+        said = f"{', '.join(sorted(commits))}{' with changes' * bool(changed)}"
+        raise ValueError(f"runs: wanted those of one clean commit, got {said}")
+    if len(folders) != 1:
+        raise ValueError(f"runs: wanted one folder, got {', '.join(sorted(map(str, folders)))}")
+    (folder,), (commit,) = folders, commits
+    before = {path for name in KEPT for path in folder.parent.glob(name) if path.parent == folder}
+    gone = sorted(path for path in before if load(path).commit.get("id") != commit)
+    last = max((int(path.name.partition("_")[0]) for path in before - {*gone, *paths}), default=0)
+    kept = {}
+    for number, (path, run) in enumerate(runs.items(), last + 1):
+        found = NAME.fullmatch(path.stem)
+        words = [f"{number:04}_{commit[:7]}", *filter(None, found.groups() if found else ())]
+        kept[folder / f"{'-'.join(words)}.jsonl"] = _lines(run)
+    for path, text in kept.items():
+        path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+    for path in (*paths, *gone):
+        path.unlink()
+    return [path.with_suffix(".tmp").rename(path) for path in kept], gone
+
+
+def _lines(run: Run) -> str:
+    """Return a header, and a line for each row."""
+    header = {name: getattr(run, fact) for fact, name in ENTRIES.items()}
+    rows = [{x: row[x] for x in row if x not in SAMPLES} for row in run.rows]
+    return "".join(f"{json.dumps(line)}\n" for line in (header, *rows))

@@ -3,8 +3,8 @@
     python benchmarks/tune_hopper.py --head-dim 64 128 --passes forward backward --save search.json
 
 Tiles whose results differ from the portable kernels by more than rounding are not timed. The
-others and cuDNN are timed alternately, because a warm card is slower. FLOPs are 4 T S D forward
-and 10 T S D backward, half of that under a mask.
+others and cuDNN are timed alternately, because a warm card is slower, in an order that each round
+draws anew. FLOPs are 4 T S D forward and 10 T S D backward, half of that under a mask.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -174,8 +175,8 @@ def compare(
         times = max(3, int(SHARE * 5e14 / work))
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
-            for name, call in calls.items():
-                taken[name].append(elapsed(call, times))
+            for name in random.sample(list(calls), len(calls)):
+                taken[name].append(elapsed(calls[name], times))
     rates = {
         name: round(work / sorted(each)[ROUNDS // 2] * 1e-12, 1) for name, each in taken.items()
     }

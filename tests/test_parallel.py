@@ -107,9 +107,12 @@ def pytest_runtest_logreport(report):
 """
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu):
-    """There neighbours do not follow one another; properties are first, what is alone is last."""
+@pytest.mark.parametrize(("on_gpu", "worker"), [(False, False), (False, True), (True, True)])
+def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu, worker):
+    """There neighbours do not follow one another; properties are first, what is alone is last.
+
+    On a CPU the last are the first, without workers all is as it was collected.
+    """
     monkeypatch.setattr(parallel, "ON_GPU", on_gpu)
 
     def item(name, *, drawn=False, alone=False):
@@ -120,11 +123,13 @@ def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu):
 
     plain = [f"test_a[{i}]" for i in range(9)]
     items = [item("alone", alone=True), *map(item, plain), item("drawn", drawn=True)]
-    parallel.pytest_collection_modifyitems(SimpleNamespace(workerinput={}), items)
+    config = SimpleNamespace(**{"workerinput": {}} if worker else {})
+    parallel.pytest_collection_modifyitems(config, items)
     names = [x.nodeid for x in items]
     assert (names[0], names[-1]) == ("drawn", "alone")
     assert sorted(names[1:-1]) == plain
-    assert (names[1:-1] == plain) == (not on_gpu)
+    assert (names[1:-1] == plain) == (not worker)
+    assert (names[1:-1] == plain[::-1]) == (worker and not on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -106,16 +106,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Neighbours want the same kernels: on a GPU workers would wait for one another, so tests are
     mixed. Elsewhere implementations of one problem are neighbours, as they share what is exact.
+    Workers begin with the last file: what runs alone waits for short tests of the first.
     """
-    mixed, places = ON_GPU and hasattr(config, "workerinput"), dict[str, int]()
+    worker, places = hasattr(config, "workerinput"), dict[str, int]()
 
     def place(item: pytest.Item) -> int:
-        if mixed:
+        if worker and ON_GPU:
             return crc32(item.nodeid.encode())
         test, _, asked = item.nodeid.partition("[")
         called = getattr(item, "callspec", None)
         impl = str(called.params.get("impl", "")) if called else ""
-        return places.setdefault(test + asked.replace(impl, "", 1), len(places))
+        found = places.setdefault(test + asked.replace(impl, "", 1), len(places))
+        return -found if worker else found
 
     items.sort(key=lambda x: (_alone(x), not _drawn(x), place(x)))
 

@@ -410,6 +410,15 @@ def test_short_calls_are_timed_many_at_once(monkeypatch):
     assert max(timed.sample(5, None)["seconds"]) < worker.SHORTEST / 4
 
 
+@pytest.mark.parametrize(("seq_kv", "keys"), [(None, 8), (20, 20)])
+def test_keys_may_be_more_than_queries(seq_kv, keys):
+    """A case has as many keys as queries unless it says how many."""
+    case = cases.AttentionCase("x", "tiled", "backward", (1, 4, 2, 8, 16), seq_kv=seq_kv)
+    dq, dk, dv = worker.attend(case.message(), CPU)()
+    assert dq.shape == (1, 4, 8, 16)
+    assert dk.shape == dv.shape == (1, 2, keys, 16)
+
+
 def test_arms_take_turns_by_lot():
     """Every round has every arm once, on one core; orders and cores change from round to round.
 

@@ -26,11 +26,12 @@ class Case:
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
-    """One attention pass on random normal inputs, of T = S."""
+    """One attention pass on random normal inputs."""
 
     shape: tuple[int, int, int, int, int]  # (B, H, G, T, D) with G key/value heads
     causal: bool = False  # top-left
     dtype: str = "float32"
+    seq_kv: int | None = None  # S, where it is not T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,8 @@ CUDA: tuple[Case, ...] = (
     # The default of users: on Hopper, the Hopper kernels, with the one-pass backward.
     half("forward-auto-causal", "auto", "forward", (4, 16, 16, 4096, 128), causal=True),
     half("backward-auto-causal", "auto", "backward", (4, 16, 16, 2048, 128), causal=True),
+    # Eight times as many keys as queries: programs of a head queue for dq, if they are planned so.
+    half("backward-auto-cross", "auto", "backward", (1, 32, 8, 2048, 128), seq_kv=16384),
     # One head of one long sequence: few CTAs, long loops.
     half("forward-long-row", "triton", "forward", (1, 1, 1, 32768, 64), causal=True),
     # Many short sequences: prologue and epilogue dominate.

@@ -43,7 +43,8 @@ def attend(case: Facts, device: torch.device) -> Call:
 
     batch, heads, kv_heads, seq, dim = case["shape"]
     backward, dtype = case["step"] == "backward", getattr(torch, case["dtype"])
-    shapes = ((batch, h, seq, dim) for h in (heads, kv_heads, kv_heads))
+    rows = (heads, seq), *[(kv_heads, case["seq_kv"] or seq)] * 2
+    shapes = ((batch, *of, dim) for of in rows)
     inputs = [
         torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for shape in shapes
     ]

@@ -32,6 +32,7 @@ _call = GridExecutor.__call__
 # Of each module, and of the tensors that both have, something that is not replaced yet.
 _PLAIN = {tl: tl.range, tl.core: tl.core.range}
 _PLAIN_T = tl.tensor.__dict__["T"]
+INTERNS = hasattr(TritonSemantic, "to_tensor_type")  # Triton 3.7 or newer
 _called = set[Any]()  # functions that the kernel that runs has called
 # Of two numbers, and of blocks: numpy takes ten times as long as Python to compute one number.
 _EXACT: dict[str, tuple[Any, Any]] = {
@@ -57,7 +58,7 @@ def patch_interpreter() -> None:
     The builtins of the language are looked for once. Triton replaces them for as long as a kernel
     runs, and looks through every module for them whenever a jitted function calls another.
     """
-    if hasattr(TritonSemantic, "to_tensor_type"):  # triton 3.7 or newer
+    if INTERNS:
         intern_types()
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins(owner)  # now: a kernel that runs has replaced some

@@ -262,8 +262,9 @@ def test_biases(device, head_dim, mask):
     bias = alternately(("bhts", "1hr"), WIDTHS.index(head_dim), mask == "full")
     problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, bias=bias)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-    dtype = 2 * (WIDTHS.index(head_dim) // 2 + (mask == "full"))  # each kind of bias meets both
-    for seed in (dtype, dtype + 1):  # contiguous, transposed
+    # Two seeds have one dtype of the bias, contiguous and transposed; each kind meets both dtypes.
+    first = 2 * (WIDTHS.index(head_dim) // 2 + (mask == "full"))
+    for seed in (first, first + 1):
         verify(attend, Sample(problem=problem, device=device, grad=head_dim <= 128, seed=seed))
 
 

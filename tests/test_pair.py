@@ -433,9 +433,8 @@ def test_arms_take_turns_by_lot():
 
     both = Pair(ROOT, None, CPU)
     both._cores = [0, 1]
-    both._workers = {
-        arm: SimpleNamespace(ask=partial(ask, arm), close=lambda: None) for arm in gate.ARMS
-    }
+    workers = {arm: SimpleNamespace(ask=partial(ask, arm)) for arm in gate.ARMS}
+    both._arms = SimpleNamespace(workers=workers, close=lambda: None)
     collected = both._collect(40)
     both.close()
     assert collected.new == collected.ref == collected.again == [1.0] * 40

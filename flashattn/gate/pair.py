@@ -31,9 +31,8 @@ from flashattn.gate.cases import Case
 from flashattn.report.gate import ARMS, ROUNDS, Collection, Outcome, settle
 
 WORKER = Path(__file__).with_name("worker.py")
-START = (  # sys.path[0] would otherwise be the folder of worker.py
-    "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-)
+# So that sys.path[0] is not the folder of worker.py.
+START = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 PATIENCE = defaultdict(lambda: 120.0, prepare=600.0)  # seconds to wait for a reply, by request
 SAMPLE = 10e-3  # seconds of one arm in one round
 MOST_CALLS = 500
@@ -155,7 +154,6 @@ class Pair:
         """
         self.device, self._random, self._started = device, random.Random(0), 0  # noqa: S311
         self._arms: Arms | None = None
-        self._workers: dict[str, Worker] = {}
         self._started_once, self._start_error = False, ""  # why the old revision does not start
         self._folder = TemporaryDirectory(prefix="flashattn-gate-")
         # Paths of equal length: the length of a string shifts everything behind it in memory.
@@ -173,6 +171,10 @@ class Pair:
         # Other programs share the CPU and only ever slow a call down; the GPU is exclusive.
         self._reduce = min if device.type == "cpu" else median
 
+    @property
+    def _workers(self) -> dict[str, Worker]:
+        return self._arms.workers if self._arms else {}
+
     def close(self) -> None:
         """End the processes and remove the trees."""
         self.renew()
@@ -182,7 +184,7 @@ class Pair:
         """End the processes; the next case gets new ones with another memory layout."""
         if self._arms is not None:
             self._arms.close()
-        self._arms, self._workers = None, {}
+        self._arms = None
 
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
         """Time a case until its verdict is settled, each collection in new processes.
@@ -219,7 +221,6 @@ class Pair:
         """Start the processes with the same memory layout, which differs from start to start."""
         self._started += 1
         self._arms = Arms(self.trees, self.device, self._started)
-        self._workers = self._arms.workers
         for worker in self._workers.values():
             worker.greet()
         self._started_once = True

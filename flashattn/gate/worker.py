@@ -235,12 +235,12 @@ def main() -> None:
         if not os.fork():
             for other in links:
                 other.close()
-            return serve(tree, link, torch.device(device))
+            serve(tree, link, torch.device(device))
+            return
         link.close()  # or the end of a worker would not show
     signal.signal(signal.SIGABRT, signal.SIG_IGN)  # which is for those that hang
     for _ in words[::2]:
         os.wait()
-    return None
 
 
 if __name__ == "__main__":

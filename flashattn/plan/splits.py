@@ -116,8 +116,8 @@ def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> 
     if heads * blocks <= num_sms:
         return 1
     queue = hopper.QUEUE[head_dim > hopper.NARROW]
-    programs = min(blocks, num_sms // heads)
-    return max(1 + (blocks >= hopper.LONG), min(hopper.MOST_ACCUMULATORS, programs // queue))
+    least = 2 if blocks >= hopper.TWO_ACCUMULATORS_FROM else 1
+    return max(least, min(hopper.MOST_ACCUMULATORS, min(blocks, num_sms // heads) // queue))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -6,14 +6,14 @@ import json
 import re
 from pathlib import Path
 
-from flashattn.report.runs import ENTRIES, KEPT, Run, load
+from flashattn.report.runs import ENTRIES, Run, load
 
 NAME = re.compile(r"\d+_\w+-(.+)|unfinished-(.+)-\d{8}T\d{6}-\d+")  # what a run is of
 SAMPLES = ("stats", "samples")  # of a row: all that was timed
 
 
 def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Write runs of one machine anew, and remove what they replace.
+    """Write runs of one machine anew, and remove the kept runs (.jsonl) that they replace.
 
     Args:
         paths: saved runs (.json), or unfinished ones (.jsonl).
@@ -34,9 +34,10 @@ def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     if len(folders) != 1:
         raise ValueError(f"runs: wanted one folder, got {', '.join(sorted(map(str, folders)))}")
     (folder,), (commit,) = folders, commits
-    before = {path for name in KEPT for path in folder.parent.glob(name) if path.parent == folder}
-    gone = sorted(path for path in before if load(path).commit.get("id") != commit)
-    last = max((int(path.name.partition("_")[0]) for path in before - {*gone, *paths}), default=0)
+    kept_before = set(folder.glob("[0-9]*_*.jsonl"))
+    gone = sorted(path for path in kept_before if load(path).commit.get("id") != commit)
+    numbered = set(folder.glob("[0-9]*_*.json*")) - {*gone, *paths}
+    last = max((int(path.name.partition("_")[0]) for path in numbered), default=0)
     kept = {}
     for number, (path, run) in enumerate(runs.items(), last + 1):
         found = NAME.fullmatch(path.stem)

@@ -40,6 +40,8 @@ def test_what_was_timed_is_kept_without_samples(tmp_path, keep, unfinished, caps
     paths = [saved, unfinished("unfinished-part2of2-20260102T030405-67"), unfinished("loose")]
     unfinished("0002_c0ffeec-old", case="old")
     gone = unfinished("0001_5eed5ee", commit=OTHER)
+    # With all that was measured, and perhaps committed nowhere.
+    other = keep(folder / "0001_5eed5eed5e.json", **commit | {"commit_info": {"id": OTHER}})
     before = {path: load(path) for path in paths}
     main(["keep", *map(str, paths)])
     names = ["0003_c0ffeec-part1of2", "0004_c0ffeec-part2of2", "0005_c0ffeec"]
@@ -48,7 +50,7 @@ def test_what_was_timed_is_kept_without_samples(tmp_path, keep, unfinished, caps
         *(f"Kept: {path}" for path in kept),
         f"Removed, of another commit: {gone}",
     ]
-    assert sorted(folder.iterdir()) == [folder / "0002_c0ffeec-old.jsonl", *kept]
+    assert sorted(folder.iterdir()) == [other, folder / "0002_c0ffeec-old.jsonl", *kept]
     for path, run in zip(kept, before.values(), strict=True):
         again = load(path)
         assert (again.machine, again.commit, again.roofs) == (run.machine, run.commit, run.roofs)

@@ -118,6 +118,6 @@ LATE, ADDED = (0.6, 0.3), (5, 8)
 # wait for one another, up to D = 64 and beyond, where an accumulator costs more to add up; and how
 # many accumulators there are at most. Measured: H200s, bf16, 1024 to 32 768 keys
 # (docs/tuning-log.md).
-LONG = 32
+TWO_ACCUMULATORS_FROM = 32
 NARROW = 64  # columns
 QUEUE, MOST_ACCUMULATORS = (16, 33), 8

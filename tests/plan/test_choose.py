@@ -65,7 +65,7 @@ backward
   workspaces      minus_lse [32, 2048, 8] bfloat16; minus_delta [32, 2048, 8] bfloat16; \
 dk_partial [4, 8, 2048, 128] float32; dv_partial [4, 8, 2048, 128] float32; \
 dq_accum [1, 32, 4096, 64] float32; dq_semaphore [1024] int32
-  - Hopper's kernels: 1365 tiles for 132 SMs, Hopper's need 1 each
+  - Hopper's kernels: 1365 tiles for 132 SMs, Hopper's need 0.95 each
   - one pass: programs own keys, and add to dq
   - 4 GQA splits: few programs would have much to do each"""
     )

@@ -643,6 +643,7 @@ def test_where_its_forward_is_the_fastest_in_fp32(shape, own):
         ((200, 256), 64, 2),  # many heads run at once
         ((200, 32), 128, 2),
         ((200, 31), 128, 1),  # too short for a second workspace to pay
+        ((200, 257), 128, 1),  # longer than was measured
     ],
 )
 def test_dq_accumulators(sizes, head_dim, slabs):

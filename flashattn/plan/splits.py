@@ -104,8 +104,9 @@ def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> 
 
     All programs begin with the last queries, so each waits for those of its head that started
     earlier, some 3 us each on an H200. Two workspaces halve the queue, which is worth what they
-    cost to add up where heads are long. More are where few heads have all programs. None is needed
-    where all programs run at once: the first ones, which never wait, have the most to do.
+    cost to add up where heads are long, but not the longest ones. More are where few heads have all
+    programs. None is needed where all programs run at once: the first ones, which never wait, have
+    the most to do.
 
     Args:
         heads: that have keys of their own.
@@ -116,7 +117,7 @@ def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> 
     if heads * blocks <= num_sms:
         return 1
     queue = hopper.QUEUE[head_dim > hopper.NARROW]
-    least = 2 if blocks >= hopper.TWO_ACCUMULATORS_FROM else 1
+    least = 2 if blocks in hopper.TWO_ACCUMULATORS else 1
     return max(least, min(hopper.MOST_ACCUMULATORS, min(blocks, num_sms // heads) // queue))
 
 

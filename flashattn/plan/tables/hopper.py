@@ -114,10 +114,9 @@ GROUP_CUBE = 24
 ONE_PASS = 128  # columns
 LATE, ADDED = (0.6, 0.3), (5, 8)
 
-# dQ accumulators: tiles of keys of a head from which on there are two; programs of a head that may
-# wait for one another, up to D = 64 and beyond, where an accumulator costs more to add up; and how
-# many accumulators there are at most. Measured: H200s, bf16, 1024 to 32 768 keys
-# (docs/tuning-log.md).
-TWO_ACCUMULATORS_FROM = 32
+# dQ accumulators: tiles of keys of a head for which there are two; programs of a head that may wait
+# for one another, up to D = 64 and beyond, where an accumulator costs more to add up; and how many
+# accumulators there are at most. Measured: H200s, bf16, 1024 to 32 768 keys (docs/tuning-log.md).
+TWO_ACCUMULATORS = range(32, 257)
 NARROW = 64  # columns
 QUEUE, MOST_ACCUMULATORS = (16, 33), 8

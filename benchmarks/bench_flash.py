@@ -88,7 +88,7 @@ SCORE_MATRICES = 4  # score matrices that these hold at once, at least
 
 
 @pytest.fixture
-def reason(impl, problem, device, facts):
+def reason(problem, device, facts):
     """Return what tells why passes are not timed, or None; note the protocol."""
     one = problem.heads == 1
     facts["protocol"] = "tokens" if not one else "one_head" if problem.batch == 1 else "batch"
@@ -96,7 +96,7 @@ def reason(impl, problem, device, facts):
     scores = DTYPES[problem.dtype] * rows * problem.seq_kv
     shape = (problem.seq_q, problem.head_dim, problem.dtype)
 
-    def tell(passes):
+    def tell(impl, passes):
         reasons = {
             f"is for study: timed up to {MOST_TILED} queries": impl.name == "tiled"
             and problem.seq_q > MOST_TILED,

@@ -23,11 +23,11 @@ from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import Run
 from flashattn.report.table import tables
 from flashattn.testing import comparison, kept, law, sweep
-from flashattn.testing.graph import Graph
-from flashattn.testing.inputs import make_inputs, make_scored
+from flashattn.testing.graph import Call, prepared
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE, rounded
 from flashattn.testing.sweep import DEVICE, study_and_name, sweep_name
 from flashattn.testing.train_case import Trained, costs, problem_of
+from flashattn.testing.turns import turn_of
 from flashattn.testing.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 MONITOR = pytest.StashKey[Monitor]()
 STARTED = pytest.StashKey[float]()
-# These loop in Python, hold all scores or compile every shape: bench_flash tells how fast they are.
-LEFT_OUT = ("reference", "tiled", "naive", "compiled", "sdpa_math")
+# These loop in Python, hold all scores or compile every shape: bench_flash alone times them, one by
+# one; the others take turns.
+SLOW = ("reference", "tiled", "naive", "compiled", "sdpa_math")
 MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 
 
@@ -166,13 +167,13 @@ def facts(device_benchmark: DeviceBenchmark) -> dict[str, Any]:
 @pytest.fixture
 def left_out(facts: dict[str, Any]) -> Callable[[str | None], None]:
     """Return what ends a case that cannot or shall not be timed: a row with a reason."""
+    return partial(_leave_out, facts)
 
-    def skip(reason: str | None) -> None:
-        if reason is not None:
-            facts.update(status="unsupported", reason=reason)
-            pytest.skip(reason)
 
-    return skip
+def _leave_out(facts: dict[str, Any], reason: str | None) -> None:
+    if reason is not None:
+        facts.update(status="unsupported", reason=reason)
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -233,65 +234,72 @@ def snapshots(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture
 def time_pass(
+    request: pytest.FixtureRequest,
     device_benchmark: DeviceBenchmark,
+    clock: Clock,
     impl: Impl,
     problem: Problem,
     device: torch.device,
-    reason: Callable[[str], str | None],
-    left_out: Callable[[str | None], None],
+    reason: Callable[[Impl, str], str | None],
     interpreted: Callable[[Impl], str | None],
 ) -> Iterator[Callable[..., None]]:
     """Return what checks a pass of an implementation and times it, or leaves it out with a reason.
 
     The backward pass is timed alone, not as a difference of two times; both passes together get a
-    new graph for each call. Errors of peers are expected failures.
+    new graph for each call. On a GPU the fast implementations of a problem are timed in turns.
+    Errors of peers are expected failures.
     """
     facts = device_benchmark.extra_info
-    verifier = Verifier(impl, problem, device, facts)
-
-    def check(**outputs: torch.Tensor | None) -> None:
-        try:
-            verifier.check(**outputs)
-        except AssertionError as error:
-            if impl.strict:
-                raise
-            pytest.xfail(str(error))
 
     def time(passes: str, *, learned: bool = False, any_order: bool = False) -> None:
-        facts["learned"] = learned
-        left_out(verifier.admit(passes))
-        if any_order and impl.name != "hopper":
-            left_out(f"{impl.name} has one order")
-        left_out(reason(passes) or interpreted(impl))
-        facts["impl"] = ANY_ORDER if any_order else impl.name
-        if passes == "forward":
-            inputs = make_inputs(problem, device=device)
-            how = problem.keywords | make_scored(problem, device=device)
-            forward = partial(impl, *inputs, **how, scale=problem.head_dim**-0.5)
-            check(**dict(zip(("o", "lse"), forward(), strict=True)))
-            device_benchmark.time(forward)
+        def prepare(item: pytest.Item, facts: dict[str, Any]) -> Call:
+            impl = get(item.callspec.params["impl"])  # type: ignore[attr-defined]
+            verifier = Verifier(impl, problem, device, facts)
+            facts["learned"] = learned
+            _leave_out(facts, verifier.admit(passes))
+            if any_order and impl.name != "hopper":
+                _leave_out(facts, f"{impl.name} has one order")
+            _leave_out(facts, reason(impl, passes) or interpreted(impl))
+            facts["impl"] = ANY_ORDER if any_order else impl.name
+            options = {"deterministic": False} if any_order else {}
+            call, results = prepared(passes, impl, problem, device, learned=learned, **options)
+            try:
+                verifier.check(**results)
+            except AssertionError as error:
+                if impl.strict:
+                    raise
+                pytest.xfail(str(error))
+            return call
+
+        item, turn = request.node, None
+        if device_benchmark.enabled and clock.takes_turns and _takes_turns(item):
+            turn = turn_of(item, prepare, clock, takes=_takes_turns)
+        if turn is None:
+            call, setup = prepare(item, facts)
+            device_benchmark.time(call, setup=setup)
             return
-        options = {"deterministic": False} if any_order else {}
-        graph = Graph(impl, problem, device, learned=learned, **options)
-        o = graph.forward() if passes == "backward" else ()
-        call: Callable[..., tuple[torch.Tensor, ...]]
-        call = graph.backward if passes == "backward" else graph.both
-        check(**dict(zip(graph.grads, call(*o), strict=True)))
-        if o and not graph.keep:
-            device_benchmark.time(call, setup=graph.forward)
-        else:
-            device_benchmark.time(partial(call, *o))
+        facts.update(turn.facts)
+        item.stash[STARTED] = turn.began
+        if turn.raised is not None:
+            raise turn.raised
+        device_benchmark.replay(turn.samples, tells=f"{clock.tells}, in turns")
 
     yield time
     if impl.compiles:
         torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
 
 
+def _takes_turns(item: pytest.Item) -> bool:
+    """Return whether a case is timed in turns with those beside it, and not before a stop."""
+    impl = item.callspec.params["impl"]  # type: ignore[attr-defined]
+    return impl not in SLOW and item.nodeid not in item.config.stash[MADE_BEFORE]
+
+
 @pytest.fixture
-def reason(impl: Impl, facts: dict[str, Any]) -> Callable[[str], str | None]:
+def reason(facts: dict[str, Any]) -> Callable[[Impl, str], str | None]:
     """Return what tells why a study does not time passes of an implementation, or None."""
-    said = f"{impl.name} is timed without such {facts['study']}"
-    return lambda _: said if impl.name in LEFT_OUT else None
+    said = f"{{}} is timed without such {facts['study']}"
+    return lambda impl, _: said.format(impl.name) if impl.name in SLOW else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -155,6 +155,61 @@ def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
     assert load(journal(pytester)).rows == rows  # the only one: what is not timed is no row
 
 
+def angry(q, k, v, **options):
+    """Raise with an intermediate in hand, which must not outlive the case."""
+    intermediate = good(q, k, v, **options)
+    held.append(ref(intermediate))
+    raise ValueError("no such luck")
+
+
+def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
+    """Where a clock allows it: as many samples each, in drawn orders; what one raises is its own.
+
+    Slow ones are timed alone, and so is what has no memory beside others. A run that is stopped
+    goes on with those that are left.
+    """
+    monkeypatch.setattr(timing.HostClock, "takes_turns", True)
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 12)
+    called = []
+
+    def named(name):
+        def call(q, k, v, **options):
+            called.append(name)
+            return good(q, k, v, **options)
+
+        return made_impl(name, call)
+
+    impls = {"one": named("one"), "wrong": wrong, "two": named("two"), "naive": named("naive")}
+    impls |= {"hungry": hungry, "angry": angry, "limited": made_impl("limited", reason="not here")}
+    forward = ("-k", "q64 and full and bench_forward and not bench_forward_backward")
+    bench(impls, *forward).assert_outcomes(passed=3, failed=2, skipped=2)
+    rows = {row["impl"]: row for row in load(journal(pytester)).rows}
+    in_turns = ("ok", "host time, warm cache, in turns")
+    assert {name: (row["status"], row.get("clock")) for name, row in rows.items()} == {
+        "one": in_turns,
+        "two": in_turns,
+        "naive": ("ok", "host time, warm cache"),
+        "wrong": ("failed", None),
+        "angry": ("failed", None),
+        "hungry": ("oom", None),
+        "limited": ("unsupported", None),
+    }
+    assert len(rows["one"]["samples"]) == len(rows["two"]["samples"]) == 12
+    assert rows["one"]["samples"] != rows["two"]["samples"]
+    turns = [name for name in called if name != "naive"][-24:]
+    pairs = list(zip(turns[::2], turns[1::2], strict=True))
+    assert set(pairs) == {("one", "two"), ("two", "one")}  # a round has each, in either order
+    assert all(x() is None for x in held), "what one raised holds its tensors"
+
+    called.clear()
+    left = {"one": named("one"), "wrong": good, "two": named("two"), "three": named("three")}
+    bench(left, *forward, "--resume").assert_outcomes(passed=4)
+    assert set(called) == {"three"}  # beside the one that had failed
+    (path,) = kept(pytester)
+    again = {row["impl"]: (row["status"], row.get("clock")) for row in load(path).rows}
+    assert {name: again[name] for name in left} == dict.fromkeys(left, in_turns)
+
+
 def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
     """Keep a run without cases."""
     folder = pytester.path / ".benchmarks" / FOLDER

@@ -35,6 +35,7 @@ class Clock:
     """Times calls, on a device where nothing is queued."""
 
     tells: ClassVar[str]  # the kind of time, in words
+    takes_turns: ClassVar[bool] = False  # whether a call may be timed behind those of others
     # Calls in the last ``samples`` that started before the host had queued them, so their times may
     # include host delays.
     late = 0
@@ -98,6 +99,7 @@ class DeviceClock(Clock):
     """
 
     tells: ClassVar[str] = "device time, cold L2"
+    takes_turns: ClassVar[bool] = True
 
     def __init__(
         self, event: Callable[[], Any], flush: Callable[[], Any], synchronize: Callable[[], Any]
@@ -192,6 +194,31 @@ def warm_up(
     return Pace(min(walls), min(launches))
 
 
+def rounds_of(seconds: float) -> int:
+    """Return how many calls of so many seconds are timed within ``BUDGET``."""
+    return min(max(int(BUDGET / seconds), FEWEST_ROUNDS), MOST_ROUNDS)
+
+
+def retaken(
+    clock: Clock,
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    again: Callable[[], tuple[Any, ...]] | None,
+    calls: int = 1,
+) -> tuple[list[float], Any, int]:
+    """Return ``clock.samples`` of a call, and how often they were repeated as some were late.
+
+    ``again`` makes the arguments of a repeat; None keeps late samples.
+    """
+    seconds, result = clock.samples(partial(call, *arguments), calls)
+    tries = 0
+    while again and clock.late and tries < RETAKES:
+        tries += 1
+        seconds, result = clock.samples(partial(call, *again()), calls)
+    return seconds, result, tries
+
+
 class DeviceBenchmark(BenchmarkFixture):
     """The pytest-benchmark fixture with the clock of the device.
 
@@ -238,8 +265,7 @@ class DeviceBenchmark(BenchmarkFixture):
         elif self.enabled:
             pace = warm_up(call, clock=self.clock, setup=setup)
             lead = self.clock.cover(pace.launch)
-            cost = pace.wall + lead
-            rounds = rounds or min(max(int(BUDGET / cost), FEWEST_ROUNDS), MOST_ROUNDS)
+            rounds = rounds or rounds_of(pace.wall + lead)
             # If the launch outlasts every lead, each sample would be late again.
             self._retake_setup = setup if pace.launch < lead else None
         result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds or 1)
@@ -277,16 +303,17 @@ class DeviceBenchmark(BenchmarkFixture):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Callable[..., Any]:
-        call = partial(function_to_benchmark, *args, **kwargs)
+        call = partial(function_to_benchmark, **kwargs)
 
         def runner(loops_range: range | None, timer: object = None) -> Any:  # noqa: ARG001
-            calls, tries = len(loops_range) if loops_range else 1, RETAKES
-            seconds, result = self.clock.samples(call, calls)
-            while self._retake_setup and self.clock.late and tries:
-                tries -= 1
-                self._retaken += 1
-                again = partial(function_to_benchmark, *self._retake_setup(), **kwargs)
-                seconds, result = self.clock.samples(again, calls)
+            seconds, result, tries = retaken(
+                self.clock,
+                call,
+                args,
+                again=self._retake_setup,
+                calls=len(loops_range) if loops_range else 1,
+            )
+            self._retaken += tries
             self._late += self.clock.late
             return sum(seconds) if loops_range else (sum(seconds), result)
 

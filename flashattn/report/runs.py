@@ -92,7 +92,8 @@ class Run:
 class Journal:
     """The rows of an unfinished run; each is on disk before the next case starts.
 
-    A new one starts without rows, and its first row replaces an older file.
+    A new one starts without rows, and its first row replaces an older file. Of a case that failed
+    and was measured again the newest row counts.
     """
 
     path: Path
@@ -115,7 +116,7 @@ class Journal:
             beside = path.with_suffix(".tmp")
             beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             beside.replace(path)
-        return cls(path, lines[0] if lines else None, lines[1:])
+        return cls(path, lines[0] if lines else None, _newest(lines[1:]))
 
     def add(self, row: Row, samples: list[float], *, header: dict[str, Any]) -> None:
         """Append a row and its samples, unless the row has some; before the first, the header."""
@@ -126,7 +127,7 @@ class Journal:
         with self.path.open("w" if self.header is None else "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         self.header = self.header or header
-        self.rows.append(row)
+        self.rows = _newest([*self.rows, row])
 
 
 def load(path: Path) -> Run:
@@ -139,7 +140,7 @@ def load(path: Path) -> Run:
     try:
         if path.suffix == ".jsonl":
             header, *rows = _whole(path, text)
-            rows = [_quartiles(row.get("samples") or []) | row for row in rows]
+            rows = [_quartiles(row.get("samples") or []) | row for row in _newest(rows)]
             run = Run.of(header, rows)
         else:
             run = Run.saved(json.loads(text))
@@ -155,6 +156,10 @@ def with_stats(row: Row, stats: dict[str, Any]) -> Row:
     """Return a row with the statistics of pytest-benchmark, all of them under ``stats``."""
     known = {fact: stats[name] for fact, name in STATS.items() if name in stats}
     return known | ({"stats": stats} if stats else {}) | row
+
+
+def _newest(rows: list[Row]) -> list[Row]:
+    return list({(row.get("study"), row.get("name")): row for row in rows}.values())
 
 
 def _quartiles(samples: list[float]) -> dict[str, float]:

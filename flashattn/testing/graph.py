@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +12,38 @@ from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.sample import LEARNED
+
+
+class Call(NamedTuple):
+    """What is timed, and what makes its arguments, untimed."""
+
+    call: Callable[..., Any]
+    setup: Callable[[], tuple[Any, ...]] = tuple
+
+
+def prepared(
+    passes: str, impl: Impl, problem: Problem, device: torch.device, **how: Any
+) -> tuple[Call, dict[str, torch.Tensor | None]]:
+    """Return a pass of an implementation as a call, and what it computes, by name.
+
+    Args:
+        passes: "forward", "backward" or "forward+backward".
+        impl: the implementation.
+        problem: what to compute.
+        device: where.
+        how: as ``Graph`` takes it.
+    """
+    if passes == "forward":
+        inputs = make_inputs(problem, device=device)
+        options = problem.keywords | make_scored(problem, device=device)
+        forward = partial(impl, *inputs, **options, scale=problem.head_dim**-0.5)
+        return Call(forward), dict(zip(("o", "lse"), forward(), strict=True))
+    graph = Graph(impl, problem, device, **how)
+    o = graph.forward() if passes == "backward" else ()
+    call = graph.backward if passes == "backward" else graph.both
+    results: dict[str, torch.Tensor | None] = dict(zip(graph.grads, call(*o), strict=True))
+    again = o and not graph.keep
+    return Call(call, graph.forward) if again else Call(partial(call, *o)), results
 
 
 class Graph:

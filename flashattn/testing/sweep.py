@@ -123,12 +123,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if _is_bench(item) and hasattr(item, "callspec")]
     place: dict[tuple[str, ...], int] = {}
     for item in ours:
-        place.setdefault(_group(item), len(place))
-    ours.sort(key=lambda item: place[_group(item)])
+        place.setdefault(group(item), len(place))
+    ours.sort(key=lambda item: place[group(item)])
     part = config.getoption("--part")
     if part:
         kept, parts = part
-        others = {item for item in ours if place[_group(item)] % parts != kept - 1}
+        others = {item for item in ours if place[group(item)] % parts != kept - 1}
         config.hook.pytest_deselected(items=list(others))
         ours = [item for item in ours if item not in others]
     items[:] = [item for item in items if not _is_bench(item)] + ours
@@ -138,7 +138,7 @@ def _is_bench(item: pytest.Item) -> bool:
     return item.path.name.startswith("bench_")
 
 
-def _group(item: pytest.Item) -> tuple[str, ...]:
+def group(item: pytest.Item) -> tuple[str, ...]:
     """Return what the items have in common that are measured side by side."""
     params = item.callspec.params  # type: ignore[attr-defined]
     case = params.get("case", params.get("problem", ""))

@@ -53,6 +53,19 @@ def test_journal_goes_on_wherever_it_was_cut_off(tmp_path):
     assert seen == {0, 1, 2, 3}
 
 
+def test_the_newest_row_of_a_case_counts(tmp_path):
+    """What failed and was measured again is no failure, in the journal or when it is read."""
+    path = tmp_path / "partial.jsonl"
+    failed, other = row("a") | {"status": "failed"}, row("b")
+    Journal(path).add(failed, [], header=HEADER)
+    journal = Journal.resume(path)
+    journal.add(other, [0.5], header=HEADER)
+    journal.add(row("a"), [0.25], header=HEADER)
+    assert journal.rows == [row("a"), other]
+    assert [(r["name"], r["status"]) for r in load(path).rows] == [("a", "ok"), ("b", "ok")]
+    assert Journal.resume(path).rows == [{"samples": [0.25]} | row("a"), {"samples": [0.5]} | other]
+
+
 def test_journal_broken_in_the_middle_is_refused(tmp_path):
     """Only the last line may be cut off: a hole before it is an error that names the file."""
     path = tmp_path / "partial.jsonl"

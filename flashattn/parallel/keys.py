@@ -151,11 +151,20 @@ def _lse_like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op(
-    "flashattn::parallel_forward",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+# Not ``torch.library.custom_op``, whose first call imports the compiler: a second or two.
+_LIBRARY = torch.library.Library("flashattn", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    f"parallel_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
 )
+_LIBRARY.define(
+    "parallel_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o,"
+    f" Tensor lse, Tensor kept, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,7 +187,7 @@ def _forward(
     return _like(o, q), lse.contiguous(), kv if keep else kv.new_empty(0)
 
 
-@_forward.register_fake
+@torch.library.register_fake("flashattn::parallel_forward", lib=_LIBRARY)
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -188,12 +197,6 @@ def _(
     return torch.empty_like(q), _lse_like(q), k.new_empty(kept)
 
 
-@torch.library.custom_op(
-    "flashattn::parallel_backward",
-    mutates_args=(),
-    schema="(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    f" Tensor kept, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
 def _backward(
     grad_o: torch.Tensor,
     grad_lse: torch.Tensor | None,
@@ -277,7 +280,7 @@ def _through(
     return dkv, dqs
 
 
-@_backward.register_fake
+@torch.library.register_fake("flashattn::parallel_backward", lib=_LIBRARY)
 def _(grad_o: object, grad_lse: object, *inputs: Any) -> Gradients:
     del grad_o, grad_lse
     q, k, v, *_ = inputs
@@ -306,5 +309,9 @@ def _once(ctx: Any, *grads: torch.Tensor) -> None:
     raise NotImplementedError("parallel attention has no second derivative")
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_once)
+_LIBRARY.impl("parallel_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("parallel_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_autograd(
+    "flashattn::parallel_forward", _differentiate, setup_context=_save, lib=_LIBRARY
+)
+torch.library.register_autograd("flashattn::parallel_backward", _once, lib=_LIBRARY)

@@ -193,7 +193,10 @@ def check_tensor_parallel(both):
 
 
 def check_compiled(mesh):
-    """A compiled graph is whole, and gives the same bits, of tensors laid out as models do."""
+    """A compiled graph is whole, and gives the same bits, of tensors laid out as models do.
+
+    Ranks take turns: those that have compiled meet others that have not.
+    """
     problem = Problem(**SIZES)
     inputs = [shard(x, mesh, dim=2).transpose(1, 2).contiguous() for x in make_inputs(problem)]
 
@@ -201,9 +204,10 @@ def check_compiled(mesh):
         q, k, v = (x.transpose(1, 2) for x in rows)
         return shared(q, k, v, mesh=mesh, causal=True, impl="tiled", **how) * 2
 
-    for how in ({}, {"keep": True, "documents": torch.tensor([0, 9, 37])}):
+    graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for turn, how in enumerate(({}, {"keep": True, "documents": torch.tensor([0, 9, 37])})):
         results = []
-        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        for function in (call, graph if mesh.get_rank() % 2 == turn else call):
             leaves = [x.clone().requires_grad_() for x in inputs]
             o = function(*leaves, **how)
             results.append([o, *torch.autograd.grad(o.square().sum(), leaves)])
@@ -255,8 +259,6 @@ def check_death(mesh):
 
 def work(store, rank):
     """Check everything, as one of the processes."""
-    torch.set_num_threads(1)
-    patch_interpreter()
     init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=TIMEOUT
     )
@@ -306,9 +308,13 @@ def test_ranks_share_the_whole(tmp_path):
 
 
 if __name__ == "__main__":
-    # What each process would import again: the compiler, what it imports later, and our kernels.
-    for module in ("torch._inductor.compile_fx", "networkx", "flashattn.kernels.execute"):
+    torch.set_num_threads(1)
+    patch_interpreter()
+    # What each process would import and prepare again: the compiler, what it imports later, kernels.
+    for module in ("torch._inductor.compile_fx", "networkx"):
         import_module(module)
-
+    if not get("triton").why_not(Problem(), "cpu"):
+        q = torch.randn(1, 1, 40, 16, requires_grad=True)
+        attention(q, q, q, impl="triton").sum().backward()
     statuses = fork(WORLD, partial(work, sys.argv[1]), SECONDS)
     sys.stdout.write(" ".join(map(str, statuses)))

@@ -310,7 +310,7 @@ def test_ranks_share_the_whole(tmp_path):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     patch_interpreter()
-    # What each process would import and prepare again: the compiler, what it imports later, kernels.
+    # What each process would do again: import the compiler, and what that imports; prepare kernels.
     for module in ("torch._inductor.compile_fx", "networkx"):
         import_module(module)
     if not get("triton").why_not(Problem(), "cpu"):

@@ -230,18 +230,19 @@ def test_generate(name, cache):
 # torch.compile asks each input for its gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "whole", "mode"),  # each pair of these
+    ("name", "layers", "whole", "mode"),  # each pair of name, whole and mode
     [
-        ("Llama", True, "plain"),
-        ("Llama", False, "padded"),
-        ("GptOss", True, "padded"),
-        ("GptOss", False, "plain"),
+        ("Llama", 1, True, "plain"),
+        ("Llama", 1, False, "padded"),
+        ("GptOss", 2, True, "padded"),  # one of each kind
+        ("GptOss", 1, False, "plain"),  # with a window, and Llama's has none
     ],
 )
-def test_compiled(name, whole, mode):
+def test_compiled(name, layers, whole, mode):
     """Compiled as one graph, the model or each layer, nothing changes."""
     torch.compiler.reset()
-    model = model_of(name, num_hidden_layers=2 if name == "GptOss" else 1)  # one of each kind
+    types = BOTH["layer_types"][:layers] if name == "GptOss" else None
+    model = model_of(name, num_hidden_layers=layers, layer_types=types)
     how = {"backend": "aot_eager", "fullgraph": True}
     if whole:
         return assert_as_eager(model, mode, run=torch.compile(model, **how))

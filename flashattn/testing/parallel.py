@@ -55,6 +55,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses:
         # Threads of numpy's library wait for one another: tests multiply small matrices.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # Memory that tensors leave stays with the process: anew it would have to be cleared.
+        os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 32))
         option.dist = "load" if option.dist == "no" else option.dist
         option.maxschedchunk = option.maxschedchunk or CHUNK
         option.benchmark_disable = True  # else pytest-benchmark warns that workers disable it

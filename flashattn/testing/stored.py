@@ -92,17 +92,17 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     seen = case.seen
     uncapped = (q @ k.mT * case.scale).masked_fill(~seen, 0.0)  # [B, H, T, S]
     scores = score.scores(uncapped, 1.0, softcap)
-    sizes = scores.abs()
+    sizes = scores.square()
     slope = torch.ones_like(scores) if softcap is None else score.slope(scores, softcap)
     scores, terms = _with_terms(case, scores)
     scores = scores.masked_fill(~seen, -torch.inf)
-    sizes = torch.hypot(sizes, terms).masked_fill(scores == -torch.inf, 0.0)
+    sizes = (sizes + terms.square()).masked_fill(scores == -torch.inf, 0.0)
     sink = case.scored.get("sink")
     p, lse = _softmax(scores, sink)
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32))
     found = {}
     if rounded_again:
-        found["o"] = ((p * sizes * accumulated.eps).square() @ v.square()).sqrt()
+        found["o"] = (p.square() * sizes @ v.square()).sqrt() * accumulated.eps
     if case.grad_o is None:
         return found
     do = case.grad_o.double()
@@ -112,25 +112,24 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     dlse = torch.zeros_like(added) if dlse is None else dlse.double()[..., None]
     delta, size = added - dlse, torch.hypot(terms.norm(dim=-1, keepdim=True), dlse)
     truncated = q.shape[-1] / TF32_STEP if q.is_cuda and dtype == torch.float32 else 0
-    summed = of_two_sums(added, size.square(), q.shape[-1]) + truncated * size
+    summed = of_two_sums(added, size.square(), q.shape[-1]).sqrt() + truncated * size
     b = size * torch.finfo(dtype).eps + summed * accumulated.eps
-    t = uncapped.abs() * truncated / 3
     c = of_two_sums(uncapped, case.scale**2 * (q.square() @ k.square().mT), q.shape[-1])
-    off = slope * (c.square() + t.square()).sqrt() * accumulated.eps  # of each score
-    if case.problem.added:
-        off = torch.hypot(off, sizes * accumulated.eps)
+    c += (truncated / 3 * uncapped).square()
+    off = slope.square() * c + (sizes if case.problem.added else 0)
+    off *= accumulated.eps**2  # of each score, the square
     dp = (do @ v.mT - delta).abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
-    of_scores = (p * dp).square() * ((slope * off).square() + of_slope.square())  # of each dS
+    of_scores = (p * dp).square() * (slope.square() * off + of_slope.square())  # of each dS
     dk = ((slope * p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
-    dv = (p.square() * (a.square() + off.square())).mT @ do.square()
+    dv = (p.square() * (a.square() + off)).mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
     dq = a * exact["dq"].abs() + abs(case.scale) * (
         b * ((slope * p) @ k).abs() + (of_scores @ k.square()).sqrt()
     )
     found |= {"dq": dq, "dk": dk.sqrt(), "dv": dv.sqrt()}
     if "bias" in case.scored:
-        found["dbias"] = _of_bias(case, p, do @ v.mT - delta, a, b, off)
+        found["dbias"] = _of_bias(case, p, do @ v.mT - delta, a, b, off.sqrt())
     if sink is not None:
         of_sinks = _sink_shares(sink, lse) * (a * delta.abs() + b)[..., 0]
         found["dsink"] = of_sinks.square().sum(-1).sum_to_size(sink.shape).sqrt()
@@ -139,8 +138,11 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
 
 
 def of_two_sums(sums: torch.Tensor, squares: torch.Tensor, length: int) -> torch.Tensor:
-    """Return by how many eps sums of ``length`` terms differ, whose squares add up to squares."""
-    return (2 * ((1 + length / 6) * squares + length / 3 * sums.square())).sqrt()
+    """Return the square of how many eps sums of ``length`` terms differ by.
+
+    The terms' squares add up to ``squares``.
+    """
+    return 2 * ((1 + length / 6) * squares + length / 3 * sums.square())
 
 
 def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,11 +158,12 @@ def _sink_shares(sink: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _with_terms(case: Case, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores with what is added to them, and how large that is in all."""
+    """Return scores with what is added to them, and what that is in all."""
     q, k, _ = case.inputs
     terms = Terms.of(q, k, case.scored.get("alibi_slopes"), case.scored.get("bias"))
     whole = slice(0, q.shape[2]), slice(0, k.shape[2])
-    return terms.added(scores, *whole), terms.added(torch.zeros_like(scores), *whole).abs()
+    added = terms.added(torch.zeros_like(scores), *whole)
+    return scores + added, added
 
 
 def _of_bias(

@@ -15,6 +15,7 @@ from warnings import filterwarnings
 
 import triton
 from triton import knobs
+from triton.runtime.cache import triton_key
 
 from flashattn.counts import resources as counted
 from flashattn.counts import stale as judged
@@ -200,6 +201,7 @@ def collect(wanted: Container[str], known: Rows) -> tuple[Rows, list[str]]:
     rows: Rows = {ASSEMBLERS: _assemblers()} if ASSEMBLERS in wanted else {}
     complaints = []
     chosen = [variant for variant in variants() if str(variant) in wanted]
+    triton_key()  # half a second in each process that did not inherit it
     with ProcessPoolExecutor() as pool:
         before = [known.get(str(variant), {}) for variant in chosen]
         for variant, (row, complaint) in zip(chosen, pool.map(_row, chosen, before), strict=True):

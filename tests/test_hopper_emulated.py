@@ -216,10 +216,10 @@ BACKWARDS = [
     Asked(bf16(seq_q=300, seq_kv=70, causal="bottom_right", head_dim=80), SMALL, in_any_order()),
     Asked(fp16(heads=3, seq_q=200, seq_kv=390, causal=True), SMALL, in_turns(persistent=True), 2),
     Asked(bf16(heads=2, seq_q=70, seq_kv=390, head_dim=96), SMALL, in_any_order(section=2), 3),
-    Asked(bf16(heads=3, seq_q=300, seq_kv=520), SMALL, in_turns(section=2, persistent=True), 5),
+    Asked(bf16(heads=3, seq_q=140, seq_kv=520), SMALL, in_turns(section=2, persistent=True), 5),
     Asked(fp16(heads=4, kv_heads=2, seq_q=140, seq_kv=390, head_dim=128), SMALL, ROUND, 4),
     Asked(bf16(seq_q=70, seq_kv=700, head_dim=96), SMALL, ROUND, 6),  # no room for all
-    Asked(bf16(batch=2, seq_q=390, seq_kv=260), SMALL, in_any_order(persistent=True, stagger=1), 3),
+    Asked(bf16(batch=2, seq_q=200, seq_kv=260), SMALL, in_any_order(persistent=True, stagger=1), 3),
     Asked(bf16(seq_q=70), SMALL, TURNS, values="negative"),  # P of padding would be inf
 ]
 WINDOWS = [
@@ -229,7 +229,7 @@ WINDOWS = [
     {"seq_q": 390, "seq_kv": 300, "window": (70, None)},  # no right bound; dead queries
     {"seq_q": 70, "seq_kv": 400, "window": (20, None), "causal": "bottom_right"},  # left < 0
     {"seq_q": 400, "seq_kv": 150, "window": (30, None), "causal": "bottom_right"},  # right < 0
-    {"heads": 4, "kv_heads": 2, "seq_q": 330, "window": (129, None), "causal": "bottom_right"},
+    {"heads": 2, "kv_heads": 1, "seq_q": 330, "window": (129, None), "causal": "bottom_right"},
     {"heads": 2, "seq_q": 300, "causal": True, "documents": PACKED},
     {"seq_q": 250, "seq_kv": 400, "causal": "bottom_right", "documents": UNEVEN},
     {"seq_q": 500, "window": (150, 40), "documents": ((420, 420), (50, 50))},
@@ -444,7 +444,7 @@ SHARES = [
     (bf16(heads=4, kv_heads=2, seq_q=140, seq_kv=70, head_dim=88, causal="bottom_right"), 2, {}),
     (bf16(batch=2, heads=4, kv_heads=1, seq_q=70, seq_kv=130, head_dim=40, **SLOPED), 2, {}),
     (fp16(heads=4, kv_heads=2, seq_q=130, seq_kv=70, head_dim=200, **CAPPED), 2, {}),
-    (bf16(heads=4, kv_heads=2, seq_q=300, window=(140, 5), **SLOPED), 2, {"deterministic": True}),
+    (bf16(heads=2, kv_heads=1, seq_q=300, window=(140, 5), **SLOPED), 2, {"deterministic": True}),
     (bf16(heads=3, kv_heads=1, seq_q=260, window=(70, 0), head_dim=256), 3, {}),
     (bf16(heads=3, kv_heads=1, seq_q=70, seq_kv=130, head_dim=256, causal=True), 3, {}),
     (bf16(heads=4, kv_heads=1, seq_q=70, seq_kv=130, head_dim=136, **CAPPED), 2, {}),  # 128 + 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 from pathlib import Path
 from weakref import ref
@@ -390,6 +391,7 @@ def test_a_killed_run_goes_on(bench, pytester):
     assert kept(pytester) == []
     resumed = bench({"good": good}, *command, "--resume")
     resumed.assert_outcomes(passed=6)
+    resumed.stdout.no_fnmatch_line("*conforms*")  # which tests say, not benchmarks
     (path,) = kept(pytester)
     found = rows_of(path)
     assert len(found) == 6
@@ -433,7 +435,7 @@ def test_other_code_is_not_resumed(bench, pytester):
 
 def test_parts_make_a_whole(bench, laid_out):
     """Each case is in one part; what is compared in it are neighbours, in the same part."""
-    laid_out("benchmarks/bench_integrations.py")
+    laid_out("benchmarks/bench_integrations.py", "benchmarks/bench_attention.py")
 
     def names(*arguments):
         lines = bench({"a": good, "b": good}, "--collect-only", "-q", *arguments).outlines
@@ -447,3 +449,6 @@ def test_parts_make_a_whole(bench, laid_out):
         assert [name.replace("-a]", "-b]") for name in impls[::2]] == impls[1::2]
         # Attentions of a model's step.
         assert sum("bench_step[tiny Llama-plain" in name for name in part) in (0, 3)
+        grid = [name for name in part if "bench_attention.py" in name]
+        points = [re.sub("-(naive|sdpa|tiled|triton)-", "-", name) for name in grid]
+        assert points[::2] == points[1::2]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from statistics import median
+from types import SimpleNamespace
+
+import torch
 
 from flashattn.measure import timing
 from flashattn.testing.graph import Call
-from flashattn.testing.turns import take_turns
+from flashattn.testing.turns import _take, take_turns
 
 
 class DriftingClock(timing.Clock):
@@ -67,3 +70,22 @@ def test_late_turns_are_taken_again(monkeypatch):
 def test_no_call_has_no_turn():
     """All cases of a group may be left out."""
     assert list(take_turns({}, DriftingClock())) == []
+
+
+def test_what_has_no_memory_beside_others_is_timed_alone(monkeypatch):
+    """Where the calls together run out of memory while they are timed, none has a turn."""
+    monkeypatch.setattr(timing, "WARM_UP", 0.0)
+    calls = iter(range(100))
+
+    def greedy():
+        if next(calls) > 5:
+            raise torch.OutOfMemoryError
+        return 1.0
+
+    def prepare(item, facts):
+        facts["name"] = item.nodeid
+        return Call(greedy if item.nodeid == "greedy" else lambda: 1.0)
+
+    items = [SimpleNamespace(nodeid=name) for name in ("greedy", "modest")]
+    assert _take(items, prepare, DriftingClock()) == {"greedy": None, "modest": None}
+    assert next(calls) == 7, "it was timed before"

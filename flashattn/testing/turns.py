@@ -32,7 +32,7 @@ class Turn:
 
 
 Prepare = Callable[[pytest.Item, dict[str, Any]], Call]  # fills in the facts
-TURNS = pytest.StashKey[dict[str, Turn]]()  # of the group that was timed last, by case
+TURNS = pytest.StashKey[dict[str, Turn | None]]()  # of the group that was timed last, by case
 
 
 def turn_of(
@@ -54,30 +54,35 @@ def turn_of(
     if item.nodeid not in taken:
         beside = [x for x in session.items if group(x) == group(item) and takes(x)]
         taken = session.stash[TURNS] = _take(beside, prepare, clock)
-    return taken.pop(item.nodeid, None)
+    return taken.pop(item.nodeid)
 
 
-def _take(items: list[pytest.Item], prepare: Prepare, clock: Clock) -> dict[str, Turn]:
+def _take(items: list[pytest.Item], prepare: Prepare, clock: Clock) -> dict[str, Turn | None]:
     """Prepare all cases, then time them; those that run out of memory have no turn."""
-    turns, calls = {}, {}
+    found, calls = {item.nodeid: Turn(time.perf_counter()) for item in items}, dict[str, Call]()
+    alone = set()
     for item in items:
-        turn = Turn(time.perf_counter())
+        turn = found[item.nodeid]
         try:
             calls[item.nodeid] = prepare(item, turn.facts)
         except (pytest.skip.Exception, pytest.xfail.Exception) as verdict:
             turn.raised = verdict.with_traceback(None)
         except Exception as error:  # noqa: BLE001 - raised again
-            if out_of_memory(error):
-                continue
             clear_frames(error.__traceback__)  # of the tensors that they hold
             turn.raised = error
-        turns[item.nodeid] = turn
-    for name, seconds, again, late in take_turns(calls, clock):
-        turn = turns[name]
-        turn.samples.append(seconds)
-        turn.facts["retaken"] = turn.facts.get("retaken", 0) + again
-        turn.facts["late"] = turn.facts.get("late", 0) + late
-    return turns
+            if out_of_memory(error):
+                alone.add(item.nodeid)
+    try:
+        for name, seconds, again, late in take_turns(calls, clock):
+            turn = found[name]
+            turn.samples.append(seconds)
+            turn.facts["retaken"] = turn.facts.get("retaken", 0) + again
+            turn.facts["late"] = turn.facts.get("late", 0) + late
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        alone |= calls.keys()
+    return {name: None if name in alone else turn for name, turn in found.items()}
 
 
 def take_turns(calls: dict[str, Call], clock: Clock) -> Iterator[tuple[str, float, int, int]]:

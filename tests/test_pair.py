@@ -357,13 +357,16 @@ def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
     """A process that does not answer in time is ended, and its last words are where it was."""
     (tmp_path / "flashattn").mkdir()
     (tmp_path / "flashattn" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
-    patience = 10 if torch.cuda.is_available() else 2  # for PyTorch's import, beside 16 others
-    monkeypatch.setitem(pair.PATIENCE, "hello", patience)
-    words = rf"(?s)no answer to 'hello' in {patience} s; .*worker.py"
-    with closing(pair.Arms({"ref": tmp_path}, CPU, 0)) as arms:
-        with pytest.raises(WorkerError, match=words):
-            arms.workers["ref"].greet()
-        assert arms._process.wait(20) == 0
+    for patience in (2, 10):  # on a host that is busy, PyTorch's import takes longer than two
+        monkeypatch.setitem(pair.PATIENCE, "hello", patience)
+        said = f"no answer to 'hello' in {patience} s; "
+        with closing(pair.Arms({"ref": tmp_path}, CPU, 0)) as arms:
+            with pytest.raises(WorkerError, match=said) as told:
+                arms.workers["ref"].greet()
+            assert arms._process.wait(20) == 0
+        if "worker.py" in str(told.value):
+            break
+    assert "worker.py" in str(told.value)
 
 
 @pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")

@@ -8,6 +8,7 @@ least time is that of the keys' and values' bytes at the bandwidth of a copy.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from flashattn.problem import Problem
 
@@ -47,7 +48,14 @@ DECODING = [
     decoding(1, 64, 8, 131072, 128),
     decoding(16, 16, 1, 8192, 64),
 ]
-MORE = [training(1, 32, 8, n, d) for n in (1024, 4096, 16384) for d in (64, 128)]
+MORE = [training(1, 32, 8, 16384, d) for d in (64, 128)]
+MORE += [  # one sequence, any group: short ones hardly fill a GPU
+    replace(training(1, heads, kv_heads, n, d), causal=causal)
+    for heads, kv_heads, n, d, causal in product(
+        (8, 16, 32, 64), (1, 2, 4, 8), (512, 1024, 2048, 4096, 8192), (64, 128), (True, False)
+    )
+    if heads > kv_heads
+]
 SMALL = [decoding(1, 32, 8, n, 128) for n in (1024, 4096, 16384, 65536)]
 SMOKE = [training(1, 4, 2, 40, 16), crossing(2, 2, 20, 50, 16), decoding(2, 4, 1, 200, 16)]
 SWEEPS = {
@@ -55,7 +63,7 @@ SWEEPS = {
     for name, problems in {
         "smoke": SMOKE,
         "default": [*TRAINING, *CROSSING, *DECODING],
-        "full": [*TRAINING, *MORE, *CROSSING, *DECODING, *SMALL],
+        "full": list(dict.fromkeys([*TRAINING, *MORE, *CROSSING, *DECODING, *SMALL])),
     }.items()
 }
 

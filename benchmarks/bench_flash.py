@@ -128,4 +128,4 @@ def bench_forward_backward(time_pass):
 
 def bench_backward_any_order(time_pass):
     """Time the backward pass that adds up dq in any order, as FlashAttention-4's does."""
-    time_pass("backward", any_order=True)
+    time_pass("backward")

@@ -25,7 +25,7 @@ from flashattn.report.table import tables
 from flashattn.testing import comparison, kept, law, sweep
 from flashattn.testing.graph import Call, prepared
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE, rounded
-from flashattn.testing.sweep import DEVICE, study_and_name, sweep_name
+from flashattn.testing.sweep import DEVICE, IN_ANY_ORDER, study_and_name, sweep_name
 from flashattn.testing.train_case import Trained, costs, problem_of
 from flashattn.testing.turns import turn_of
 from flashattn.testing.verifier import Verifier
@@ -251,9 +251,10 @@ def time_pass(
     """
     facts = device_benchmark.extra_info
 
-    def time(passes: str, *, learned: bool = False, any_order: bool = False) -> None:
+    def time(passes: str, *, learned: bool = False) -> None:
         def prepare(item: pytest.Item, facts: dict[str, Any]) -> Call:
             impl = get(item.callspec.params["impl"])  # type: ignore[attr-defined]
+            any_order = item.originalname.endswith(IN_ANY_ORDER)  # type: ignore[attr-defined]
             verifier = Verifier(impl, problem, device, facts)
             facts["learned"] = learned
             _leave_out(facts, verifier.admit(passes))

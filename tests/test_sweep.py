@@ -5,10 +5,11 @@ from __future__ import annotations
 import runpy
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from flashattn.testing.sweep import grid
+from flashattn.testing.sweep import grid, group
 
 BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("bench_*.py"))
 
@@ -37,6 +38,19 @@ def test_a_point_can_be_changed():
     assert dict(point.replace(impl="mine").facts) == {"size": "small", "impl": "mine"}
     with pytest.raises(AttributeError, match="context"):
         point.context  # noqa: B018 - asking is the point
+
+
+def test_both_orders_of_sums_stay_together():
+    """The backward in any order is measured beside all others of its problem."""
+
+    def item(name, problem):
+        callspec = SimpleNamespace(params={"problem": problem, "impl": "hopper"})
+        return SimpleNamespace(path=Path("bench_flash.py"), originalname=name, callspec=callspec)
+
+    names = ("bench_backward", "bench_backward_any_order", "bench_forward_backward")
+    backward, any_order, both = (group(item(name, "one")) for name in names)
+    assert backward == any_order != both
+    assert backward != group(item("bench_backward", "two"))
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
 """Turns: implementations of one problem are timed in turns, so that a drift hits them all alike.
 
-A GPU at its power limit changes its clock within a tenth of a second, so ratios of calls that are
-timed one behind the other are uncertain by 5 to 8%, and by 2% in turns (docs/tuning-log.md).
+A GPU at its power limit changes its clock within a tenth of a second. On an H200, ratios of calls
+that are timed one after the other are uncertain by 5 to 8%, in turns by 2% (docs/tuning-log.md).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from traceback import clear_frames
 from typing import Any
 
 import pytest
 
-from flashattn.measure.device import out_of_memory
 from flashattn.measure.timing import Clock, retaken, rounds_of, warm_up
 from flashattn.testing.graph import Call
 from flashattn.testing.sweep import group
@@ -23,16 +22,16 @@ from flashattn.testing.sweep import group
 
 @dataclass
 class Turn:
-    """What the turns of one case gave: samples, or what it raised, to be raised in its own run."""
+    """What the turns of one case gave."""
 
     began: float  # on the host's clock, the turns of all
     facts: dict[str, Any] = field(default_factory=dict)
     samples: list[float] = field(default_factory=list)
-    raised: BaseException | None = None
 
 
 Prepare = Callable[[pytest.Item, dict[str, Any]], Call]  # fills in the facts
-TURNS = pytest.StashKey[dict[str, Turn | None]]()  # of the group that was timed last, by case
+# The group that was timed last, and the turns of its cases.
+TURNS = pytest.StashKey[tuple[tuple[str, ...], dict[str, Turn]]]()
 
 
 def turn_of(
@@ -47,42 +46,32 @@ def turn_of(
         takes: which cases of a group take turns.
 
     Returns:
-        None if there was no memory for all calls at once: the case is to be timed alone.
+        None if the case has no turn: alone, it raises again what it raised, or finds memory.
     """
-    session = item.session
-    taken = session.stash.get(TURNS, {})
-    if item.nodeid not in taken:
-        beside = [x for x in session.items if group(x) == group(item) and takes(x)]
-        taken = session.stash[TURNS] = _take(beside, prepare, clock)
-    return taken.pop(item.nodeid)
+    session, its = item.session, group(item)
+    if session.stash.get(TURNS, ((), {}))[0] != its:
+        beside = [x for x in session.items if group(x) == its and takes(x)]
+        session.stash[TURNS] = its, _take(beside, prepare, clock)
+    return session.stash[TURNS][1].pop(item.nodeid, None)
 
 
-def _take(items: list[pytest.Item], prepare: Prepare, clock: Clock) -> dict[str, Turn | None]:
-    """Prepare all cases, then time them; those that run out of memory have no turn."""
-    found, calls = {item.nodeid: Turn(time.perf_counter()) for item in items}, dict[str, Call]()
-    alone = set()
+def _take(items: list[pytest.Item], prepare: Prepare, clock: Clock) -> dict[str, Turn]:
+    """Time all cases that can be prepared; none, if anything fails meanwhile."""
+    began = time.perf_counter()
+    turns, calls = dict[str, Turn](), dict[str, Call]()
     for item in items:
-        turn = found[item.nodeid]
-        try:
+        turn = Turn(began)
+        with suppress(Exception, pytest.skip.Exception, pytest.xfail.Exception):
             calls[item.nodeid] = prepare(item, turn.facts)
-        except (pytest.skip.Exception, pytest.xfail.Exception) as verdict:
-            turn.raised = verdict.with_traceback(None)
-        except Exception as error:  # noqa: BLE001 - raised again
-            clear_frames(error.__traceback__)  # of the tensors that they hold
-            turn.raised = error
-            if out_of_memory(error):
-                alone.add(item.nodeid)
-    try:
-        for name, seconds, again, late in take_turns(calls, clock):
-            turn = found[name]
+            turns[item.nodeid] = turn
+    with suppress(Exception):
+        for name, seconds, tries, late in take_turns(calls, clock):
+            turn = turns[name]
             turn.samples.append(seconds)
-            turn.facts["retaken"] = turn.facts.get("retaken", 0) + again
+            turn.facts["retaken"] = turn.facts.get("retaken", 0) + tries
             turn.facts["late"] = turn.facts.get("late", 0) + late
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        alone |= calls.keys()
-    return {name: None if name in alone else turn for name, turn in found.items()}
+        return turns
+    return {}
 
 
 def take_turns(calls: dict[str, Call], clock: Clock) -> Iterator[tuple[str, float, int, int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
 
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_inputs
+from flashattn.testing.strategies import samples
 from flashattn.testing.values import VALUES
 
 DTYPES = ["float16", "bfloat16", "float32"]
@@ -43,3 +45,25 @@ def test_values_are_finite(name, dtype):
         assert all(x.isfinite().all() for x in make_inputs(problem, values=name))
     for sizes in ({"seq_q": 0}, {"seq_kv": 0}, {"batch": 0}):
         make_inputs(Problem(**sizes, dtype=dtype), values=name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "huge"),
+    [
+        ({"biases": ("bhts",)}, True),
+        ({"biases": ("b11s",)}, False),
+        ({"biases": ("bhr",)}, False),
+        ({"sunk": (True,)}, False),
+    ],
+)
+def test_sums_over_rows_stay_in_fp16(asked, huge):
+    """Samples of fp16 have huge values unless a gradient of a bias or sink sums their rows."""
+    drawn = set()
+
+    @hypothesis.settings(max_examples=300, database=None)
+    @hypothesis.given(samples("cpu", bool, asked={"dtypes": ("float16",), **asked}))
+    def draw(sample):
+        drawn.add(sample.values)
+
+    draw()
+    assert drawn == set(VALUES) - ({"huge_v"} if not huge else set())

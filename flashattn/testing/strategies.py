@@ -209,4 +209,11 @@ def samples(
             "grad_layout": choose("grad_layout", tuple(GRAD_LAYOUTS)),
         }
     problem = draw(problems(**asked, kind=kind).filter(solves), label="problem")
+    if drawn.get("values") == "huge_v" and problem.dtype == "float16" and _sums_rows(problem):
+        drawn["values"] = "normal"  # or a gradient of a bias or sink would leave fp16
     return Sample(problem=problem, device=device, **drawn | fixed)
+
+
+def _sums_rows(problem: Problem) -> bool:
+    """Return whether a gradient of scores is summed over rows: that of a sink or a shared bias."""
+    return problem.sink or problem.bias not in ("", "bhts")
